@@ -1,0 +1,118 @@
+"""kvloom keeps the KV cache of a language model outside the GPU. These are the public names, and nothing else.
+
+They are imported on first use, so that a storage plugin or `kvloom --help` never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "hookimpl": "hookspecs",
+    "Engine": "engine",
+    "Task": "task",
+    "EngineConfig": "config",
+    "Registry": "plugins",
+    "Tier": "tiers",
+    **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
+    **dict.fromkeys(["StorageBackend", "Sink", "join"], "contracts.storage"),
+    **dict.fromkeys(["Serializer", "Place"], "contracts.serializer"),
+    **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
+    **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
+    **dict.fromkeys(["Observer", "Event"], "contracts.observer"),
+    **dict.fromkeys(
+        [
+            "BlendExecutor",
+            "BlendOutput",
+            "BlendRequest",
+            "BlendRetriever",
+            "BlendRetrieverResult",
+            "BlendRetrieverTask",
+            "BlendSession",
+        ],
+        "contracts.blend",
+    ),
+    **dict.fromkeys(
+        ["EXACT", "Buffer", "Buffers", "Chunk", "ChunkKey", "Entry", "Hit", "KVSpec", "MemoryFormat", "Segment"],
+        "types",
+    ),
+    **dict.fromkeys(["chain", "select"], "keys"),
+    **dict.fromkeys(
+        [
+            "BackendError",
+            "ConfigError",
+            "CorruptBlobError",
+            "DeadlineExceeded",
+            "KVLoomError",
+            "PluginError",
+            "UnreadableBlobError",
+        ],
+        "errors",
+    ),
+}
+
+__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvloom' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"kvloom.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+if TYPE_CHECKING:
+    from kvloom.config import EngineConfig as EngineConfig
+    from kvloom.contracts.blend import BlendExecutor as BlendExecutor
+    from kvloom.contracts.blend import BlendOutput as BlendOutput
+    from kvloom.contracts.blend import BlendRequest as BlendRequest
+    from kvloom.contracts.blend import BlendRetriever as BlendRetriever
+    from kvloom.contracts.blend import BlendRetrieverResult as BlendRetrieverResult
+    from kvloom.contracts.blend import BlendRetrieverTask as BlendRetrieverTask
+    from kvloom.contracts.blend import BlendSession as BlendSession
+    from kvloom.contracts.component import ByteSize as ByteSize
+    from kvloom.contracts.component import Component as Component
+    from kvloom.contracts.component import Config as Config
+    from kvloom.contracts.component import Duration as Duration
+    from kvloom.contracts.connector import Fence as Fence
+    from kvloom.contracts.connector import GPUConnector as GPUConnector
+    from kvloom.contracts.observer import Event as Event
+    from kvloom.contracts.observer import Observer as Observer
+    from kvloom.contracts.serializer import Place as Place
+    from kvloom.contracts.serializer import Serializer as Serializer
+    from kvloom.contracts.storage import Sink as Sink
+    from kvloom.contracts.storage import StorageBackend as StorageBackend
+    from kvloom.contracts.storage import join as join
+    from kvloom.contracts.tokens import TokenDatabase as TokenDatabase
+    from kvloom.engine import Engine as Engine
+    from kvloom.task import Task as Task
+    from kvloom.errors import BackendError as BackendError
+    from kvloom.errors import ConfigError as ConfigError
+    from kvloom.errors import CorruptBlobError as CorruptBlobError
+    from kvloom.errors import DeadlineExceeded as DeadlineExceeded
+    from kvloom.errors import KVLoomError as KVLoomError
+    from kvloom.errors import PluginError as PluginError
+    from kvloom.errors import UnreadableBlobError as UnreadableBlobError
+    from kvloom.hookspecs import hookimpl as hookimpl
+    from kvloom.keys import chain as chain
+    from kvloom.keys import select as select
+    from kvloom.plugins import Registry as Registry
+    from kvloom.tiers import Tier as Tier
+    from kvloom.types import EXACT as EXACT
+    from kvloom.types import Buffer as Buffer
+    from kvloom.types import Buffers as Buffers
+    from kvloom.types import Chunk as Chunk
+    from kvloom.types import ChunkKey as ChunkKey
+    from kvloom.types import Entry as Entry
+    from kvloom.types import Hit as Hit
+    from kvloom.types import KVSpec as KVSpec
+    from kvloom.types import MemoryFormat as MemoryFormat
+    from kvloom.types import Segment as Segment

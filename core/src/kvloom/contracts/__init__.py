@@ -1,0 +1,1 @@
+"""What plugins implement: one module per kind of component. Imports only errors and types."""

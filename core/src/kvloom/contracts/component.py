@@ -1,0 +1,52 @@
+"""What every pluggable part has in common: a word in YAML, a typed config, a constructor and `close`."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import ByteSize as ByteSize
+
+from kvloom.types import KVSpec
+
+_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def _parse_duration(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    match = _DURATION.fullmatch(value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"not a duration: {value!r}; write 250ms, 30s, 5m, 6h or 7d")
+    return float(match[1]) * _UNITS[match[2].lower()]
+
+
+Duration = Annotated[float, BeforeValidator(_parse_duration)]
+"""Seconds; YAML may say `250ms`, `30s`, `5m`, `6h`, `7d`. `ByteSize` does the same for `20GiB`."""
+
+
+class Config(BaseModel):
+    """The base of every component's settings: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Component(ABC):
+    """A pluggable part. Subclass one of the kinds, not this.
+
+    A class is registered by returning it from the hook of its kind; the core makes the instances.
+    """
+
+    type: ClassVar[str]
+    """The word that users write in YAML."""
+    Config: ClassVar[type[Config]] = Config
+
+    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+        self.config = config
+        self.spec = spec
+
+    def close(self) -> None:
+        """Give back what is held. Idempotent. Nothing is called on the component afterwards."""

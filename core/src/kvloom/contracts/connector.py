@@ -1,0 +1,59 @@
+"""GPUConnector: an engine's KV to chunks and back."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from kvloom.contracts.component import Component
+from kvloom.types import Chunk, MemoryFormat, Segment
+
+
+class Fence(Protocol):
+    """Tells when copies that were queued on a device are done."""
+
+    def wait(self) -> None:
+        """Block until they are."""
+
+
+class GPUConnector(Component):
+    """Moves KV between an engine's memory and chunks. One call moves many segments: one kernel launch, not many.
+
+    `where` is what the caller of `Engine.store` and `Engine.retrieve` passed on: the engine's KV tensors, page
+    tables, whatever the connector's docstring asks for. Called by one thread at a time per request.
+    """
+
+    format: ClassVar[MemoryFormat] = MemoryFormat.KV_BLOB
+    """The one representation of this connector; part of every key."""
+
+    @property
+    def representation(self) -> Mapping[str, Any]:
+        """What else determines the bytes of a chunk (page layout, block size, ISA); part of the fingerprint."""
+        return {}
+
+    def shape(self, num_tokens: int) -> tuple[int, ...]:
+        """The shape of a chunk of `num_tokens` tokens, in elements of `spec.dtype`."""
+        assert self.spec is not None
+        return self.spec.blob_shape(num_tokens)
+
+    def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
+        """Raise ValueError if `where` is not something this connector can read or write `num_tokens` tokens of."""
+
+    @abstractmethod
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Fence | None:
+        """Copy the engine's KV of each segment into its chunk. None means done; else the fence tells."""
+
+    @abstractmethod
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Fence | None:
+        """Copy each chunk into the engine's KV of its segment. None means done; else the fence tells."""
+
+    def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Fence | None:
+        """Optional: `read` of one layer only, for pipelining."""
+        raise NotImplementedError(f"{type(self).__name__} does not move single layers")
+
+    def write_layer(
+        self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any
+    ) -> Fence | None:
+        """Optional: `write` of one layer only, for pipelining."""
+        raise NotImplementedError(f"{type(self).__name__} does not move single layers")

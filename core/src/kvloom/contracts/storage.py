@@ -1,0 +1,103 @@
+"""StorageBackend: keys to bytes. Policy (capacity, TTL, eviction, checksums, deadlines) is the core's."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, Protocol
+
+from kvloom.contracts.component import Component
+from kvloom.types import Buffer, Buffers, Entry
+
+
+def join(blob: Buffers) -> bytes:
+    """The blob's buffers as one `bytes`: a copy, for stores that cannot write several buffers."""
+    return b"".join(blob)
+
+
+class Sink(Protocol):
+    """Where `get_into` puts a blob: the caller's memory, page-aligned."""
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        """Writable memory for the whole blob. Raises BackendError if there is no room: let it pass."""
+
+    def filled(self, num_bytes: int) -> None:
+        """The first `num_bytes` bytes have arrived: the core verifies them while they are in the processor's cache."""
+
+
+class StorageBackend(Component):
+    """A store of blobs by key. Four methods make one; the rest is for speed.
+
+    Keys are strings of `[A-Za-z0-9._-]` and `/`, at most 200 characters. Called from several threads at once. Raise
+    what you like when something fails: the core counts it, reports it and serves a miss. Imports no torch.
+    """
+
+    persistent: ClassVar[bool] = False
+    """What was put survives `close` and reopening."""
+    shared: ClassVar[bool] = False
+    """Other processes that open the same store see it."""
+    bounded: ClassVar[bool] = False
+    """It evicts by itself."""
+    threads: ClassVar[int] = 4
+    """How many calls the core should have under way at once, at most."""
+
+    @abstractmethod
+    def put(self, key: str, blob: Buffers) -> None:
+        """Keep `blob` under `key`: all or nothing, the last one wins. The buffers are the caller's again on return."""
+
+    @abstractmethod
+    def get(self, key: str) -> Buffer | None:
+        """The blob, or None if there is none."""
+
+    @abstractmethod
+    def contains(self, key: str) -> bool:
+        """Whether there is a blob under `key`."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Forget `key`; it is fine if there is nothing."""
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        """Every blob whose key starts with `prefix`, in any order; where a store cannot list, nothing."""
+        return iter(())
+
+    # -- for speed ---------------------------------------------------------------------------------------------------
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        """Put the blob into memory that `sink` gives; False if there is none."""
+        blob = self.get(key)
+        if blob is None:
+            return False
+        view = memoryview(blob).cast("B")
+        sink.reserve(len(view))[:] = view
+        sink.filled(len(view))
+        return True
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        """Fill `into` with the blob's bytes from `offset`; False if there is no blob or it ends before."""
+        blob = self.get(key)
+        if blob is None:
+            return False
+        part = memoryview(blob).cast("B")[offset : offset + len(into)]
+        if len(part) != len(into):
+            return False
+        into[:] = part
+        return True
+
+    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
+        for key, blob in items:
+            self.put(key, blob)
+
+    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
+        return [self.get(key) for key in keys]
+
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        return [self.contains(key) for key in keys]
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.delete(key)
+
+    def create(self, key: str, blob: Buffers) -> bool:
+        """Optional: `put` only if there is nothing under `key`; whether it did. Exclusive among all writers."""
+        raise NotImplementedError(f"{type(self).__name__} has no exclusive create")

@@ -1,0 +1,38 @@
+"""TokenDatabase: tokens to segments with keys."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from kvloom.contracts.component import Component
+from kvloom.types import Segment
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TokenDatabase(Component):
+    """Cuts a token sequence into segments and names the KV of each.
+
+    The engine sets `fingerprint` and `chunk_tokens` before the first call. A key must depend on the fingerprint, the
+    salt and every token up to the segment's end, and on nothing else: no environment variable, no Python `hash`.
+    Called from several threads.
+    """
+
+    fingerprint: str
+    """Names model and representation; the first part of every key."""
+    chunk_tokens: int
+    """The configured tokens per chunk."""
+
+    @abstractmethod
+    def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:
+        """The segments of `tokens` that `mask` selects, in order.
+
+        tokens: 1-D integer CPU tensor. mask: 1-D bool CPU tensor of the same length, like FFFFTTTT; None selects all.
+        A tail too short for a segment has none. Raises ValueError if the Falses of the mask are not a prefix, or end
+        inside a segment; no side effects.
+        """
+
+    def learn(self, tokens: torch.Tensor, *, salt: str = "") -> None:
+        """Called after a store: a database that adapts its cuts to traffic takes note here."""

@@ -1,0 +1,36 @@
+"""Everything kvloom raises: start-up and misuse raise these, serving never does."""
+
+from __future__ import annotations
+
+
+class KVLoomError(Exception):
+    """The root of every error that kvloom raises on purpose."""
+
+
+class ConfigError(KVLoomError, ValueError):
+    """A configuration that cannot work. The message starts with the YAML path of the setting at fault."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        self.problem = problem
+        super().__init__(f"{path}: {problem}" if path else problem)
+
+
+class PluginError(KVLoomError):
+    """A plugin or component type that is missing, broken, blocked, incompatible or provided twice."""
+
+
+class BackendError(KVLoomError):
+    """A tier failed while running: counted, reported as an event and served as a miss."""
+
+
+class DeadlineExceeded(BackendError):
+    """A backend call outlived its deadline and was abandoned."""
+
+
+class CorruptBlobError(KVLoomError):
+    """A blob whose bytes are not what was stored under its key: removed and served as a miss."""
+
+
+class UnreadableBlobError(KVLoomError):
+    """An intact blob that this process has no reader for (later version, other serializer): a plain miss."""

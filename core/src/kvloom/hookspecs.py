@@ -1,0 +1,61 @@
+"""Every hook. Hooks register classes at start-up; a token, a tensor or a blob never passes through one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    import typer
+
+    from kvloom.contracts.blend import BlendExecutor, BlendRetriever
+    from kvloom.contracts.connector import GPUConnector
+    from kvloom.contracts.observer import Observer
+    from kvloom.contracts.serializer import Serializer
+    from kvloom.contracts.storage import StorageBackend
+    from kvloom.contracts.tokens import TokenDatabase
+
+hookspec = pluggy.HookspecMarker("kvloom")
+hookimpl = pluggy.HookimplMarker("kvloom")
+
+
+@hookspec
+def kvloom_token_databases() -> Iterable[type[TokenDatabase]]:  # type: ignore[empty-body]
+    """Classes that cut tokens into segments with keys."""
+
+
+@hookspec
+def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:  # type: ignore[empty-body]
+    """Classes that read and write an engine's KV."""
+
+
+@hookspec
+def kvloom_serializers() -> Iterable[type[Serializer]]:  # type: ignore[empty-body]
+    """Classes that turn chunks into blobs."""
+
+
+@hookspec
+def kvloom_storage_backends() -> Iterable[type[StorageBackend]]:  # type: ignore[empty-body]
+    """Classes that keep blobs."""
+
+
+@hookspec
+def kvloom_blend_retrievers() -> Iterable[type[BlendRetriever]]:  # type: ignore[empty-body]
+    """Classes that find stored KV anywhere in a prompt."""
+
+
+@hookspec
+def kvloom_blend_executors() -> Iterable[type[BlendExecutor]]:  # type: ignore[empty-body]
+    """Classes that merge stored and fresh KV."""
+
+
+@hookspec
+def kvloom_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
+    """Classes that are told of events."""
+
+
+@hookspec
+def kvloom_add_commands(commands: typer.Typer) -> None:
+    """Add verbs to the `kvloom` command; import what they need inside them."""

@@ -1,0 +1,211 @@
+"""The pool: memory goes from *reserved* to *sealed* to *leased* and back, and nobody counts references by hand.
+
+A reservation belongs to one writer. Sealing makes it a block: from then on its bytes do not change, and readers take
+leases. The memory is free again when its owner has dropped the block and the last lease is released.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+
+from kvloom.memory.extents import Extents
+from kvloom.memory.pages import PAGE_BYTES, Pages
+from kvloom.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+class Reservation:
+    """Memory that one writer may fill. Seal it or abandon it; it does so itself when it is forgotten."""
+
+    __slots__ = ("_pool", "deadline", "nbytes", "size", "start")
+
+    def __init__(self, pool: Pool, start: int, size: int, nbytes: int, deadline: float) -> None:
+        self._pool: Pool | None = pool
+        self.start = start
+        self.size = size
+        """Bytes taken from the pool, a whole number of pages."""
+        self.nbytes = nbytes
+        """Bytes asked for."""
+        self.deadline = deadline
+        """After it the reservation cannot be sealed any more: whoever fills it has taken too long."""
+
+    @property
+    def view(self) -> memoryview:
+        """The memory as writable bytes."""
+        assert self._pool is not None, "used after seal or abandon"
+        return self._pool.pages.view[self.start : self.start + self.nbytes]
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, *, offset: int = 0) -> torch.Tensor:
+        """The memory from byte `offset` as a tensor."""
+        assert self._pool is not None, "used after seal or abandon"
+        return self._pool.tensor(self.start + offset, shape, dtype)
+
+    def seal(self) -> Block | None:
+        """The filled memory as a block, or None (and the memory is given back) if the deadline has passed."""
+        pool, self._pool = self._pool, None
+        assert pool is not None, "sealed twice"
+        if pool.now() > self.deadline:
+            pool.free(self.start, self.size)
+            return None
+        return Block(pool, self.start, self.size)
+
+    def abandon(self) -> None:
+        """Give the memory back. Twice is fine."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.free(self.start, self.size)
+
+    def __del__(self) -> None:
+        if self._pool is not None:
+            self._pool.forgotten.append(self.abandon)
+
+
+class Block:
+    """Sealed memory: owned by whoever holds this, read by whoever holds a lease."""
+
+    __slots__ = ("_leases", "_owned", "_pool", "size", "start")
+
+    def __init__(self, pool: Pool, start: int, size: int) -> None:
+        self._pool = pool
+        self._owned = True
+        self._leases = 0
+        self.start = start
+        self.size = size
+
+    @property
+    def leased(self) -> bool:
+        return self._leases > 0
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, *, offset: int = 0) -> torch.Tensor:
+        """The memory from byte `offset` as a tensor; valid while the block is owned or leased."""
+        return self._pool.tensor(self.start + offset, shape, dtype)
+
+    def lease(self) -> Lease:
+        """Keep the memory from being reused until the lease is released."""
+        with self._pool.lock:
+            assert self._owned or self._leases, "leased after its memory was given back"
+            self._leases += 1
+        return Lease(self)
+
+    def drop(self) -> None:
+        """Give up ownership: the memory is free once the last lease is released. Twice is fine."""
+        with self._pool.lock:
+            owned, self._owned = self._owned, False
+            free = owned and not self._leases
+        if free:
+            self._pool.free(self.start, self.size)
+
+    def _release(self) -> None:
+        with self._pool.lock:
+            self._leases -= 1
+            free = not self._leases and not self._owned
+        if free:
+            self._pool.free(self.start, self.size)
+
+    def __del__(self) -> None:
+        if self._owned:
+            self._pool.forgotten.append(self.drop)
+
+
+class Lease:
+    """The right to read a block. Release it, or use it as a context manager; it does not expire."""
+
+    __slots__ = ("block",)
+
+    def __init__(self, block: Block) -> None:
+        self.block: Block | None = block
+
+    def again(self) -> Lease:
+        """Another lease on the same block."""
+        assert self.block is not None, "leased again after its release"
+        return self.block.lease()
+
+    def release(self) -> None:
+        """Twice is fine."""
+        block, self.block = self.block, None
+        if block is not None:
+            block._release()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if self.block is not None:
+            self.block._pool.forgotten.append(self._release_leaked)
+
+    def _release_leaked(self) -> None:
+        assert self.block is not None
+        log.warning("a lease on %d bytes was never released; releasing it now", self.block.size)
+        self.release()
+
+
+class Pool:
+    """`capacity` bytes of host memory in page-aligned pieces. Allocation is O(log n) and scans nothing."""
+
+    def __init__(self, capacity: int, runtime: Runtime) -> None:
+        self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
+        self.pages = Pages(self.capacity, runtime)
+        self.now = runtime.now
+        # Held for a few dictionary operations, never across I/O, a copy or a call to anybody else.
+        self.lock = runtime.lock()
+        # What `__del__` wants done. The garbage collector may call it on a thread that holds the lock, so it must not
+        # take one: the next `reserve` does the work.
+        self.forgotten: deque[Callable[[], None]] = deque()
+        self._freed = runtime.condition()
+        self._extents = Extents(self.capacity)
+
+    @property
+    def used_bytes(self) -> int:
+        self._collect()
+        return self.capacity - self._extents.free_bytes
+
+    def reserve(self, nbytes: int, *, deadline: float = math.inf) -> Reservation | None:
+        """Memory for `nbytes` bytes, or None if there is no free extent that long."""
+        self._collect()
+        size = max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        with self.lock:
+            start = self._extents.take(size)
+        if start is None:
+            return None
+        self.pages.reach(start + size)
+        return Reservation(self, start, size, nbytes, deadline)
+
+    def wait_for_room(self, until: float) -> None:
+        """Block until something was given back, or `until`."""
+        with self._freed:
+            left = until - self.now()
+            if left > 0:
+                self._freed.wait(min(left, 0.05))
+
+    def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.pages.bytes[start : start + nbytes].view(dtype).view(tuple(shape))
+
+    def free(self, start: int, size: int) -> None:
+        with self.lock:
+            self._extents.give(start, size)
+        with self._freed:
+            self._freed.notify_all()
+
+    def _collect(self) -> None:
+        while self.forgotten:
+            try:
+                self.forgotten.popleft()()
+            except IndexError:  # another thread was quicker
+                return
+
+    def close(self) -> None:
+        """Stop the background thread. Memory still in use stays valid."""
+        self.pages.close()

@@ -1,0 +1,229 @@
+"""Clock, randomness, locks, waiting and threads: the only module of the core that asks the system for them.
+
+Everything that waits, times or runs in the background is handed a `Runtime`. A simulation that implements it with a
+seeded schedule replays a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvloom.errors import BackendError, DeadlineExceeded
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Lock(Protocol):
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Condition(Lock, Protocol):
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def notify_all(self) -> None: ...
+
+
+class Thread(Protocol):
+    def join(self, timeout: float | None = None) -> None: ...
+    def is_alive(self) -> bool: ...
+
+
+class Runtime(Protocol):
+    """What the core needs of the system it runs on."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+
+    def sleep(self, seconds: float) -> None: ...
+
+    def random(self) -> float:
+        """In [0, 1)."""
+
+    def lock(self) -> Lock: ...
+    def condition(self) -> Condition: ...
+
+    def spawn(self, run: Callable[[], None], *, name: str) -> Thread:
+        """Run in a daemon thread: a call that never returns must not keep the process alive."""
+
+
+class SystemRuntime:
+    """The real one."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+
+    now = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)
+    sleep = staticmethod(time.sleep)
+
+    def random(self) -> float:
+        return self._random.random()
+
+    def lock(self) -> Lock:
+        return threading.Lock()
+
+    def condition(self) -> Condition:
+        return threading.Condition(threading.Lock())
+
+    def spawn(self, run: Callable[[], None], *, name: str) -> Thread:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+
+class Call(Generic[T]):
+    """A function under way on a worker: wait for it, or abandon it."""
+
+    __slots__ = ("_error", "_function", "_state", "_value", "_workers")
+
+    def __init__(self, workers: Workers, function: Callable[[], T]) -> None:
+        self._workers = workers
+        self._function: Callable[[], T] | None = function
+        self._state = "queued"  # -> running -> done | abandoned -> done;  queued -> cancelled
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._state in ("done", "cancelled")
+
+    def result(self, until: float) -> T:
+        """What the function returned or raised.
+
+        At `until` (by the runtime's clock) the call is given up with DeadlineExceeded: if it had not begun it never
+        will; if it is running it goes on in its own thread, with its own buffers, and its result is dropped.
+        """
+        if not self.wait(until):
+            self._workers._give_up(self)
+            raise DeadlineExceeded(f"{self._workers.name}: no answer within the deadline")
+        if self._error is not None:
+            raise self._error
+        if self._state == "cancelled":
+            raise BackendError(f"{self._workers.name}: cancelled")
+        return self._value  # type: ignore[return-value]
+
+    def wait(self, until: float) -> bool:
+        """Whether the call was done by `until`."""
+        workers = self._workers
+        with workers._changed:
+            while not self.done:
+                left = until - workers._runtime.now()
+                if left <= 0:
+                    return False
+                workers._changed.wait(left)
+        return True
+
+    def cancel(self) -> bool:
+        """Give the call up without waiting; whether it had not begun, and now never will."""
+        return self._workers._give_up(self)
+
+
+class Workers:
+    """A fixed number of daemon threads. A call that outlives its deadline keeps its thread until it returns."""
+
+    def __init__(self, runtime: Runtime, *, name: str, threads: int) -> None:
+        self.name = name
+        self.threads = threads
+        self._runtime = runtime
+        self._changed = runtime.condition()
+        self._queue: deque[Call[Any]] = deque()
+        self._started: list[Thread] = []
+        self._idle = 0
+        self._abandoned = 0
+        self._closed = False
+
+    @property
+    def stuck(self) -> bool:
+        """Every thread is held by an abandoned call: nothing submitted now would be begun."""
+        return self._abandoned >= self.threads
+
+    @property
+    def abandoned(self) -> int:
+        """How many abandoned calls have not returned yet."""
+        return self._abandoned
+
+    def submit(self, function: Callable[[], T]) -> Call[T]:
+        """Queue `function`. Raises BackendError if all threads are stuck or the workers are closed."""
+        call = Call(self, function)
+        with self._changed:
+            if self._closed:
+                raise BackendError(f"{self.name}: closed")
+            if self.stuck:
+                raise BackendError(f"{self.name}: all {self.threads} threads are held by calls past their deadline")
+            self._queue.append(call)
+            grow = self._idle < len(self._queue) and len(self._started) < self.threads
+            if grow:
+                self._started.append(self._runtime.spawn(self._work, name=f"{self.name}-{len(self._started)}"))
+            self._changed.notify_all()
+        return call
+
+    def run(self, function: Callable[[], T], until: float) -> T:
+        """`submit` and `result` in one."""
+        return self.submit(function).result(until)
+
+    def close(self, timeout: float) -> None:
+        """Cancel what has not begun and wait up to `timeout` seconds for the rest."""
+        with self._changed:
+            self._closed = True
+            for call in self._queue:
+                call._state = "cancelled"
+                call._function = None
+            self._queue.clear()
+            self._changed.notify_all()
+        until = self._runtime.now() + timeout
+        for thread in self._started:
+            thread.join(max(0.0, until - self._runtime.now()))
+
+    def _give_up(self, call: Call[Any]) -> bool:
+        with self._changed:
+            if call._state == "queued":
+                with contextlib.suppress(ValueError):
+                    self._queue.remove(call)
+                call._state = "cancelled"
+                call._function = None
+                return True
+            if call._state == "running":
+                call._state = "abandoned"
+                self._abandoned += 1
+            return False
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                self._idle -= 1
+                if not self._queue:
+                    return
+                call = self._queue.popleft()
+                call._state = "running"
+                function = call._function
+                call._function = None
+            assert function is not None
+            value, error = None, None
+            try:
+                value = function()
+            except BaseException as caught:  # a plugin may raise anything; it is the caller's to judge
+                error = caught
+            function = None
+            with self._changed:
+                if call._state == "abandoned":
+                    self._abandoned -= 1
+                    log.info("%s: a call past its deadline has returned", self.name)
+                else:
+                    call._value, call._error = value, error
+                call._state = "done"
+                self._changed.notify_all()
+            value, error, call = None, None, None  # type: ignore[assignment]

@@ -1,0 +1,79 @@
+"""Task: a load or save under way, and the promise that a cancelled one leaves the caller's KV alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from kvloom.errors import DeadlineExceeded
+from kvloom.runtime import Runtime
+
+
+class Task:
+    """A load or save under way.
+
+    Once `cancel` has returned, or `result` has raised DeadlineExceeded, nothing more is written to or read from the
+    caller's KV.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # Held while the caller's KV is touched, so that cancelling waits for a copy but never for a tier.
+        self._touching = runtime.lock()
+        self._changed = runtime.condition()
+        self._done = False
+        self._cancelled = False
+        self._mask: torch.Tensor | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def result(self, timeout: float | None = None) -> torch.Tensor:
+        """The mask of the segments that were moved (bool, one entry per segment).
+
+        Raises DeadlineExceeded, the task being cancelled, if it takes longer than `timeout` seconds.
+        """
+        until = math.inf if timeout is None else self._runtime.now() + timeout
+        with self._changed:
+            while not self._done:
+                left = until - self._runtime.now()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, 3600.0))
+        if not self._done:
+            self.cancel()
+            raise DeadlineExceeded(f"not done within {timeout} seconds")
+        if self._error is not None:
+            raise self._error
+        assert self._mask is not None
+        return self._mask
+
+    def cancel(self) -> None:
+        """Stop as soon as the copy under way, if any, is over. Twice is fine."""
+        with self._touching:
+            self._cancelled = True
+
+    def touch(self, copy: Callable[[], None]) -> bool:
+        """Copy to or from the caller's KV, unless the task was cancelled."""
+        with self._touching:
+            if not self._cancelled:
+                copy()
+            return not self._cancelled
+
+    def run(self, work: Callable[[Task], torch.Tensor]) -> None:
+        """Do the work and keep its mask, or what it raised. Called once, by the engine."""
+        try:
+            self._mask = work(self)
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            self._done = True
+            self._changed.notify_all()

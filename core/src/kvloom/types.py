@@ -1,0 +1,184 @@
+"""The values that pass between core and plugins. All frozen; torch is not imported until a tensor is asked for."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+Buffer = bytes | bytearray | memoryview
+"""One run of bytes."""
+
+Buffers = Sequence[Buffer]
+"""The bytes of one blob as one or several buffers, in order; nobody joins them by copying unless they must."""
+
+EXACT = "exact"
+"""The fidelity of KV that equals, bit for bit, what the engine computed."""
+
+
+class MemoryFormat(enum.Enum):
+    """How a chunk's tensor is laid out."""
+
+    KV_BLOB = "kv_blob"
+    """`[2, num_layers, num_tokens, hidden_dim]`, K then V; 1 instead of 2 for a latent (MLA) cache."""
+    KV_PAGES = "kv_pages"
+    """Opaque engine pages: whole blocks whose bytes only the engine understands."""
+
+
+class ChunkKey(NamedTuple):
+    """The name of one chunk of KV: it covers the model, the layout, the salt and every token up to its end.
+
+    `str(key)` is `<fingerprint>/<salt tag>/<depth>-<digest>`, safe in paths and URLs.
+    """
+
+    namespace: str
+    """`<fingerprint>/<salt tag>`"""
+    depth: int
+    """How many chunks come before this one in its chain."""
+    digest: bytes
+    """32 bytes of SHA-256."""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.depth}-{self.digest.hex()}"
+
+    @classmethod
+    def parse(cls, text: str) -> ChunkKey:
+        """The inverse of `str`; ValueError if `text` is not a key."""
+        namespace, _, name = text.rpartition("/")
+        depth, _, digest = name.partition("-")
+        key = cls(namespace, int(depth), bytes.fromhex(digest))
+        if str(key) != text or namespace.count("/") != 1 or len(key.digest) != 32:
+            raise ValueError(f"not a chunk key: {text!r}")
+        return key
+
+
+class Segment(NamedTuple):
+    """Tokens `start` (inclusive) to `end` (exclusive) of a sequence, and the key of their KV."""
+
+    start: int
+    end: int
+    key: ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The KV of one segment, in the process's own memory."""
+
+    tensor: torch.Tensor
+    format: MemoryFormat
+    num_tokens: int
+    fidelity: str = EXACT
+    """`"exact"`, or the name of the lossy codec that this KV went through."""
+
+    @property
+    def exact(self) -> bool:
+        return self.fidelity == EXACT
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+class Entry(NamedTuple):
+    """One blob in a listing."""
+
+    key: str
+    bytes: int
+    """What the blob takes up in the store, in bytes."""
+    modified: float
+    """When it was last written, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A forecast of `retrieve`: which leading tokens the tiers say they hold. Nothing was read or verified."""
+
+    tokens: int
+    """Leading tokens found without a gap."""
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    """Of those, how many would come from each tier."""
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What the KV of one model (or of one rank of it) looks like, and whose it is.
+
+    Every field reaches the fingerprint, so that KV is never served to a model that did not compute it.
+    """
+
+    model: str
+    num_layers: int
+    num_kv_heads: int
+    """Of this rank."""
+    head_size: int
+    dtype: str
+    """A torch dtype by name: `"bfloat16"`."""
+    revision: str = ""
+    """The commit of the weights on a hub, or a digest over them: two fine-tunes differ here and nowhere else."""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the positional encoding."""
+    adapters: Sequence[str] = ()
+    """Active adapters (LoRA), each with a digest of its weights."""
+    kv_planes: int = 2
+    """2 for K and V, 1 for a latent (MLA) cache."""
+    kv_quantization: str = ""
+    world_size: int = 1
+    rank: int = 0
+    replicated: bool = False
+    """Every rank holds the same KV (MLA): ranks then share keys."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_size", "world_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"KVSpec.{name} must be at least 1, not {getattr(self, name)}")
+        if self.kv_planes not in (1, 2):
+            raise ValueError(f"KVSpec.kv_planes must be 1 or 2, not {self.kv_planes}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"KVSpec.rank must be in [0, {self.world_size}), not {self.rank}")
+        object.__setattr__(self, "adapters", tuple(self.adapters))
+        object.__setattr__(self, "rope", dict(self.rope))
+
+    @property
+    def hidden_dim(self) -> int:
+        """Elements of K (or V) for one token of one layer."""
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"KVSpec.dtype: torch has no dtype {self.dtype!r}")
+        return dtype
+
+    def blob_shape(self, num_tokens: int) -> tuple[int, int, int, int]:
+        """The shape of a KV_BLOB chunk of `num_tokens` tokens."""
+        return (self.kv_planes, self.num_layers, num_tokens, self.hidden_dim)
+
+    def to_json(self) -> str:
+        """Canonical JSON: the same spec gives the same text everywhere."""
+        return canonical_json(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> KVSpec:
+        return cls(**json.loads(text))
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys, no spaces and nothing but ASCII, so that equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def short_digest(text: str, *, num_bytes: int) -> str:
+    """The first `num_bytes` bytes of SHA-256 over UTF-8 `text`, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()[: 2 * num_bytes]

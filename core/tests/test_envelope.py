@@ -1,0 +1,114 @@
+"""The envelope: whatever happens to a blob's bytes, it is noticed."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom import CorruptBlobError, UnreadableBlobError, envelope
+
+KEY = "f" * 32 + "/-/0-" + "a" * 64
+
+
+def describe(**change: object) -> envelope.Description:
+    fields = {
+        "key": KEY, "serializer": "raw", "shape": (2, 1, 4, 8), "dtype": "bfloat16", "format": "kv_blob",
+        "num_tokens": 4, "fidelity": "exact", "params": {"a": 1},
+    }  # fmt: skip
+    return envelope.Description(**{**fields, **change})  # type: ignore[arg-type]
+
+
+def framed(*buffers: bytes) -> bytearray:
+    return bytearray(b"".join(envelope.seal(describe(), buffers)))
+
+
+@given(st.lists(st.binary(max_size=5000), max_size=6))
+def test_what_was_sealed_comes_back(buffers: list[bytes]) -> None:
+    blob = framed(*buffers)
+    header, payload = envelope.unseal(blob, key=KEY)
+    assert header.description == describe()
+    assert [bytes(part) for part in envelope.split(header, payload)] == buffers
+    assert header.header_bytes % 4096 == 0
+
+
+@given(st.lists(st.binary(min_size=1, max_size=3000), min_size=1, max_size=4), st.data())
+@settings(max_examples=200)
+def test_every_flipped_bit_is_noticed(buffers: list[bytes], data: st.DataObject) -> None:
+    blob = framed(*buffers)
+    # The zeros behind the table are covered too: the checksum is over the whole header.
+    at = data.draw(st.integers(0, len(blob) - 1) | st.integers(0, 111))
+    blob[at] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(CorruptBlobError):
+        envelope.unseal(blob, key=KEY)
+
+
+@given(st.binary(min_size=1, max_size=9000), st.data())
+def test_cut_short_or_extended_is_noticed(payload: bytes, data: st.DataObject) -> None:
+    blob = framed(payload)
+    cut = data.draw(st.integers(0, len(blob) - 1))
+    with pytest.raises(CorruptBlobError):
+        envelope.unseal(blob[:cut], key=KEY)
+    with pytest.raises(CorruptBlobError):
+        envelope.unseal(blob + b"\0", key=KEY)
+
+
+@given(st.binary(max_size=6000))
+def test_foreign_bytes_are_no_blob(data: bytes) -> None:
+    with pytest.raises(CorruptBlobError):
+        envelope.unseal(data, key=KEY)
+
+
+def test_the_blob_of_another_key_is_corrupt() -> None:
+    with pytest.raises(CorruptBlobError, match="another key"):
+        envelope.unseal(framed(b"x"), key=KEY[:-1] + "b")
+
+
+def test_a_later_version_is_unreadable_not_corrupt_if_its_checksum_holds() -> None:
+    blob = framed(b"x")
+    struct.pack_into("<H", blob, 8, 2)
+    with pytest.raises(CorruptBlobError):
+        envelope.unseal(blob, key=KEY)
+    size = struct.unpack_from("<I", blob, 12)[0]
+    blob[40:56] = bytes(16)
+    blob[40:56] = xxhash.xxh3_128_digest(blob[:size])
+    with pytest.raises(UnreadableBlobError, match="version 2"):
+        envelope.unseal(blob, key=KEY)
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{", b'{"key":1}', b"nope"])
+def test_a_description_that_cannot_be_read_is_corrupt(text: bytes) -> None:
+    header = bytearray(4096)
+    struct.pack_into("<8sHHIIIQ", header, 0, b"KVLOOM\r\n", 1, 0, 4096, len(text), 0, 0)
+    header[112 : 112 + len(text)] = text
+    header[40:56] = xxhash.xxh3_128_digest(header)
+    with pytest.raises(CorruptBlobError, match="description"):
+        envelope.unseal(header, key=KEY)
+
+
+@given(st.lists(st.integers(0, 20000), max_size=12))
+def test_a_blob_that_arrives_in_pieces_is_verified_all_the_same(steps: list[int]) -> None:
+    blob = framed(b"a" * 5000, b"", b"b" * 3000)
+    verifier = envelope.Verifier(memoryview(blob), key=KEY)
+    for step in sorted(min(step, len(blob)) for step in steps):
+        verifier.filled(step)
+    verifier.filled(len(blob))
+    assert verifier.finish().lengths == (5000, 0, 3000)
+
+
+def test_a_blob_that_stops_arriving_is_cut_short() -> None:
+    blob = framed(b"a" * 5000, b"b" * 3000)
+    verifier = envelope.Verifier(memoryview(blob), key=KEY)
+    verifier.filled(len(blob) - 1)
+    with pytest.raises(CorruptBlobError, match="cut short"):
+        verifier.finish()
+
+
+def test_the_payload_is_not_copied() -> None:
+    payload = bytearray(100)
+    parts = envelope.seal(describe(), [payload])
+    payload[0] = 7
+    assert memoryview(parts[1])[0] == 7
