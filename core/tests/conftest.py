@@ -1,8 +1,45 @@
-"""Shared by the tests of the core."""
+"""Fixtures of the core's tests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pytest
+from core_support import CHUNK, SPEC, Gate, Shelf
 from hypothesis import settings
+
+from kvloom import Engine, KVSpec, Registry
 
 settings.register_profile("kvloom", deadline=None, max_examples=60)
 settings.load_profile("kvloom")
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    mine = EntryPoint("core_support", "core_support", "kvloom.v1")
+    yield Registry.discover(entry_points=[*entry_points(group="kvloom.v1", name="builtin"), mine])
+    Shelf.shelves.clear()
+
+
+@pytest.fixture
+def open_engine(registry: Registry) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def open(*tiers: dict[str, Any], spec: KVSpec = SPEC, **config: Any) -> Engine:
+        blocks = tiers or ({"type": "memory", "capacity": "1MiB"},)
+        source = {"chunk_tokens": CHUNK, "connector": "plain", "tiers": list(blocks), **config}
+        engines.append(Engine.open(source, spec, registry=registry))
+        return engines[-1]
+
+    yield open
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open()

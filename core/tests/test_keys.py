@@ -70,9 +70,7 @@ def test_segments_tile_the_tokens_and_a_key_covers_every_token_before(
     tokens: list[int], chunk: int, dtype: torch.dtype
 ) -> None:
     segments = chain(torch.tensor(tokens, dtype=dtype), chunk_tokens=chunk, fingerprint="fp")
-    assert [(s.start, s.end) for s in segments] == [
-        (i * chunk, (i + 1) * chunk) for i in range(len(tokens) // chunk)
-    ]
+    assert [(s.start, s.end) for s in segments] == [(i * chunk, (i + 1) * chunk) for i in range(len(tokens) // chunk)]
     for segment in segments:
         assert ChunkKey.parse(str(segment.key)) == segment.key
     if tokens:

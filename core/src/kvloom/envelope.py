@@ -187,4 +187,3 @@ def split(header: Header, payload: memoryview) -> list[memoryview]:
         buffers.append(payload[at : at + length])
         at += length
     return buffers
-

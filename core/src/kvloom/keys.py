@@ -70,11 +70,11 @@ def int32_tokens(tokens: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def chain(tokens: torch.Tensor, *, chunk_tokens: int, fingerprint: str, salt: str = "") -> list[Segment]:
     """Segments of `chunk_tokens` tokens each, every key covering all tokens before its end; a short tail has none."""
-    data = memoryview(int32_tokens(tokens)).cast("B")
+    data = memoryview(int32_tokens(tokens).data).cast("B")
     sha256 = hashlib.sha256
     digest = sha256("\0".join((DOMAIN, fingerprint, str(chunk_tokens), salt)).encode()).digest()
     step = 4 * chunk_tokens
-    digests = []
+    digests: list[bytes] = []
     append = digests.append
     for start in range(0, len(data) - step + 1, step):
         state = sha256(digest)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvloom.errors import BackendError, DeadlineExceeded
@@ -23,7 +24,9 @@ T = TypeVar("T")
 
 class Lock(Protocol):
     def __enter__(self) -> bool: ...
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
 
 
 class Condition(Lock, Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from abc import ABC
 from typing import Annotated, Any, ClassVar
@@ -34,6 +35,9 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+_Config = Config  # inside the class, the name is the attribute
+
+
 class Component(ABC):
     """A pluggable part. Subclass one of the kinds, not this.
 
@@ -42,9 +46,9 @@ class Component(ABC):
 
     type: ClassVar[str]
     """The word that users write in YAML."""
-    Config: ClassVar[type[Config]] = Config
+    Config: ClassVar[builtins.type[_Config]] = _Config
 
-    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+    def __init__(self, config: _Config, spec: KVSpec | None = None) -> None:
         self.config = config
         self.spec = spec
 

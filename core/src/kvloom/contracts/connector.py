@@ -48,7 +48,9 @@ class GPUConnector(Component):
     def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Fence | None:
         """Copy each chunk into the engine's KV of its segment. None means done; else the fence tells."""
 
-    def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Fence | None:
+    def read_layer(
+        self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any
+    ) -> Fence | None:
         """Optional: `read` of one layer only, for pipelining."""
         raise NotImplementedError(f"{type(self).__name__} does not move single layers")
 

@@ -1,5 +1,5 @@
 """The host pool: page-aligned memory that is reserved, filled, sealed and handed out by lease."""
 
-from kvloom.memory.pool import Block, Lease, Pool, Reservation
+from kvloom.memory.pool import Block, Lease, Pool, Reservation, pages_of
 
-__all__ = ["Block", "Lease", "Pool", "Reservation"]
+__all__ = ["Block", "Lease", "Pool", "Reservation", "pages_of"]

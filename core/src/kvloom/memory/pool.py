@@ -21,6 +21,11 @@ from kvloom.runtime import Runtime
 log = logging.getLogger(__name__)
 
 
+def pages_of(nbytes: int) -> int:
+    """Bytes that a reservation of `nbytes` takes: whole pages, at least one."""
+    return max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+
+
 class Reservation:
     """Memory that one writer may fill. Seal it or abandon it; it does so itself when it is forgotten."""
 
@@ -174,7 +179,7 @@ class Pool:
     def reserve(self, nbytes: int, *, deadline: float = math.inf) -> Reservation | None:
         """Memory for `nbytes` bytes, or None if there is no free extent that long."""
         self._collect()
-        size = max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        size = pages_of(nbytes)
         with self.lock:
             start = self._extents.take(size)
         if start is None:

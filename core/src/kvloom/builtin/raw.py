@@ -1,0 +1,42 @@
+"""Chunks as they lie in memory: one buffer per layer of K and of V, nothing copied on the way out or in."""
+
+from __future__ import annotations
+
+import torch
+
+from kvloom import Buffers, Chunk, CorruptBlobError, MemoryFormat, Serializer
+
+_SMALL_BYTES = 1 << 20
+
+
+class RawSerializer(Serializer):
+    """The identity. Each layer's K and V is a buffer of its own, so that each has its own checksum."""
+
+    type = "raw"
+    lossless = True
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        data = memoryview(chunk.tensor.detach().contiguous().view(torch.uint8).numpy().data).cast("B")
+        if chunk.format is not MemoryFormat.KV_BLOB or len(data) <= _SMALL_BYTES:
+            return [data]
+        step = len(data) // (chunk.tensor.shape[0] * chunk.tensor.shape[1])
+        return [data[start : start + step] for start in range(0, len(data), step)]
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        flat = into.tensor.view(torch.uint8).view(-1)
+        if sum(memoryview(buffer).nbytes for buffer in blob) != flat.numel():
+            raise CorruptBlobError("the blob is not as long as its chunk")
+        at = 0
+        for buffer in blob:
+            part = torch.frombuffer(buffer, dtype=torch.uint8)
+            flat[at : at + part.numel()].copy_(part)
+            at += part.numel()
+
+    def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
+        if len(blob) != like.nbytes:
+            raise CorruptBlobError("the blob is not as long as its chunk")
+        tensor = torch.frombuffer(blob, dtype=torch.uint8).view(like.tensor.dtype).view(like.tensor.shape)
+        return Chunk(tensor, like.format, like.num_tokens, like.fidelity)
+
+    def max_encoded_bytes(self, chunk: Chunk) -> int:
+        return chunk.nbytes

@@ -1,0 +1,101 @@
+"""`kvloom config check | show | schema`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloom.cli import output
+from kvloom.plugins import Registry
+
+if TYPE_CHECKING:
+    from kvloom.config import Choice, EngineConfig, Resolved
+    from kvloom.config.problems import KeyPath
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
+
+
+def add(commands: typer.Typer, registry: Registry) -> None:
+    verbs = typer.Typer(
+        help="Check a configuration, show what it amounts to, print its JSON schema.", no_args_is_help=True
+    )
+    commands.add_typer(verbs, name="config")
+
+    @verbs.command("check")
+    def check(file: File) -> None:
+        """Check a configuration against the installed plugins, without opening anything."""
+        config, resolved = load(file)
+        tiers = " > ".join(f"{tier.name} ({output.size(tier.capacity)})" for tier in resolved.tiers)
+        print(f"{file}: ok: {config.connector.type}, {config.tokens.type} of {config.chunk_tokens} tokens, {tiers}")
+
+    @verbs.command("show")
+    def show(file: File) -> None:
+        """Print the configuration in effect: defaults and KVLOOM_ variables included, values from ${env:...} not."""
+        import yaml
+
+        config, resolved = load(file)
+        print(yaml.safe_dump(_effective(config, resolved), sort_keys=False, allow_unicode=True), end="")
+
+    @verbs.command("schema")
+    def schema() -> None:
+        """Print the JSON schema of a configuration file for the installed plugins, for editors."""
+        from kvloom.config import json_schema
+
+        print(json.dumps(json_schema(registry), indent=2))
+
+
+def load(file: Path) -> tuple[EngineConfig, Resolved]:
+    """The configuration and what its plugins make of it."""
+    from kvloom.config import EngineConfig, resolve
+
+    config = EngineConfig.from_file(file)
+    return config, resolve(config, Registry.discover(only=config.plugins.only, block=config.plugins.block))
+
+
+def _effective(config: EngineConfig, resolved: Resolved) -> dict[str, Any]:
+    tree: dict[str, Any] = config.model_dump(mode="json")
+    tree["tokens"] |= _settings(resolved.tokens)
+    tree["connector"] |= _settings(resolved.connector)
+    for block, tier in zip(tree["tiers"], resolved.tiers, strict=True):
+        if tier.capacity is not None:
+            block["capacity"] = output.exact_size(tier.capacity)
+        if tier.backend and tier.serializer:
+            block |= _settings(tier.backend)
+            block["serializer"] |= _settings(tier.serializer)
+            del block["ttl"], block["quota"]
+    for block, observer in zip(tree["observers"], resolved.observers, strict=True):
+        block |= _settings(observer)
+    if resolved.blend:
+        tree["blend"] |= _settings(resolved.blend.executor)
+        tree["blend"]["retriever"] |= _settings(resolved.blend.retriever)
+    tree = _masked(config, tree)
+    for path, template in config.origins.templates.items():
+        _restore(tree, path, template)
+    return tree
+
+
+def _settings(choice: Choice) -> dict[str, Any]:
+    return choice.config.model_dump(mode="json")
+
+
+def _restore(node: Any, path: KeyPath, template: str) -> None:
+    """Put the text with `${env:NAME}` back where it stood."""
+    *parents, last = path
+    for key in parents:
+        node = node[key]
+    if isinstance(node[last], dict):  # a bare word has become a block
+        node = node[last]
+        last = "type" if "type" in node else "executor"
+    node[last] = template
+
+
+def _masked(config: EngineConfig, node: Any) -> Any:
+    """Whatever a plugin has made of an interpolated value does not show it either."""
+    if isinstance(node, dict):
+        return {key: _masked(config, child) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_masked(config, child) for child in node]
+    return config.origins.masked(node) if isinstance(node, str) else node

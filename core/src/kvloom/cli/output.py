@@ -1,0 +1,73 @@
+"""How the verbs print: tables, sizes, moments, and progress where there is someone to watch it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class Step(Protocol):
+    def __call__(self) -> None: ...
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables go. No markup: brackets in a path or a message are brackets."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, highlight=False)
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
+) -> None:
+    """right: the columns that hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Step]:
+    """A bar on a terminal, which goes away when done; nothing elsewhere. Call what it gives once per step."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def size(num_bytes: int | None) -> str:
+    """`20GiB`: in the largest unit that leaves a number of 1 or more."""
+    if num_bytes is None:
+        return "no limit"
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f}".removesuffix(".0") + _UNITS[unit]
+
+
+def exact_size(num_bytes: int) -> str | int:
+    """As YAML may have it: `20GiB` if that is exact, else the number of bytes."""
+    text = size(num_bytes)
+    units = _UNITS.index(text.lstrip("0123456789."))
+    return text if float(text[: -len(_UNITS[units])]) * 1024**units == num_bytes and units else num_bytes
+
+
+def moment(seconds: float | None) -> str:
+    """A time since the epoch as local date and time; stores that keep none say 0."""
+    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds") if seconds else "-"

@@ -1,0 +1,24 @@
+"""Configuration: YAML, the environment or Python to an `EngineConfig`, and that to the classes that do the work.
+
+Two passes. The first checks the core's own shape; it knows no plugin. The second, `resolve`, checks each block against
+the settings of the plugin that it names.
+"""
+
+from __future__ import annotations
+
+from kvloom.config.model import Block, EngineConfig, MemoryBlock, StoredBlock
+from kvloom.config.resolve import BlendChoice, Choice, Resolved, TierChoice, resolve
+from kvloom.config.schema import json_schema
+
+__all__ = [
+    "BlendChoice",
+    "Block",
+    "Choice",
+    "EngineConfig",
+    "MemoryBlock",
+    "Resolved",
+    "StoredBlock",
+    "TierChoice",
+    "json_schema",
+    "resolve",
+]

@@ -1,0 +1,106 @@
+"""One clear line for each thing that is wrong with a configuration: the YAML path, what is wrong, the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from kvloom.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+"""Where a setting is: `("tiers", 1, "path")` is written `tiers.1.path`."""
+
+Problem = tuple[KeyPath, str]
+
+_WORDING = {
+    "bool_parsing": "should be true or false",
+    "bool_type": "should be true or false",
+    "byte_size": "should be a size such as 512MiB or 20GiB",
+    "dict_type": "should be a block of settings",
+    "float_parsing": "should be a number",
+    "float_type": "should be a number",
+    "int_from_float": "should be a whole number",
+    "int_parsing": "should be a whole number",
+    "int_type": "should be a whole number",
+    "list_type": "should be a list",
+    "model_type": "should be a block of settings",
+    "string_type": "should be text",
+    "tuple_type": "should be a list",
+}
+_SECRET_LENGTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Where values came from that the YAML file does not hold itself. All are equal: only values count."""
+
+    templates: Mapping[KeyPath, str] = field(default_factory=dict, compare=False)
+    """The text with `${env:NAME}` in it that stood at each path."""
+    variables: Mapping[KeyPath, str] = field(default_factory=dict, compare=False)
+    """The KVLOOM_ variable that set each path."""
+    secrets: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """The values of the environment variables that were interpolated."""
+
+    def masked(self, text: str) -> str:
+        """`text` without any interpolated value. Very short values are no secrets and would be found everywhere."""
+        for secret in sorted(self.secrets, key=len, reverse=True):
+            if len(secret) >= _SECRET_LENGTH:
+                text = text.replace(secret, "***")
+        return text
+
+    def error(self, problems: Iterable[Problem]) -> ConfigError:
+        """All problems as one error, a line each."""
+        lines = [(dotted(path), self.masked(text) + self._setter(path)) for path, text in problems]
+        (first, text), *rest = dict.fromkeys(lines)
+        return ConfigError(first, "\n".join([text, *(f"{path}: {text}" if path else text for path, text in rest)]))
+
+    def _setter(self, path: KeyPath) -> str:
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.variables:
+                return f" (set by {self.variables[path[:length]]})"
+        return ""
+
+
+def dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))
+
+
+def unknown(word: str, known: Collection[str]) -> str:
+    """What to say of a key that nobody knows."""
+    close = get_close_matches(word, known, n=1)
+    if close:
+        return f"unknown key; did you mean {close[0]!r}?"
+    return f"unknown key; known: {', '.join(sorted(known))}" if known else "unknown key"
+
+
+def problems(error: ValidationError, *, at: KeyPath = (), stray: Callable[[KeyPath], str]) -> list[Problem]:
+    """What pydantic found, in our words. at: the path of what was validated. stray: what to say of an unknown key."""
+    found = []
+    for details in error.errors(include_url=False):
+        path = (*at, *details["loc"], *details.get("ctx", {}).get("below", ()))
+        found.append((path, stray(path) if details["type"] == "extra_forbidden" else _wording(details)))
+    return found
+
+
+def _wording(details: ErrorDetails) -> str:
+    kind = details["type"]
+    if kind == "missing":
+        return "missing; it has no default"
+    if kind == "value_error":
+        return str(details["ctx"]["error"])
+    if kind in ("kvloom", "assertion_error"):
+        return details["msg"]
+    text = _WORDING.get(kind) or details["msg"].replace("Input should", "should").replace("String should", "should")
+    return f"{text}, not {_quoted(details['input'])}"
+
+
+def _quoted(value: Any) -> str:
+    if value is None:
+        return "empty"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,145 @@
+"""The second pass: each block against the plugin that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from kvloom.config.model import BlendBlock, Block, EngineConfig, MemoryBlock, StoredBlock
+from kvloom.config.problems import KeyPath, Origins, Problem, dotted, problems, unknown
+from kvloom.contracts.component import Config
+from kvloom.errors import ConfigError, PluginError
+from kvloom.plugins import KINDS, Registry
+
+if TYPE_CHECKING:
+    from kvloom.types import KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A component that the configuration asks for: its class and its settings."""
+
+    path: str
+    """Where in the YAML it stands."""
+    cls: type[Any]
+    config: Config
+    origins: Origins = field(default_factory=Origins, repr=False, compare=False)
+
+    def make(self, spec: KVSpec | None = None, **kwargs: Any) -> Any:
+        """A new instance. ConfigError, with the path, if the constructor cannot work with these settings."""
+        try:
+            return self.cls(self.config, spec, **kwargs)
+        except (ValueError, OSError, ImportError) as error:
+            path = dotted((self.path, error.path)) if isinstance(error, ConfigError) and error.path else self.path
+            text = error.problem if isinstance(error, ConfigError) else str(error) or type(error).__name__
+            raise ConfigError(path, self.origins.masked(text)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TierChoice:
+    """One tier, in the order of the YAML."""
+
+    name: str
+    path: str
+    backend: Choice | None
+    """None for the memory tier."""
+    serializer: Choice | None
+    timed: bool
+    """Log how long each encode and decode takes."""
+    capacity: int | None
+    """In bytes; None for no limit."""
+    write: str
+    """`"through"` or `"never"`."""
+    deadline: float
+    """Seconds that one operation may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlendChoice:
+    executor: Choice
+    retriever: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration that can work as far as can be told without opening anything."""
+
+    tokens: Choice
+    connector: Choice
+    tiers: tuple[TierChoice, ...]
+    observers: tuple[Choice, ...]
+    blend: BlendChoice | None
+
+
+def resolve(config: EngineConfig, registry: Registry) -> Resolved:
+    """Find every plugin that `config` names and check its settings. Raises ConfigError with all problems."""
+    pass_ = _Pass(registry, config.origins)
+    pass_.check_plugins(config.plugins.only or ())
+    tokens = pass_.block(("tokens",), "tokens", config.tokens)
+    connector = pass_.block(("connector",), "connector", config.connector)
+    tiers = [pass_.tier(("tiers", index), block) for index, block in enumerate(config.tiers)]
+    observers = [pass_.block(("observers", index), "observer", block) for index, block in enumerate(config.observers)]
+    blend = pass_.blend(config.blend) if config.blend else None
+    if pass_.problems:
+        raise config.origins.error(pass_.problems)
+    return Resolved(tokens, connector, tuple(tiers), tuple(observers), blend)
+
+
+class _Pass:
+    """Collects what is wrong, so that one attempt shows everything. What it returns counts only if nothing is."""
+
+    def __init__(self, registry: Registry, origins: Origins) -> None:
+        self.problems: list[Problem] = []
+        self._registry = registry
+        self._origins = origins
+
+    def check_plugins(self, only: tuple[str, ...]) -> None:
+        for index, name in enumerate(only):
+            if name not in self._registry.names:
+                text = f"no plugin {name!r} is installed; there are: {', '.join(self._registry.names)}"
+                self.problems.append((("plugins", "only", index), text))
+
+    def block(self, at: KeyPath, kind: str, block: Block) -> Choice:
+        return self._choose(at, kind, block.type, block.settings, at_type=(*at, "type"))
+
+    def tier(self, at: KeyPath, block: MemoryBlock | StoredBlock) -> TierChoice:
+        path = dotted(at)
+        if isinstance(block, MemoryBlock):
+            return TierChoice(block.name, path, None, None, False, block.capacity, "through", block.deadline)
+        return TierChoice(
+            name=block.name,
+            path=path,
+            backend=self.block(at, "backend", block),
+            serializer=self.block((*at, "serializer"), "serializer", block.serializer),
+            timed=block.serializer.timed,
+            capacity=block.capacity,
+            write=block.write,
+            deadline=block.deadline,
+        )
+
+    def blend(self, block: BlendBlock) -> BlendChoice:
+        at = ("blend",)
+        return BlendChoice(
+            self._choose(at, "blend executor", block.executor, block.settings, at_type=(*at, "executor")),
+            self.block((*at, "retriever"), "blend retriever", block.retriever),
+        )
+
+    def _choose(self, at: KeyPath, kind: str, type: str, settings: Mapping[str, Any], *, at_type: KeyPath) -> Choice:
+        cls: Any = None
+        config = Config()
+        try:
+            cls = self._registry.get(kind, type)
+            config = cls.Config.model_validate(settings)
+        except PluginError as error:
+            self.problems.append((at_type, str(error)))
+        except ValidationError as error:
+            known = {*cls.Config.model_fields, *KINDS[kind].owned}
+
+            def stray(path: KeyPath) -> str:
+                return unknown(str(path[-1]), known) if len(path) == len(at) + 1 else "unknown key"
+
+            self.problems.extend(problems(error, at=at, stray=stray))
+        return Choice(dotted(at), cls, config, self._origins)

@@ -1,0 +1,152 @@
+"""Where settings are read from: YAML text, KVLOOM_ variables, and `${env:NAME}` inside of values."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvloom import legacy
+from kvloom.config.problems import KeyPath, Problem, dotted
+from kvloom.errors import ConfigError
+
+PREFIX = "KVLOOM_"
+_INTERPOLATION = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
+_ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. ConfigError if it cannot be read, is something else or gives a key twice."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        repeated = list(_repeated(node, (), set())) if node else []
+        tree = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"not YAML: {' '.join(str(error).split())}") from None
+    if repeated:
+        (first, problem), *rest = repeated
+        raise ConfigError(dotted(first), "\n".join([problem, *(f"{dotted(key)}: {text}" for key, text in rest)]))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(str(path), f"should hold settings such as `connector: plain`, not {type(tree).__name__}")
+    return tree
+
+
+def _repeated(node: yaml.Node, at: KeyPath, seen: set[int]) -> Iterator[Problem]:
+    """YAML lets the last of two equal keys win; that hides mistakes."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            yield from _repeated(child, (*at, index), seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, child in node.value:
+            word, line = str(key.value), key.start_mark.line + 1
+            if word in lines:
+                yield (*at, word), f"given twice, in lines {lines[word]} and {line}; remove one"
+            lines[word] = line
+            yield from _repeated(child, (*at, word), seen)
+
+
+def overridden(
+    tree: Mapping[str, Any], environment: Mapping[str, str], *, defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """`tree` with KVLOOM_ variables on top, and which variable set which path.
+
+    `KVLOOM_SALT=x` sets `salt`, `KVLOOM_TIERS__1__CAPACITY=2GiB` sets `tiers.1.capacity`. Values are YAML, except for
+    settings that are text. defaults: every setting's, for variables that reach into one which `tree` leaves out.
+    """
+    result = dict(tree)
+    variables: dict[KeyPath, str] = {}
+    for name in sorted(environment):  # KVLOOM_TIERS comes before what reaches into it
+        if not name.startswith(PREFIX):
+            continue
+        first, *rest = name.removeprefix(PREFIX).lower().split("__")
+        if first not in defaults:
+            raise ConfigError(name, _no_setting(first, defaults))
+        value = _parsed(environment[name]) if rest or not isinstance(defaults[first], str) else environment[name]
+        if rest:
+            value, rest = _placed(copy.deepcopy(result.get(first, defaults[first])), rest, value, name), rest
+        result[first] = value
+        variables[(first, *(int(word) if word.isdigit() else word for word in rest))] = name
+    return result, variables
+
+
+def _placed(node: Any, words: list[str], value: Any, name: str) -> Any:
+    """`node` with `value` where `words` lead to."""
+    if not words:
+        return value
+    word, *rest = words
+    if isinstance(node, list | tuple):
+        if not word.isdigit() or int(word) >= len(node):
+            raise ConfigError(name, f"there is no number {word!r} in a list of {len(node)}")
+        return [_placed(child, rest, value, name) if index == int(word) else child for index, child in enumerate(node)]
+    if isinstance(node, str):
+        node = {"type": node}
+    if node is not None and not isinstance(node, Mapping):
+        raise ConfigError(name, f"there is nothing to set {word!r} in: {node!r}")
+    return {**(node or {}), word: _placed((node or {}).get(word), rest, value, name)}
+
+
+def _no_setting(word: str, known: Mapping[str, Any]) -> str:
+    if word in legacy.FIELDS:
+        return f"no such setting; LMCache's {word} is {legacy.FIELDS[word].becomes} here"
+    close = get_close_matches(word, known, n=1)
+    return f"no such setting; did you mean {PREFIX}{close[0].upper()}?" if close else "no such setting; unset it"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def interpolated(
+    tree: Mapping[str, Any], environment: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[KeyPath, str], frozenset[str]]:
+    """`tree` with `${env:NAME}` replaced in its values, the texts that held one, and the values put in.
+
+    `$${` stands for `${`. Raises ConfigError if a variable is not set.
+    """
+    templates: dict[KeyPath, str] = {}
+    secrets: set[str] = set()
+    missing: list[Problem] = []
+
+    def fill(node: Any, at: KeyPath) -> Any:
+        if isinstance(node, Mapping):
+            return {key: fill(child, (*at, key)) for key, child in node.items()}
+        if isinstance(node, list | tuple):
+            return [fill(child, (*at, index)) for index, child in enumerate(node)]
+        return _INTERPOLATION.sub(lambda match: put(match, node, at), node) if isinstance(node, str) else node
+
+    def put(match: re.Match[str], template: str, at: KeyPath) -> str:
+        if match[0] == "$${":
+            return "${"
+        name = _ENV_NAME.fullmatch(match[1])
+        if name is None or not match[0].endswith("}"):
+            missing.append((at, f"cannot fill in {match[0]}; write ${{env:NAME}}, or $${{ for a plain ${{"))
+            return ""
+        if name[1] not in environment:
+            missing.append((at, f"the environment variable {name[1]} is not set"))
+            return ""
+        templates[at] = template
+        secrets.add(environment[name[1]])
+        return environment[name[1]]
+
+    filled = fill(tree, ())
+    if missing:
+        (first, problem), *rest = missing
+        raise ConfigError(dotted(first), "\n".join([problem, *(f"{dotted(at)}: {text}" for at, text in rest)]))
+    return filled, templates, frozenset(secrets)

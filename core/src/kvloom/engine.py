@@ -1,0 +1,346 @@
+"""The engine: lookup, store, retrieve and prefetch over find, load and save.
+
+store     tokens -> segments -> connector.read -> Chunk -> Serializer.encode -> envelope -> tier
+retrieve  tokens -> segments -> tier -> envelope -> Serializer.decode -> Chunk -> connector.write
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvloom import keys as keying
+from kvloom.config import EngineConfig, resolve
+from kvloom.contracts.connector import GPUConnector
+from kvloom.contracts.tokens import TokenDatabase
+from kvloom.contracts.observer import Event
+from kvloom.events import EventBus
+from kvloom.plugins import Registry
+from kvloom.runtime import Runtime, SystemRuntime, Workers
+from kvloom.task import Task
+from kvloom.tiers.base import Layout, Tier
+from kvloom.tiers.build import build_stack
+from kvloom.tiers.stack import Stack
+from kvloom.types import Chunk, Hit, KVSpec, Segment, canonical_json
+
+Source = str | Path | Mapping[str, Any] | EngineConfig
+
+_named: dict[str, Engine] = {}
+_named_lock = SystemRuntime().lock()
+
+
+class Engine:
+    """A KV cache for one model. Open it, use it from any number of threads, close it.
+
+    tokens: 1-D integer CPU tensor, one sequence. mask: 1-D bool CPU tensor of the same length, like FFFFTTTT, its
+    Falses a whole number of chunks (else ValueError); None selects everything. salt: keeps tenants apart; default is
+    the config's. where: what the connector asks for.
+    """
+
+    def __init__(
+        self, config: EngineConfig, spec: KVSpec, *, stack: Stack, connector: GPUConnector, tokens: TokenDatabase,
+        events: EventBus, runtime: Runtime, registry: Registry, owner: Engine | None = None,
+    ) -> None:  # fmt: skip
+        """Use `Engine.open`."""
+        self.config = config
+        self.spec = spec
+        self.connector = connector
+        self.fingerprint = keying.fingerprint(spec, connector.format, connector.representation)
+        self._tokens = tokens
+        tokens.fingerprint, tokens.chunk_tokens = self.fingerprint, config.chunk_tokens
+        self._stack = stack
+        self._events = events
+        self._runtime = runtime
+        self._registry = registry
+        self._owner = owner
+        self._closed = False
+        self._workers = Workers(runtime, name="kvloom-engine", threads=4)
+        identity = keying.identity(spec, connector.format, connector.representation)
+        record = canonical_json({"identity": identity, "spec": json.loads(spec.to_json())}).encode()
+        for tier in stack.stored:
+            tier.put_record(f"spec/{self.fingerprint}.json", record)
+
+    # -- opening and closing -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls, config: Source, spec: KVSpec, *, registry: Registry | None = None, runtime: Runtime | None = None
+    ) -> Engine:
+        """An engine for KV that looks like `spec`. config: a YAML file, a mapping, or an EngineConfig.
+
+        Raises ConfigError (with the YAML path and what to do) or PluginError: a configuration that cannot work is
+        refused here, not found out about while serving.
+        """
+        config = EngineConfig.load(config)
+        runtime = runtime or SystemRuntime()
+        registry = registry or Registry.discover(only=config.plugins.only, block=config.plugins.block)
+        resolved = resolve(config, registry)
+        connector = resolved.connector.make(spec)
+        tokens = resolved.tokens.make(spec)
+        layout = Layout(connector.format, spec.torch_dtype)
+        events = EventBus([choice.make(spec) for choice in resolved.observers], runtime)
+        stack = build_stack(
+            resolved.tiers, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
+            events=events, runtime=runtime, exact_only=config.exact,
+        )  # fmt: skip
+        return cls(
+            config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime,
+            registry=registry,
+        )  # fmt: skip
+
+    def sibling(self, spec: KVSpec) -> Engine:
+        """An engine for other KV over the same tiers: another set of adapters of the same model.
+
+        It is closed with this one, if not before.
+        """
+        if (spec.dtype, spec.blob_shape(1)) != (self.spec.dtype, self.spec.blob_shape(1)):
+            raise ValueError("spec: a sibling's KV has the shape and dtype of the engine it stands beside")
+        resolved = resolve(self.config, self._registry)
+        return Engine(
+            self.config, spec, stack=self._stack, connector=resolved.connector.make(spec),
+            tokens=resolved.tokens.make(spec), events=self._events, runtime=self._runtime, registry=self._registry,
+            owner=self,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Write what was accepted, within the tiers' deadlines, and give everything back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._workers.close(self._stack.deadline)
+        self.connector.close()
+        self._tokens.close()
+        if self._owner is None:
+            self._stack.close()
+            self._events.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def tiers(self) -> Mapping[str, Tier]:
+        """The tiers by name, in the config's order, for work at the level of chunks."""
+        return self._stack.tiers
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.config.chunk_tokens
+
+    def counters(self) -> Mapping[Any, Any]:
+        """What has happened so far: (event, tier, reason) to its totals."""
+        return self._events.counters()
+
+    @classmethod
+    def get_or_create(cls, instance_id: str, config: Source, spec: KVSpec) -> Engine:
+        """The engine of that name in this process, opened if there is none.
+
+        Raises ValueError if there is one with another configuration or spec.
+        """
+        config = EngineConfig.load(config)
+        with _named_lock:
+            engine = _named.get(instance_id)
+            if engine is None:
+                engine = _named[instance_id] = cls.open(config, spec)
+            if engine.config != config:
+                raise ValueError(f"instance_id: {instance_id!r} exists with another configuration; destroy it first")
+            if engine.spec != spec:
+                raise ValueError(f"instance_id: {instance_id!r} exists with another spec; destroy it first")
+            return engine
+
+    @classmethod
+    def get(cls, instance_id: str) -> Engine | None:
+        """The engine that `get_or_create` made under that name, if there is one."""
+        return _named.get(instance_id)
+
+    @classmethod
+    def destroy(cls, instance_id: str) -> None:
+        """Close and forget the engine of that name. It is fine if there is none."""
+        with _named_lock:
+            engine = _named.pop(instance_id, None)
+        if engine is not None:
+            engine.close()
+
+    # -- the verbs -----------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self, tokens: torch.Tensor, search_range: Sequence[str] | None = None, *, salt: str | None = None
+    ) -> Hit:
+        """How many leading tokens the tiers say they hold. Reads no KV, changes nothing.
+
+        search_range: names of tiers to ask; ValueError if the engine has no such tier.
+        """
+        self._check_names(search_range)
+        segments = self.segments(tokens, salt=salt)
+        hit = 0
+        by_tier: dict[str, int] = {}
+        for segment, name in zip(segments, self._stack.locate([s.key for s in segments], search_range), strict=True):
+            if name is None:
+                break
+            hit = segment.end
+            by_tier[name] = by_tier.get(name, 0) + segment.end - segment.start
+        return Hit(hit, by_tier)
+
+    def retrieve(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
+    ) -> torch.Tensor:
+        """Write the KV of as many leading selected tokens as the tiers hold into the engine's KV.
+
+        Returns a bool CPU mask over the tokens: whose KV is there now. It is False from the first chunk on that no
+        tier could give, verified and in time.
+        """
+        whole, first = self._selected(tokens, mask, salt)
+        self._stack.touch([segment.key for segment in whole])
+        task = Task(self._runtime)
+        task.run(lambda task: self._load(task, whole[first:], where, gaps=False))
+        moved = task.result()
+        self._stack.touch([segment.key for segment in whole])
+        retrieved = torch.zeros(tokens.numel(), dtype=torch.bool)
+        count = int(moved.count_nonzero())
+        if count:
+            retrieved[whole[first].start : whole[first + count - 1].end] = True
+        return retrieved
+
+    def store(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
+    ) -> None:
+        """Keep the KV of the selected tokens. Only what is missing is copied; what is there already costs a look.
+
+        Returns when the caller's KV may be overwritten; tiers below memory are written in the background.
+        """
+        whole, first = self._selected(tokens, mask, salt)
+        task = Task(self._runtime)
+        task.run(lambda task: self._save(task, whole[first:], where))
+        task.result()
+        self._stack.touch([segment.key for segment in whole])
+        self._tokens.learn(tokens, salt=self.config.salt if salt is None else salt)
+
+    def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None) -> Task:
+        """Bring chunks from the lower tiers into memory, in the background."""
+        whole, first = self._selected(tokens, mask, salt)
+        return self._start(lambda task: self._warm(task, whole[first:]))
+
+    def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
+        """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
+        segments = self.segments(tokens, salt=salt)
+        self._start(lambda task: self._warm(task, segments)).result()
+        pinned = [segment for segment in segments if self._stack.memory.pin([segment.key], True)]
+        return sum(segment.end - segment.start for segment in pinned)
+
+    def unpin(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
+        """Let the chunks of `tokens` be evicted again."""
+        self._stack.memory.pin([segment.key for segment in self.segments(tokens, salt=salt)], False)
+
+    def remove(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
+        """Delete the chunks of `tokens` from every tier, pinned ones too."""
+        self._stack.remove([segment.key for segment in self.segments(tokens, salt=salt)])
+
+    def clear(self, salt: str | None = None) -> None:
+        """Delete all KV of this model that was stored under `salt`; with None, under any."""
+        self._stack.clear(f"{self.fingerprint}/" + ("" if salt is None else f"{keying.salt_tag(salt)}/"))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every accepted write is in its tier, or has failed; False if `timeout` seconds were not enough."""
+        return self._stack.flush(math.inf if timeout is None else self._runtime.now() + timeout)
+
+    # -- the primitives ------------------------------------------------------------------------------------------------
+
+    def segments(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None
+    ) -> list[Segment]:
+        """The segments of the selected tokens, with their keys."""
+        return self._tokens.segments(tokens, mask, salt=self.config.salt if salt is None else salt)
+
+    def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
+        """Which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
+        self._check_names(search_range)
+        located = self._stack.locate([segment.key for segment in segments], search_range)
+        return torch.tensor([name is not None for name in located], dtype=torch.bool)
+
+    def load(self, segments: Sequence[Segment], **where: Any) -> Task:
+        """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not."""
+        self._check_where(segments, where)
+        return self._start(lambda task: self._load(task, segments, where, gaps=True))
+
+    def save(self, segments: Sequence[Segment], **where: Any) -> Task:
+        """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
+        self._check_where(segments, where)
+        return self._start(lambda task: self._save(task, segments, where))
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _start(self, work: Callable[[Task], torch.Tensor]) -> Task:
+        task = Task(self._runtime)
+        self._workers.submit(lambda: task.run(work))
+        return task
+
+    def _selected(self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None) -> tuple[list[Segment], int]:
+        """All segments of the tokens, because the whole chain is touched, and the first that the mask selects."""
+        whole = self.segments(tokens, salt=salt)
+        return whole, keying.select(whole, mask, tokens.numel())
+
+    def _load(self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, gaps: bool) -> torch.Tensor:
+        self._check_where(segments, where)
+        place = {segment.key: index for index, segment in enumerate(segments)}
+        moved = torch.zeros(len(segments), dtype=torch.bool)
+        began, nbytes = self._runtime.now(), 0
+        for run in self._stack.fetch(segments, self.connector.shape, gaps=gaps):
+            here = [segment for segment, _ in run]
+            chunks = [loaded.chunk for _, loaded in run]
+            if not task.touch(lambda here=here, chunks=chunks: self._write(here, chunks, where)):  # type: ignore[misc]
+                break
+            for (segment, loaded), chunk in zip(run, chunks, strict=True):
+                moved[place[segment.key]] = True
+                nbytes += chunk.nbytes
+                loaded.release()
+        count = int(moved.count_nonzero())
+        if count:
+            num_tokens = sum(s.end - s.start for s, there in zip(segments, moved.tolist(), strict=True) if there)
+            self._events.emit(Event("retrieved", "", num_tokens, count, nbytes, self._runtime.now() - began))
+        return moved
+
+    def _save(self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any]) -> torch.Tensor:
+        self._check_where(segments, where)
+
+        def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
+            return task.touch(lambda: self._read(some, chunks, where))
+
+        self._stack.keep(segments, self.connector.shape, copy)
+        return torch.ones(len(segments), dtype=torch.bool)
+
+    def _warm(self, task: Task, segments: Sequence[Segment]) -> torch.Tensor:
+        place = {segment.key: index for index, segment in enumerate(segments)}
+        warm = torch.zeros(len(segments), dtype=torch.bool)
+        for run in self._stack.fetch(segments, self.connector.shape, gaps=True):
+            for segment, loaded in run:
+                warm[place[segment.key]] = True
+                loaded.release()
+            if task.cancelled:
+                break
+        return warm
+
+    def _read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any]) -> None:
+        fence = self.connector.read(segments, chunks, **where)
+        if fence is not None:
+            fence.wait()
+
+    def _write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any]) -> None:
+        fence = self.connector.write(segments, chunks, **where)
+        if fence is not None:
+            fence.wait()
+
+    def _check_where(self, segments: Sequence[Segment], where: Mapping[str, Any]) -> None:
+        if segments:
+            self.connector.check(where, max(segment.end for segment in segments))
+
+    def _check_names(self, names: Sequence[str] | None) -> None:
+        unknown = [name for name in names or () if name not in self._stack.tiers]
+        if unknown:
+            raise ValueError(f"search_range: no tier {unknown[0]!r}; this engine has {', '.join(self._stack.tiers)}")

@@ -1,0 +1,146 @@
+"""Events: counted always, and told to observers from a queue, so that nobody's observer is on the hot path."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvloom.contracts.observer import Event, Observer
+
+if TYPE_CHECKING:
+    from kvloom.runtime import Runtime, Thread
+
+log = logging.getLogger(__name__)
+
+QUEUE_EVENTS = 4096
+"""How many events may wait for slow observers before the oldest are lost."""
+
+
+class CounterKey(NamedTuple):
+    """What is counted together: an event's name, tier and reason.
+
+    Two names are no events: `observer_error` (the reason is the observer's type) and `observer_lost`.
+    """
+
+    name: str
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The sums over all events of one key."""
+
+    count: int
+    chunks: int
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+class EventBus:
+    """Where everything that happens to KV is reported."""
+
+    def __init__(self, observers: Sequence[Observer], runtime: Runtime) -> None:
+        """Takes the observers over: `close` closes them."""
+        self._observers = tuple(observers)
+        self._runtime = runtime
+        self._changed = runtime.condition()
+        self._sums: dict[tuple[str, str, str], list[float]] = {}
+        self._queue: deque[Event] = deque()
+        self._failed: set[str] = set()
+        self._busy = False
+        self._closed = False
+        self._thread: Thread | None = None
+        if self._observers:
+            self._thread = runtime.spawn(self._deliver, name="kvloom-events")
+
+    def emit(self, event: Event) -> None:
+        """Count, and queue for the observers. Never waits for them, never raises because of one."""
+        with self._changed:
+            self._count(event.name, event.tier, event.reason, event)
+            if self._thread is None or self._closed:
+                return
+            if len(self._queue) >= QUEUE_EVENTS:
+                self._queue.popleft()
+                self._count("observer_lost", "", "queue full")
+            self._queue.append(event)
+            self._changed.notify_all()
+
+    def counters(self) -> Mapping[CounterKey, Totals]:
+        """The sums so far: a copy."""
+        with self._changed:
+            snapshot = {key: tuple(sums) for key, sums in self._sums.items()}
+        return {
+            CounterKey(*key): Totals(int(count), int(chunks), int(tokens), int(nbytes), seconds)
+            for key, (count, chunks, tokens, nbytes, seconds) in snapshot.items()
+        }
+
+    def flush(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until every event so far was told; whether it was."""
+        until = self._runtime.now() + timeout
+        with self._changed:
+            while self._queue or self._busy:
+                left = until - self._runtime.now()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Tell what is queued, then close the observers; one that is stuck in an event is left alone. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is None:
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            log.warning("observers did not finish within %.1f s; events are lost", timeout)
+            return
+        for observer in self._observers:
+            try:
+                observer.close()
+            except Exception as error:
+                self._blame(observer, error)
+
+    def _count(self, name: str, tier: str, reason: str, event: Event | None = None) -> None:
+        sums = self._sums.get((name, tier, reason))
+        if sums is None:
+            sums = self._sums[name, tier, reason] = [0, 0, 0, 0, 0.0]
+        sums[0] += 1
+        if event is not None:
+            sums[1] += event.chunks
+            sums[2] += event.tokens
+            sums[3] += event.bytes
+            sums[4] += event.seconds
+
+    def _deliver(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                event = self._queue.popleft()
+                self._busy = True
+            for observer in self._observers:
+                try:
+                    observer.on_event(event)
+                except Exception as error:
+                    self._blame(observer, error)
+
+    def _blame(self, observer: Observer, error: Exception) -> None:
+        with self._changed:
+            self._count("observer_error", "", observer.type)
+            first = observer.type not in self._failed
+            self._failed.add(observer.type)
+        if first:
+            log.warning("observer %s failed; further failures are only counted", observer.type, exc_info=error)

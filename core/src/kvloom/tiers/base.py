@@ -1,0 +1,147 @@
+"""Tier: one level of the cache, addressed by chunk. Its public methods have the seed storage interface's semantics."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvloom.memory import Lease
+from kvloom.types import EXACT, Chunk, ChunkKey, KVSpec, MemoryFormat
+
+if TYPE_CHECKING:
+    from kvloom.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What every chunk of one engine looks like."""
+
+    format: MemoryFormat
+    dtype: torch.dtype
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A chunk in pool memory and the lease that keeps it there. Release it when done reading."""
+
+    chunk: Chunk
+    lease: Lease
+
+    def release(self) -> None:
+        self.lease.release()
+
+
+class Tier(ABC):
+    """One level of the cache. `engine.tiers[name]` has one for each tier of the config.
+
+    put, contains, get, batched_put, batched_get and close follow the storage interface of the seed: chunks in, chunks
+    out, as tensors that belong to the caller. dst_device: where `get` puts them; RuntimeError if torch knows no such
+    device.
+    """
+
+    name: str
+    dst_device: torch.device
+
+    def __init__(self, name: str, layout: Layout, *, dst_device: str = "cpu") -> None:
+        self.name = name
+        self.layout = layout
+        self.dst_device = torch.device(dst_device)
+        self._closed = False
+        self._with_it: list[Callable[[], None]] = []
+
+    @staticmethod
+    def open(
+        block: str | Mapping[str, Any], spec: KVSpec, *, dst_device: str = "cpu", runtime: Runtime | None = None
+    ) -> Tier:
+        """A tier on its own, from the block that YAML would have for it: `{type: disk, path: /nvme/kv}`.
+
+        Raises RuntimeError for an invalid dst_device, ConfigError for an invalid block.
+        """
+        from kvloom.tiers.build import open_tier
+
+        return open_tier(block, spec, dst_device=dst_device, runtime=runtime)
+
+    # -- the seed's interface ----------------------------------------------------------------------------------------
+
+    def put(self, key: ChunkKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
+        """Keep an exact chunk of KV_BLOB shape. `blocking`: return once it is stored, or has failed to be."""
+        self.batched_put([(key, kv_chunk)], blocking=blocking)
+
+    @abstractmethod
+    def find(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which keys the tier says it holds, asked in one go."""
+
+    @abstractmethod
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether the tier says it holds `key`: a forecast, nothing is verified."""
+
+    def get(self, key: ChunkKey) -> torch.Tensor | None:
+        """The verified chunk on `dst_device`, the caller's to keep, or None."""
+        loaded = self._take(key)
+        if loaded is None:
+            return None
+        try:
+            return loaded.chunk.tensor.to(self.dst_device, copy=True)
+        finally:
+            loaded.release()
+
+    def batched_put(self, keys_and_chunks: Iterable[tuple[ChunkKey, torch.Tensor]], blocking: bool = True) -> int:
+        """Keep several chunks; how many were stored (with blocking=False: how many were accepted)."""
+        pending = []
+        for key, tensor in keys_and_chunks:
+            token = self._accept(key, tensor)
+            if token is not None:
+                pending.append(token)
+        return sum(self._settled(token) for token in pending) if blocking else len(pending)
+
+    def batched_get(self, keys: Iterable[ChunkKey]) -> Iterator[torch.Tensor | None]:
+        """`get` of each key, as the iterator is advanced."""
+        for key in keys:
+            yield self.get(key)
+
+    def close(self) -> None:
+        """Finish what was accepted, within the deadline, and give everything back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+            for close in self._with_it:
+                close()
+
+    def closes_too(self, close: Callable[[], None]) -> None:
+        """Have `close` called when this tier is closed."""
+        self._with_it.append(close)
+
+    # -- what the two kinds of tier do their own way -------------------------------------------------------------------
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    @abstractmethod
+    def _take(self, key: ChunkKey) -> Loaded | None: ...
+
+    @abstractmethod
+    def _accept(self, key: ChunkKey, tensor: torch.Tensor) -> Any | None:
+        """Begin to keep `tensor`; None if it cannot be kept."""
+
+    @abstractmethod
+    def _settled(self, token: Any) -> bool:
+        """Wait for what `_accept` began; whether it was kept."""
+
+    def _blob_chunk(self, tensor: torch.Tensor, like: torch.Tensor) -> Chunk:
+        like.copy_(tensor)
+        return Chunk(like, self.layout.format, tensor.shape[2], EXACT)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if tensor.dim() != 4 or tensor.dtype != self.layout.dtype:
+            raise ValueError(
+                f"kv_chunk: expected [2, num_layers, num_tokens, hidden_dim] of {self.layout.dtype}, "
+                f"got {list(tensor.shape)} of {tensor.dtype}"
+            )

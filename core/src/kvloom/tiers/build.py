@@ -1,0 +1,115 @@
+"""From the resolved config to tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvloom.config import EngineConfig, TierChoice, resolve
+from kvloom.contracts.serializer import Serializer
+from kvloom.errors import ConfigError
+from kvloom.events import EventBus
+from kvloom.memory import Pool
+from kvloom.plugins import Registry
+from kvloom.runtime import Runtime, SystemRuntime
+from kvloom.tiers.base import Layout, Tier
+from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.stack import Stack
+from kvloom.tiers.stored import StoredTier
+from kvloom.tiers.timed import TimedSerializer
+from kvloom.types import KVSpec, MemoryFormat
+
+STAGING_BYTES = 1 << 30
+"""The pool of an engine without a memory tier: chunks on their way."""
+
+
+def build_stack(
+    choices: Sequence[TierChoice], spec: KVSpec, layout: Layout, chunk_bytes: int, *,
+    registry: Registry, events: EventBus, runtime: Runtime, exact_only: bool = False, dst_device: str = "cpu",
+) -> Stack:  # fmt: skip
+    """All tiers of an engine. Raises ConfigError with the YAML path of what cannot work."""
+    first = next((choice for choice in choices if choice.backend is None), None)
+    capacity = STAGING_BYTES if first is None or first.capacity is None else first.capacity
+    for choice in choices:
+        _check_capacity(choice, chunk_bytes)
+    pool = Pool(max(capacity, 2 * chunk_bytes + (64 << 10)) if first is None else capacity, runtime)
+    memory = MemoryTier(
+        layout, pool, events, runtime, keep=first is not None, dst_device=dst_device,
+        name="memory" if first is None else first.name, deadline=10.0 if first is None else first.deadline,
+    )  # fmt: skip
+    memory.closes_too(pool.close)
+    raw = registry.get("serializer", "raw")
+    stored: list[StoredTier] = []
+    try:
+        for choice in choices:
+            if choice.backend is not None:
+                serializers = _serializers(choice, spec, layout.format, raw, runtime, exact_only=exact_only)
+                backend = choice.backend.make(spec)
+                stored.append(
+                    StoredTier(
+                        choice.name,
+                        layout,
+                        backend,
+                        serializers,
+                        memory,
+                        events,
+                        runtime,
+                        capacity=choice.capacity,
+                        deadline=choice.deadline,
+                        write=choice.write != "never",
+                        exact_only=exact_only,
+                        dst_device=dst_device,
+                    )  # fmt: skip
+                )
+    except BaseException:
+        Stack(memory, stored, layout, events, runtime).close()
+        raise
+    return Stack(memory, stored, layout, events, runtime)
+
+
+def _check_capacity(choice: TierChoice, chunk_bytes: int) -> None:
+    # A stored chunk may be compressed: only an uncompressed one is known not to fit.
+    raw = choice.serializer is None or choice.serializer.cls.type == "raw"
+    if choice.capacity is not None and choice.capacity < chunk_bytes and raw:
+        raise ConfigError(
+            f"{choice.path}.capacity",
+            f"{choice.capacity} bytes is less than one chunk ({chunk_bytes} bytes); raise it or lower chunk_tokens",
+        )
+
+
+def _serializers(
+    choice: TierChoice, spec: KVSpec, format: MemoryFormat, raw: Any, runtime: Runtime, *, exact_only: bool
+) -> list[Serializer]:
+    assert choice.serializer is not None
+    path = f"{choice.path}.serializer"
+    serializer = choice.serializer.make(spec)
+    assert isinstance(serializer, Serializer)
+    if format not in serializer.formats:
+        takes = ", ".join(sorted(one.name for one in serializer.formats))
+        raise ConfigError(path, f"{serializer.type!r} takes {takes}; the connector gives {format.name}: use raw")
+    if exact_only and not serializer.lossless:
+        raise ConfigError(path, f"{serializer.type!r} is lossy, and exact: true allows no lossy chunk: use raw")
+    ours = TimedSerializer(serializer, runtime) if choice.timed else serializer
+    return [ours] if serializer.type == "raw" else [ours, raw(raw.Config(), spec)]
+
+
+def open_tier(
+    block: str | Mapping[str, Any], spec: KVSpec, *, dst_device: str = "cpu", runtime: Runtime | None = None
+) -> Tier:
+    """See `Tier.open`."""
+    torch.device(dst_device)  # RuntimeError before anything is opened
+    runtime = runtime or SystemRuntime()
+    registry = Registry.discover()
+    resolved = resolve(EngineConfig.load({"tiers": [block]}), registry)
+    layout = Layout(MemoryFormat.KV_BLOB, spec.torch_dtype)
+    events = EventBus((), runtime)
+    stack = build_stack(
+        resolved.tiers, spec, layout, layout.nbytes(spec.blob_shape(1)), registry=registry, events=events,
+        runtime=runtime, dst_device=dst_device,
+    )  # fmt: skip
+    (tier,) = stack.tiers.values()
+    if tier is not stack.memory:
+        tier.closes_too(stack.memory.close)
+    return tier

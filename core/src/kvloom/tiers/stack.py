@@ -1,0 +1,307 @@
+"""The ordered stack of tiers, fast to slow: where a chunk is, bringing it up, writing it through."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvloom.contracts.observer import Event
+from kvloom.envelope import ALIGN_BYTES
+from kvloom.events import EventBus
+from kvloom.memory import Reservation, pages_of
+from kvloom.runtime import Runtime
+from kvloom.tiers.base import Layout, Loaded, Tier
+from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.stored import Read, StoredTier
+from kvloom.types import EXACT, Chunk, ChunkKey, Segment
+
+Shape = Callable[[int], Sequence[int]]
+"""Tokens to the shape of their chunk."""
+Copy = Callable[[Sequence[Segment], Sequence[Chunk]], bool]
+"""Fill chunks from the engine; False if that may no longer be done."""
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A segment on its way to the engine."""
+
+    segment: Segment
+    tiers: list[StoredTier]
+    """Stored tiers where it may be, fastest first; those tried already are gone."""
+    loaded: Loaded | None = None
+    read: Read | None = None
+
+    @property
+    def done(self) -> bool:
+        """There is nothing to wait for."""
+        return self.loaded is not None or self.read is None or self.read.call.done
+
+    def give_up(self) -> None:
+        if self.loaded is not None:
+            self.loaded.release()
+        if self.read is not None:
+            self.read.call.cancel()
+
+
+class Stack:
+    """All tiers of an engine. `memory` is always there; without a memory tier in the config it keeps nothing."""
+
+    def __init__(
+        self, memory: MemoryTier, stored: Sequence[StoredTier], layout: Layout, events: EventBus, runtime: Runtime
+    ) -> None:
+        self.memory = memory
+        self.stored = tuple(stored)
+        self.layout = layout
+        self._events = events
+        self._runtime = runtime
+
+    @property
+    def tiers(self) -> dict[str, Tier]:
+        """The tiers of the config by name, in its order."""
+        kept: list[Tier] = [self.memory] if self.memory.keep else []
+        return {tier.name: tier for tier in [*kept, *self.stored]}
+
+    @property
+    def deadline(self) -> float:
+        """The longest that one step of any tier may take, in seconds."""
+        return max((tier.deadline for tier in self.stored), default=self.memory.deadline)
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def locate(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> list[str | None]:
+        """The fastest of the tiers `names` (default: all) that says it holds each key."""
+        where: list[str | None] = [None] * len(keys)
+        left = list(range(len(keys)))
+        for name, tier in self.tiers.items():
+            if not left:
+                break
+            if names is None or name in names:
+                found = tier.find([keys[index] for index in left])
+                for index, here in zip(left, found, strict=True):
+                    if here:
+                        where[index] = name
+                left = [index for index, here in zip(left, found, strict=True) if not here]
+        return where
+
+    def touch(self, chain: Sequence[ChunkKey]) -> None:
+        """Note that a whole chain was used, in every tier."""
+        self.memory.touch(chain)
+        for tier in self.stored:
+            tier.touch(chain)
+
+    # -- towards the engine --------------------------------------------------------------------------------------------
+
+    def fetch(self, segments: Sequence[Segment], shape: Shape, *, gaps: bool) -> Iterator[list[tuple[Segment, Loaded]]]:
+        """Runs of verified chunks in order, as soon as they are there. The caller releases each.
+
+        gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. Chunks that came from
+        stored tiers are in memory afterwards, if there is a memory tier.
+        """
+        keys = [segment.key for segment in segments]
+        held = self.memory.lease(keys)
+        if all(loaded is not None for loaded in held):
+            if segments:
+                yield [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
+            return
+        # What comes from below needs room: nothing far ahead may be held meanwhile.
+        for loaded in held:
+            if loaded is not None:
+                loaded.release()
+        yield from self._stream(deque(self._arrivals(segments)), shape, gaps=gaps)
+
+    def _arrivals(self, segments: Sequence[Segment]) -> list[_Arrival]:
+        keys = [segment.key for segment in segments]
+        absent = [key for key, here in zip(keys, self.memory.find(keys), strict=True) if not here]
+        holders: dict[ChunkKey, list[StoredTier]] = {key: [] for key in absent}
+        for tier in self.stored:
+            for key, here in zip(absent, tier.find(absent), strict=True):
+                if here:
+                    holders[key].append(tier)
+        return [_Arrival(segment, holders.get(segment.key, list(self.stored))) for segment in segments]
+
+    def _stream(self, waiting: deque[_Arrival], shape: Shape, *, gaps: bool) -> Iterator[list[tuple[Segment, Loaded]]]:
+        if not waiting:
+            return
+        window = self._window(waiting[0], shape)
+        started: deque[_Arrival] = deque()
+        run: list[tuple[Segment, Loaded]] = []
+        try:
+            while waiting or started:
+                while waiting and len(started) < window:
+                    started.append(waiting.popleft())
+                    self._start(started[-1], shape)
+                arrival = started[0]
+                if run and (len(run) >= window or not arrival.done):
+                    yield run  # what is here need not wait for what is not, and nothing waits holding a lease
+                    run = []
+                loaded = self._finish(arrival, shape)
+                started.popleft()
+                if loaded is not None:
+                    run.append((arrival.segment, loaded))
+                elif not gaps:
+                    break
+            if run:
+                yield run
+                run = []
+        finally:
+            for _, loaded in run:
+                loaded.release()
+            for arrival in started:
+                arrival.give_up()
+
+    def _window(self, arrival: _Arrival, shape: Shape) -> int:
+        """How many chunks may be on their way at once: their buffers must fit beside each other."""
+        segment = arrival.segment
+        nbytes = self._nbytes(segment, shape) + 2 * ALIGN_BYTES  # a framed blob: a header, and whole pages
+        return max(1, min(8, self.memory.pool.capacity // 2 // nbytes))
+
+    def _start(self, arrival: _Arrival, shape: Shape) -> None:
+        """Lease the chunk from memory, or begin to read it from the next tier that may have it."""
+        segment = arrival.segment
+        arrival.loaded = self.memory.lease([segment.key])[0]
+        while arrival.loaded is None and arrival.read is None and arrival.tiers:
+            num_tokens = segment.end - segment.start
+            arrival.read = arrival.tiers.pop(0).read(segment.key, shape(num_tokens), num_tokens)
+
+    def _finish(self, arrival: _Arrival, shape: Shape) -> Loaded | None:
+        """Wait for a chunk; where it turns out not to be, ask the next tier."""
+        while arrival.loaded is None and arrival.read is not None:
+            read, arrival.read = arrival.read, None
+            loaded = read.tier.collect(read)
+            if loaded is not None:
+                self._promote(arrival.segment, loaded, below=read.tier)
+                return loaded
+            self._start(arrival, shape)
+        if arrival.loaded is None:
+            num_tokens = arrival.segment.end - arrival.segment.start
+            self._events.emit(Event("missed", tokens=num_tokens, chunks=1, reason="in no tier"))
+        return arrival.loaded
+
+    def _promote(self, segment: Segment, loaded: Loaded, *, below: StoredTier) -> None:
+        """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""
+        if self.memory.keep:
+            self._events.emit(Event("promoted", self.memory.name, loaded.chunk.num_tokens, 1, loaded.chunk.nbytes))
+        if not loaded.chunk.exact:
+            return
+        for tier in self.stored[: self.stored.index(below)]:
+            if not tier.satisfied([segment.key])[0]:
+                copy = Loaded(loaded.chunk, loaded.lease.again())
+                tier.submit(segment.key, copy, until=self._runtime.now())
+
+    # -- from the engine -----------------------------------------------------------------------------------------------
+
+    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy) -> None:
+        """Keep the exact KV of `segments` in every tier that lacks it; `copy` reads it from the engine.
+
+        Only what no tier can give is copied. Returns when nothing more is read from the engine.
+        """
+        keys = [segment.key for segment in segments]
+        in_memory = self.memory.find(keys, exact=True)
+        lacking: list[list[StoredTier]] = [[] for _ in keys]
+        for tier in self.stored:
+            for place, fine in zip(lacking, tier.satisfied(keys), strict=True):
+                if not fine:
+                    place.append(tier)
+        until = self._runtime.now() + self.deadline
+        todo = []
+        for segment, here, tiers in zip(segments, in_memory, lacking, strict=True):
+            if not here and (self.memory.keep or tiers):
+                todo.append((segment, tiers))
+            elif tiers:
+                self._write_from_memory(segment.key, tiers, until)
+        if todo:
+            self._copy_in(todo, shape, copy, until)
+
+    def _write_from_memory(self, key: ChunkKey, tiers: Sequence[StoredTier], until: float) -> None:
+        loaded = self.memory.lease([key])[0]
+        if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
+            for tier in tiers:
+                tier.submit(key, Loaded(loaded.chunk, loaded.lease.again()), until=until)
+            loaded.release()
+
+    def _copy_in(self, todo: list[tuple[Segment, list[StoredTier]]], shape: Shape, copy: Copy, until: float) -> None:
+        if not any(tiers for _, tiers in todo):
+            # Memory is all there is: a tail that would push out its own head is not worth copying.
+            room, fits = self.memory.pool.capacity, 0
+            while fits < len(todo) and (room := room - pages_of(self._nbytes(todo[fits][0], shape))) >= 0:
+                fits += 1
+            todo = todo[:fits]
+        while todo:
+            batch = self._reserve(todo, shape, until)
+            if not batch:
+                num_tokens = sum(segment.end - segment.start for segment, _ in todo)
+                self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(todo), reason="no room in memory"))
+                return
+            chunks = [
+                Chunk(
+                    room.tensor(shape(segment.end - segment.start), self.layout.dtype),
+                    self.layout.format,
+                    segment.end - segment.start,
+                    EXACT,
+                )
+                for (segment, _), room in zip(todo, batch, strict=False)
+            ]
+            now, todo = todo[: len(batch)], todo[len(batch) :]
+            began = self._runtime.now()
+            if not copy([segment for segment, _ in now], chunks):
+                return
+            self._insert(now, chunks, batch, until, seconds=self._runtime.now() - began)
+
+    def _insert(
+        self, now: Sequence[tuple[Segment, list[StoredTier]]], chunks: Sequence[Chunk], rooms: Sequence[Reservation],
+        until: float, *, seconds: float,
+    ) -> None:  # fmt: skip
+        for (segment, tiers), chunk, room in zip(now, chunks, rooms, strict=True):
+            block = room.seal()
+            assert block is not None, "these reservations have no deadline"
+            loaded = self.memory.insert(segment.key, chunk, block)
+            for tier in tiers:
+                tier.submit(segment.key, Loaded(loaded.chunk, loaded.lease.again()), until=until)
+            loaded.release()
+        self.memory.touch([segment.key for segment, _ in now])
+        if self.memory.keep:
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            nbytes = sum(chunk.nbytes for chunk in chunks)
+            self._events.emit(Event("stored", self.memory.name, num_tokens, len(chunks), nbytes, seconds))
+
+    def _reserve(
+        self, todo: Sequence[tuple[Segment, list[StoredTier]]], shape: Shape, until: float
+    ) -> list[Reservation]:
+        """Memory for as many leading segments as there is room for now; for one, waiting if need be."""
+        rooms: list[Reservation] = []
+        for segment, _ in todo:
+            nbytes = self._nbytes(segment, shape)
+            room = self.memory.reserve(nbytes)
+            if room is None and not rooms:
+                room = self.memory.reserve_by(nbytes, until)
+            if room is None:
+                break
+            rooms.append(room)
+        return rooms
+
+    def _nbytes(self, segment: Segment, shape: Shape) -> int:
+        return self.layout.nbytes(shape(segment.end - segment.start))
+
+    # -- all tiers -----------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete chunks everywhere."""
+        for tier in self.stored:
+            tier.remove(keys)
+        self.memory.remove(keys)
+
+    def clear(self, prefix: str) -> None:
+        """Delete every chunk whose key starts with `prefix` everywhere."""
+        for tier in self.stored:
+            tier.clear(prefix)
+        self.memory.remove([key for key in self.memory.keys() if str(key).startswith(prefix)])
+
+    def flush(self, until: float) -> bool:
+        """Wait until every accepted write is in its tier; False if `until` came first."""
+        return all([tier.flush(until) for tier in self.stored])
+
+    def close(self) -> None:
+        for tier in self.stored:
+            tier.close()
+        self.memory.close()

@@ -1,0 +1,460 @@
+"""A stored tier: any backend, made a cache level by a serializer, the envelope, a ledger and bounded threads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from kvloom import envelope
+from kvloom.contracts.observer import Event
+from kvloom.contracts.serializer import Serializer
+from kvloom.contracts.storage import StorageBackend
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
+from kvloom.events import EventBus
+from kvloom.memory import Reservation, pages_of
+from kvloom.runtime import Call, Runtime, Workers
+from kvloom.tiers.base import Layout, Loaded, Tier
+from kvloom.tiers.ledger import Fidelity, Ledger
+from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.writes import Write, WriteQueue
+from kvloom.types import EXACT, Chunk, ChunkKey
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A chunk on its way from a backend."""
+
+    tier: StoredTier
+    call: Call[Loaded | None]
+    until: float
+    """When it is given up."""
+
+
+class StoredTier(Tier):
+    """Blobs in a storage backend.
+
+    Every call of the backend runs on one of the tier's threads and is waited for until the tier's deadline at most.
+    Nothing that the backend raises leaves this class: it is counted, reported and served as a miss.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        backend: StorageBackend,
+        serializers: Sequence[Serializer],
+        memory: MemoryTier,
+        events: EventBus,
+        runtime: Runtime,
+        *,
+        capacity: int | None,
+        deadline: float,
+        write: bool = True,
+        exact_only: bool = False,
+        dst_device: str = "cpu",
+    ) -> None:
+        """serializers: the one to encode with, then others that blobs found in the store may be decoded with."""
+        super().__init__(name, layout, dst_device=dst_device)
+        self.backend = backend
+        self.deadline = deadline
+        self.write = write
+        self.ledger = Ledger(capacity, runtime)
+        self.serializer = serializers[0]
+        self._decoders = {serializer.type: serializer for serializer in reversed(serializers)}
+        self._exact_only = exact_only
+        self._memory = memory
+        self._events = events
+        self._runtime = runtime
+        self.ledger.complete = not (backend.persistent or backend.shared)
+        self._reads = Workers(runtime, name=f"kvloom-{name}-read", threads=backend.threads)
+        self._writes = WriteQueue(
+            Workers(runtime, name=f"kvloom-{name}-write", threads=min(2, backend.threads)),
+            runtime,
+            deadline=deadline,
+            max_bytes=memory.pool.capacity // 2,
+            on_lost=self._on_lost,
+        )
+        # Listing runs as a call like any other, but unhurried and with nobody waiting.
+        if backend.persistent and capacity is not None:
+            self._reads.submit(self._recover)
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which keys the tier is believed to hold in a form that this engine can use."""
+        names = [str(key) for key in keys]
+        known = self.ledger.known(names)
+        if self.backend.shared or not self.ledger.complete:
+            unknown = [name for name, fidelity in zip(names, known, strict=True) if fidelity is None]
+            there = self._ask(unknown)
+            return [there.get(name, self._usable(fidelity)) for name, fidelity in zip(names, known, strict=True)]
+        return [self._usable(fidelity) for fidelity in known]
+
+    def satisfied(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """For which keys an exact chunk need not be written: there, being written, or no writing at all now.
+
+        A lossless tier is not satisfied by a lossy or unreadable blob; what a blob is, is read from its header once.
+        """
+        if not self.write or self._writes.stuck:
+            return [True] * len(keys)
+        names = [str(key) for key in keys]
+        known = self.ledger.known(names)
+        if not self.serializer.lossless:
+            present = self.find(keys)
+            return [here or self._writes.pending(name) for here, name in zip(present, names, strict=True)]
+        unsure = [
+            name
+            for name, fidelity in zip(names, known, strict=True)
+            if (fidelity is Fidelity.UNKNOWN or (fidelity is None and self._may_hold_unknown))
+            and not self._writes.pending(name)
+        ]
+        if unsure:
+            if not self._run("contains", lambda: self._peek(unsure), default=False):
+                return [True] * len(keys)
+            known = self.ledger.known(names)
+        return [
+            fidelity is Fidelity.EXACT or self._writes.pending(name)
+            for fidelity, name in zip(known, names, strict=True)
+        ]
+
+    def contains(self, key: ChunkKey) -> bool:
+        return self._writes.pending(str(key)) or self.find([key])[0]
+
+    def touch(self, chain: Sequence[ChunkKey]) -> None:
+        """Note that a chain was used."""
+        if self.ledger.capacity is not None:
+            self.ledger.touch([str(key) for key in chain])
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int) -> Read | None:
+        """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`."""
+        until = self._runtime.now() + self.deadline
+        try:
+            return Read(self, self._reads.submit(lambda: self._load(key, tuple(shape), num_tokens, until)), until)
+        except BackendError as error:
+            self._report("read", error)
+            return None
+
+    def collect(self, read: Read) -> Loaded | None:
+        """The verified chunk, or None: not there, not readable, or not in time."""
+        try:
+            return read.call.result(read.until)
+        except Exception as error:
+            self._report("read", error)
+            return None
+
+    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, until: float) -> Loaded | None:
+        name = str(key)
+        began = self._runtime.now()
+        for attempt in (1, 2):
+            landing = _Landing(self._memory, name, until)
+            try:
+                if not self.backend.get_into(name, landing):
+                    self.ledger.forget([name])
+                    return None
+                header = landing.finish()
+                loaded = self._open(key, header, landing, shape, num_tokens, until)
+            except UnreadableBlobError as error:
+                self.ledger.note(name, Fidelity.UNREADABLE)
+                self._events.emit(
+                    Event("missed", self.name, tokens=num_tokens, chunks=1, reason=f"unreadable: {error}")
+                )
+                return None
+            except CorruptBlobError as error:
+                if attempt == 2:
+                    self._discard(name, num_tokens, error)
+                continue
+            if loaded is not None:
+                self._events.emit(
+                    Event(
+                        "retrieved",
+                        self.name,
+                        tokens=num_tokens,
+                        chunks=1,
+                        bytes=header.header_bytes + header.payload_bytes,
+                        seconds=self._runtime.now() - began,
+                    )  # fmt: skip
+                )
+            return loaded
+        return None
+
+    def _open(
+        self, key: ChunkKey, header: envelope.Header, landing: _Landing, shape: tuple[int, ...], num_tokens: int,
+        until: float,
+    ) -> Loaded | None:  # fmt: skip
+        about = header.description
+        here = (shape, str(self.layout.dtype).removeprefix("torch."), self.layout.format.value, num_tokens)
+        if (about.shape, about.dtype, about.format, about.num_tokens) != here:
+            raise CorruptBlobError("the blob of another shape")
+        serializer = self._decoders.get(about.serializer)
+        if serializer is None:
+            raise UnreadableBlobError(f"serializer {about.serializer!r} is not this tier's")
+        self._note(str(key), header)
+        if self._exact_only and not header.exact:
+            raise UnreadableBlobError(f"fidelity {about.fidelity!r}, and the config says exact: true")
+        with torch.device("meta"):
+            like = Chunk(torch.empty(shape, dtype=self.layout.dtype), self.layout.format, num_tokens, about.fidelity)
+        framed = landing.take()
+        payload = framed.view[header.header_bytes :]
+        chunk = serializer.view(payload, like)
+        room = framed
+        if chunk is None:
+            decoded = self._memory.reserve_by(self.layout.nbytes(shape), until, deadline=until)
+            if decoded is None:
+                raise BackendError(f"no room in memory to decode a chunk")
+            chunk = Chunk(decoded.tensor(shape, self.layout.dtype), like.format, num_tokens, about.fidelity)
+            serializer.decode(envelope.split(header, payload), chunk)
+            framed.abandon()
+            room = decoded
+        block = room.seal()
+        return None if block is None else self._memory.insert(key, chunk, block)
+
+    def _discard(self, name: str, num_tokens: int, error: CorruptBlobError) -> None:
+        log.warning("tier=%s removing a corrupt blob: %s", self.name, error)
+        self._events.emit(Event("corrupt", self.name, tokens=num_tokens, chunks=1, reason=str(error)))
+        self.ledger.forget([name])
+        self.backend.delete(name)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def submit(self, key: ChunkKey, loaded: Loaded, *, until: float) -> Write | None:
+        """Write an exact chunk in the background, taking over its lease; None (and counted) if it was dropped."""
+        chunk = loaded.chunk
+        assert chunk.exact, "lossy chunks are never written on: they would be encoded twice"
+        name = str(key)
+        write = self._writes.submit(name, lambda: self._store(name, chunk), loaded.lease, chunk, until=until)
+        if write is None:
+            self._on_lost(chunk, "the write queue is full")
+        else:
+            self.ledger.expect(name)
+        return write
+
+    def flush(self, until: float) -> bool:
+        """Wait until every accepted write has been written or has failed; False if `until` came first."""
+        return self._writes.flush(until)
+
+    def _store(self, name: str, chunk: Chunk) -> bool:
+        began = self._runtime.now()
+        serializer = self.serializer
+        framed = envelope.seal(
+            envelope.Description(
+                name,
+                serializer.type,
+                tuple(chunk.tensor.shape),
+                str(chunk.tensor.dtype).removeprefix("torch."),
+                chunk.format.value,
+                chunk.num_tokens,
+                serializer.fidelity,
+                serializer.params,
+            ),  # fmt: skip
+            serializer.encode(chunk),
+        )
+        nbytes = sum(memoryview(part).nbytes for part in framed)
+        victims = self.ledger.admit(name, pages_of(nbytes))
+        if victims is None:
+            self._on_lost(chunk, "larger than the tier's capacity")
+            return False
+        try:
+            self._evict(victims)
+            self.backend.put(name, framed)
+        except BaseException:
+            self.ledger.forget([name])
+            raise
+        fidelity = Fidelity.EXACT if serializer.fidelity == EXACT else Fidelity.LOSSY
+        self.ledger.note(name, fidelity, nbytes=pages_of(nbytes))
+        self._events.emit(Event("stored", self.name, chunk.num_tokens, 1, nbytes, self._runtime.now() - began))
+        return True
+
+    def _evict(self, victims: Sequence[tuple[str, int]]) -> None:
+        if victims:
+            self.backend.delete_many([name for name, _ in victims])
+            self._events.emit(Event("evicted", self.name, chunks=len(victims), bytes=sum(size for _, size in victims)))
+
+    def _on_lost(self, chunk: Chunk, reason: str) -> None:
+        self._events.emit(Event("dropped", self.name, chunk.num_tokens, 1, chunk.nbytes, reason=reason))
+
+    # -- operator's verbs ----------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete blobs. Waits, so that they are gone on return."""
+        self._delete([str(key) for key in keys])
+
+    def clear(self, prefix: str) -> None:
+        """Delete every blob whose key starts with `prefix`."""
+        self._writes.flush(self._runtime.now() + self.deadline)
+        self._run("clear", lambda: self._delete_listed(prefix), default=None, patience=10.0)
+
+    def put_record(self, name: str, content: bytes) -> None:
+        """Keep a small unframed record beside the blobs, in the background."""
+        if not self.write or not self.backend.persistent:
+            return
+
+        def put() -> None:
+            try:
+                self.backend.put(name, [content])
+            except Exception as error:
+                self._report("put", error)
+
+        self._reads.submit(put)
+
+    def _close(self) -> None:
+        self._writes.close(self._runtime.now() + self.deadline)
+        self._reads.close(self.deadline)
+        try:
+            self.backend.close()
+        except Exception as error:
+            self._report("close", error)
+
+    @property
+    def abandoned_calls(self) -> int:
+        """Backend calls past their deadline that have not returned yet."""
+        return self._reads.abandoned + self._writes.workers.abandoned
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _may_hold_unknown(self) -> bool:
+        return self.backend.shared or not self.ledger.complete and self.backend.persistent
+
+    def _usable(self, fidelity: Fidelity | None) -> bool:
+        if fidelity is None or fidelity is Fidelity.UNREADABLE:
+            return False
+        return fidelity is not Fidelity.LOSSY or not self._exact_only
+
+    def _ask(self, names: Sequence[str]) -> dict[str, bool]:
+        if not names:
+            return {}
+        there = self._run("contains", lambda: self.backend.contains_many(names), default=None)
+        return {} if there is None else dict(zip(names, there, strict=True))
+
+    def _peek(self, names: Sequence[str]) -> bool:
+        """Learn what the blobs of `names` are from their headers."""
+        for name, here in zip(names, self.backend.contains_many(names), strict=True):
+            if not here:
+                self.ledger.forget([name])
+                continue
+            try:
+                header = self._header(name)
+            except (CorruptBlobError, UnreadableBlobError):
+                self.ledger.note(name, Fidelity.UNREADABLE)
+                continue
+            if header is not None:
+                self._note(name, header)
+        return True
+
+    def _header(self, name: str) -> envelope.Header | None:
+        """The header of a blob, or None if there is no such blob. Raises as `envelope.parse` does."""
+        page = memoryview(bytearray(envelope.ALIGN_BYTES))
+        if not self.backend.get_range(name, 0, page):
+            if not self.backend.contains(name):
+                return None
+            raise CorruptBlobError("the blob is cut short")
+        length = envelope.header_bytes(page)
+        if length > len(page):
+            page = memoryview(bytearray(length))
+            if not self.backend.get_range(name, 0, page):
+                raise CorruptBlobError("the blob is cut short")
+        return envelope.parse(page, key=name)
+
+    def _note(self, name: str, header: envelope.Header) -> None:
+        fidelity = Fidelity.EXACT if header.exact else Fidelity.LOSSY
+        self.ledger.note(name, fidelity, nbytes=pages_of(header.header_bytes + header.payload_bytes))
+
+    def _delete(self, names: Sequence[str]) -> None:
+        self._writes.flush(self._runtime.now() + self.deadline)
+        self.ledger.forget(names)
+        self._run("delete", lambda: self.backend.delete_many(names), default=None)
+
+    def _delete_listed(self, prefix: str) -> None:
+        names = [entry.key for entry in self.backend.scan(prefix)]
+        names += [name for name in self.ledger.keys() if name.startswith(prefix)]
+        self.ledger.forget(names)
+        self.backend.delete_many(names)
+
+    def _recover(self) -> None:
+        entries = [entry for entry in self.backend.scan() if not entry.key.startswith("spec/")]
+        self._evict(self.ledger.recover(entries))
+
+    def _run(self, verb: str, function: Callable[[], T], *, default: T | None, patience: float = 1.0) -> T | None:
+        try:
+            return self._reads.run(function, self._runtime.now() + self.deadline * patience)
+        except Exception as error:
+            self._report(verb, error)
+            return default
+
+    def _report(self, verb: str, error: Exception) -> None:
+        reason = "deadline" if isinstance(error, DeadlineExceeded) else type(error).__name__
+        log.warning("tier=%s verb=%s failed: %s: %s", self.name, verb, type(error).__name__, error)
+        self._events.emit(Event("tier_error", self.name, reason=f"{verb}: {reason}"))
+        if self._reads.stuck:
+            self._events.emit(Event("tier_paused", self.name, reason="every thread is held by an overdue call"))
+
+    # -- the seed's interface ------------------------------------------------------------------------------------------
+
+    def _take(self, key: ChunkKey) -> Loaded | None:
+        if not self._writes.flush_one(str(key), self._runtime.now() + self.deadline):
+            return None
+        header = self._run("get", lambda: self._header(str(key)), default=None)
+        if header is None:
+            return None
+        read = self.read(key, header.description.shape, header.description.num_tokens)
+        return None if read is None else self.collect(read)
+
+    def _accept(self, key: ChunkKey, tensor: torch.Tensor) -> Write | None:
+        self._check(tensor)
+        until = self._runtime.now() + self.deadline
+        reservation = self._memory.reserve_by(self.layout.nbytes(tensor.shape), until)
+        block = None
+        if reservation is not None:
+            chunk = self._blob_chunk(tensor, reservation.tensor(tensor.shape, self.layout.dtype))
+            block = reservation.seal()
+        if block is None:
+            return None
+        loaded = Loaded(chunk, block.lease())
+        block.drop()
+        return self.submit(key, loaded, until=until)
+
+    def _settled(self, token: Write) -> bool:
+        return self._writes.wait(token, self._runtime.now() + self.deadline)
+
+
+class _Landing:
+    """Where a backend puts a blob: pool memory, verified as it fills."""
+
+    def __init__(self, memory: MemoryTier, key: str, until: float) -> None:
+        self._memory = memory
+        self._key = key
+        self._until = until
+        self._room: Reservation | None = None
+        self._verifier: envelope.Verifier | None = None
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        if num_bytes == 0:
+            raise CorruptBlobError("an empty blob")
+        self._room = self._memory.reserve_by(num_bytes, self._until, deadline=self._until)
+        if self._room is None:
+            raise BackendError(f"no room in memory for a blob of {num_bytes} bytes")
+        self._verifier = envelope.Verifier(self._room.view, key=self._key)
+        return self._room.view
+
+    def filled(self, num_bytes: int) -> None:
+        assert self._verifier is not None
+        self._verifier.filled(num_bytes)
+
+    def finish(self) -> envelope.Header:
+        if self._verifier is None:
+            raise CorruptBlobError("an empty blob")
+        return self._verifier.finish()
+
+    def take(self) -> Reservation:
+        assert self._room is not None
+        room, self._room = self._room, None
+        return room

@@ -1,0 +1,61 @@
+"""`timed: true` on a serializer: every encode and decode is logged with its size and speed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvloom.contracts.serializer import Serializer
+from kvloom.runtime import Runtime
+from kvloom.types import Buffers, Chunk
+
+log = logging.getLogger(__name__)
+
+
+class TimedSerializer(Serializer):
+    """Another serializer, with its time taken. Blobs are the same, so they stay readable without it."""
+
+    def __init__(self, inner: Serializer, runtime: Runtime) -> None:
+        super().__init__(inner.config, inner.spec)
+        self._inner = inner
+        self._now = runtime.now
+        self.type = inner.type  # type: ignore[misc]
+        self.lossless = inner.lossless  # type: ignore[misc]
+        self.formats = inner.formats  # type: ignore[misc]
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self._inner.params
+
+    @property
+    def fidelity(self) -> str:
+        return self._inner.fidelity
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        began = self._now()
+        buffers = self._inner.encode(chunk)
+        nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
+        self._say("encode", chunk, nbytes, self._now() - began)
+        return buffers
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        began = self._now()
+        self._inner.decode(blob, into)
+        nbytes = sum(memoryview(buffer).nbytes for buffer in blob)
+        self._say("decode", into, nbytes, self._now() - began)
+
+    def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
+        return self._inner.view(blob, like)
+
+    def max_encoded_bytes(self, chunk: Chunk) -> int:
+        return self._inner.max_encoded_bytes(chunk)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _say(self, verb: str, chunk: Chunk, nbytes: int, seconds: float) -> None:
+        log.info(
+            "serializer=%s verb=%s chunk_bytes=%d blob_bytes=%d seconds=%.6f gbytes_per_second=%.2f",
+            self.type, verb, chunk.nbytes, nbytes, seconds, chunk.nbytes / max(seconds, 1e-9) / 1e9,
+        )  # fmt: skip

@@ -1,0 +1,90 @@
+"""What the tests of the core share: small KV, a backend with switches, and the plugin that provides it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvloom import Buffer, Buffers, Config, KVSpec, StorageBackend, hookimpl
+from kvloom.builtin.dict_backend import DictBackend
+
+SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
+CHUNK = 4
+CHUNK_BYTES = 2 * 2 * CHUNK * 8 * 2
+
+
+def tokens_of(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 1000, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def kv_of(count: int, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(2, 2, count, 8, generator=torch.Generator().manual_seed(seed))
+    return values.to(torch.bfloat16)
+
+
+def matches(got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor) -> bool:
+    """The masked tokens are those of `want`, and the others were not touched (zero)."""
+    return torch.equal(got[:, :, mask], want[:, :, mask]) and not got[:, :, ~mask].any()
+
+
+class Shelf(DictBackend):
+    """Dictionaries that outlive the engine, found again by name; and switches to make them fail."""
+
+    type = "shelf"
+    persistent = True
+    shared = True
+    shelves: dict[str, Shelf] = {}
+
+    class Config(Config):
+        shelf: str = "default"
+
+    def __init__(self, config: Any, spec: object = None) -> None:
+        super().__init__(config)
+        old = Shelf.shelves.get(config.shelf)
+        if old is not None:
+            self._blobs = old._blobs
+        Shelf.shelves[config.shelf] = self
+        self.before: Callable[[str, str], None] = lambda verb, key: None
+
+    def put(self, key: str, blob: Buffers) -> None:
+        self.before("put", key)
+        super().put(key, blob)
+
+    def get(self, key: str) -> Buffer | None:
+        self.before("get", key)
+        return super().get(key)
+
+    def contains(self, key: str) -> bool:
+        self.before("contains", key)
+        return super().contains(key)
+
+    def delete(self, key: str) -> None:
+        self.before("delete", key)
+        super().delete(key)
+
+    @property
+    def blobs(self) -> dict[str, bytes]:
+        return {key: blob for key, blob in self._blobs.items() if not key.startswith("spec/")}
+
+
+class Gate:
+    """Lets nobody through until it is opened."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.waiting = 0
+
+    def __call__(self, verb: str, key: str) -> None:
+        self.waiting += 1
+        self._event.wait(30)
+
+    def open(self) -> None:
+        self._event.set()
+
+
+@hookimpl
+def kvloom_storage_backends() -> list[type[StorageBackend]]:
+    return [Shelf]

@@ -1,0 +1,273 @@
+"""The engine's verbs: what was stored comes back, exactly, only to whom it belongs, and masks say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from core_support import CHUNK, CHUNK_BYTES, SPEC, Gate, Shelf, kv_of, matches, tokens_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvloom import BackendError, DeadlineExceeded, Engine
+
+MEMORY = {"type": "memory", "capacity": "1MiB"}
+SHELF = {"type": "shelf", "deadline": "20s"}
+Open = Callable[..., Engine]
+
+LAYOUTS = {
+    "memory": (MEMORY,),
+    "stored only": (SHELF,),
+    "memory and stored": (MEMORY, SHELF),
+    "memory of two chunks and stored": ({"type": "memory", "capacity": "12KiB"}, SHELF),
+    "two stored": (SHELF | {"name": "near", "shelf": "near"}, SHELF | {"name": "far", "shelf": "far"}),
+}
+
+
+@pytest.mark.parametrize("tiers", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_what_was_stored_comes_back(open_engine: Open, tiers: tuple[dict[str, object], ...]) -> None:
+    engine = open_engine(*tiers)
+    tokens, kv = tokens_of(22), kv_of(22)
+    engine.store(tokens, kv=kv)
+    assert engine.flush(20)
+    got = torch.zeros_like(kv)
+    mask = engine.retrieve(tokens, kv=got)
+    assert mask.tolist() == [True] * 20 + [False] * 2
+    assert matches(got, kv, mask)
+    assert engine.lookup(tokens).tokens == 20
+
+
+@pytest.mark.parametrize("tiers", [LAYOUTS["memory"], LAYOUTS["memory and stored"]], ids=["memory", "both"])
+@given(data=st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_masks_prefixes_and_partial_stores(open_engine: Open, tiers: tuple[dict[str, object], ...], data) -> None:  # type: ignore[no-untyped-def]
+    engine = open_engine(*tiers)
+    engine.clear()
+    total = data.draw(st.integers(0, 30), label="tokens")
+    stored = data.draw(st.integers(0, total), label="stored")
+    skip_store = data.draw(st.integers(0, stored // CHUNK), label="chunks masked out of the store") * CHUNK
+    skip = data.draw(st.integers(0, total // CHUNK), label="chunks masked out of the retrieve") * CHUNK
+    tokens, kv = tokens_of(total), kv_of(total)
+    engine.store(tokens[:stored], torch.arange(stored) >= skip_store, kv=kv)
+    got = torch.zeros_like(kv)
+    mask = engine.retrieve(tokens, torch.arange(total) >= skip, kv=got)
+    there = [skip_store <= at < stored // CHUNK * CHUNK for at in range(total)]
+    want = [skip <= at and all(there[skip : at // CHUNK * CHUNK + 1]) for at in range(total)]
+    assert mask.tolist() == want
+    assert mask.dtype == torch.bool and mask.device.type == "cpu"
+    assert matches(got, kv, mask)
+
+
+def test_a_longer_prompt_hits_the_shared_prefix_and_another_does_not(open_engine: Open) -> None:
+    engine = open_engine()
+    tokens, kv = tokens_of(16), kv_of(16)
+    engine.store(tokens, kv=kv)
+    assert engine.lookup(torch.cat([tokens, tokens_of(9, seed=1)])).tokens == 16
+    changed = tokens.clone()
+    changed[5] += 1
+    assert engine.lookup(changed).tokens == CHUNK, "a chunk's key covers every token before it"
+
+
+def test_salts_share_nothing_and_clear_purges_one(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF)
+    tokens, kv = tokens_of(8), kv_of(8)
+    engine.store(tokens, salt="a", kv=kv)
+    engine.store(tokens, salt="b", kv=kv)
+    assert engine.flush(20)
+    assert engine.lookup(tokens).tokens == 0 == engine.lookup(tokens, salt="c").tokens
+    engine.clear(salt="a")
+    assert engine.lookup(tokens, salt="a").tokens == 0
+    assert engine.lookup(tokens, ["shelf"], salt="b").tokens == 8
+    engine.clear()
+    assert engine.lookup(tokens, salt="b").tokens == 0 and not Shelf.shelves["default"].blobs
+
+
+def test_remove_deletes_from_every_tier(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF)
+    tokens, kv = tokens_of(8), kv_of(8)
+    engine.store(tokens, kv=kv)
+    engine.remove(tokens)
+    assert engine.lookup(tokens).tokens == 0 and not Shelf.shelves["default"].blobs
+    engine.store(tokens, kv=kv)
+    assert engine.lookup(tokens).tokens == 8, "and it can be stored again"
+
+
+def test_storing_again_copies_nothing(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF)
+    tokens, kv = tokens_of(16), kv_of(16)
+    engine.store(tokens, kv=kv)
+    assert engine.flush(20)
+    shelf = Shelf.shelves["default"]
+    touched = []
+    shelf.before = lambda verb, key: touched.append(verb)
+
+    class Untouchable(torch.Tensor):
+        pass
+
+    reads = []
+    engine.connector.read = lambda *a, **k: reads.append(a)  # type: ignore[method-assign]
+    engine.store(tokens, kv=kv)
+    assert engine.flush(20)
+    assert not reads and "put" not in touched and "get" not in touched
+
+
+def test_hits_survive_the_process_and_memory_fills_from_below(open_engine: Open) -> None:
+    tokens, kv = tokens_of(16), kv_of(16)
+    with open_engine(MEMORY, SHELF) as first:
+        first.store(tokens, kv=kv)
+    second = open_engine(MEMORY, SHELF)
+    assert second.lookup(tokens).by_tier == {"shelf": 16}
+    got = torch.zeros_like(kv)
+    assert second.retrieve(tokens, kv=got).all() and torch.equal(got, kv)
+    assert second.lookup(tokens).by_tier == {"memory": 16}, "promoted"
+
+
+def test_prefetch_fills_memory(open_engine: Open) -> None:
+    tokens, kv = tokens_of(16), kv_of(16)
+    with open_engine(MEMORY, SHELF) as first:
+        first.store(tokens, kv=kv)
+    second = open_engine(MEMORY, SHELF)
+    second.prefetch(tokens).result(20)
+    assert second.lookup(tokens, ["memory"]).tokens == 16
+
+
+def test_a_hit_in_a_far_tier_is_written_to_the_near_one(open_engine: Open) -> None:
+    near, far = SHELF | {"name": "near", "shelf": "near"}, SHELF | {"name": "far", "shelf": "far"}
+    tokens, kv = tokens_of(8), kv_of(8)
+    with open_engine(far) as only_far:
+        only_far.store(tokens, kv=kv)
+    both = open_engine(MEMORY, near, far)
+    assert both.retrieve(tokens, kv=torch.zeros_like(kv)).all() and both.flush(20)
+    assert set(Shelf.shelves["near"].blobs) == set(Shelf.shelves["far"].blobs)
+
+
+def test_search_range_asks_only_the_tiers_named(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF)
+    tokens = tokens_of(8)
+    engine.store(tokens, kv=kv_of(8))
+    assert engine.flush(20)
+    assert engine.lookup(tokens, ["memory"]).by_tier == {"memory": 8}
+    assert engine.lookup(tokens, ["shelf"]).by_tier == {"shelf": 8}
+    assert engine.lookup(tokens, []).tokens == 0
+    with pytest.raises(ValueError, match="search_range: no tier 'Hot'; this engine has memory, shelf"):
+        engine.lookup(tokens, ["Hot"])
+
+
+def test_pinned_chunks_stay_and_others_go_tail_first(open_engine: Open) -> None:
+    engine = open_engine({"type": "memory", "capacity": f"{4 * 4}KiB"})
+    first, second = tokens_of(8, 1), tokens_of(8, 2)
+    engine.store(first, kv=kv_of(8, 1))
+    assert engine.pin(first) == 8
+    engine.store(second, kv=kv_of(8, 2))
+    engine.store(tokens_of(4, 3), kv=kv_of(4, 3))
+    assert engine.lookup(first).tokens == 8
+    assert engine.lookup(second).tokens == 4, "the tail went, the head stayed"
+    engine.unpin(first)
+    engine.store(tokens_of(16, 4), kv=kv_of(16, 4))
+    assert engine.lookup(first).tokens == 0
+
+
+def test_a_prompt_longer_than_memory_keeps_its_head_there_and_all_of_it_below(open_engine: Open) -> None:
+    engine = open_engine({"type": "memory", "capacity": "16KiB"}, SHELF)
+    tokens, kv = tokens_of(80), kv_of(80)
+    engine.store(tokens, kv=kv)
+    assert engine.flush(20)
+    assert engine.lookup(tokens, ["shelf"]).tokens == 80
+    got = torch.zeros_like(kv)
+    assert engine.retrieve(tokens, kv=got).all() and torch.equal(got, kv)
+    alone = open_engine({"type": "memory", "capacity": "16KiB"})
+    alone.store(tokens, kv=kv)
+    assert alone.lookup(tokens).tokens == 16
+
+
+def test_find_load_and_save_work_across_gaps(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF)
+    tokens, kv = tokens_of(20), kv_of(20)
+    segments = engine.segments(tokens)
+    assert engine.save([segments[0], segments[2], segments[4]], kv=kv).result(20).all()
+    assert engine.find(segments).tolist() == [True, False, True, False, True]
+    got = torch.zeros_like(kv)
+    assert engine.load(segments, kv=got).result(20).tolist() == [True, False, True, False, True]
+    mask = torch.tensor([at // CHUNK % 2 == 0 for at in range(20)])
+    assert matches(got, kv, mask)
+    assert engine.lookup(tokens).tokens == CHUNK
+
+
+def test_a_cancelled_or_late_load_never_writes_afterwards(open_engine: Open, gate: Gate) -> None:
+    tokens, kv = tokens_of(16), kv_of(16)
+    with open_engine(SHELF) as first:
+        first.store(tokens, kv=kv)
+    engine = open_engine(MEMORY, SHELF)
+    segments = engine.segments(tokens)
+    Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    got = torch.zeros_like(kv)
+    cancelled, late = engine.load(segments, kv=got), engine.load(segments, kv=got)
+    cancelled.cancel()
+    with pytest.raises(DeadlineExceeded):
+        late.result(0.05)
+    gate.open()
+    for task in (cancelled, late):
+        while not task.done:
+            pass
+    assert not got.any()
+
+
+def test_a_sibling_shares_tiers_but_no_keys(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF)
+    tokens, kv = tokens_of(8), kv_of(8)
+    engine.store(tokens, kv=kv)
+    other = engine.sibling(replace(SPEC, adapters=["lora"]))
+    assert other.lookup(tokens).tokens == 0
+    other.store(tokens, kv=-kv)
+    got = torch.zeros_like(kv)
+    assert engine.retrieve(tokens, kv=got).all() and torch.equal(got, kv)
+    other.close()
+    assert engine.lookup(tokens).tokens == 8, "closing a sibling leaves the tiers open"
+
+
+def test_get_or_create_get_and_destroy() -> None:
+    config = {"chunk_tokens": CHUNK, "tiers": [MEMORY]}
+    assert Engine.get("one") is None
+    engine = Engine.get_or_create("one", config, SPEC)
+    try:
+        assert Engine.get_or_create("one", config, SPEC) is engine is Engine.get("one")
+        with pytest.raises(ValueError, match="'one' exists with another configuration"):
+            Engine.get_or_create("one", config | {"chunk_tokens": 8}, SPEC)
+        with pytest.raises(ValueError, match="'one' exists with another spec"):
+            Engine.get_or_create("one", config, replace(SPEC, model="other"))
+    finally:
+        Engine.destroy("one")
+    assert Engine.get("one") is None
+    Engine.destroy("one")
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ({}, "expected kv="),
+        ({"kv": torch.zeros(2, 2, 3, 8, dtype=torch.bfloat16)}, "kv: expected"),
+        ({"kv": torch.zeros(2, 2, 8, 8)}, "kv: expected"),
+        ({"kv": kv_of(8), "slots": 1}, "expected kv="),
+    ],
+)
+def test_kv_of_the_wrong_kind_is_refused(open_engine: Open, where: dict[str, object], says: str) -> None:
+    engine = open_engine()
+    for verb in (engine.store, engine.retrieve):
+        with pytest.raises(ValueError, match=says):
+            verb(tokens_of(8), **where)
+
+
+def test_a_closed_engine_says_so(open_engine: Open) -> None:
+    engine = open_engine()
+    engine.close()
+    engine.close()
+    with pytest.raises(BackendError, match="closed"):
+        engine.prefetch(tokens_of(8))
+
+
+def test_a_capacity_below_one_chunk_is_refused(open_engine: Open) -> None:
+    for tiers in ([{"type": "memory", "capacity": CHUNK_BYTES - 1}], [MEMORY, SHELF | {"capacity": CHUNK_BYTES - 1}]):
+        with pytest.raises(ValueError, match=rf"tiers\.{len(tiers) - 1}\.capacity: .*less than one chunk"):
+            open_engine(*tiers)

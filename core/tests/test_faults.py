@@ -1,0 +1,276 @@
+"""Serving is forgiving: whatever a store does, retrieve gives verified KV or says False, and goes on."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import xxhash
+from core_support import CHUNK, Gate, Shelf, kv_of, matches, tokens_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvloom import Engine
+
+MEMORY = {"type": "memory", "capacity": "1MiB"}
+SHELF = {"type": "shelf", "deadline": "20s"}
+Open = Callable[..., Engine]
+TOKENS, KV = tokens_of(16), kv_of(16)
+
+
+def filled(open_engine: Open, *tiers: dict[str, object]) -> Shelf:
+    with open_engine(*(tiers or (SHELF,))) as engine:
+        engine.store(TOKENS, kv=KV)
+    return Shelf.shelves["default"]
+
+
+def chunk_names(engine: Engine) -> list[str]:
+    return [str(segment.key) for segment in engine.segments(TOKENS)]
+
+
+def retrieve(engine: Engine) -> list[bool]:
+    """Per chunk, whether it was retrieved; asserts that nothing wrong was."""
+    got = torch.zeros_like(KV)
+    mask = engine.retrieve(TOKENS, kv=got)
+    assert matches(got, KV, mask)
+    return mask[::CHUNK].tolist()
+
+
+def count(engine: Engine, name: str) -> int:
+    return sum(totals.count for key, totals in engine.counters().items() if key.name == name)
+
+
+def later_version(blob: bytes) -> bytes:
+    data = bytearray(blob)
+    struct.pack_into("<H", data, 8, 9)
+    size = struct.unpack_from("<I", data, 12)[0]
+    data[40:56] = bytes(16)
+    data[40:56] = xxhash.xxh3_128_digest(data[:size])
+    return bytes(data)
+
+
+DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "truncated": lambda blob, other: blob[:-1],
+    "cut in the header": lambda blob, other: blob[:100],
+    "extended": lambda blob, other: blob + b"\0",
+    "bit flipped in the payload": lambda blob, other: blob[:-1] + bytes([blob[-1] ^ 1]),
+    "bit flipped in the header": lambda blob, other: blob[:130] + bytes([blob[130] ^ 1]) + blob[131:],
+    "swapped": lambda blob, other: other,
+    "empty": lambda blob, other: b"",
+    "foreign": lambda blob, other: b"%PDF-1.7 " * 999,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_damaged_blob_is_a_counted_miss_and_is_replaced(
+    open_engine: Open, damage: Callable[[bytes, bytes], bytes], at: int
+) -> None:
+    shelf = filled(open_engine)
+    engine = open_engine(MEMORY, SHELF)
+    names = chunk_names(engine)
+    shelf._blobs[names[at]] = damage(shelf._blobs[names[at]], shelf._blobs[names[3 - at]])
+    assert retrieve(engine) == [True] * at + [False] * (4 - at)
+    assert count(engine, "corrupt") == 1 and count(engine, "missed") == 1
+    assert names[at] not in shelf._blobs, "what is corrupt is removed"
+    engine.store(TOKENS, kv=KV)
+    assert engine.flush(20)
+    assert retrieve(open_engine(SHELF)) == [True] * 4
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_storing_over_a_damaged_header_mends_it_without_a_retrieve(
+    open_engine: Open, damage: Callable[[bytes, bytes], bytes]
+) -> None:
+    shelf = filled(open_engine)
+    engine = open_engine(MEMORY, SHELF)
+    names = chunk_names(engine)
+    good = shelf._blobs[names[1]]
+    shelf._blobs[names[1]] = damage(good, shelf._blobs[names[2]])
+    engine.store(TOKENS, kv=KV)
+    assert engine.flush(20)
+    header_was_bad = damage(good, shelf._blobs[names[2]])[:4096] != good[:4096]
+    assert (shelf._blobs[names[1]] == good) == header_was_bad
+
+
+def test_a_blob_that_reads_badly_once_is_read_again(open_engine: Open) -> None:
+    shelf = filled(open_engine)
+    engine = open_engine(MEMORY, SHELF)
+    name = chunk_names(engine)[1]
+    good, reads = shelf._blobs[name], []
+
+    def flicker(verb: str, key: str) -> None:
+        if verb == "get" and key == name:
+            reads.append(key)
+            shelf._blobs[name] = good[:-1] + b"\0" if len(reads) == 1 else good
+
+    Shelf.shelves["default"].before = flicker
+    assert retrieve(engine) == [True] * 4 and len(reads) == 2 and count(engine, "corrupt") == 0
+
+
+def test_a_later_version_is_a_miss_and_stays(open_engine: Open) -> None:
+    shelf = filled(open_engine)
+    engine = open_engine(MEMORY, SHELF)
+    name = chunk_names(engine)[1]
+    shelf._blobs[name] = later_version(shelf._blobs[name])
+    assert retrieve(engine) == [True, False, False, False]
+    assert count(engine, "corrupt") == 0 and count(engine, "missed") == 2
+    assert name in shelf._blobs
+
+
+def test_a_blob_that_vanishes_between_lookup_and_retrieve(open_engine: Open) -> None:
+    shelf = filled(open_engine)
+    engine = open_engine(MEMORY, SHELF)
+    assert engine.lookup(TOKENS).tokens == 16
+    del shelf._blobs[chunk_names(engine)[2]]
+    assert retrieve(engine) == [True, True, False, False]
+    assert engine.lookup(TOKENS).tokens == 8, "and the forecast has learnt"
+
+
+@pytest.mark.parametrize("verb", ["get", "put", "contains", "delete"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("odd"), MemoryError()])
+def test_a_store_that_raises_is_a_miss(open_engine: Open, verb: str, error: Exception) -> None:
+    shelf = filled(open_engine)
+    engine = open_engine(MEMORY, SHELF)
+
+    def fail(called: str, key: str) -> None:
+        if called == verb:
+            raise error
+
+    shelf = Shelf.shelves["default"]
+    shelf.before = fail
+    got = retrieve(engine)
+    assert got == [verb not in ("get", "contains")] * 4
+    more, kv = tokens_of(16, 9), kv_of(16, 9)
+    engine.store(more, kv=kv)
+    assert engine.flush(20)
+    engine.remove(TOKENS)
+    shelf.before = lambda *_: None
+    back = torch.zeros_like(kv)
+    assert engine.retrieve(more, kv=back).all() and torch.equal(back, kv), "memory serves on"
+    assert count(engine, "tier_error") + count(engine, "dropped") > 0, "nothing fails unseen"
+
+
+def test_the_kth_call_that_fails_never_gives_wrong_kv(open_engine: Open) -> None:
+    """SQLite's way: fail at call 1, 2, 3 ... until a run gets through without a fault."""
+    for k in range(1, 200):
+        Shelf.shelves.clear()
+        engine = open_engine({"type": "memory", "capacity": "16KiB"}, SHELF)
+        calls = 0
+
+        def fail(verb: str, key: str, k: int = k) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == k:
+                raise OSError(5, "Input/output error")
+
+        Shelf.shelves["default"].before = fail
+        engine.store(TOKENS, kv=KV)
+        assert engine.flush(20)
+        retrieve(engine)
+        engine.store(TOKENS, kv=KV)
+        assert engine.flush(20)
+        assert retrieve(engine) == [True] * 4
+        engine.close()
+        if calls < k:
+            return
+    pytest.fail("never got through without a fault")
+
+
+@given(data=st.data())
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_damage_whatever_gives_wrong_kv(open_engine: Open, data: st.DataObject) -> None:
+    Shelf.shelves.clear()
+    shelf = filled(open_engine)
+    with open_engine(SHELF) as engine:
+        names = chunk_names(engine)
+        for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True)):
+            blob = bytearray(shelf._blobs[name])
+            for at in data.draw(st.lists(st.integers(0, len(blob) - 1), max_size=3)):
+                blob[at] ^= data.draw(st.integers(1, 255))
+            shelf._blobs[name] = bytes(blob[: data.draw(st.integers(0, len(blob)))])
+        retrieve(engine)
+
+
+def test_hanging_reads_end_at_the_deadline_and_are_bounded(open_engine: Open, gate: Gate) -> None:
+    shelf = filled(open_engine)
+    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    shelf = Shelf.shelves["default"]
+    shelf.before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    for _ in range(6):
+        assert retrieve(engine) == [False] * 4
+    tier = engine.tiers["shelf"]
+    assert gate.waiting == shelf.threads == tier.abandoned_calls, "no more threads than the tier has"
+    assert count(engine, "tier_paused") >= 1
+    other, kv = tokens_of(8, 5), kv_of(8, 5)
+    engine.store(other, kv=kv)
+    assert engine.lookup(other, ["memory"]).tokens == 8, "serving goes on"
+    gate.open()
+    while tier.abandoned_calls:
+        pass
+    shelf.before = lambda *_: None
+    assert retrieve(engine) == [True] * 4, "the tier is back"
+
+
+def test_a_late_read_never_lands_in_memory_that_has_a_new_owner(open_engine: Open, gate: Gate) -> None:
+    filled(open_engine)
+    engine = open_engine({"type": "memory", "capacity": "16KiB"}, SHELF | {"deadline": "100ms"})
+    Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    assert retrieve(engine) == [False] * 4
+    mine = [tokens_of(16, seed) for seed in range(20, 24)]
+    for seed, tokens in zip(range(20, 24), mine, strict=True):
+        engine.store(tokens, kv=kv_of(16, seed))
+    gate.open()
+    while engine.tiers["shelf"].abandoned_calls:
+        pass
+    for seed, tokens in zip(range(20, 24), mine, strict=True):
+        got = torch.zeros_like(KV)
+        mask = engine.retrieve(tokens, kv=got)
+        assert matches(got, kv_of(16, seed), mask)
+
+
+def test_hanging_writes_never_hold_the_caller_past_its_deadline(open_engine: Open, gate: Gate) -> None:
+    engine = open_engine({"type": "memory", "capacity": "32KiB"}, SHELF | {"deadline": "100ms"})
+    shelf = Shelf.shelves["default"]
+    shelf.before = lambda verb, key: gate(verb, key) if verb == "put" and not key.startswith("spec") else None
+    for seed in range(30, 36):
+        engine.store(tokens_of(16, seed), kv=kv_of(16, seed))
+    engine.flush(5)
+    assert gate.waiting <= 2
+    assert count(engine, "dropped") > 0
+    gate.open()
+    while engine.tiers["shelf"].abandoned_calls:
+        pass
+    for seed in range(30, 36):
+        got = torch.zeros_like(KV)
+        mask = engine.retrieve(tokens_of(16, seed), kv=got)
+        assert matches(got, kv_of(16, seed), mask)
+    engine.store(TOKENS, kv=KV)
+    assert engine.flush(20) and engine.lookup(TOKENS, ["shelf"]).tokens == 16, "writing goes on"
+
+
+def test_capacity_holds_and_tails_go_before_heads(open_engine: Open) -> None:
+    engine = open_engine(SHELF | {"capacity": f"{8 * 6}KiB"})
+    shelf = Shelf.shelves["default"]
+    for seed in range(40, 45):
+        engine.store(tokens_of(16, seed), kv=kv_of(16, seed))
+        assert engine.flush(20)
+        assert len(shelf.blobs) <= 6
+    assert engine.lookup(tokens_of(16, 44)).tokens == 16
+    assert engine.lookup(tokens_of(16, 43)).tokens == 8, "half of the older prompt: its head"
+    assert count(engine, "evicted") > 0
+    open_engine(SHELF | {"capacity": 5 * max(map(len, shelf.blobs.values()))})
+    until = time.monotonic() + 20
+    while len(shelf.blobs) > 5 and time.monotonic() < until:
+        pass
+    assert len(shelf.blobs) == 5, "the bound holds after a restart with less room"
+
+
+def test_two_engines_on_one_store_share_their_hits(open_engine: Open) -> None:
+    one, two = open_engine(MEMORY, SHELF), open_engine(MEMORY, SHELF)
+    one.store(TOKENS, kv=KV)
+    assert one.flush(20)
+    assert retrieve(two) == [True] * 4
