@@ -8,8 +8,20 @@ from typing import Any
 
 import torch
 
-from kvloom import Buffer, Buffers, Config, KVSpec, StorageBackend, hookimpl
+from kvloom import (
+    Buffer,
+    Buffers,
+    Chunk,
+    Config,
+    GPUConnector,
+    KVSpec,
+    MemoryFormat,
+    Serializer,
+    StorageBackend,
+    hookimpl,
+)
 from kvloom.builtin.dict_backend import DictBackend
+from kvloom.builtin.plain import PlainConnector
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
 CHUNK = 4
@@ -83,6 +95,38 @@ class Gate:
 
     def open(self) -> None:
         self._event.set()
+
+
+class LossySerializer(Serializer):
+    """Keeps the sign of every value and nothing else."""
+
+    type = "signs"
+    lossless = False
+    formats = frozenset({MemoryFormat.KV_BLOB})
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        return [(chunk.tensor > 0).to(torch.uint8).numpy().tobytes()]
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        signs = torch.frombuffer(bytearray(blob[0]), dtype=torch.uint8).view(into.tensor.shape)
+        into.tensor.copy_(signs * 2.0 - 1.0)
+
+
+class PagesConnector(PlainConnector):
+    """Claims to move opaque pages."""
+
+    type = "pages"
+    format = MemoryFormat.KV_PAGES
+
+
+@hookimpl
+def kvloom_serializers() -> list[type[Serializer]]:
+    return [LossySerializer]
+
+
+@hookimpl
+def kvloom_gpu_connectors() -> list[type[GPUConnector]]:
+    return [PagesConnector]
 
 
 @hookimpl

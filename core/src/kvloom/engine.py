@@ -288,23 +288,21 @@ class Engine:
 
     def _load(self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, gaps: bool) -> torch.Tensor:
         self._check_where(segments, where)
-        place = {segment.key: index for index, segment in enumerate(segments)}
-        moved = torch.zeros(len(segments), dtype=torch.bool)
+        moved: set[Segment] = set()
         began, nbytes = self._runtime.now(), 0
         for run in self._stack.fetch(segments, self.connector.shape, gaps=gaps):
             here = [segment for segment, _ in run]
             chunks = [loaded.chunk for _, loaded in run]
             if not task.touch(lambda here=here, chunks=chunks: self._write(here, chunks, where)):  # type: ignore[misc]
                 break
-            for (segment, loaded), chunk in zip(run, chunks, strict=True):
-                moved[place[segment.key]] = True
-                nbytes += chunk.nbytes
+            moved.update(here)
+            for _, loaded in run:
+                nbytes += loaded.chunk.nbytes
                 loaded.release()
-        count = int(moved.count_nonzero())
-        if count:
-            num_tokens = sum(s.end - s.start for s, there in zip(segments, moved.tolist(), strict=True) if there)
-            self._events.emit(Event("retrieved", "", num_tokens, count, nbytes, self._runtime.now() - began))
-        return moved
+        if moved:
+            num_tokens = sum(segment.end - segment.start for segment in moved)
+            self._events.emit(Event("retrieved", "", num_tokens, len(moved), nbytes, self._runtime.now() - began))
+        return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
     def _save(self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any]) -> torch.Tensor:
         self._check_where(segments, where)
@@ -316,15 +314,14 @@ class Engine:
         return torch.ones(len(segments), dtype=torch.bool)
 
     def _warm(self, task: Task, segments: Sequence[Segment]) -> torch.Tensor:
-        place = {segment.key: index for index, segment in enumerate(segments)}
-        warm = torch.zeros(len(segments), dtype=torch.bool)
+        warm: set[Segment] = set()
         for run in self._stack.fetch(segments, self.connector.shape, gaps=True):
             for segment, loaded in run:
-                warm[place[segment.key]] = True
+                warm.add(segment)
                 loaded.release()
             if task.cancelled:
                 break
-        return warm
+        return torch.tensor([segment in warm for segment in segments], dtype=torch.bool)
 
     def _read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any]) -> None:
         fence = self.connector.read(segments, chunks, **where)

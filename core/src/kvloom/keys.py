@@ -10,18 +10,17 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from kvloom.types import ChunkKey, KVSpec, MemoryFormat, Segment, canonical_json, short_digest
-
-if TYPE_CHECKING:
-    import torch
 
 DOMAIN = "kvloom/1"
 """The key format; part of every digest."""
 
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _MODEL_FIELDS = ("model", "revision", "rope", "adapters")
 # tuple.__new__ makes the same values as calling the classes, at a third of the cost: there is one per chunk.
 _new_key: Any = partial(tuple.__new__, ChunkKey)
@@ -53,11 +52,10 @@ def int32_tokens(tokens: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int32]]:
 
     Raises TypeError unless it is an integer tensor, ValueError unless it is 1-D, on the CPU and within int32.
     """
-    kind = getattr(tokens, "dtype", None)
-    if kind is None or not hasattr(tokens, "is_floating_point"):
+    if not isinstance(tokens, torch.Tensor):
         raise TypeError(f"tokens: expected a 1-D integer torch.Tensor, got {type(tokens).__name__}")
-    if tokens.is_floating_point() or tokens.is_complex() or str(kind) == "torch.bool":
-        raise TypeError(f"tokens: expected an integer dtype, got {kind}")
+    if tokens.dtype not in _INTEGERS:
+        raise TypeError(f"tokens: expected an integer dtype, got {tokens.dtype}")
     if tokens.dim() != 1:
         raise ValueError(f"tokens: expected 1 dimension, got {tokens.dim()} {tuple(tokens.shape)}; pass one sequence")
     if tokens.device.type != "cpu":
@@ -97,7 +95,7 @@ def select(segments: Sequence[Segment], mask: torch.Tensor | None, num_tokens: i
     """
     if mask is None:
         return 0
-    if str(getattr(mask, "dtype", None)) != "torch.bool":
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
         raise TypeError(f"mask: expected a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
     if tuple(mask.shape) != (num_tokens,):
         raise ValueError(f"mask: expected shape ({num_tokens},) like the tokens, got {tuple(mask.shape)}")

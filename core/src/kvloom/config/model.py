@@ -84,6 +84,7 @@ class Block(BaseModel):
 class SerializerBlock(Block):
     """How a tier encodes chunks."""
 
+    type: Word = "raw"
     timed: bool = False
     """Log how long every encode and decode takes."""
 
@@ -91,9 +92,9 @@ class SerializerBlock(Block):
 class StoredBlock(Block):
     """A tier on a storage backend: the keys that the core owns."""
 
-    name: TierName
+    name: TierName = ""
     """What `search_range`, events and metrics call it; the type unless given."""
-    serializer: SerializerBlock = SerializerBlock(type="raw")
+    serializer: SerializerBlock = SerializerBlock()
     write: Annotated[Literal["through", "never"], BeforeValidator(_no_on_evict)] = "through"
     """When chunks are written here: as they are stored, or never (a tier that others fill)."""
     capacity: Size | None = None

@@ -52,15 +52,12 @@ class Stack:
     ) -> None:
         self.memory = memory
         self.stored = tuple(stored)
+        kept: list[Tier] = [memory] if memory.keep else []
+        self.tiers = {tier.name: tier for tier in [*kept, *stored]}
+        """The tiers of the config by name, in its order."""
         self.layout = layout
         self._events = events
         self._runtime = runtime
-
-    @property
-    def tiers(self) -> dict[str, Tier]:
-        """The tiers of the config by name, in its order."""
-        kept: list[Tier] = [self.memory] if self.memory.keep else []
-        return {tier.name: tier for tier in [*kept, *self.stored]}
 
     @property
     def deadline(self) -> float:
@@ -77,7 +74,7 @@ class Stack:
             if not left:
                 break
             if names is None or name in names:
-                found = tier.find([keys[index] for index in left])
+                found = tier.find(keys if len(left) == len(keys) else [keys[index] for index in left])
                 for index, here in zip(left, found, strict=True):
                     if here:
                         where[index] = name

@@ -1,0 +1,111 @@
+"""The loader for compiled parts, with a library made on the spot."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvloom import PluginError, native
+
+SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+SOURCE = "#include <stdint.h>\nint64_t total(const uint8_t *at, int64_t n) "
+SOURCE += "{ int64_t sum = 0; while (n--) sum += *at++; return sum; }\n"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package without a library."""
+    folder = tmp_path / "kvloom_made_here"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return folder
+
+
+@pytest.fixture
+def library(package: Path) -> ctypes.CDLL:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler (cc) on this machine")
+    (package / "total.c").write_text(SOURCE)
+    output = package / f"libtotal{SUFFIX}"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", output, package / "total.c"], check=True)
+    library = native.load("kvloom_made_here", "total")
+    library.total.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.total.restype = ctypes.c_int64
+    return library
+
+
+def test_a_library_is_found_in_its_package_and_reads_what_pointer_points_to(library: ctypes.CDLL) -> None:
+    tensor = torch.arange(10, dtype=torch.uint8)
+    assert library.total(native.pointer(tensor), 10) == 45
+    assert library.total(native.pointer(tensor[4:]), 6) == 39
+    read_only = memoryview(bytes(range(10)))
+    assert library.total(native.pointer(read_only), 10) == 45
+    assert library.total(native.pointer(read_only[4:]), 6) == 39
+    assert library.total(native.pointer(bytearray(b"\1\2")), 2) == 3
+    assert library.total(native.pointer(b""), 0) == 0
+
+
+def test_a_missing_library_says_where_and_what_to_do(package: Path) -> None:
+    with pytest.raises(PluginError) as caught:
+        native.load("kvloom_made_here", "total")
+    assert f"no libtotal{SUFFIX} in {package}" in str(caught.value)
+    assert "pip install --force-reinstall --no-deps kvloom-made-here" in str(caught.value)
+
+
+def test_a_file_that_is_no_library_says_so(package: Path) -> None:
+    (package / f"libtotal{SUFFIX}").write_bytes(b"not machine code")
+    with pytest.raises(PluginError, match="cannot be loaded .* reinstall kvloom-made-here on this machine"):
+        native.load("kvloom_made_here", "total")
+
+
+def test_a_missing_package_says_so() -> None:
+    with pytest.raises(PluginError, match="kvloom_nowhere: not an installed package; pip install kvloom-nowhere"):
+        native.load("kvloom_nowhere", "total")
+
+
+def test_a_fitting_tensor_passes() -> None:
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+    native.check_tensor(tensor)
+    native.check_tensor(tensor, dtype=torch.bfloat16, device="cpu", shape=(None, 3))
+    native.check_tensor(tensor.t(), contiguous=False)
+
+
+@pytest.mark.parametrize(
+    ("demand", "error", "message"),
+    [
+        ({"dtype": torch.float16}, TypeError, "kv: expected torch.float16, got torch.float32"),
+        ({"device": "cuda"}, ValueError, "kv: expected a tensor on cuda, got one on cpu"),
+        ({"shape": (2, 4)}, ValueError, r"kv: expected shape \(2, 4\), got \(2, 3\)"),
+        ({"shape": (None,)}, ValueError, r"kv: expected shape \(any\), got \(2, 3\)"),
+        ({"shape": (2, 3, None)}, ValueError, r"kv: expected shape \(2, 3, any\), got \(2, 3\)"),
+    ],
+)
+def test_an_unfit_tensor_is_refused_by_name(demand: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        native.check_tensor(torch.zeros(2, 3), name="kv", **demand)  # type: ignore[arg-type]
+
+
+def test_memory_with_holes_and_things_that_are_no_tensor_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor: expected contiguous memory, got strides \(1, 3\)"):
+        native.check_tensor(torch.zeros(2, 3).t())
+    with pytest.raises(TypeError, match="tensor: expected a torch.Tensor, got list"):
+        native.check_tensor([1])  # type: ignore[arg-type]
+
+
+def test_work_on_a_cpu_has_no_stream() -> None:
+    assert native.current_stream("cpu") == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_stream_is_the_current_one() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert native.current_stream("cuda") == stream.cuda_stream

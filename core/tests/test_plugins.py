@@ -1,0 +1,133 @@
+"""The registry on modules made here; `tests/test_discovery.py` has it on installed distributions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvloom import Observer, PluginError, Registry, StorageBackend, hookimpl, hookspecs
+from kvloom.config import Block, StoredBlock
+from kvloom.config.model import BlendBlock, SerializerBlock
+from kvloom.plugins import KINDS
+
+Install = Callable[..., EntryPoint]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Make a module with these hooks importable, and give its entry point."""
+
+    def install(name: str, **hooks: Callable[..., Any]) -> EntryPoint:
+        module = ModuleType(f"made_here_{name}")
+        for hook, function in hooks.items():
+            setattr(module, hook, hookimpl(function))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return EntryPoint(name, module.__name__, "kvloom.v1")
+
+    return install
+
+
+def backend(word: str) -> type[StorageBackend]:
+    class Made(StorageBackend):
+        type = word
+
+        def put(self, key: str, blob: Any) -> None: ...
+        def get(self, key: str) -> None: ...
+        def contains(self, key: str) -> bool:
+            return False
+
+        def delete(self, key: str) -> None: ...
+
+    return Made
+
+
+def discover(*entries: EntryPoint, **choice: Any) -> Registry:
+    return Registry.discover(entry_points=entries, **choice)
+
+
+def test_every_kind_has_a_hook_and_every_hook_a_kind() -> None:
+    specified = {name for name in vars(hookspecs) if name.startswith("kvloom_")}
+    assert {kind.hook for kind in KINDS.values()} == specified - {"kvloom_add_commands"}
+
+
+def test_the_keys_that_plugins_may_not_use_are_those_that_the_core_reads() -> None:
+    assert set(KINDS["backend"].owned) == set(StoredBlock.model_fields)
+    assert set(KINDS["serializer"].owned) == set(SerializerBlock.model_fields)
+    assert set(KINDS["blend executor"].owned) == {"type", *BlendBlock.model_fields}
+    assert set(KINDS["observer"].owned) == set(Block.model_fields)
+
+
+def test_a_hook_may_be_a_generator(install: Install) -> None:
+    def hook() -> Iterator[type[StorageBackend]]:
+        yield backend("one")
+        yield backend("two")
+
+    registry = discover(install("many", kvloom_storage_backends=hook))
+    assert list(registry.types("backend")) == ["one", "two"]
+
+
+def test_hooks_are_called_once_and_only_for_the_kind_that_is_asked_for(install: Install) -> None:
+    called: list[str] = []
+
+    def backends() -> list[type[StorageBackend]]:
+        called.append("backends")
+        return [backend("one")]
+
+    def observers() -> list[type[Observer]]:
+        called.append("observers")
+        return []
+
+    registry = discover(install("counting", kvloom_storage_backends=backends, kvloom_observers=observers))
+    assert called == []
+    assert registry.get("backend", "one") is registry.get("backend", "one")
+    assert called == ["backends"]
+
+
+def test_one_bad_class_withdraws_what_its_hook_returned(install: Install) -> None:
+    registry = discover(install("mixed", kvloom_storage_backends=lambda: [backend("good"), object]))
+    with pytest.raises(PluginError, match=r"no backend of type 'good'; known: none; not loaded: mixed \(broken: "):
+        registry.get("backend", "good")
+
+
+def test_a_type_given_twice_by_one_plugin_is_a_duplicate(install: Install) -> None:
+    registry = discover(install("twice", kvloom_storage_backends=lambda: [backend("one"), backend("one")]))
+    with pytest.raises(PluginError, match="2 plugins provide a backend of type 'one'"):
+        registry.get("backend", "one")
+
+
+def test_plugins_with_one_name_do_not_hide_each_other(install: Install) -> None:
+    first = install("here", kvloom_storage_backends=lambda: [backend("one")])
+    second = install("there", kvloom_storage_backends=lambda: [backend("two")])
+    same = [EntryPoint("same", entry.value, entry.group) for entry in (first, second)]
+    assert list(discover(*same).types("backend")) == ["one", "two"]
+
+
+def test_the_order_of_entry_points_does_not_matter(install: Install) -> None:
+    entries = [install(name, kvloom_storage_backends=lambda n=name: [backend(n)]) for name in ("c", "a", "b")]
+    assert discover(*entries).names == discover(*reversed(entries)).names == ("a", "b", "c")
+
+
+def test_hints_for_a_missing_type(install: Install) -> None:
+    registry = discover(install("plain", kvloom_storage_backends=lambda: [backend("shelf")]))
+    with pytest.raises(PluginError, match=r"^no backend of type 'shelv'; known: shelf; did you mean 'shelf'\?$"):
+        registry.get("backend", "shelv")
+    with pytest.raises(PluginError, match=r"^no serializer of type 'cachegen'; known: none; pip install kvloom-serde-"):
+        registry.get("serializer", "cachegen")
+
+
+def test_blocking_wins_over_only_and_reaches_the_core(install: Install) -> None:
+    entry = install("mine", kvloom_storage_backends=lambda: [backend("one")])
+    core = EntryPoint("builtin", "kvloom.builtin", "kvloom.v1")
+    (blocked, other) = discover(core, entry, only=["mine"], block=["mine", "builtin"]).statuses()
+    assert (blocked.state, other.state) == ("blocked", "blocked")
+    assert [status.state for status in discover(core, entry, only=[]).statuses()] == ["ok", "blocked"]
+
+
+def test_groups_that_are_not_ours_are_none_of_our_business() -> None:
+    assert Registry.discover(entry_points=[]).names == ()
+    assert "builtin" in Registry.discover().names
