@@ -77,7 +77,9 @@ def memory(rows: Rows) -> None:
         for prompt in prompts[:2]:
             engine.remove(prompt)
             stores.append(median_seconds(lambda prompt=prompt: engine.store(prompt, kv=source), 1))
-        retrieves += [median_seconds(lambda prompt=prompt: engine.retrieve(prompt, kv=target), 1) for prompt in prompts[:2]]
+        retrieves += [
+            median_seconds(lambda prompt=prompt: engine.retrieve(prompt, kv=target), 1) for prompt in prompts[:2]
+        ]
     assert torch.equal(source, target)
     gigabytes = nbytes / 1e9
     rows.spread("store into the memory tier (GB/s)", stores, gigabytes, limits["in"], "copy_ into 16 buffers")
@@ -102,9 +104,16 @@ def control(rows: Rows) -> None:
     with Engine.open(config, spec) as engine:
         prompts = [tokens_of(count, seed=50 + index) for index in range(8)]
         some = iter(prompts)
-        rows.micros("store, 512 tiny chunks (us a chunk)", median_seconds(lambda: engine.store(next(some), kv=kv), 5) / 512)
-        rows.micros("retrieve, 512 tiny chunks (us a chunk)", median_seconds(lambda: engine.retrieve(prompts[0], kv=kv), 9) / 512)
-        rows.micros("lookup, all hit (us a chunk), 512 chunks", median_seconds(lambda: engine.lookup(prompts[0]), 21) / 512)
+        rows.micros(
+            "store, 512 tiny chunks (us a chunk)", median_seconds(lambda: engine.store(next(some), kv=kv), 5) / 512
+        )
+        rows.micros(
+            "retrieve, 512 tiny chunks (us a chunk)",
+            median_seconds(lambda: engine.retrieve(prompts[0], kv=kv), 9) / 512,
+        )
+        rows.micros(
+            "lookup, all hit (us a chunk), 512 chunks", median_seconds(lambda: engine.lookup(prompts[0]), 21) / 512
+        )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ REMOTE = {"type": "redis", "url": "redis://localhost:65432", "serializer": "raw"
 
 def test_from_legacy_has_the_seeds_signature() -> None:
     signature = inspect.signature(EngineConfig.from_legacy)
-    parameters = [str(parameter).replace('"', "") for parameter in signature.parameters.values()]
+    parameters = [f"{p.name}: {p.annotation} = {p.default!r}" for p in signature.parameters.values()]
     assert ", ".join(parameters) == FROM_LEGACY
 
 
@@ -129,9 +129,9 @@ def test_no_remote_store_is_assumed() -> None:
 def test_seed_fields_mix_with_ours() -> None:
     config = EngineConfig.from_defaults(chunk_size=64, salt="a", exact=True)
     assert (config.chunk_tokens, config.salt, config.exact) == (64, "a", True)
-    with pytest.raises(ConfigError, match="^tiers: given twice, as tiers and in LMCache's words: local_disk"):
+    with pytest.raises(ConfigError, match=r"^tiers: given twice, as tiers and in LMCache's words: local_disk"):
         EngineConfig.from_defaults(tiers=["memory"], local_disk="/kv")
-    with pytest.raises(ConfigError, match="^chunk_tokens: given twice"):
+    with pytest.raises(ConfigError, match=r"^chunk_tokens: given twice"):
         EngineConfig.from_defaults(chunk_tokens=1, chunk_size=1)
 
 

@@ -62,7 +62,7 @@ def test_a_missing_library_says_where_and_what_to_do(package: Path) -> None:
 
 def test_a_file_that_is_no_library_says_so(package: Path) -> None:
     (package / f"libtotal{SUFFIX}").write_bytes(b"not machine code")
-    with pytest.raises(PluginError, match="cannot be loaded .* reinstall kvloom-made-here on this machine"):
+    with pytest.raises(PluginError, match=r"cannot be loaded .* reinstall kvloom-made-here on this machine"):
         native.load("kvloom_made_here", "total")
 
 
@@ -96,7 +96,7 @@ def test_an_unfit_tensor_is_refused_by_name(demand: dict[str, object], error: ty
 def test_memory_with_holes_and_things_that_are_no_tensor_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tensor: expected contiguous memory, got strides \(1, 3\)"):
         native.check_tensor(torch.zeros(2, 3).t())
-    with pytest.raises(TypeError, match="tensor: expected a torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"tensor: expected a torch.Tensor, got list"):
         native.check_tensor([1])  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -290,15 +291,14 @@ class Engine:
         self._check_where(segments, where)
         moved: set[Segment] = set()
         began, nbytes = self._runtime.now(), 0
-        for run in self._stack.fetch(segments, self.connector.shape, gaps=gaps):
-            here = [segment for segment, _ in run]
-            chunks = [loaded.chunk for _, loaded in run]
-            if not task.touch(lambda here=here, chunks=chunks: self._write(here, chunks, where)):  # type: ignore[misc]
-                break
-            moved.update(here)
-            for _, loaded in run:
-                nbytes += loaded.chunk.nbytes
-                loaded.release()
+        with closing(self._stack.fetch(segments, self.connector.shape, gaps=gaps)) as runs:
+            for run in runs:
+                here = [segment for segment, _ in run]
+                chunks = [loaded.chunk for _, loaded in run]
+                if not task.touch(lambda here=here, chunks=chunks: self._write(here, chunks, where)):  # type: ignore[misc]
+                    break
+                moved.update(here)
+                nbytes += sum(chunk.nbytes for chunk in chunks)
         if moved:
             num_tokens = sum(segment.end - segment.start for segment in moved)
             self._events.emit(Event("retrieved", "", num_tokens, len(moved), nbytes, self._runtime.now() - began))
@@ -315,12 +315,11 @@ class Engine:
 
     def _warm(self, task: Task, segments: Sequence[Segment]) -> torch.Tensor:
         warm: set[Segment] = set()
-        for run in self._stack.fetch(segments, self.connector.shape, gaps=True):
-            for segment, loaded in run:
-                warm.add(segment)
-                loaded.release()
-            if task.cancelled:
-                break
+        with closing(self._stack.fetch(segments, self.connector.shape, gaps=True)) as runs:
+            for run in runs:
+                warm.update(segment for segment, _ in run)
+                if task.cancelled:
+                    break
         return torch.tensor([segment in warm for segment in segments], dtype=torch.bool)
 
     def _read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any]) -> None:

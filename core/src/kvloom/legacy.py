@@ -55,7 +55,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     """
     values = {name: field.default for name, field in FIELDS.items()} | dict(fields)
     speaks_of_tiers = not _ABOUT_TIERS.isdisjoint(fields)
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {"tiers": []} if speaks_of_tiers else {}
     for name, field in FIELDS.items():
         if field.apply and (name in fields or (speaks_of_tiers and name in _ABOUT_TIERS)):
             field.apply(values[name], values, config)
@@ -86,7 +86,7 @@ def _renamed(name: str) -> Callable[[Any, Fields, dict[str, Any]], None]:
 
 
 def _add_tier(config: dict[str, Any], **block: Any) -> None:
-    config.setdefault("tiers", []).append(block)
+    config["tiers"].append(block)
 
 
 def _memory(value: Any, fields: Fields, config: dict[str, Any]) -> None:

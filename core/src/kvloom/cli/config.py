@@ -19,9 +19,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration
 
 
 def add(commands: typer.Typer, registry: Registry) -> None:
-    verbs = typer.Typer(
-        help="Check a configuration, show what it amounts to, print its JSON schema.", no_args_is_help=True
-    )
+    verbs = typer.Typer(help="Check or show a configuration.", no_args_is_help=True)
     commands.add_typer(verbs, name="config")
 
     @verbs.command("check")

@@ -40,9 +40,15 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(kvloom.__version__)
         raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass

@@ -32,8 +32,8 @@ def print_table(
     from rich.table import Table
 
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=index == 0)
     for row in rows:
         table.add_row(*row)
     console().print(table)

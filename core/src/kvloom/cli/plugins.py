@@ -15,7 +15,7 @@ from kvloom.plugins import PluginStatus, Registry
 def add(commands: typer.Typer, registry: Registry) -> None:
     @commands.command("plugins")
     def plugins(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-        """List the installed plugins: state, what each provides, or why it cannot."""
+        """List the installed plugins."""
         statuses = registry.statuses()
         if as_json:
             print(json.dumps([asdict(status) for status in statuses], indent=2))

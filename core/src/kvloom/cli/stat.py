@@ -46,7 +46,7 @@ class Summary:
 def add(commands: typer.Typer, registry: Registry) -> None:
     @commands.command("stat")
     def stat(file: File, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-        """Show what the stored tiers of a configuration hold."""
+        """Show what the stored tiers hold."""
         from kvloom.cli.store import stores
 
         _, resolved = load(file)

@@ -52,7 +52,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
             typer.Option(help="Whose prompt (default: the configuration's). Repeat to look under others too."),
         ] = None,
     ) -> None:
-        """Say of each chunk of a prompt where it is stored, or why it is not found."""
+        """Say where a prompt is stored, or why not."""
         from kvloom.cli.store import stores
 
         config, resolved = load(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from kvloom.contracts.observer import Event
@@ -18,6 +18,7 @@ from kvloom.types import EXACT, Chunk, ChunkKey, Segment
 
 Shape = Callable[[int], Sequence[int]]
 """Tokens to the shape of their chunk."""
+Runs = Generator[list[tuple[Segment, Loaded]], None, None]
 Copy = Callable[[Sequence[Segment], Sequence[Chunk]], bool]
 """Fill chunks from the engine; False if that may no longer be done."""
 
@@ -89,22 +90,23 @@ class Stack:
 
     # -- towards the engine --------------------------------------------------------------------------------------------
 
-    def fetch(self, segments: Sequence[Segment], shape: Shape, *, gaps: bool) -> Iterator[list[tuple[Segment, Loaded]]]:
-        """Runs of verified chunks in order, as soon as they are there. The caller releases each.
+    def fetch(self, segments: Sequence[Segment], shape: Shape, *, gaps: bool) -> Runs:
+        """Runs of verified chunks in order, as soon as they are there; leased until the next is asked for.
 
         gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. Chunks that came from
         stored tiers are in memory afterwards, if there is a memory tier.
         """
         keys = [segment.key for segment in segments]
         held = self.memory.lease(keys)
-        if all(loaded is not None for loaded in held):
-            if segments:
-                yield [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
-            return
-        # What comes from below needs room: nothing far ahead may be held meanwhile.
-        for loaded in held:
-            if loaded is not None:
+        run = [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
+        try:
+            if run and len(run) == len(segments):
+                yield run
+                return
+        finally:
+            for _, loaded in run:
                 loaded.release()
+        # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
         yield from self._stream(deque(self._arrivals(segments)), shape, gaps=gaps)
 
     def _arrivals(self, segments: Sequence[Segment]) -> list[_Arrival]:
@@ -117,7 +119,7 @@ class Stack:
                     holders[key].append(tier)
         return [_Arrival(segment, holders.get(segment.key, list(self.stored))) for segment in segments]
 
-    def _stream(self, waiting: deque[_Arrival], shape: Shape, *, gaps: bool) -> Iterator[list[tuple[Segment, Loaded]]]:
+    def _stream(self, waiting: deque[_Arrival], shape: Shape, *, gaps: bool) -> Runs:
         if not waiting:
             return
         window = self._window(waiting[0], shape)
@@ -131,16 +133,17 @@ class Stack:
                 arrival = started[0]
                 if run and (len(run) >= window or not arrival.done):
                     yield run  # what is here need not wait for what is not, and nothing waits holding a lease
+                    for _, loaded in run:
+                        loaded.release()
                     run = []
-                loaded = self._finish(arrival, shape)
+                arrived = self._finish(arrival, shape)
                 started.popleft()
-                if loaded is not None:
-                    run.append((arrival.segment, loaded))
+                if arrived is not None:
+                    run.append((arrival.segment, arrived))
                 elif not gaps:
                     break
             if run:
                 yield run
-                run = []
         finally:
             for _, loaded in run:
                 loaded.release()

@@ -72,6 +72,7 @@ class StoredTier(Tier):
         self._memory = memory
         self._events = events
         self._runtime = runtime
+        self._record: Call[None] | None = None
         self.ledger.complete = not (backend.persistent or backend.shared)
         self._reads = Workers(runtime, name=f"kvloom-{name}-read", threads=backend.threads)
         self._writes = WriteQueue(
@@ -303,10 +304,13 @@ class StoredTier(Tier):
             except Exception as error:
                 self._report("put", error)
 
-        self._reads.submit(put)
+        self._record = self._reads.submit(put)
 
     def _close(self) -> None:
-        self._writes.close(self._runtime.now() + self.deadline)
+        until = self._runtime.now() + self.deadline
+        self._writes.close(until)
+        if self._record is not None:
+            self._record.wait(until)
         self._reads.close(self.deadline)
         try:
             self.backend.close()

@@ -1,0 +1,322 @@
+"""The command: what each verb prints, over a store that outlives the engine that filled it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+
+import kvloom
+from kvloom import Engine, Entry, KVSpec, hookimpl
+from kvloom.builtin.dict_backend import DictBackend
+from kvloom.cli import output
+from kvloom.cli.main import main
+
+SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16", revision="abc")
+CHUNK = 4
+CHUNK_BYTES = 2 * 2 * CHUNK * 8 * 2
+
+Run = Callable[..., str]
+
+
+class Drawer(DictBackend):
+    """A dictionary that is found again by its label."""
+
+    type = "drawer"
+    persistent = True
+    drawers: ClassVar[dict[str, dict[str, bytes]]] = {}
+
+    class Config(kvloom.Config):
+        label: str = "top"
+        secret: str = ""
+
+    def __init__(self, config: Any, spec: object = None) -> None:
+        super().__init__(config)
+        self._blobs = self.drawers.setdefault(config.label, {})
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        if self.config.label == "jammed":  # type: ignore[attr-defined]
+            raise OSError("the drawer is jammed")
+        for index, entry in enumerate(super().scan(prefix)):
+            yield entry._replace(modified=1.75e9 + index)
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The drawer as an installed plugin."""
+    metadata = tmp_path / "made_here-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: made-here\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[kvloom.v1]\ndrawers = made_here_drawers\n")
+    module = ModuleType("made_here_drawers")
+    module.kvloom_storage_backends = hookimpl(lambda: [Drawer])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_here_drawers", module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    yield
+    Drawer.drawers.clear()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process; what it printed. status: the exit status that is expected."""
+
+    def run(*arguments: object, status: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["kvloom", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        printed = capsys.readouterr()
+        assert (left.value.code or 0) == status, printed.err
+        return printed.err if status else printed.out
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.yaml"
+    path.write_text(
+        f"chunk_tokens: {CHUNK}\n"
+        "plugins: {only: [drawers]}\n"
+        "tiers:\n"
+        "- {type: memory, capacity: 1MiB}\n"
+        "- {type: drawer, name: warm, label: one, capacity: 64KiB}\n"
+        "- {type: drawer, name: cold, label: two}\n"
+    )
+    return path
+
+
+def store(config: Path, tokens: list[int], spec: KVSpec = SPEC, salt: str = "") -> None:
+    with Engine.open(config, spec) as engine:
+        engine.store(
+            torch.tensor(tokens), kv=torch.zeros(spec.blob_shape(len(tokens)), dtype=torch.bfloat16), salt=salt
+        )
+        assert engine.flush(30)
+
+
+@pytest.fixture
+def ask(run: Run, config: Path, tmp_path: Path) -> Callable[..., list[list[str]]]:
+    """`kvloom why`, as rows of cells."""
+
+    def ask(tokens: list[int], spec: KVSpec = SPEC, *options: str) -> list[list[str]]:
+        (tmp_path / "tokens.json").write_text(json.dumps(tokens))
+        (tmp_path / "spec.json").write_text(spec.to_json())
+        printed = run("why", config, "--tokens", tmp_path / "tokens.json", "--spec", tmp_path / "spec.json", *options)
+        lines = [line for line in printed.splitlines() if re.match(r"\s*\d+-\d+", line)]
+        return [re.split(r"\s{2,}", line.strip()) for line in lines]
+
+    return ask
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").strip() == kvloom.__version__
+
+
+def test_a_wrong_command_line_is_status_2(run: Run) -> None:
+    assert "no-such-verb" in run("no-such-verb", status=2)
+
+
+# -- plugins -----------------------------------------------------------------------------------------------------------
+
+
+def test_plugins(run: Run) -> None:
+    listed = {status["name"]: status for status in json.loads(run("plugins", "--json"))}
+    assert listed["drawers"] == {
+        "name": "drawers",
+        "dist": "made-here",
+        "version": "1.0",
+        "state": "ok",
+        "reason": "",
+        "provides": [["backend", "drawer"]],
+    }
+    assert re.search(r"drawers\s+made-here 1.0\s+ok\s+backend drawer", run("plugins"))
+
+
+# -- config ------------------------------------------------------------------------------------------------------------
+
+
+def test_config_check(run: Run, config: Path) -> None:
+    assert run("config", "check", config).strip() == (
+        f"{config}: ok: plain, chunked of 4 tokens, memory (1MiB) > warm (64KiB) > cold (no limit)"
+    )
+
+
+def test_config_check_says_what_is_wrong_on_stderr_with_status_2(run: Run, config: Path) -> None:
+    config.write_text("tiers: [memory, {type: drawer, lable: x}, {type: redis}]\n")
+    first, second = run("config", "check", config, status=2).splitlines()
+    assert first == "kvloom: tiers.1.lable: unknown key; did you mean 'label'?"
+    assert second.startswith("tiers.2.type: no backend of type 'redis'; known: ")
+
+
+def test_config_show_is_the_whole_configuration_and_can_be_read_back(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLOOM_TIERS__1__DEADLINE", "3s")
+    shown = run("config", "show", config)
+    tree = yaml.safe_load(shown)
+    assert tree["chunk_tokens"] == CHUNK
+    assert tree["tiers"][1] == {
+        "type": "drawer",
+        "name": "warm",
+        "serializer": {"type": "raw", "timed": False},
+        "write": "through",
+        "capacity": "64KiB",
+        "deadline": 3.0,
+        "label": "one",
+        "secret": "",
+    }
+    monkeypatch.delenv("KVLOOM_TIERS__1__DEADLINE")
+    config.write_text(shown)
+    assert run("config", "show", config) == shown
+
+
+def test_config_show_keeps_what_was_interpolated_to_itself(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAWER_KEY", "hunter2")
+    monkeypatch.setenv("DRAWER", "drawer")
+    config.write_text("tiers: ['${env:DRAWER}', {type: drawer, name: b, secret: 'key-${env:DRAWER_KEY}'}]\n")
+    shown = run("config", "show", config)
+    assert "hunter2" not in shown
+    first, second = yaml.safe_load(shown)["tiers"]
+    assert first["type"] == "${env:DRAWER}"
+    assert second["secret"] == "key-${env:DRAWER_KEY}"
+
+
+def test_config_schema_is_json_and_knows_the_plugin(run: Run) -> None:
+    assert "label" in json.loads(run("config", "schema"))["$defs"]["Drawer"]["properties"]
+
+
+# -- stat --------------------------------------------------------------------------------------------------------------
+
+
+def test_stat(run: Run, config: Path) -> None:
+    store(config, list(range(3 * CHUNK)))
+    store(config, list(range(CHUNK)), salt="tenant")
+    other = replace(SPEC, model="other")
+    store(config, list(range(CHUNK)), other)
+    Drawer.drawers["one"]["not a key of ours"] = b"x"
+    Drawer.drawers["one"]["spec/broken.json"] = b"{"
+    warm, cold = json.loads(run("stat", config, "--json"))
+    assert (warm["tier"], warm["type"], warm["capacity"], warm["blobs"]) == ("warm", "drawer", 64 << 10, 5)
+    assert (cold["tier"], cold["capacity"], cold["blobs"]) == ("cold", None, 5)
+    assert warm["bytes"] > 5 * CHUNK_BYTES
+    assert warm["oldest"] < warm["newest"]
+    assert sorted(warm["tenants"].values()) == [1, 4]
+    assert warm["tenants"]["-"] == 4
+    held = {one["model"]: (one["revision"], one["blobs"]) for one in warm["fingerprints"].values()}
+    assert held == {"tiny": ("abc", 4), "other": ("abc", 1)}
+    table = run("stat", config)
+    assert re.search(r"warm\s+drawer\s+5\s+\S+\s+64KiB\s+2025-\d\d-\d\d", table)
+    assert re.search(r"warm\s+[0-9a-f]{32}\s+other\s+abc\s+1", table)
+
+
+def test_stat_of_an_empty_store(run: Run, config: Path) -> None:
+    warm, _ = json.loads(run("stat", config, "--json"))
+    assert (warm["blobs"], warm["oldest"], warm["fingerprints"]) == (0, None, {})
+
+
+def test_stat_needs_a_tier_that_can_be_seen(run: Run, config: Path) -> None:
+    config.write_text("tiers: [memory]\n")
+    assert run("stat", config, status=2).startswith("kvloom: tiers: only memory, which no other process can see")
+
+
+def test_a_store_that_fails_is_one_line_with_status_1(run: Run, config: Path) -> None:
+    config.write_text("tiers: [{type: drawer, label: jammed}]\n")
+    assert run("stat", config, status=1) == "kvloom: tier drawer: OSError: the drawer is jammed\n"
+
+
+# -- why ---------------------------------------------------------------------------------------------------------------
+
+
+def test_why_names_the_tiers_and_what_was_never_stored(ask: Callable[..., list[list[str]]], config: Path) -> None:
+    store(config, list(range(2 * CHUNK)))
+    first_key = next(key for key in Drawer.drawers["two"] if "/0-" in key)
+    del Drawer.drawers["two"][first_key]
+    assert ask([*range(2 * CHUNK), *range(500, 500 + 2 * CHUNK), 7]) == [
+        ["0-4", "1", "warm"],
+        ["4-8", "1", "warm, cold"],
+        ["8-16", "2", "-", "never stored, or evicted since"],
+        ["16-17", "1", "-", "too short for a chunk of 4 tokens"],
+    ]
+
+
+def test_why_names_the_field_of_the_spec_that_differs(ask: Callable[..., list[list[str]]], config: Path) -> None:
+    store(config, list(range(CHUNK)), replace(SPEC, revision="old"))
+    ((tokens, count, where, why),) = ask(list(range(CHUNK)))
+    assert (tokens, count, where) == ("0-4", "1", "-")
+    assert re.fullmatch(
+        r'stored under another fingerprint, [0-9a-f]{8}: revision is "old" there, "abc" here \(in warm, cold\)', why
+    )
+    store(config, list(range(CHUNK)))
+    assert ask(list(range(CHUNK))) == [["0-4", "1", "warm, cold"]]
+
+
+def test_why_looks_under_other_salts_that_are_given(ask: Callable[..., list[list[str]]], config: Path) -> None:
+    store(config, list(range(CHUNK)), salt="b")
+    tokens = list(range(CHUNK))
+    assert ask(tokens)[0][3] == "never stored, or evicted since"
+    assert ask(tokens, SPEC, "--salt", "a", "--salt", "b")[0][3] == "stored under another salt, 'b' (in warm, cold)"
+    assert ask(tokens, SPEC, "--salt", "b") == [["0-4", "1", "warm, cold"]]
+
+
+def test_why_takes_a_record_of_a_tier_for_the_spec(
+    run: Run, ask: Callable[..., list[list[str]]], config: Path, tmp_path: Path
+) -> None:
+    store(config, list(range(CHUNK)))
+    ask(list(range(CHUNK)))  # writes tokens.json
+    record = tmp_path / "record.json"
+    record.write_bytes(next(blob for key, blob in Drawer.drawers["one"].items() if key.startswith("spec/")))
+    assert "warm, cold" in run("why", config, "--tokens", tmp_path / "tokens.json", "--spec", record)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "spec", "problem"),
+    [
+        ("[1, 2", "{}", "tokens.json: not JSON: "),
+        ('["a"]', "{}", "tokens.json: should be a JSON list of token ids"),
+        ("[true]", "{}", "tokens.json: should be a JSON list of token ids"),
+        ("[4294967296]", "{}", "tokens.json: should be a JSON list of token ids"),
+        ("[1]", '{"model": "x"}', "spec.json: should be what KVSpec.to_json() gives: "),
+        ("[1]", "[]", "spec.json: should be what KVSpec.to_json() gives: "),
+        ("[1]", None, "spec.json: cannot be read: No such file or directory"),
+    ],
+)
+def test_why_refuses_other_files(
+    run: Run, config: Path, tmp_path: Path, tokens: str, spec: str | None, problem: str
+) -> None:
+    (tmp_path / "tokens.json").write_text(tokens)
+    if spec is not None:
+        (tmp_path / "spec.json").write_text(spec)
+    arguments = ("--tokens", tmp_path / "tokens.json", "--spec", tmp_path / "spec.json")
+    assert run("why", config, *arguments, status=2).startswith(f"kvloom: {tmp_path}/{problem}")
+
+
+# -- how things are printed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text", "exact"),
+    [
+        (0, "0B", 0),
+        (1023, "1023B", 1023),
+        (1024, "1KiB", "1KiB"),
+        (1025, "1KiB", 1025),
+        (3 << 29, "1.5GiB", "1.5GiB"),
+        (5 << 30, "5GiB", "5GiB"),
+        (1 << 62, "4096PiB", "4096PiB"),
+    ],
+)
+def test_sizes(num_bytes: int, text: str, exact: int | str) -> None:
+    assert output.size(num_bytes) == text
+    assert output.exact_size(num_bytes) == exact
+    assert num_bytes == 0 or kvloom.EngineConfig.load({"tiers": [{"type": "dict", "capacity": exact}]})
