@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,7 +48,7 @@ class Shelf(DictBackend):
     type = "shelf"
     persistent = True
     shared = True
-    shelves: dict[str, Shelf] = {}
+    shelves: ClassVar[dict[str, Shelf]] = {}
 
     class Config(Config):
         shelf: str = "default"
@@ -79,7 +79,7 @@ class Shelf(DictBackend):
 
     @property
     def blobs(self) -> dict[str, bytes]:
-        return {key: blob for key, blob in self._blobs.items() if not key.startswith("spec/")}
+        return {key: blob for key, blob in list(self._blobs.items()) if not key.startswith("spec/")}
 
 
 class Gate:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import yaml
+from pydantic import model_validator
 
 import kvloom
 from kvloom import Engine, Entry, KVSpec, hookimpl
@@ -38,6 +39,11 @@ class Drawer(DictBackend):
     class Config(kvloom.Config):
         label: str = "top"
         secret: str = ""
+
+        @model_validator(mode="before")
+        @classmethod
+        def _labelled(cls, value: Any) -> Any:
+            return {"label": f"of {value['secret']}", **value} if "secret" in value else value
 
     def __init__(self, config: Any, spec: object = None) -> None:
         super().__init__(config)
@@ -190,6 +196,7 @@ def test_config_show_keeps_what_was_interpolated_to_itself(
     first, second = yaml.safe_load(shown)["tiers"]
     assert first["type"] == "${env:DRAWER}"
     assert second["secret"] == "key-${env:DRAWER_KEY}"
+    assert second["label"] == "of key-***", "what the plugin made of it"
 
 
 def test_config_schema_is_json_and_knows_the_plugin(run: Run) -> None:
@@ -205,7 +212,7 @@ def test_stat(run: Run, config: Path) -> None:
     other = replace(SPEC, model="other")
     store(config, list(range(CHUNK)), other)
     Drawer.drawers["one"]["not a key of ours"] = b"x"
-    Drawer.drawers["one"]["spec/broken.json"] = b"{"
+    Drawer.drawers["one"] |= {"spec/broken.json": b"{", "spec/odd.json": b"[]", "spec/partial.json": b'{"spec": 1}'}
     warm, cold = json.loads(run("stat", config, "--json"))
     assert (warm["tier"], warm["type"], warm["capacity"], warm["blobs"]) == ("warm", "drawer", 64 << 10, 5)
     assert (cold["tier"], cold["capacity"], cold["blobs"]) == ("cold", None, 5)
@@ -267,6 +274,8 @@ def test_why_looks_under_other_salts_that_are_given(ask: Callable[..., list[list
     assert ask(tokens)[0][3] == "never stored, or evicted since"
     assert ask(tokens, SPEC, "--salt", "a", "--salt", "b")[0][3] == "stored under another salt, 'b' (in warm, cold)"
     assert ask(tokens, SPEC, "--salt", "b") == [["0-4", "1", "warm, cold"]]
+    store(config, tokens, replace(SPEC, revision="old"), salt="a")
+    assert "stored under another salt" in ask(tokens, SPEC, "--salt", "a", "--salt", "b")[0][3], "the nearer reason"
 
 
 def test_why_takes_a_record_of_a_tier_for_the_spec(

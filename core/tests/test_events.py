@@ -169,6 +169,7 @@ def test_close_tells_what_is_queued_then_closes_the_observers_once() -> None:
     bus.emit(Event("stored"))
     assert bus.counters()[CounterKey("stored", "", "")].count == 51
     assert len(recorder.heard) == 50, "nothing is called on an observer after its close"
+    assert bus.flush(0.0), "nothing waits for a thread that is gone"
 
 
 def test_close_leaves_a_stuck_observer_alone(recorder: Recorder) -> None:

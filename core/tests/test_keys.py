@@ -15,11 +15,12 @@ from kvloom import ChunkKey, KVSpec, MemoryFormat, chain, select
 from kvloom.keys import fingerprint, salt_tag
 
 SPEC = KVSpec(model="m", revision="r", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
+FINGERPRINT = "d0d656e4debd29ed4808cc2f8b80d9ca"
 GOLDEN = {
-    "fingerprint": "d0d656e4debd29ed4808cc2f8b80d9ca",
-    "first": "d0d656e4debd29ed4808cc2f8b80d9ca/-/0-9054fe6c40ad6d40c0a034e3cb7a35417a296b5aa033534f4da908fd5d83d5d4",
-    "last": "d0d656e4debd29ed4808cc2f8b80d9ca/-/3-a6abc336df4645135d0e3a575862f9d69c488751f03adb72dd2e5fb96afb33e6",
-    "salted": "d0d656e4debd29ed4808cc2f8b80d9ca/ee9d86f2297bb018/0-c2734cf06786ba9e84ee67838ebb1d56e3515b31519263a8094159ae8b717eba",
+    "fingerprint": FINGERPRINT,
+    "first": FINGERPRINT + "/-/0-9054fe6c40ad6d40c0a034e3cb7a35417a296b5aa033534f4da908fd5d83d5d4",
+    "last": FINGERPRINT + "/-/3-a6abc336df4645135d0e3a575862f9d69c488751f03adb72dd2e5fb96afb33e6",
+    "salted": FINGERPRINT + "/ee9d86f2297bb018/0-c2734cf06786ba9e84ee67838ebb1d56e3515b31519263a8094159ae8b717eba",
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvloom import Observer, PluginError, Registry, StorageBackend, hookimpl, hookspecs
 from kvloom.config import Block, StoredBlock
-from kvloom.config.model import BlendBlock, SerializerBlock
+from kvloom.config.blocks import BlendBlock, SerializerBlock
 from kvloom.plugins import KINDS
 
 Install = Callable[..., EntryPoint]

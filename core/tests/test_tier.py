@@ -196,6 +196,21 @@ def test_a_serializer_that_cannot_take_the_connectors_format_is_refused(open_eng
         open_engine(MEMORY, SIGNS, connector="pages")
 
 
+def test_what_somebody_reads_is_not_evicted(open_engine: Open) -> None:
+    engine = open_engine({"type": "memory", "capacity": "16KiB"})
+    tokens = tokens_of(4)
+    engine.store(tokens, kv=kv_of(4))
+    (segment,) = engine.segments(tokens)
+    memory = engine._stack.memory
+    (loaded,) = memory.lease([segment.key])
+    assert loaded is not None
+    rooms = [memory.reserve(4096) for _ in range(4)]
+    assert [room is not None for room in rooms] == [True, True, True, False]
+    assert memory.contains(segment.key) and torch.equal(loaded.chunk.tensor, kv_of(4))
+    loaded.release()
+    assert memory.reserve(4096) is not None and not memory.contains(segment.key)
+
+
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 

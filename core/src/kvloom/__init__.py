@@ -93,7 +93,6 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import join as join
     from kvloom.contracts.tokens import TokenDatabase as TokenDatabase
     from kvloom.engine import Engine as Engine
-    from kvloom.task import Task as Task
     from kvloom.errors import BackendError as BackendError
     from kvloom.errors import ConfigError as ConfigError
     from kvloom.errors import CorruptBlobError as CorruptBlobError
@@ -105,6 +104,7 @@ if TYPE_CHECKING:
     from kvloom.keys import chain as chain
     from kvloom.keys import select as select
     from kvloom.plugins import Registry as Registry
+    from kvloom.task import Task as Task
     from kvloom.tiers import Tier as Tier
     from kvloom.types import EXACT as EXACT
     from kvloom.types import Buffer as Buffer

@@ -18,8 +18,8 @@ import torch
 from kvloom import keys as keying
 from kvloom.config import EngineConfig, resolve
 from kvloom.contracts.connector import GPUConnector
-from kvloom.contracts.tokens import TokenDatabase
 from kvloom.contracts.observer import Event
+from kvloom.contracts.tokens import TokenDatabase
 from kvloom.events import EventBus
 from kvloom.plugins import Registry
 from kvloom.runtime import Runtime, SystemRuntime, Workers

@@ -1,6 +1,8 @@
 """Fingerprints and chained digests: the names under which KV is kept.
 
-`digest_0 = SHA-256("kvloom/1" | fingerprint | chunk_tokens | salt)`, `digest_i = SHA-256(digest_{i-1} | int32-LE tokens)`.
+`digest_0 = SHA-256("kvloom/1" | fingerprint | chunk_tokens | salt)`
+`digest_i = SHA-256(digest_{i-1} | int32-LE tokens)`
+
 Nothing else enters a key: no environment variable, no Python `hash`, no process state.
 """
 

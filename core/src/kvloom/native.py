@@ -82,7 +82,7 @@ def check_tensor(
 def pointer(memory: torch.Tensor | Buffer) -> int:
     """The address of a tensor's first element, or of a buffer's first byte. Valid as long as `memory` is held."""
     if isinstance(memory, bytes | bytearray | memoryview):
-        return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data) if len(memory) else 0
+        return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
     return memory.data_ptr()
 
 

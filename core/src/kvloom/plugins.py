@@ -129,7 +129,7 @@ class Registry:
             plugins.append(plugin)
             if entry.name in block:
                 plugin.state, plugin.reason = "blocked", "named in plugins.block"
-            elif only is not None and entry.name not in only:
+            elif only is not None and entry.name not in only and entry.value != _BUILTIN:
                 plugin.state, plugin.reason = "blocked", "not named in plugins.only"
             else:
                 plugin.load()

@@ -129,7 +129,7 @@ def _verdicts(
     with output.progress("looking elsewhere", len(elsewhere)) as step:
         for other_fingerprint, other_salt, text in elsewhere:
             for index, tiers in enumerate(_held(opened, keys(other_fingerprint, other_salt))):
-                if tiers and not held[index] and not reasons[index]:
+                if tiers and not reasons[index]:
                     reasons[index] = f"{text} (in {tiers})"
             step()
     return [

@@ -6,7 +6,8 @@ the settings of the plugin that it names.
 
 from __future__ import annotations
 
-from kvloom.config.model import Block, EngineConfig, MemoryBlock, StoredBlock
+from kvloom.config.blocks import Block, MemoryBlock, StoredBlock
+from kvloom.config.model import EngineConfig
 from kvloom.config.resolve import BlendChoice, Choice, Resolved, TierChoice, resolve
 from kvloom.config.schema import json_schema
 

@@ -2,169 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     PrivateAttr,
     StrictStr,
-    StringConstraints,
-    Tag,
     ValidationError,
     field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from kvloom import legacy
 from kvloom.config import sources
+from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, PluginsBlock, StoredBlock, TierBlock, Word, no_bool
 from kvloom.config.problems import KeyPath, Origins, problems, unknown
-from kvloom.contracts.component import ByteSize, Config, Duration
 from kvloom.errors import ConfigError
-
-
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"should be a number, not {str(value).lower()}")
-    return value
-
-
-def _positive(value: Any) -> Any:
-    if not 0 < value < math.inf:
-        raise ValueError(f"should be more than nothing and finite, not {value}")
-    return value
-
-
-def _not_yet(value: Any) -> None:
-    raise ValueError("not in this release; remove it")
-
-
-def _no_on_evict(value: Any) -> Any:
-    if value == "on_evict":
-        raise ValueError("'on_evict' is not in this release; write 'through' or 'never'")
-    return value
-
-
-Word = Annotated[StrictStr, StringConstraints(min_length=1)]
-Size = Annotated[ByteSize, BeforeValidator(_no_bool), AfterValidator(_positive)]
-Deadline = Annotated[Duration, BeforeValidator(_no_bool), AfterValidator(_positive)]
-TierName = Annotated[StrictStr, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
-_NotYet = Annotated[None, BeforeValidator(_not_yet)]
-
-_OPEN = ConfigDict(extra="allow", frozen=True)
-
-
-class Block(BaseModel):
-    """`{type: word, ...}`, or the bare word: which plugin, and settings that only it understands."""
-
-    model_config = _OPEN
-    type: Word
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_word(cls, value: Any) -> Any:
-        return {"type": value} if isinstance(value, str) else value
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What belongs to the plugin."""
-        return dict(self.model_extra or {})
-
-
-class SerializerBlock(Block):
-    """How a tier encodes chunks."""
-
-    type: Word = "raw"
-    timed: bool = False
-    """Log how long every encode and decode takes."""
-
-
-class StoredBlock(Block):
-    """A tier on a storage backend: the keys that the core owns."""
-
-    name: TierName = ""
-    """What `search_range`, events and metrics call it; the type unless given."""
-    serializer: SerializerBlock = SerializerBlock()
-    write: Annotated[Literal["through", "never"], BeforeValidator(_no_on_evict)] = "through"
-    """When chunks are written here: as they are stored, or never (a tier that others fill)."""
-    capacity: Size | None = None
-    """Evict the least recently used beyond this."""
-    deadline: Deadline = 10.0
-    """Give an operation up after this long and serve a miss."""
-    ttl: _NotYet = None
-    quota: _NotYet = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        value = {"type": value} if isinstance(value, str) else value
-        if isinstance(value, dict) and isinstance(value.get("type"), str):
-            return {"name": value["type"], **value}
-        return value
-
-
-class MemoryBlock(Config):
-    """The memory tier, the core's own."""
-
-    type: Literal["memory"] = "memory"
-    name: TierName = "memory"
-    capacity: Size = ByteSize(5 << 30)
-    """How far the host pool may grow."""
-    deadline: Deadline = 10.0
-    """Give up waiting for room after this long."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_word(cls, value: Any) -> Any:
-        return {"type": value} if isinstance(value, str) else value
-
-
-def _tier_model(value: Any) -> str:
-    kind = value if isinstance(value, str) else getattr(value, "type", None)
-    if isinstance(value, Mapping):
-        kind = value.get("type")
-    return "memory" if kind == "memory" else "stored"
-
-
-TierBlock = Annotated[
-    Annotated[MemoryBlock, Tag("memory")] | Annotated[StoredBlock, Tag("stored")], Discriminator(_tier_model)
-]
-
-
-class BlendBlock(BaseModel):
-    """Blending: what merges, what finds, and the settings of what merges."""
-
-    model_config = _OPEN
-    executor: Word = "cacheblend"
-    retriever: Block = Block(type="separator")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_word(cls, value: Any) -> Any:
-        return {"executor": value} if isinstance(value, str) else value
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What belongs to the executor."""
-        return dict(self.model_extra or {})
-
-
-class PluginsBlock(Config):
-    """Which plugins may load, by the names that `kvloom plugins` lists."""
-
-    only: tuple[Word, ...] | None = None
-    """None of the others (the core's own always load)."""
-    block: tuple[Word, ...] = ()
 
 
 class EngineConfig(BaseModel):
@@ -173,7 +33,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     instance_id: Word = "kvloom"
-    chunk_tokens: Annotated[int, Field(ge=1), BeforeValidator(_no_bool)] = 256
+    chunk_tokens: Annotated[int, Field(ge=1), BeforeValidator(no_bool)] = 256
     """Tokens per chunk: the unit that is kept, found and moved."""
     tokens: Block = Block(type="chunked")
     connector: Block = Block(type="plain")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from kvloom.config.model import BlendBlock, Block, EngineConfig, MemoryBlock, StoredBlock
+from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, StoredBlock
+from kvloom.config.model import EngineConfig
 from kvloom.config.problems import KeyPath, Origins, Problem, dotted, problems, unknown
 from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError, PluginError

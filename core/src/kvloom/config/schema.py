@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from kvloom.config.model import BlendBlock, EngineConfig, MemoryBlock, SerializerBlock, StoredBlock
+from kvloom.config.blocks import BlendBlock, MemoryBlock, SerializerBlock, StoredBlock
+from kvloom.config.model import EngineConfig
 from kvloom.plugins import Registry
 
 

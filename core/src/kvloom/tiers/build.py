@@ -61,7 +61,7 @@ def build_stack(
                         write=choice.write != "never",
                         exact_only=exact_only,
                         dst_device=dst_device,
-                    )  # fmt: skip
+                    )
                 )
     except BaseException:
         Stack(memory, stored, layout, events, runtime).close()

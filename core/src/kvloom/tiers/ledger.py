@@ -100,7 +100,7 @@ class Ledger:
                 if row is not None:
                     self._bytes -= row.nbytes
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """The keys, least recently used first."""
         with self._lock:
             return list(self._rows)

@@ -133,7 +133,7 @@ class MemoryTier(Tier):
             entry.block.drop()
         return len(entries)
 
-    def keys(self) -> list[ChunkKey]:
+    def chunks(self) -> list[ChunkKey]:
         """The keys held, least recently used first."""
         with self._lock:
             return list(self._held)
@@ -151,7 +151,7 @@ class MemoryTier(Tier):
         return True
 
     def _close(self) -> None:
-        self.remove(self.keys())
+        self.remove(self.chunks())
 
     def _take(self, key: ChunkKey) -> Loaded | None:
         loaded = self.lease([key])[0]

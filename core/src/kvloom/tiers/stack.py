@@ -295,11 +295,12 @@ class Stack:
         """Delete every chunk whose key starts with `prefix` everywhere."""
         for tier in self.stored:
             tier.clear(prefix)
-        self.memory.remove([key for key in self.memory.keys() if str(key).startswith(prefix)])
+        self.memory.remove([key for key in self.memory.chunks() if str(key).startswith(prefix)])
 
     def flush(self, until: float) -> bool:
         """Wait until every accepted write is in its tier; False if `until` came first."""
-        return all([tier.flush(until) for tier in self.stored])
+        done = [tier.flush(until) for tier in self.stored]
+        return all(done)
 
     def close(self) -> None:
         for tier in self.stored:

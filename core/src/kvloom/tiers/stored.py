@@ -182,7 +182,7 @@ class StoredTier(Tier):
                         chunks=1,
                         bytes=header.header_bytes + header.payload_bytes,
                         seconds=self._runtime.now() - began,
-                    )  # fmt: skip
+                    )
                 )
             return loaded
         return None
@@ -210,7 +210,7 @@ class StoredTier(Tier):
         if chunk is None:
             decoded = self._memory.reserve_by(self.layout.nbytes(shape), until, deadline=until)
             if decoded is None:
-                raise BackendError(f"no room in memory to decode a chunk")
+                raise BackendError("no room in memory to decode a chunk")
             chunk = Chunk(decoded.tensor(shape, self.layout.dtype), like.format, num_tokens, about.fidelity)
             serializer.decode(envelope.split(header, payload), chunk)
             framed.abandon()
@@ -255,7 +255,7 @@ class StoredTier(Tier):
                 chunk.num_tokens,
                 serializer.fidelity,
                 serializer.params,
-            ),  # fmt: skip
+            ),
             serializer.encode(chunk),
         )
         nbytes = sum(memoryview(part).nbytes for part in framed)
@@ -326,7 +326,7 @@ class StoredTier(Tier):
 
     @property
     def _may_hold_unknown(self) -> bool:
-        return self.backend.shared or not self.ledger.complete and self.backend.persistent
+        return self.backend.shared or (not self.ledger.complete and self.backend.persistent)
 
     def _usable(self, fidelity: Fidelity | None) -> bool:
         if fidelity is None or fidelity is Fidelity.UNREADABLE:
@@ -379,7 +379,7 @@ class StoredTier(Tier):
 
     def _delete_listed(self, prefix: str) -> None:
         names = [entry.key for entry in self.backend.scan(prefix)]
-        names += [name for name in self.ledger.keys() if name.startswith(prefix)]
+        names += [name for name in self.ledger.names() if name.startswith(prefix)]
         self.ledger.forget(names)
         self.backend.delete_many(names)
 
