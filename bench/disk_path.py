@@ -71,7 +71,9 @@ def measure(rows: Rows, folder: Path) -> None:
             assert torch.equal(source, target)
 
         for prompt in prompts[1:]:
+            os.sync()  # else one waits for what the other left the kernel to write
             taken["raw write"].append(median_seconds(lambda: raw_write(folder, raw), 1))
+            os.sync()
             taken["write"].append(median_seconds(lambda prompt=prompt: store(prompt), 1))
             seconds = taken["warm"]
             retrieve(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from core_support import CHUNK, Gate, Shelf, kv_of, matches, tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvloom import Engine
+from kvloom import Engine, envelope
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
@@ -119,6 +120,19 @@ def test_a_later_version_is_a_miss_and_stays(open_engine: Open) -> None:
     assert retrieve(engine) == [True, False, False, False]
     assert count(engine, "corrupt") == 0 and count(engine, "missed") == 2
     assert name in shelf._blobs
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "float16"}, {"shape": (2, 2, 2, 16)}, {"format": "kv_pages"}, {"num_tokens": 3}], ids=str
+)
+def test_a_blob_of_another_shape_under_the_right_key_is_corrupt(open_engine: Open, change: dict[str, object]) -> None:
+    shelf = filled(open_engine)
+    engine = open_engine(MEMORY, SHELF)
+    name = chunk_names(engine)[1]
+    header, payload = envelope.unseal(shelf._blobs[name], key=name)
+    shelf._blobs[name] = b"".join(envelope.seal(replace(header.description, **change), [payload]))
+    assert retrieve(engine) == [True, False, False, False]
+    assert count(engine, "corrupt") == 1
 
 
 def test_a_blob_that_vanishes_between_lookup_and_retrieve(open_engine: Open) -> None:

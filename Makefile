@@ -1,0 +1,75 @@
+# Every target sets up what it needs: Python 3.11 or later and make are enough. A second call starts at once.
+#
+# pip is configured with its own environment variables, for example PIP_INDEX_URL for a mirror, PIP_EXTRA_INDEX_URL for
+# an index with another build of torch, or PIP_FIND_LINKS for a folder of wheels.
+
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.stamp-ready
+PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard core/pyproject.toml plugins/*/pyproject.toml))
+BENCHES = $(filter-out bench/lmcache_peer.py,$(shell grep -l __main__ bench/*.py))
+INSTALL := -m pip install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full lint bench bench-lmcache wheels check-wheels clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# -- set-up ------------------------------------------------------------------------------------------------------------
+
+setup: $(READY) ## make .venv with everything in it (the other targets do this themselves)
+
+$(READY): constraints.txt requirements-dev.txt $(PACKAGES:=/pyproject.toml)
+	@sh scripts/make_venv.sh "$(PYTHON)" $(VENV)
+	@echo "Installing the packages of this repository and the tools ..."
+	@$(BIN)/python $(INSTALL) setuptools
+	@$(BIN)/python $(INSTALL) --no-build-isolation --requirement requirements-dev.txt
+	@touch $@
+
+# -- what users and developers run -------------------------------------------------------------------------------------
+
+demo: $(READY) ## prefill a document once, answer from its stored KV in a second process
+	$(BIN)/kvloom demo
+
+lint: $(READY) ## ruff, and mypy --strict on core
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## lint, types and every test that is not slow
+	$(BIN)/pytest -m "not slow"
+
+test-full: $(READY) ## the slow tests
+	$(BIN)/pytest -m slow
+
+bench: $(READY) ## every script in bench/, results into bench/results/
+	@set -e; for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script; done
+
+wheels: $(READY) ## a wheel of every package, into dist/
+	@rm -rf dist $(PACKAGES:=/build)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(PACKAGES:%=./%)
+	@ls dist
+
+check-wheels: wheels ## install the wheels into a fresh environment and look for every plugin
+	sh scripts/check_wheels.sh "$(PYTHON)"
+
+# -- the comparison with LMCache has an environment of its own ---------------------------------------------------------
+
+PEER := .venv-lmcache
+PEER_READY := $(PEER)/.stamp-ready
+
+$(PEER_READY): scripts/lmcache_requirements.txt constraints.txt
+	@sh scripts/make_venv.sh "$(PYTHON)" $(PEER)
+	@$(PEER)/bin/python -m pip install --quiet --requirement scripts/lmcache_requirements.txt
+	@$(PEER)/bin/python -m pip install --quiet --no-deps --only-binary :all: lmcache==0.5.6
+	@touch $@
+
+bench-lmcache: $(READY) $(PEER_READY) ## kvloom and LMCache in turn, on the same work
+	$(BIN)/python bench/lmcache_peer.py --peer $(PEER)/bin/python
+
+clean: ## remove what was built and what tools cached; .venv and .venv-lmcache stay
+	rm -rf dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis $(PACKAGES:=/build)

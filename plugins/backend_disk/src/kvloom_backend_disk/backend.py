@@ -1,0 +1,166 @@
+"""DiskBackend: one file per blob in a directory that any number of processes may share.
+
+A blob is written to a file of its own and renamed into place, so that every reader sees one version or none, whoever
+dies when. What was written survives the process; nothing is synced, so a power cut may take the newest blobs or leave
+them unreadable, which the core's checksums turn into misses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from kvloom import Buffer, Buffers, Entry, KVSpec, Sink, StorageBackend
+from kvloom import Config as BaseConfig
+from kvloom_backend_disk.layout import SCRATCH, Layout
+from kvloom_backend_disk.scratch import Scratch
+from kvloom_backend_disk.transfer import Mode, Transfer, probe_direct
+
+logger = logging.getLogger("kvloom.backend_disk")
+
+_PUBLISH_ATTEMPTS = 8
+
+
+class DiskBackend(StorageBackend):
+    """Keeps every blob as a file under `path`. Holds no descriptor and no lock between calls, so it survives a fork."""
+
+    type: ClassVar[str] = "disk"
+    persistent: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+
+    class Config(BaseConfig):
+        """The `disk` tier's own settings."""
+
+        path: Path
+        """The directory; made if missing. `~` is the home directory."""
+        direct: Mode = "auto"
+        """Whether to move blobs past the page cache (O_DIRECT)."""
+
+    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        root = Path(os.path.abspath(config.path.expanduser()))
+        self._layout = Layout(root)
+        self._scratch = Scratch(root / SCRATCH)
+        try:
+            mode = self._probe(root, config.direct)
+            reclaimed = self._scratch.reclaim()
+        except OSError as error:
+            raise ValueError(
+                f"path: cannot write to {root}: {error.strerror or error}; name a directory that this user may create "
+                "or write to"
+            ) from error
+        if reclaimed:
+            logger.info("removed %d unfinished files of dead processes from %s", reclaimed, root)
+        self._transfer = Transfer(mode)
+
+    def _probe(self, root: Path, wanted: Mode) -> Mode:
+        """What `wanted` comes to in this directory. Raises OSError if nothing can be written there."""
+        draft, fd = self._scratch.open()
+        try:
+            if wanted != "never":
+                probe_direct(fd)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return wanted  # a full disk says nothing about O_DIRECT
+            if wanted == "always":
+                raise ValueError(f"direct: O_DIRECT does not work in {root} ({error}); use `direct: auto`") from error
+            logger.info("no O_DIRECT in %s (%s): reading and writing through the page cache", root, error)
+            return "never"
+        finally:
+            os.close(fd)
+            os.unlink(draft)
+        return wanted
+
+    def put(self, key: str, blob: Buffers) -> None:
+        path = self._layout.path(key)
+        draft, fd = self._scratch.open()
+        try:
+            try:
+                self._transfer.write(fd, blob)
+            finally:
+                os.close(fd)  # before publishing: network file systems report a full disk here
+            _publish(draft, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            raise
+
+    def get(self, key: str) -> Buffer | None:
+        memory = _Memory()
+        return memory.view if self.get_into(key, memory) else None
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        with self._opened(key) as fd:
+            if fd is None:
+                return False
+            size = os.fstat(fd).st_size
+            self._transfer.read(fd, 0, sink.reserve(size)[:size], sink.filled)
+        return True
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        with self._opened(key) as fd:
+            if fd is None or os.fstat(fd).st_size < offset + len(into):
+                return False
+            self._transfer.read(fd, offset, into, lambda _: None)
+        return True
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[int | None]:
+        """The file of `key`: the same version to the end, whatever is put or deleted meanwhile."""
+        try:
+            fd = os.open(self._layout.path(key), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield None
+            return
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def contains(self, key: str) -> bool:
+        return os.access(self._layout.path(key), os.F_OK)
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._layout.path(key))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.delete(key)
+        for directory in {os.path.dirname(self._layout.path(key)) for key in keys}:
+            self._layout.prune(directory)
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        return self._layout.scan(prefix)
+
+
+class _Memory:
+    """The sink of `get`: memory of its own, page-aligned."""
+
+    view = memoryview(b"")
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        if num_bytes:
+            self.view = memoryview(mmap.mmap(-1, num_bytes))
+        return self.view
+
+    def filled(self, num_bytes: int) -> None:
+        pass
+
+
+def _publish(draft: str, path: str) -> None:
+    for _ in range(_PUBLISH_ATTEMPTS):
+        try:
+            os.replace(draft, path)
+            return
+        except FileNotFoundError:
+            # Not made yet, or just pruned by another process, perhaps again while it is being made.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+    os.replace(draft, path)

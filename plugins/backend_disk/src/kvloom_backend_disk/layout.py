@@ -1,0 +1,84 @@
+"""Where the blob of a key lies, and back: the only module that knows the shape of the directory.
+
+The blob of `a/b/name` is the file `a/b/+hh/name`. `+` occurs in no key, so a key that is also the beginning of another
+key is never a file where a directory is needed; `hh`, two hex digits, keeps every directory small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+from kvloom import Entry
+
+SCRATCH = "+tmp"
+"""The directory of files that are still being written."""
+
+_PART = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._-]+"
+_KEY = re.compile(rf"((?:{_PART}/)*)({_PART})")
+_CHUNK_NAME = re.compile(r"[0-9]+-([0-9a-f]{2})[0-9a-f]{62}")
+_MAX_KEY_CHARS = 200
+
+
+class Layout:
+    """Maps keys to files under `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+
+    def path(self, key: str) -> str:
+        """The file of `key`. Raises ValueError if it is no key: such a path could lie outside the root."""
+        match = _KEY.fullmatch(key)
+        if match is None or len(key) > _MAX_KEY_CHARS:
+            raise ValueError(f"not a key: {key!r}; expected parts of [A-Za-z0-9._-] joined by '/'")
+        above, name = match.groups()
+        return f"{self._root}/{above}+{_shard(name)}/{name}"
+
+    def scan(self, prefix: str) -> Iterator[Entry]:
+        """Every blob whose key starts with `prefix`. Blobs that vanish meanwhile are left out."""
+        above, slash, beginning = prefix.rpartition("/")
+        if not slash or _KEY.fullmatch(above):
+            yield from self._walk(above + slash, beginning)
+
+    def _walk(self, above: str, beginning: str) -> Iterator[Entry]:
+        for entry in _listing(f"{self._root}/{above}"):
+            if entry.name == SCRATCH:
+                continue
+            if entry.name.startswith("+"):
+                yield from self._blobs(entry.path, above, beginning)
+            elif entry.name.startswith(beginning):
+                yield from self._walk(f"{above}{entry.name}/", "")
+
+    def _blobs(self, directory: str, above: str, beginning: str) -> Iterator[Entry]:
+        for entry in _listing(directory):
+            # A file that is not where `path` puts its key is not ours (an editor's, a network file system's).
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                if entry.name.startswith(beginning) and self.path(above + entry.name) == entry.path:
+                    status = entry.stat(follow_symlinks=False)
+                    yield Entry(above + entry.name, status.st_blocks * 512, status.st_mtime)
+
+    def prune(self, directory: str) -> None:
+        """Remove `directory` and the ones above it, below the root, as long as they are empty."""
+        while len(directory) > len(self._root):
+            try:
+                os.rmdir(directory)
+            except OSError:
+                return
+            directory = os.path.dirname(directory)
+
+
+def _shard(name: str) -> str:
+    match = _CHUNK_NAME.fullmatch(name)
+    return match[1] if match else f"{crc32(name.encode()) & 0xFF:02x}"
+
+
+def _listing(directory: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

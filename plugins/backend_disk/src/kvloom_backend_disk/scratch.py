@@ -1,0 +1,98 @@
+"""Files that are still being written: named after the process that writes them, reclaimed when it is dead.
+
+A name is `<host>.<pid>.<start time>.<random>`. `<host>` is a digest over host name, boot and pid namespace: only where
+all three are ours does a pid mean to us what it meant to the writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from pathlib import Path
+
+FOREIGN_SECONDS = 86400.0
+"""When a file of a host whose processes cannot be seen from here counts as abandoned."""
+
+_NAME = re.compile(r"([0-9a-f]{12})\.([0-9]+)\.([0-9]*)\.[0-9a-f]{16}")
+
+
+class Scratch:
+    """The directory of unpublished files of one store, which other processes may share."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = str(directory)
+        self._pid = -1
+        self._owner = ""
+
+    def open(self) -> tuple[str, int]:
+        """A new, empty file of this process's: its path and a descriptor to read and write. Makes the directory."""
+        path = f"{self._directory}/{self._prefix()}.{os.urandom(8).hex()}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return path, os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            os.makedirs(self._directory, exist_ok=True)
+            return path, os.open(path, flags, 0o666)
+
+    def reclaim(self) -> int:
+        """Remove what dead processes left behind; how many files that was. Never touches a living process's."""
+        host, removed = _host(), 0
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
+            for entry in entries:
+                match = _NAME.fullmatch(entry.name)
+                if match is None or not _abandoned(entry, match, host):
+                    continue
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+                    removed += 1
+        return removed
+
+    def _prefix(self) -> str:
+        # Asked for at every call: after a fork this object lives on in a process with another pid.
+        pid = os.getpid()
+        if pid != self._pid:
+            self._owner = f"{_host()}.{pid}.{_start_time(pid)}"
+            self._pid = pid
+        return self._owner
+
+
+def _abandoned(entry: os.DirEntry[str], match: re.Match[str], host: str) -> bool:
+    if match[1] == host:
+        return not _alive(int(match[2]), match[3])
+    try:
+        return time.time() - entry.stat(follow_symlinks=False).st_mtime > FOREIGN_SECONDS
+    except OSError:
+        return False
+
+
+def _alive(pid: int, start_time: str) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # alive, and another user's
+    now = _start_time(pid)
+    return not now or not start_time or now == start_time
+
+
+def _start_time(pid: int) -> str:
+    """When `pid` started, in the kernel's ticks since boot; empty where the system does not say."""
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""  # /proc shows another pid namespace's processes
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+def _host() -> str:
+    parts = [os.uname().nodename]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

@@ -1,0 +1,122 @@
+"""Moves bytes between memory and open files, through the page cache or past it (O_DIRECT), whichever is faster.
+
+Reading what the page cache holds is several times faster than any disk; what it does not hold is read faster past it.
+Writing into it is fast, and makes the next read so, until the kernel slows writers down to the disk: then past it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from kvloom import BackendError, Buffers
+from kvloom_backend_disk.extents import Extent, address, coalesce
+from kvloom_backend_disk.pagecache import DirtyRoom, is_cached
+
+Mode = Literal["auto", "always", "never"]
+
+BLOCK_BYTES = 4096
+"""O_DIRECT wants addresses, offsets and lengths that are multiples of this."""
+STEP_BYTES = 1 << 20
+"""How much is read between two reports: it is still in the processor's cache when it is verified."""
+SMALL_BYTES = 128 << 10
+"""Below this, choosing costs more than it brings: `auto` uses the page cache."""
+
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+
+
+class Transfer:
+    """Reads and writes as `mode` says; keeps nothing but an estimate of the page cache's room."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+        self._room = DirtyRoom()
+
+    def write(self, fd: int, blob: Buffers) -> None:
+        """Write the blob to the empty file `fd`. Raises OSError, with part of it written."""
+        views = [memoryview(buffer).cast("B") for buffer in blob if memoryview(buffer).nbytes]
+        if not self._writes_directly(sum(map(len, views))):
+            _write_all(fd, views)
+            return
+        for direct, pieces in itertools.groupby(_pieces(coalesce(views)), key=lambda piece: piece[0]):
+            _set_direct(fd, direct)
+            _write_all(fd, [view for _, view in pieces])
+
+    def read(self, fd: int, offset: int, into: memoryview, filled: Callable[[int], object]) -> None:
+        """Fill `into` from `offset` of the file, telling `filled` again and again how many bytes have arrived.
+
+        Raises BackendError if the file ends before.
+        """
+        size = len(into)
+        direct_bytes = 0
+        if self._reads_directly(fd, offset, size) and (address(into) | offset) % BLOCK_BYTES == 0:
+            direct_bytes = size - size % BLOCK_BYTES
+        os.lseek(fd, offset, os.SEEK_SET)
+        done = 0
+        for direct, end in ((True, direct_bytes), (False, size)):
+            if done < end:
+                _set_direct(fd, direct)
+            while done < end:
+                got = os.readv(fd, [into[done : min(done + STEP_BYTES, end)]])
+                if not got:
+                    raise BackendError(f"the file ends after {offset + done} bytes, {size - done} too early")
+                done += got
+                filled(done)
+
+    def _writes_directly(self, size: int) -> bool:
+        if self._mode != "auto":
+            return self._mode == "always"
+        return size >= SMALL_BYTES and not self._room.take(size)
+
+    def _reads_directly(self, fd: int, offset: int, size: int) -> bool:
+        if self._mode != "auto":
+            return self._mode == "always"
+        return size >= SMALL_BYTES and not is_cached(fd, offset, size)
+
+
+def probe_direct(fd: int) -> None:
+    """Write a block to the file past the page cache and read it back. Raises OSError where that does not work."""
+    if not hasattr(os, "O_DIRECT"):
+        raise OSError("this system has no O_DIRECT")
+    _set_direct(fd, True)
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        block[:] = written = os.urandom(BLOCK_BYTES)
+        os.write(fd, block)
+        block[:] = bytes(BLOCK_BYTES)
+        os.lseek(fd, 0, os.SEEK_SET)
+        os.readv(fd, [block])
+        if block[:] != written:
+            raise OSError("what O_DIRECT read is not what it wrote")
+
+
+def _set_direct(fd: int, direct: bool) -> None:
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if bool(flags & flag) != direct:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ flag)
+
+
+def _pieces(runs: Sequence[Extent]) -> Iterator[tuple[bool, memoryview]]:
+    """Cut runs into pieces that O_DIRECT takes (True) and pieces that it does not: odd places, the odd tail."""
+    offset = 0
+    for start, view in runs:
+        cut = len(view) - len(view) % BLOCK_BYTES if (start | offset) % BLOCK_BYTES == 0 else 0
+        for direct, piece in ((True, view[:cut]), (False, view[cut:])):
+            if len(piece):
+                yield direct, piece
+        offset += len(view)
+
+
+def _write_all(fd: int, views: list[memoryview]) -> None:
+    first = 0
+    while first < len(views):
+        written = os.writev(fd, views[first : first + _IOV_MAX])
+        while first < len(views) and written >= len(views[first]):
+            written -= len(views[first])
+            first += 1
+        if written:
+            views[first] = views[first][written:]

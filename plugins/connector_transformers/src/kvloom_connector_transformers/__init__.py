@@ -1,0 +1,56 @@
+"""kvloom for Hugging Face transformers. Light on purpose: what is heavy is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from kvloom import hookimpl
+
+if TYPE_CHECKING:
+    import typer
+
+    from kvloom import GPUConnector
+
+    from .connector import TransformersConnector as TransformersConnector
+    from .identity import spec_of as spec_of
+    from .model import CachedModel as CachedModel
+    from .model import Report as Report
+    from .model import cached as cached
+    from .restored import RestoredKV as RestoredKV
+    from .restored import set_length as set_length
+
+_HOME = {
+    "CachedModel": "model",
+    "Report": "model",
+    "RestoredKV": "restored",
+    "TransformersConnector": "connector",
+    "cached": "model",
+    "set_length": "restored",
+    "spec_of": "identity",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+@hookimpl
+def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
+    from .connector import TransformersConnector
+
+    return [TransformersConnector]
+
+
+@hookimpl
+def kvloom_add_commands(commands: typer.Typer) -> None:
+    from .demo.command import demo
+
+    commands.command("demo")(demo)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value

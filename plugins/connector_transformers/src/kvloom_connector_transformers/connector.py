@@ -1,0 +1,132 @@
+"""`type: transformers`: the KV caches of Hugging Face transformers as KV_BLOB chunks.
+
+A cache keeps, for each layer, K and V of `[rows, kv_heads, tokens, head_size]`; a chunk is
+`[2, layers, tokens, kv_heads * head_size]`. Both ways it is one strided copy per layer and plane, nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
+
+from .restored import RestoredKV, set_length
+
+_LAYER = {DynamicCache: DynamicLayer, StaticCache: StaticLayer}
+
+Planes = list[tuple[torch.Tensor, torch.Tensor]]
+"""(K, V) of each layer, `[rows, kv_heads, tokens, head_size]`."""
+
+
+class TransformersConnector(GPUConnector):
+    """Reads and writes a `DynamicCache`, a `StaticCache` or a `RestoredKV`.
+
+    `where`: `cache`, one of those three; `row: int = 0`, which sequence of the batch the tokens are.
+
+    Writing never grows a cache. A `StaticCache` must have its tensors (`early_initialization`) and gets its length
+    set to the end of what is written; to restore into a `DynamicCache`, write into a `RestoredKV` and `install` it.
+    """
+
+    type = "transformers"
+    format = MemoryFormat.KV_BLOB
+
+    def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
+        """Raise ValueError, by name, unless `where` has room for `num_tokens` tokens of this model's KV."""
+        unknown = sorted(set(where) - {"cache", "row"})
+        if unknown:
+            raise ValueError(f"{unknown[0]}: the transformers connector takes cache= and row=")
+        if "cache" not in where:
+            raise ValueError("cache: missing; pass cache=, a DynamicCache, StaticCache or RestoredKV")
+        cache, row = where["cache"], where.get("row", 0)
+        planes = _planes(cache)
+        self._check_layers(planes)
+        rows, tokens = planes[0][0].shape[0], planes[0][0].shape[2]
+        if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < rows:
+            raise ValueError(f"row: {row!r} of a cache with {rows} rows")
+        if num_tokens > tokens:
+            hint = "; to restore, write into a RestoredKV and install it" if isinstance(cache, DynamicCache) else ""
+            raise ValueError(f"cache: {type(cache).__name__} with room for {tokens} tokens, not {num_tokens}{hint}")
+
+    def _check_layers(self, planes: Planes) -> None:
+        spec = self.spec
+        assert spec is not None
+        if len(planes) != spec.num_layers:
+            raise ValueError(f"cache: {len(planes)} layers, the model has {spec.num_layers}")
+        for number, pair in enumerate(planes):
+            for name, tensor in zip(("K", "V"), pair, strict=True):
+                shape, expected = (tensor.shape[1], tensor.shape[3]), (spec.num_kv_heads, spec.head_size)
+                if shape != expected:
+                    raise ValueError(f"cache: {name} of layer {number} has (heads, head size) {shape}, not {expected}")
+                if tensor.dtype != spec.torch_dtype:
+                    raise ValueError(f"cache: {name} of layer {number} is {tensor.dtype}, not {spec.torch_dtype}")
+
+    @torch.inference_mode()
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, cache: Any, row: int = 0) -> None:
+        """Copy from `cache`; done on return. ValueError if it does not hold the tokens yet."""
+        planes = _planes(cache)
+        held = _length(cache)
+        if segments and segments[-1].end > held:
+            raise ValueError(f"cache: holds {held} tokens, not {segments[-1].end}")
+        for theirs, ours in self._pairs(planes, segments, chunks, row):
+            ours.copy_(theirs, non_blocking=True)
+        _finish(planes)
+
+    @torch.inference_mode()
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, cache: Any, row: int = 0) -> None:
+        """Copy into `cache`; done on return. Runs of segments may come in several calls, in order."""
+        planes = _planes(cache)
+        for theirs, ours in self._pairs(planes, segments, chunks, row):
+            theirs.copy_(ours, non_blocking=True)
+        if isinstance(cache, RestoredKV):
+            cache.lossy.update(chunk.fidelity for chunk in chunks if not chunk.exact)
+        elif isinstance(cache, StaticCache) and segments:
+            set_length(cache, segments[-1].end)
+        _finish(planes)
+
+    def _pairs(self, planes: Planes, segments: Sequence[Segment], chunks: Sequence[Chunk], row: int) -> Any:
+        """Views of the cache and of the chunks that hold the same KV, `[kv_heads, tokens, head_size]`."""
+        assert self.spec is not None
+        heads = (self.spec.num_kv_heads, self.spec.head_size)
+        for segment, chunk in zip(segments, chunks, strict=True):
+            split = chunk.tensor.unflatten(-1, heads).transpose(2, 3)
+            for layer, pair in enumerate(planes):
+                for plane, tensor in enumerate(pair):
+                    yield tensor[row, :, segment.start : segment.end], split[plane, layer]
+
+
+def _planes(cache: Any) -> Planes:
+    """K and V of each layer. ValueError unless the cache is one that keeps them plainly."""
+    if isinstance(cache, RestoredKV):
+        return list(zip(cache.keys, cache.values, strict=True))
+    plain = _LAYER.get(type(cache))
+    if plain is None:
+        raise ValueError(f"cache: {type(cache).__name__}, not a DynamicCache, StaticCache or RestoredKV")
+    if cache.offloading:
+        raise ValueError(f"cache: {type(cache).__name__} with offloading moves its layers while they are copied")
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is not plain:
+            raise ValueError(f"cache: layer {number} is a {type(layer).__name__}, not a {plain.__name__}")
+        if not layer.is_initialized:
+            how = "; call early_initialization() first" if plain is StaticLayer else ""
+            raise ValueError(f"cache: layer {number} of the {type(cache).__name__} holds nothing yet{how}")
+    if not cache.layers:
+        raise ValueError(f"cache: the {type(cache).__name__} holds nothing yet")
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _length(cache: Any) -> int:
+    """How many tokens `cache` holds."""
+    return cache.num_tokens if isinstance(cache, RestoredKV) else int(cache.get_seq_length())
+
+
+def _finish(planes: Planes) -> None:
+    """Wait for the copies from and to other devices: chunks are given back when this returns."""
+    for device in {tensor.device for pair in planes for tensor in pair if tensor.device.type != "cpu"}:
+        module = torch.get_device_module(device)
+        stream = module.current_stream(device) if hasattr(module, "current_stream") else module
+        stream.synchronize()

@@ -1,0 +1,173 @@
+"""The verb itself: two fresh processes, one after the other, and what they said."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .job import Job
+
+_QUESTION = "\n\n\nIn short, this module"
+_CONFIG = """\
+# Written by `kvloom demo`. Use it with your own model: cached(model, "laptop.yaml").
+connector: transformers
+tiers:
+  - {{type: memory, capacity: 256MiB}}
+  - {{type: disk, path: {path}, capacity: 8GiB}}
+"""
+
+
+def demo(
+    model: Annotated[
+        str, typer.Option(metavar="NAME_OR_PATH", help="Any plain decoder (default: evals/pylm of the repository).")
+    ] = "",
+    document: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="What is prefilled (default: the source of Python's heapq).",
+        ),
+    ] = None,
+    question: Annotated[str, typer.Option(metavar="TEXT", help="What is appended to the document.")] = _QUESTION,
+    tokens: Annotated[int, typer.Option(min=1, help="How much of the document, at most.")] = 3000,
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Random weights instead: small, medium, or a number such as 150M.")
+    ] = "",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where chart, configuration and KV go.")] = Path("demo-out"),
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the KV there, and start from what is there.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Your own configuration (default: memory over disk, in DIR).",
+        ),
+    ] = None,
+) -> None:
+    """Prefill a document once, then answer from its stored KV in a second process."""
+    from rich.console import Console
+
+    from .job import Job, parameters
+
+    if size and model:
+        raise typer.BadParameter("pass either --size or --model")
+    try:
+        count = parameters(size) if size else 0
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--size") from None
+    model, text, kv = "" if size else _model(model), document or _heapq(), out / "kv"
+    if not keep:
+        shutil.rmtree(kv, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    if config is None:
+        config = out / "laptop.yaml"
+        config.write_text(_CONFIG.format(path=json.dumps(str(kv.resolve()))), encoding="utf-8")
+    job = Job(
+        model=model, parameters=count, document=str(text), tokens=tokens,
+        question=question, config=str(config.resolve()),
+    )  # fmt: skip
+    job.save(out / "job.json")
+    try:
+        holds = _run(Console(markup=False, highlight=False), job, out)
+    finally:
+        if not keep:
+            shutil.rmtree(kv, ignore_errors=True)
+    if not holds:
+        raise typer.Exit(1)
+
+
+def _run(console: Console, job: Job, out: Path) -> bool:
+    from .report import checks, draw_chart, print_results
+
+    stored = _process(console, "store", job, out)
+    what = f"random Llama, {stored['parameters']:,} parameters" if job.parameters else job.model
+    console.print(f"{what}; {Path(job.document).name}, {stored['document_tokens']:,} tokens", style="bold")
+    console.print(
+        f"process 1  prefilled in {stored['compute_seconds']:.2f} s, stored the KV of {stored['stored']:,} tokens "
+        f"in {stored['store_seconds']:.2f} s"
+        + (f" ({stored['already_stored']:,} were there)" if stored["already_stored"] else "")
+    )
+    if stored["note"]:
+        console.print(f"           {stored['note']}", style="yellow")
+    result = _process(console, "answer", job, out)
+    console.print(f"process 2  started afresh, ready in {result['load_seconds']:.2f} s, answered from stored KV")
+    if result["text"]:
+        console.print()
+        console.print(f"... {job.question.strip()}", end="", style="bold")
+        console.print(result["text"].rstrip())
+    elif job.parameters:
+        console.print("           (random weights say nothing worth reading; their prefill is real work)", style="dim")
+    verdicts = checks(result)
+    print_results(console, result, verdicts)
+    (out / "result.json").write_text(json.dumps({"stored": stored, "answered": result}, indent=1), encoding="utf-8")
+    try:
+        draw_chart(result, out / "ttft.png")
+        console.print(f"chart: {out / 'ttft.png'}")
+    except ImportError:
+        console.print("no chart: pip install 'kvloom-connector-transformers[demo]'", style="yellow")
+    if not job.parameters:
+        console.print("A small model prefills fast. --size medium shows the factor where prefill is real work.")
+    return all(verdict.holds for verdict in verdicts)
+
+
+def _process(console: Console, role: str, job: Job, out: Path) -> dict[str, Any]:
+    """Run one of the two; show what it does while it does it. typer.Exit if it fails."""
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    if not job.model or Path(job.model).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    command = [sys.executable, "-m", "kvloom_connector_transformers.demo.worker", role, str(out / "job.json")]
+    log = out / f"{role}.log"
+    number = {"store": 1, "answer": 2}[role]
+    with (
+        log.open("w", encoding="utf-8") as errors,
+        console.status(f"process {number}: starting") as status,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
+        assert process.stdout is not None
+        said: dict[str, Any] = {}
+        for line in process.stdout:
+            said = json.loads(line)
+            if "doing" in said:
+                status.update(f"process {number}: {said['doing']}")
+    if "result" in said:
+        log.unlink()
+        result: dict[str, Any] = said["result"]
+        return result
+    console.print(f"process {number} failed: {said.get('error') or log.read_text(encoding='utf-8')}", style="bold red")
+    raise typer.Exit(1)
+
+
+def _model(name: str) -> str:
+    """The model asked for; a path as an absolute one. By default the trained model of the repository."""
+    if name:
+        return str(Path(name).resolve()) if Path(name).is_dir() else name
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        weights = folder / "evals" / "pylm" / "weights"
+        if (weights / "model.safetensors").is_file():
+            return str(weights)
+    raise typer.BadParameter(
+        "evals/pylm is not in this folder nor above it; name a model, or pass --size small", param_hint="--model"
+    )
+
+
+def _heapq() -> Path:
+    """A text with long prose that comes with Python."""
+    import heapq
+
+    if not Path(heapq.__file__).is_file():
+        raise typer.BadParameter("this Python has no source of heapq; name a file", param_hint="--document")
+    return Path(heapq.__file__)

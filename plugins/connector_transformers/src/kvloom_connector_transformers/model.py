@@ -1,0 +1,219 @@
+"""The three lines: `model = cached(model, "laptop.yaml")`, and `model.generate` never prefills a prompt twice."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from kvloom import ConfigError, Engine, EngineConfig, Hit
+
+from .calls import check_call
+from .identity import describe, signature, transformers_model
+from .plain import PlainKV
+from .restored import RestoredKV
+
+log = logging.getLogger("kvloom.connector_transformers")
+
+_STATES = 8
+"""How many states of one model (sets of adapters, autocast) keep an engine at the ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one `generate` did."""
+
+    rows: int
+    prompt_tokens: int
+    """Of each row."""
+    hit_tokens: int
+    """Of each row: how many were not prefilled."""
+    by_tier: Mapping[str, int]
+    """Where the hit of the row with the fewest was forecast to come from, in tokens."""
+    lookup_seconds: float
+    load_seconds: float
+    """Reading from the tiers, verifying and writing into the cache."""
+    compute_seconds: float
+    """The rest of the prompt and all generated tokens."""
+    store_seconds: float
+    note: str = ""
+    """Why nothing was looked up, or nothing stored, where that was not asked for."""
+
+
+@dataclass(slots=True)
+class _Start:
+    """The cache to start from."""
+
+    cache: DynamicCache
+    tokens: int = 0
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    lossy: frozenset[str] = frozenset()
+    lookup_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The model in one state: its KV, and the engine for it. None if the tiers can't take such KV."""
+
+    kv: PlainKV
+    engine: Engine | None
+
+
+def cached(model: Any, config: str | Path | Mapping[str, Any] | EngineConfig) -> CachedModel:
+    """Wrap a transformers or PEFT model, so that `generate` takes KV from the tiers of `config` and keeps it there.
+
+    Opening reads every weight once, for the model's fingerprint. ValueError, with the layers' numbers, if the model's
+    KV can't be restored exactly; ConfigError if the configuration can't work.
+    """
+    config = EngineConfig.load(config)
+    if config.connector.type != "transformers":
+        raise ConfigError(
+            "connector", f"is {config.connector.type!r}; a transformers model needs `connector: transformers`"
+        )
+    return CachedModel(model, config)
+
+
+class CachedModel:
+    """A model whose `generate` starts from stored KV. Attributes that it lacks are the model's.
+
+    Close it, or use it as a context manager: closing writes what was accepted. One call at a time.
+    """
+
+    def __init__(self, model: Any, config: EngineConfig) -> None:
+        """Use `cached`."""
+        self.model = model
+        self.last: Report | None = None
+        """What the latest `generate` did."""
+        spec, kv = describe(model)
+        self.engine = Engine.open(config, spec)
+        self._by_spec = {spec.to_json(): self.engine}
+        self._states = {signature(model): _State(kv, self.engine)}
+
+    def generate(
+        self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, *,
+        salt: str | None = None, store: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """`model.generate` with the same arguments and result, the known part of the prompt taken from the tiers.
+
+        inputs (or input_ids): `[rows, tokens]`, rows of equal length; the hit is that of the row with the fewest.
+        salt: keeps tenants apart; default is the config's. store: whether to keep the KV of this call.
+        ValueError, naming the argument, for a call that stored KV can't serve. Tiers that fail are misses.
+        """
+        ids = check_call(self.model, inputs, generation_config, kwargs)
+        state = self._state()
+        rows = ids.cpu()
+        start = self._start(state, rows, salt)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("input_ids", "attention_mask")}
+        began = time.perf_counter()
+        output = self.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=generation_config,
+            past_key_values=start.cache, use_cache=True, **kwargs,
+        )  # fmt: skip
+        sequences = (output if isinstance(output, torch.Tensor) else output.sequences).cpu()
+        computed = time.perf_counter()
+        note = self._keep(state, start, sequences, rows.shape[1], salt) if store else ""
+        self.last = Report(
+            rows=rows.shape[0], prompt_tokens=rows.shape[1], hit_tokens=start.tokens, by_tier=start.by_tier,
+            lookup_seconds=start.lookup_seconds, load_seconds=start.load_seconds, compute_seconds=computed - began,
+            store_seconds=time.perf_counter() - computed, note=note,
+        )  # fmt: skip
+        return output
+
+    def close(self) -> None:
+        """Write what was accepted and give everything but the model back. Idempotent."""
+        for engine in reversed(self._by_spec.values()):
+            engine.close()
+
+    def __enter__(self) -> CachedModel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model":
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> _State:
+        """The model as it is now: adapters, weights and autocast may have changed since the last call."""
+        now = signature(self.model)
+        if now not in self._states:
+            spec, kv = describe(self.model)
+            self._states[now] = _State(kv, self._engine(spec))
+            if len(self._states) > _STATES:
+                self._forget(next(iter(self._states)))
+        return self._states[now]
+
+    def _engine(self, spec: Any) -> Engine | None:
+        text = spec.to_json()
+        if text not in self._by_spec:
+            try:
+                self._by_spec[text] = self.engine.sibling(spec)
+            except ValueError as error:
+                log.warning("this model's KV cannot go into these tiers now: %s", error)
+                return None
+        return self._by_spec[text]
+
+    def _forget(self, signature: Any) -> None:
+        engine = self._states.pop(signature).engine
+        if (
+            engine is not None
+            and engine is not self.engine
+            and all(s.engine is not engine for s in self._states.values())
+        ):
+            self._by_spec = {text: other for text, other in self._by_spec.items() if other is not engine}
+            engine.close()
+
+    def _start(self, state: _State, rows: torch.Tensor, salt: str | None) -> _Start:
+        """What every row has stored, at most all but its last token: that one gives the logits."""
+        config = transformers_model(self.model).config
+        if state.engine is None:
+            return _Start(DynamicCache(config=config))
+        try:
+            return _load(state, state.engine, rows[:, :-1], salt, config)
+        except Exception:
+            log.warning("nothing loaded: the prompt is prefilled", exc_info=True)
+            return _Start(DynamicCache(config=config))
+
+    def _keep(self, state: _State, start: _Start, sequences: torch.Tensor, prompt_tokens: int, salt: str | None) -> str:
+        """Store what was computed. Returns why not, if not."""
+        engine = state.engine
+        if engine is None:
+            return "the model's KV has another shape or dtype now than when the tiers were opened"
+        if start.lossy:
+            return f"computed on top of KV that went through {', '.join(sorted(start.lossy))}: it is not exact"
+        num_tokens = int(start.cache.get_seq_length()) if engine.config.save_decode_cache else prompt_tokens
+        try:
+            for row, tokens in enumerate(sequences[:, :num_tokens]):
+                engine.store(tokens.contiguous(), salt=salt, cache=start.cache, row=row)
+        except Exception as error:
+            log.warning("nothing stored", exc_info=True)
+            return f"storing failed: {error}"
+        return ""
+
+
+def _load(state: _State, engine: Engine, rows: torch.Tensor, salt: str | None, config: Any) -> _Start:
+    began = time.perf_counter()
+    hit = min((engine.lookup(tokens, salt=salt) for tokens in rows), key=lambda hit: hit.tokens, default=Hit(0))
+    found = time.perf_counter()
+    if not hit:
+        return _Start(DynamicCache(config=config), lookup_seconds=found - began)
+    restored = RestoredKV.allocate(engine.spec, hit.tokens, rows=rows.shape[0], devices=state.kv.devices)
+    num_tokens = hit.tokens
+    for row, tokens in enumerate(rows[:, : hit.tokens]):
+        mask = engine.retrieve(tokens.contiguous(), salt=salt, cache=restored, row=row)
+        num_tokens = min(num_tokens, int(mask.count_nonzero()))
+    return _Start(
+        restored.install(config, num_tokens), num_tokens, hit.by_tier, frozenset(restored.lossy if num_tokens else ()),
+        lookup_seconds=found - began, load_seconds=time.perf_counter() - found,
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""Which models keep plain K and V, and what their KV looks like: everything else is refused by name.
+
+Plain means: every layer keeps K and V of every token, of one shape, and the KV of a token depends on the tokens up to
+it and on nothing else. Only then is a stored prefix the prefix of any prompt that starts with the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+_WORDS = {
+    "DynamicSlidingWindowLayer": "sliding-window or chunked attention, which forgets",
+    "DynamicIndexedLayer": "indexed sparse attention, which keeps indexer keys besides K and V",
+    "LinearAttentionLayer": "linear attention, Mamba or convolution, which keeps a state and no KV",
+    "LinearAttentionAndFullAttentionLayer": "linear attention beside attention, which keeps a state besides KV",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "linear attention beside sliding-window attention",
+    "DummyLayer": "layers without KV of their own (shared KV, or no attention)",
+}
+_MOVING_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainKV:
+    """What a model's cache was seen to hold after one token."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    devices: tuple[torch.device, ...]
+    """Of each layer."""
+
+
+def plain_kv(model: PreTrainedModel) -> PlainKV:
+    """Look at the model's cache, as it is run now (autocast included). ValueError if it isn't plain K and V."""
+    config = model.config
+    if config.is_encoder_decoder:
+        raise _refusal(model, "it is an encoder-decoder: its cross-attention KV is not a prefix of anything")
+    if getattr(model, "tp_size", None) not in (None, 1):
+        raise _refusal(model, f"it is split over {model.tp_size} devices by tensor parallelism")
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", None):
+        raise _refusal(model, "its attention is bidirectional: the KV of a token depends on later tokens")
+    for rope in _ropes(getattr(text, "rope_parameters", None)):
+        if any(word in str(rope.get("rope_type")) for word in _MOVING_ROPE):
+            raise _refusal(model, f"rope type {rope['rope_type']!r} encodes positions by the length of the prompt")
+    if any(hasattr(module, "rope_deltas") for module in model.modules()):
+        raise _refusal(model, "multimodal rotary positions carry over from one call to the next (rope_deltas)")
+    _refuse_layers(model, _layer_kinds(text))
+    seen = _probe(model)
+    if model._is_stateful:
+        raise _refusal(model, "it keeps a recurrent state beside its cache")
+    return seen
+
+
+def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """The rope parameters; of each layer type where they differ."""
+    if isinstance(parameters, Mapping):
+        if "rope_type" in parameters:
+            yield parameters
+        for value in parameters.values():
+            yield from _ropes(value)
+
+
+def _layer_kinds(config: Any) -> dict[int, str]:
+    """Layer number -> what it keeps, of those that don't keep plain K and V."""
+    kinds = {}
+    for number, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is not DynamicLayer:
+            name = type(layer).__name__
+            kinds[number] = f"{_WORDS.get(name, 'not plain K and V')} ({name})"
+    # Earlier releases of transformers make a DynamicLayer of whatever they don't know, and none where KV is shared.
+    for number, name in enumerate(getattr(config, "layer_types", None) or ()):
+        if name != "full_attention":
+            kinds.setdefault(number, f"{name} layers")
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    for number in range(config.num_hidden_layers - shared, config.num_hidden_layers):
+        kinds.setdefault(number, "layers that share the KV of others")
+    return kinds
+
+
+def _refuse_layers(model: PreTrainedModel, kinds: Mapping[int, str]) -> None:
+    by_kind: dict[str, list[int]] = {}
+    for number, kind in kinds.items():
+        by_kind.setdefault(kind, []).append(number)
+    if by_kind:
+        parts = [f"{_numbers(numbers)}: {kind}" for kind, numbers in by_kind.items()]
+        raise _refusal(model, "not every layer keeps plain K and V; " + "; ".join(parts))
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> PlainKV:
+    """Run one token and look: config fields say neither the dtype under autocast nor the shapes of every family."""
+    cache = DynamicCache(config=model.config)
+    try:
+        token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+        model(input_ids=token, past_key_values=cache, use_cache=True)
+    except Exception as error:
+        raise _refusal(model, f"it did not run one token with a DynamicCache: {error}") from error
+    _refuse_layers(
+        model,
+        {
+            number: "nothing in a DynamicCache after one token"
+            for number, layer in enumerate(cache.layers)
+            if type(layer) is not DynamicLayer or layer.get_seq_length() != 1
+        },
+    )
+    tensors = [(layer.keys, layer.values) for layer in cache.layers]
+    if not tensors:
+        raise _refusal(model, "it does not use a DynamicCache")
+    first = tensors[0][0]
+    odd = {}
+    for number, (keys, values) in enumerate(tensors):
+        if keys.shape != values.shape:
+            odd[number] = f"K is {_shape(keys)} and V is {_shape(values)} (MLA and the like)"
+        elif keys.shape != first.shape:
+            odd[number] = f"K and V are {_shape(keys)}, those of layer 0 {_shape(first)}"
+        elif {keys.dtype, values.dtype} != {first.dtype}:
+            odd[number] = f"K is {keys.dtype} and V is {values.dtype}, those of layer 0 {first.dtype}"
+    _refuse_layers(model, odd)
+    return PlainKV(
+        num_layers=len(tensors),
+        num_kv_heads=first.shape[1],
+        head_size=first.shape[3],
+        dtype=first.dtype,
+        devices=tuple(keys.device for keys, _ in tensors),
+    )
+
+
+def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
+    return ValueError(f"{type(model).__name__}: its KV cannot be stored and restored exactly: {reason}")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.shape[1]} heads of {tensor.shape[3]}"
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    """`layers 0-3, 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    names = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'layer' if names.isdigit() else 'layers'} {names}"

@@ -1,0 +1,75 @@
+"""Where stored KV lands before transformers sees it: buffers of the right size from the start, then a cache.
+
+A `DynamicCache` grows by concatenation, so that filling it piece by piece copies everything again with each piece. A
+`RestoredKV` is allocated once, for as many tokens as `lookup` forecasts, and becomes a `DynamicCache` without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from kvloom import KVSpec
+
+
+@dataclass(slots=True)
+class RestoredKV:
+    """K and V of rows of equal length: `keys[layer]` and `values[layer]` are `[rows, kv_heads, tokens, head_size]`.
+
+    Pass it as `cache=` to `Engine.retrieve`, then call `install`.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    lossy: set[str] = field(default_factory=set)
+    """Fidelities other than exact among the chunks that were written: what is computed on top of them is not exact."""
+
+    @classmethod
+    def allocate(
+        cls, spec: KVSpec, num_tokens: int, *, rows: int = 1, devices: Sequence[torch.device | str] = ("cpu",)
+    ) -> RestoredKV:
+        """Uninitialised buffers. devices: of each layer, or one for all."""
+        assert spec.kv_planes == 2, "KV_BLOB of plain K and V has two planes"
+        shape = (rows, spec.num_kv_heads, num_tokens, spec.head_size)
+        places = list(devices) * spec.num_layers if len(devices) == 1 else list(devices)
+        if len(places) != spec.num_layers:
+            raise ValueError(f"devices: {len(places)} for {spec.num_layers} layers")
+        return cls(
+            keys=[torch.empty(shape, dtype=spec.torch_dtype, device=place) for place in places],
+            values=[torch.empty(shape, dtype=spec.torch_dtype, device=place) for place in places],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys[0].shape[2]
+
+    def install(self, config: PreTrainedConfig, num_tokens: int) -> DynamicCache:
+        """The first `num_tokens` tokens as the cache of a model with this config: views, nothing is copied.
+
+        `num_tokens` is what every row's `retrieve` confirmed; the rest of the buffers was never written.
+        """
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise ValueError(f"num_tokens: {num_tokens} of the {self.num_tokens} that were allocated")
+        cache = DynamicCache(config=config)
+        if num_tokens == 0:
+            return cache
+        for layer, keys, values in zip(cache.layers, self.keys, self.values, strict=True):
+            assert type(layer) is DynamicLayer, f"{type(layer).__name__} is refused when the engine opens"
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys[:, :, :num_tokens], values[:, :, :num_tokens]
+        return cache
+
+
+def set_length(cache: StaticCache, num_tokens: int) -> None:
+    """Tell a StaticCache that its first `num_tokens` tokens are there, in place: compiled graphs keep their addresses.
+
+    `TransformersConnector.write` does this up to the last token that it writes. Call it when fewer count: when another
+    row of the batch has fewer.
+    """
+    for layer in cache.layers:
+        assert type(layer) is StaticLayer, f"{type(layer).__name__} is refused when the engine opens"
+        layer.cumulative_length.fill_(num_tokens)

@@ -1,0 +1,77 @@
+"""Tiny seeded models of many families; every test makes its own or leaves them as they were."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+transformers.logging.set_verbosity_error()
+# Models this small are slower on several threads, and much slower where other tests run beside these.
+torch.set_num_threads(1)
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "phi": {},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512},
+    "gpt_neox": {},
+    "bloom": {"n_layer": 3, "n_head": 4},
+    "falcon": {"alibi": False},
+}
+
+
+@pytest.fixture(params=sorted(_FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make() -> Callable[..., PreTrainedModel]:
+    """`make("llama", dtype=..., seed=..., any_config_field=...)`: a fresh copy of a tiny model."""
+
+    def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        fields = _SMALL | _FAMILIES.get(family, {}) | settings
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).to(dtype).eval()
+
+    return make
+
+
+@pytest.fixture
+def llama(make: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return make("llama")
+
+
+@pytest.fixture
+def config() -> dict[str, Any]:
+    """An engine in memory, with chunks small enough for tiny prompts."""
+    return {"connector": "transformers", "chunk_tokens": 16, "tiers": [{"type": "memory", "capacity": "32MiB"}]}
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    """`[1, 75]`: four chunks of 16 tokens, and a tail."""
+    return torch.randint(3, 128, (1, 75), generator=torch.Generator().manual_seed(7))

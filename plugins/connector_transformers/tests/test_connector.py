@@ -1,0 +1,168 @@
+"""The connector alone: any segments, any row, both ways, and every `where` that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+
+from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
+from kvloom_connector_transformers import RestoredKV, TransformersConnector
+
+KEY = ChunkKey("f/-", 0, bytes(32))
+
+
+def spec(**fields: Any) -> KVSpec:
+    return KVSpec(**{"model": "m", "num_layers": 3, "num_kv_heads": 2, "head_size": 4, "dtype": "float32"} | fields)
+
+
+def connector(**fields: Any) -> TransformersConnector:
+    return TransformersConnector(TransformersConnector.Config(), spec(**fields))
+
+
+def chunks_for(what: TransformersConnector, segments: list[Segment]) -> list[Chunk]:
+    assert what.spec is not None
+    return [
+        Chunk(torch.zeros(what.shape(s.end - s.start), dtype=what.spec.torch_dtype), what.format, s.end - s.start)
+        for s in segments
+    ]
+
+
+def dynamic(rows: int, tokens: int, layers: int = 3) -> DynamicCache:
+    cache = DynamicCache()
+    for layer in range(layers):
+        cache.update(torch.randn(rows, 2, tokens, 4), torch.randn(rows, 2, tokens, 4), layer)
+    return cache
+
+
+def static(make: Callable[..., PreTrainedModel], rows: int = 1, room: int = 32, **settings: Any) -> StaticCache:
+    cache = StaticCache(config=make("llama", hidden_size=16, **settings).config, max_cache_len=room)
+    cache.early_initialization(rows, 2, 4, torch.float32, torch.device("cpu"))
+    return cache
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    rows=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    head_size=st.integers(1, 5),
+    layers=st.integers(1, 3),
+)
+def test_read_then_write_is_the_identity(
+    data: st.DataObject, rows: int, heads: int, head_size: int, layers: int
+) -> None:
+    what = connector(num_layers=layers, num_kv_heads=heads, head_size=head_size)
+    ends = sorted(data.draw(st.sets(st.integers(1, 40), min_size=1, max_size=6)))
+    segments = [Segment(start, end, KEY) for start, end in zip([0, *ends], ends, strict=False)]
+    tokens, row = ends[-1] + data.draw(st.integers(0, 3)), data.draw(st.integers(0, rows - 1))
+    source, target = (RestoredKV.allocate(what.spec, tokens, rows=rows) for _ in range(2))
+    for number, tensor in enumerate((*source.keys, *source.values)):
+        tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + 10_000 * number)
+    for tensor in (*target.keys, *target.values):
+        tensor.fill_(-1)
+
+    chunks = chunks_for(what, segments)
+    what.read(segments, chunks, cache=source, row=row)
+    cut = data.draw(st.integers(0, len(segments)))
+    for part in (slice(None, cut), slice(cut, None)):
+        what.write(segments[part], chunks[part], cache=target, row=row)
+
+    for ours, theirs in zip((*target.keys, *target.values), (*source.keys, *source.values), strict=True):
+        assert torch.equal(ours[row, :, : ends[-1]], theirs[row, :, : ends[-1]])
+        assert bool((ours[row, :, ends[-1] :] == -1).all())
+        assert bool((ours[torch.arange(rows) != row] == -1).all())
+
+
+def test_chunk_layout_is_kv_blob() -> None:
+    cache = dynamic(2, 9)
+    (chunk,) = chunks = chunks_for(connector(), [Segment(3, 7, KEY)])
+    connector().read([Segment(3, 7, KEY)], chunks, cache=cache, row=1)
+    assert chunk.format is MemoryFormat.KV_BLOB and tuple(chunk.tensor.shape) == (2, 3, 4, 8)
+    for layer in range(3):
+        for token in range(4):
+            assert torch.equal(chunk.tensor[0, layer, token].view(2, 4), cache.layers[layer].keys[1, :, 3 + token])
+            assert torch.equal(chunk.tensor[1, layer, token].view(2, 4), cache.layers[layer].values[1, :, 3 + token])
+
+
+def test_gradients_stay_out_of_chunks() -> None:
+    cache = dynamic(1, 4)
+    cache.layers[0].keys.requires_grad_()
+    (chunk,) = chunks = chunks_for(connector(), [Segment(0, 4, KEY)])
+    connector().read([Segment(0, 4, KEY)], chunks, cache=cache)
+    assert not chunk.tensor.requires_grad
+
+
+def test_writing_marks_what_is_not_exact() -> None:
+    restored = RestoredKV.allocate(spec(), 8)
+    segments = [Segment(0, 4, KEY), Segment(4, 8, KEY)]
+    tensor = torch.zeros(connector().shape(4))
+    chunks = [Chunk(tensor, MemoryFormat.KV_BLOB, 4), Chunk(tensor, MemoryFormat.KV_BLOB, 4, fidelity="cachegen-2")]
+    connector().write(segments[:1], chunks[:1], cache=restored)
+    assert restored.lossy == set()
+    connector().write(segments[1:], chunks[1:], cache=restored)
+    assert restored.lossy == {"cachegen-2"}
+
+
+def test_static_cache_gets_the_length_of_the_last_run(make: Callable[..., PreTrainedModel]) -> None:
+    cache = static(make)
+    segments = [Segment(0, 8, KEY), Segment(8, 16, KEY)]
+    chunks = chunks_for(connector(), segments)
+    connector().write(segments[:1], chunks[:1], cache=cache)
+    assert int(cache.get_seq_length()) == 8
+    connector().write(segments[1:], chunks[1:], cache=cache)
+    assert int(cache.get_seq_length()) == 16
+    connector().write(segments[:1], chunks[:1], cache=cache)
+    assert int(cache.get_seq_length()) == 8
+
+
+def test_what_a_cache_does_not_hold_is_not_read(make: Callable[..., PreTrainedModel]) -> None:
+    segments = [Segment(0, 8, KEY)]
+    chunks = chunks_for(connector(), segments)
+    with pytest.raises(ValueError, match="cache: holds 0 tokens, not 8"):
+        connector().read(segments, chunks, cache=static(make))
+    with pytest.raises(ValueError, match="cache: holds 5 tokens, not 8"):
+        connector().read(segments, chunks, cache=dynamic(1, 5))
+
+
+def test_check_accepts(make: Callable[..., PreTrainedModel]) -> None:
+    connector().check({"cache": dynamic(2, 9), "row": 1}, 9)
+    connector().check({"cache": static(make)}, 32)
+    connector().check({"cache": RestoredKV.allocate(spec(), 5)}, 5)
+
+
+def test_check_refuses_by_name(make: Callable[..., PreTrainedModel]) -> None:
+    sliding = DynamicCache(config=make("mistral", sliding_window=8).config)
+    for where, problem in (
+        ({}, "cache: missing"),
+        ({"cache": dynamic(1, 9), "kvcaches": 1}, "kvcaches: the transformers connector takes"),
+        ({"cache": [1, 2]}, "cache: list, not a DynamicCache"),
+        ({"cache": QuantizedCache.__new__(QuantizedCache)}, "cache: QuantizedCache, not"),
+        ({"cache": DynamicCache()}, "holds nothing yet"),
+        ({"cache": sliding}, "layer 0 is a DynamicSlidingWindowLayer"),
+        ({"cache": StaticCache(config=make("llama").config, max_cache_len=9)}, "call early_initialization"),
+        ({"cache": dynamic(1, 9), "row": 1}, "row: 1 of a cache with 1 rows"),
+        ({"cache": dynamic(1, 9), "row": True}, "row: True"),
+        ({"cache": dynamic(1, 8)}, "room for 8 tokens, not 9; to restore, write into a RestoredKV"),
+        ({"cache": RestoredKV.allocate(spec(), 8)}, "room for 8 tokens, not 9"),
+        ({"cache": dynamic(1, 9, layers=2)}, "2 layers, the model has 3"),
+        ({"cache": RestoredKV.allocate(spec(num_kv_heads=1), 9)}, r"K of layer 0 has \(heads, head size\) \(1, 4\)"),
+        (
+            {"cache": RestoredKV.allocate(spec(dtype="bfloat16"), 9)},
+            "K of layer 0 is torch.bfloat16, not torch.float32",
+        ),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            connector().check(where, 9)
+
+
+def test_offloading_caches_are_refused() -> None:
+    cache = dynamic(1, 9)
+    cache.offloading = True
+    with pytest.raises(ValueError, match="offloading"):
+        connector().check({"cache": cache}, 9)

@@ -1,0 +1,181 @@
+"""`kvloom demo`: two processes, an honest verdict, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvloom_connector_transformers.demo import command
+from kvloom_connector_transformers.demo.job import llama_shape, parameters
+from kvloom_connector_transformers.demo.report import checks, draw_chart, parts
+
+STORED = {
+    "load_seconds": 1.0,
+    "document_tokens": 600,
+    "already_stored": 0,
+    "stored": 512,
+    "compute_seconds": 1.0,
+    "store_seconds": 0.1,
+    "note": "",
+    "parameters": 1_000_000,
+    "model": "llama",
+}
+ANSWERED: dict[str, Any] = {
+    "load_seconds": 1.0,
+    "prompt_tokens": 610,
+    "cold_seconds": 1.0,
+    "warm_seconds": 0.25,
+    "report": {
+        "hit_tokens": 512,
+        "by_tier": {"disk": 512},
+        "lookup_seconds": 0.01,
+        "load_seconds": 0.05,
+        "compute_seconds": 0.15,
+    },
+    "bytes": 2**20,
+    "exact": True,
+    "cold_difference": 0.003,
+    "split_difference": 0.001,
+    "resolution": 1e-6,
+    "same_token": True,
+    "text": " is a test.",
+    "threads": 2,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    commands = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    commands.command("demo")(command.demo)
+    return commands
+
+
+def canned(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    answers = {"store": STORED, "answer": ANSWERED | changes}
+    monkeypatch.setattr(command, "_process", lambda console, role, job, out: answers[role])
+
+
+def test_two_processes_end_to_end(tmp_path: Path) -> None:
+    pytest.importorskip("kvloom_backend_disk", reason="the disk tier is not installed")
+    out = tmp_path / "out"
+    document = tmp_path / "document.txt"
+    document.write_text("What is prefilled once need not be prefilled twice. " * 20, encoding="utf-8")
+    arguments = ["--size", "1M", "--document", str(document), "--tokens", "600", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "typer", command.__name__, "run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "process 1  prefilled" in done.stdout and "512 from disk" in done.stdout
+    assert done.stdout.count("ok     ") == 3 and "FAILED" not in done.stdout
+    answered = json.loads((out / "result.json").read_text())["answered"]
+    assert answered["exact"] and answered["report"]["hit_tokens"] == 512
+    assert answered["bytes"] == 512 * 2 * 8 * 64 * 4
+    assert (out / "laptop.yaml").is_file() and not (out / "kv").exists()
+    assert (out / "ttft.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_passes_when_all_holds(app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    canned(monkeypatch)
+    done = CliRunner().invoke(app, ["--size", "small", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "is a test." in done.output and "512 from disk" in done.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "claim"),
+    [
+        ({"exact": False}, "bit for bit"),
+        ({"cold_difference": 0.0041}, "of the cold run"),
+        ({"report": ANSWERED["report"] | {"hit_tokens": 0}}, "the second process found 0 tokens"),
+    ],
+)
+def test_it_fails_when_a_claim_does_not_hold(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], claim: str
+) -> None:
+    canned(monkeypatch, **changes)
+    done = CliRunner().invoke(app, ["--size", "small", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    (failed,) = [verdict.text for verdict in checks(ANSWERED | changes) if not verdict.holds]
+    assert claim in failed and "FAILED" in done.output
+
+
+def test_tolerance_has_a_floor() -> None:
+    same = ANSWERED | {"split_difference": 0.0, "resolution": 0.001, "cold_difference": 0.0039}
+    assert all(verdict.holds for verdict in checks(same))
+
+
+def test_parts_add_up() -> None:
+    assert sum(parts(ANSWERED).values()) == pytest.approx(ANSWERED["warm_seconds"])
+
+
+def test_kv_of_an_earlier_run_goes_unless_kept(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    canned(monkeypatch)
+    kept = tmp_path / "kv" / "something"
+    for options, there in (["--keep"], True), ([], False):
+        kept.parent.mkdir(exist_ok=True)
+        kept.touch()
+        assert CliRunner().invoke(app, ["--size", "small", "--out", str(tmp_path), *options]).exit_code == 0
+        assert kept.exists() is there
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--size", "huge"], "'huge' is not small, medium"),
+        (["--size", "small", "--model", "x/y"], "either --size or --model"),
+        (["--document", "nowhere.txt"], "nowhere.txt"),
+        ([], "evals/pylm is not in this folder nor above it"),
+    ],
+)
+def test_bad_options(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert problem in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_fails_says_why(app: typer.Typer, tmp_path: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text("connector: plain\n")
+    done = CliRunner().invoke(app, ["--size", "1M", "--out", str(tmp_path / "out"), "--config", str(config)])
+    assert done.exit_code == 1
+    assert "process 1 failed: ConfigError: connector" in done.output
+
+
+@pytest.mark.parametrize(("text", "count"), [("small", 60e6), ("150M", 150e6), ("1.1b", 1.1e9), ("2000000", 2e6)])
+def test_sizes(text: str, count: float) -> None:
+    assert parameters(text) == count
+    shape = llama_shape(int(count))
+    layers, hidden = shape["num_hidden_layers"], shape["hidden_size"]
+    kv_hidden = shape["num_key_value_heads"] * 64
+    made = layers * (2 * hidden**2 + 2 * hidden * kv_hidden + 3 * hidden * shape["intermediate_size"])
+    assert made == pytest.approx(count, rel=0.35)
+    assert shape["num_attention_heads"] % shape["num_key_value_heads"] == 0
+
+
+def test_chart_without_matplotlib_is_an_import_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError):
+        draw_chart(ANSWERED, tmp_path / "chart.png")
+
+
+def test_the_verb_is_light() -> None:
+    script = f"import sys, {command.__name__}; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False", "False"]

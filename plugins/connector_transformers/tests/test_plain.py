@@ -1,0 +1,133 @@
+"""Models whose KV can't be restored exactly are refused when they are opened, by layer and by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel
+
+from kvloom_connector_transformers import cached, spec_of
+from kvloom_connector_transformers.plain import plain_kv
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+    "factor": 4.0,
+}
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
+QWEN3_NEXT = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+GEMMA3N = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "head_dim": 8,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
+    "layer_types": ["full_attention"] * 6,
+    "activation_sparsity_pattern": [0.0] * 6,
+    "laurel_rank": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "problem"),
+    [
+        ("mistral", {"sliding_window": 64}, "layers 0-2: .*sliding"),
+        ("gemma2", {"head_dim": 8}, "layers 0, 2: .*sliding"),
+        ("gemma3_text", {"head_dim": 8, "num_hidden_layers": 7}, "layers 0-4, 6: .*sliding"),
+        ("gemma3n_text", GEMMA3N, "layers 3-5: .*KV"),
+        ("falcon_mamba", {"state_size": 4}, "layers 0-2: "),
+        ("qwen3_next", QWEN3_NEXT, "layers 0-2: .*linear"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers 0, 2: .*conv"),
+        ("deepseek_v3", MLA, "layers 0-2: K is .* and V is .*MLA"),
+        ("rwkv", {"attention_hidden_size": 32}, "layers 0-2: nothing in a DynamicCache"),
+        ("llama", {"rope_parameters": LONGROPE}, "rope type 'longrope'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope type 'dynamic'",
+        ),
+    ],
+)
+def test_refused_models(
+    make: Callable[..., PreTrainedModel], config: dict[str, Any], family: str, settings: dict[str, Any], problem: str
+) -> None:
+    model = make(family, **settings)
+    with pytest.raises(ValueError, match=problem) as refusal:
+        cached(model, config)
+    assert str(refusal.value).startswith(f"{type(model).__name__}: its KV cannot be stored and restored exactly")
+
+
+def test_encoder_decoders_are_refused() -> None:
+    fields = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64, "vocab_size": 128}
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **fields)).eval()
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        spec_of(model)
+
+
+def test_bidirectional_attention_is_refused(make: Callable[..., PreTrainedModel]) -> None:
+    with pytest.raises(ValueError, match="bidirectional"):
+        spec_of(make("gemma", head_dim=8, use_bidirectional_attention=True))
+
+
+def test_positions_that_outlive_a_call_are_refused(llama: PreTrainedModel) -> None:
+    llama.model.rope_deltas = None
+    with pytest.raises(ValueError, match="rope_deltas"):
+        spec_of(llama)
+
+
+def test_tensor_parallel_models_are_refused(llama: PreTrainedModel) -> None:
+    llama._tp_size = 2
+    with pytest.raises(ValueError, match="split over 2 devices"):
+        spec_of(llama)
+
+
+def test_offloaded_weights_are_refused(llama: PreTrainedModel) -> None:
+    llama.lm_head.weight = torch.nn.Parameter(llama.lm_head.weight.to("meta"), requires_grad=False)
+    llama.lm_head.forward = lambda x: x
+    with pytest.raises(ValueError, match=r"lm_head\.weight: its weights are offloaded"):
+        spec_of(llama)
+
+
+def test_anything_but_a_transformers_model_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
+        spec_of(torch.nn.Linear(2, 2))
+
+
+def test_plain_families_are_described(make: Callable[..., PreTrainedModel], family: str) -> None:
+    model = make(family)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.tensor([[5, 6]]), past_key_values=cache, use_cache=True)
+    seen = plain_kv(model)
+    assert seen.num_layers == len(cache.layers) == 3
+    for layer in cache.layers:
+        assert (1, seen.num_kv_heads, 2, seen.head_size) == tuple(layer.keys.shape)
+        assert seen.dtype == layer.keys.dtype == layer.values.dtype
+    assert seen.devices == (torch.device("cpu"),) * 3

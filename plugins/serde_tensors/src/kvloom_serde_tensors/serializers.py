@@ -1,0 +1,112 @@
+"""The payload of a blob as a file of a well-known format, in the chunk's dtype or in one that takes less room."""
+
+from __future__ import annotations
+
+import io
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
+
+import safetensors.torch
+import torch
+
+from kvloom import EXACT, Buffer, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Serializer, join
+from kvloom import Config as BaseConfig
+
+DtypeName = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+
+_CASTABLE = frozenset(getattr(torch, name) for name in get_args(DtypeName)) | {torch.float64}
+
+
+class TensorSerializer(Serializer):
+    """What both formats share: the cast, what it costs in fidelity, and the checks on what comes back."""
+
+    class Config(BaseConfig):
+        """The settings of a serializer of tensors."""
+
+        dtype: DtypeName | None = None
+        """What to keep a chunk in; retrieving casts back. Left out, chunks are kept as they are."""
+
+    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        casts = config.dtype is not None and (spec is None or config.dtype != spec.dtype)
+        self._cast_to: DtypeName | None = config.dtype if casts else None
+        # On the instance: they follow from the settings. Widening counts as lossy too, for it loses the bits of NaNs.
+        self.lossless = not casts  # type: ignore[misc]
+        if casts:
+            # Nobody knows what the bytes of pages mean, so nobody can cast them.
+            self.formats = frozenset({MemoryFormat.KV_BLOB})  # type: ignore[misc]
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return {"dtype": self._cast_to} if self._cast_to else {}
+
+    @property
+    def fidelity(self) -> str:
+        return f"{self.type}/{self._cast_to}" if self._cast_to else EXACT
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        tensor = chunk.tensor
+        if self._cast_to:
+            dtype = getattr(torch, self._cast_to)
+            limit = torch.finfo(dtype).max  # what is out of range becomes the largest number, not infinity or NaN
+            tensor = tensor.to(torch.float32).clamp(-limit, limit).to(dtype)
+        return [self._dump(tensor.contiguous())]
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        try:
+            tensor = self._load(join(blob))
+        except Exception as error:
+            raise CorruptBlobError(f"not a {self.type} blob: {error}") from error
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise CorruptBlobError(f"a {self.type} blob of something else than a plain tensor: {type(tensor).__name__}")
+        wanted = into.tensor
+        if tensor.shape != wanted.shape:
+            raise CorruptBlobError(f"a tensor of {tuple(tensor.shape)} where {tuple(wanted.shape)} was stored")
+        if tensor.dtype != wanted.dtype and not {tensor.dtype, wanted.dtype} <= _CASTABLE:
+            raise CorruptBlobError(f"a tensor of {tensor.dtype} where {wanted.dtype} was stored")
+        wanted.copy_(tensor)
+
+    def max_encoded_bytes(self, chunk: Chunk) -> int:
+        item_bytes = getattr(torch, self._cast_to).itemsize if self._cast_to else chunk.tensor.element_size()
+        return chunk.tensor.numel() * item_bytes + 65536
+
+    @abstractmethod
+    def _dump(self, tensor: torch.Tensor) -> Buffer:
+        """The contiguous `tensor` as a file of this format."""
+
+    @abstractmethod
+    def _load(self, data: bytes) -> Any:
+        """The inverse; raises whatever it likes if `data` is no such file."""
+
+
+class TorchSerializer(TensorSerializer):
+    """Blobs that `torch.load` reads."""
+
+    type: ClassVar[str] = "torch"
+
+    def _dump(self, tensor: torch.Tensor) -> Buffer:
+        # torch.save writes a view's whole storage: of a chunk in the pool that would be everybody's KV.
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        return file.getbuffer()
+
+    def _load(self, data: bytes) -> Any:
+        if not data.startswith(b"PK"):
+            raise ValueError("not a zip archive")  # torch would go on to try formats that we never write
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+class SafetensorsSerializer(TensorSerializer):
+    """Blobs that the safetensors libraries read; the tensor's name is `kv`."""
+
+    type: ClassVar[str] = "safetensors"
+
+    def _dump(self, tensor: torch.Tensor) -> Buffer:
+        return safetensors.torch.save({"kv": tensor})
+
+    def _load(self, data: bytes) -> Any:
+        (tensor,) = safetensors.torch.load(data).values()
+        return tensor

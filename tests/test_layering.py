@@ -1,0 +1,259 @@
+"""Imports go one way, plugins see only public names, and the command line starts without torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import kvloom
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "core/src/kvloom"
+PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+
+LAYERS = (
+    {"errors", "types"},
+    {"contracts"},
+    {"hookspecs"},
+    {"plugins"},
+    {"config", "legacy"},
+    {"runtime", "task", "keys", "envelope", "memory", "events", "native"},
+    {"tiers"},
+    {"engine"},
+    {"cli", "__main__"},
+)
+RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+HOME = {name: home.split(".")[0] for name, home in kvloom._HOME.items()}
+
+NONDETERMINISTIC = {"threading", "time", "random", "queue", "concurrent", "asyncio", "multiprocessing", "secrets"}
+FORBIDDEN_IN_CORE = {
+    **{name: {"runtime"} for name in NONDETERMINISTIC},
+    "pluggy": {"plugins", "hookspecs"},
+    "pickle": set(),
+}
+"""Module -> the parts of core that may import it."""
+
+
+class Import(NamedTuple):
+    module: str
+    name: str
+    """What `from module import name` takes; empty for `import module`."""
+    line: int
+    only_for_types: bool
+
+
+def imports(source: str, package: str) -> list[Import]:
+    """Every import of `source`, a module inside `package`, relative ones made absolute."""
+
+    def walk(node: ast.AST, only_for_types: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.body:
+                yield from walk(child, True)
+            for child in node.orelse:
+                yield from walk(child, only_for_types)
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, "", node.lineno, only_for_types)
+        elif isinstance(node, ast.ImportFrom):
+            dots = "." * node.level
+            module = importlib.util.resolve_name(dots + (node.module or ""), package) if dots else str(node.module)
+            for alias in node.names:
+                yield Import(module, alias.name, node.lineno, only_for_types)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, only_for_types)
+
+    return list(walk(ast.parse(source), False))
+
+
+def core_part(found: Import) -> str | None:
+    """Which part of core an import reaches; None for another distribution or the package itself."""
+    parts = found.module.split(".")
+    if parts[0] != "kvloom":
+        return None
+    if len(parts) > 1:
+        return parts[1]
+    return HOME.get(found.name, found.name if found.name in RANK else None)
+
+
+def core_violations(source: str, module: str) -> list[str]:
+    """What a module of core (`kvloom.tiers.stack`) may not import."""
+    part = module.split(".")[1]
+    package = module.rpartition(".")[0]
+    problems = []
+    for found in imports(source, package):
+        if found.only_for_types:
+            continue
+        top = found.module.split(".")[0]
+        if part not in FORBIDDEN_IN_CORE.get(top, {part}):
+            problems.append(f"{module}:{found.line} imports {top}")
+        target = core_part(found)
+        if part == "builtin" or target is None:
+            continue
+        if target not in RANK:
+            problems.append(f"{module}:{found.line} imports kvloom.{target}, which has no place in the order")
+        elif RANK[target] > RANK[part]:
+            problems.append(f"{module}:{found.line} imports kvloom.{target}, which is above it")
+    return problems
+
+
+def plugin_violations(source: str, module: str) -> list[str]:
+    """What a plugin's module (or one of `kvloom.builtin`) may not take from kvloom: anything that is not public."""
+    package = module.rpartition(".")[0] or module
+    own = "kvloom.builtin" if module.startswith("kvloom.") else module.split(".")[0]
+    public = set(kvloom.__all__)
+    problems = []
+    for found in imports(source, package):
+        parts = found.module.split(".")
+        if parts[0] != "kvloom" or f"{found.module}.".startswith(f"{own}."):
+            continue
+        if len(parts) > 1 or (found.name and found.name not in public):
+            what = ".".join([*parts, found.name]).rstrip(".")
+            problems.append(f"{module}:{found.line} imports {what}, which is not public")
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="kvloom"), attr=name) if name not in public:
+                problems.append(f"{module}:{node.lineno} uses kvloom.{name}, which is not public")
+    return problems
+
+
+def modules(source_folder: Path) -> Iterator[tuple[str, str]]:
+    """(dotted name, source) of every module under a src folder; a package is named `package.__init__`."""
+    for path in sorted(source_folder.rglob("*.py")):
+        yield ".".join(path.relative_to(source_folder).with_suffix("").parts), path.read_text(encoding="utf-8")
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- the rules, on this repository -------------------------------------------------------------------------------------
+
+
+def test_core_imports_go_one_way() -> None:
+    found = [(name, source) for name, source in modules(CORE.parent) if name != "kvloom.__init__"]
+    assert len(found) > 10
+    assert [problem for name, source in found for problem in core_violations(source, name)] == []
+
+
+def test_every_part_of_core_has_a_place_in_the_order() -> None:
+    parts = {path.stem for path in CORE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert parts - {"__init__", "builtin"} <= set(RANK)
+
+
+def test_builtin_uses_only_public_names() -> None:
+    found = [(name, source) for name, source in modules(CORE.parent) if name.startswith("kvloom.builtin.")]
+    assert found
+    assert [problem for name, source in found for problem in plugin_violations(source, name)] == []
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
+def test_plugins_use_only_public_names(plugin: Path) -> None:
+    found = list(modules(plugin / "src"))
+    assert found
+    assert [problem for name, source in found for problem in plugin_violations(source, name)] == []
+
+
+@pytest.mark.parametrize("plugin", [path for path in PLUGINS if path.name.startswith("backend_")], ids=lambda p: p.name)
+def test_backends_import_no_torch(plugin: Path) -> None:
+    names = [name.removesuffix(".__init__") for name, _ in modules(plugin / "src")]
+    for name, source in modules(plugin / "src"):
+        assert [
+            i.line for i in imports(source, name) if i.module.split(".")[0] == "torch" and not i.only_for_types
+        ] == []
+    assert run("-c", f"import sys, {', '.join(names)}; print('torch' in sys.modules)").strip() == "False"
+
+
+def test_importing_kvloom_loads_no_torch() -> None:
+    assert run("-c", "import kvloom, sys; print('torch' in sys.modules)").strip() == "False"
+
+
+def test_help_loads_no_torch() -> None:
+    script = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('torch loaded:', 'torch' in sys.modules))\n"
+        "sys.argv = ['kvloom', '--help']\n"
+        "from kvloom.cli.main import main\n"
+        "main()\n"
+    )
+    output = run("-c", script)
+    assert "plugins" in output
+    assert "torch loaded: False" in output
+
+
+# -- the rules themselves ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("kvloom.types", "from kvloom.engine import Engine", "imports kvloom.engine, which is above it"),
+        ("kvloom.contracts.storage", "import kvloom.tiers.stack", "imports kvloom.tiers, which is above it"),
+        ("kvloom.contracts.storage", "from ..keys import chain", "imports kvloom.keys, which is above it"),
+        ("kvloom.memory.__init__", "from ..tiers import Tier", "imports kvloom.tiers, which is above it"),
+        ("kvloom.plugins", "from kvloom import Engine", "imports kvloom.engine, which is above it"),
+        ("kvloom.plugins", "from kvloom import config", "imports kvloom.config, which is above it"),
+        (
+            "kvloom.config",
+            "def f():\n    from kvloom.runtime import Clock",
+            "imports kvloom.runtime, which is above it",
+        ),
+        ("kvloom.engine", "import kvloom.magic", "imports kvloom.magic, which has no place in the order"),
+        ("kvloom.tiers.stack", "import time", "imports time"),
+        ("kvloom.engine", "from concurrent.futures import Future", "imports concurrent"),
+        ("kvloom.builtin.dict", "import threading", "imports threading"),
+        ("kvloom.config", "import pluggy", "imports pluggy"),
+        ("kvloom.runtime", "import pickle", "imports pickle"),
+        ("kvloom.engine", "if TYPE_CHECKING:\n    pass\nelse:\n    import time", "imports time"),
+    ],
+)
+def test_core_rule_reports(module: str, source: str, complaint: str) -> None:
+    (problem,) = core_violations(source, module)
+    assert problem.endswith(complaint)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvloom.types", "if TYPE_CHECKING:\n    from kvloom.engine import Engine"),
+        ("kvloom.engine", "from kvloom.tiers import Tier\nfrom kvloom.types import Chunk"),
+        ("kvloom.envelope", "from kvloom.keys import chain"),
+        ("kvloom.runtime", "import threading, time, random"),
+        ("kvloom.cli.main", "from kvloom import Engine, __version__"),
+        ("kvloom.hookspecs", "import pluggy"),
+        ("kvloom.memory.pool", "from .extents import Extents"),
+    ],
+)
+def test_core_rule_allows(module: str, source: str) -> None:
+    assert core_violations(source, module) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from kvloom.contracts.storage import StorageBackend",
+        "import kvloom.engine",
+        "from kvloom import runtime",
+        "from kvloom import _HOME",
+        "import kvloom\nkvloom.keys",
+        "if TYPE_CHECKING:\n    from kvloom.types import Chunk",
+    ],
+)
+def test_plugin_rule_reports(source: str) -> None:
+    assert len(plugin_violations(source, "kvloom_backend_x.store")) == 1
+    assert len(plugin_violations(source, "kvloom.builtin.store")) == 1
+
+
+def test_plugin_rule_allows() -> None:
+    source = "import kvloom\nfrom kvloom import StorageBackend, hookimpl\nkvloom.join"
+    assert plugin_violations(source + "\nfrom .store import Store", "kvloom_backend_x.__init__") == []
+    assert plugin_violations(source + "\nfrom kvloom.builtin.x import Y", "kvloom.builtin.__init__") == []
