@@ -34,63 +34,87 @@ def drop_caches() -> bool:
 
 
 def raw_write(folder: Path, chunks: list[memoryview]) -> None:
-    for index, chunk in enumerate(chunks):
-        with open(folder / f"raw{index}", "wb", buffering=0) as file:
+    """New files each time, as a cache writes them."""
+    for chunk in chunks:
+        with open(tempfile.mkstemp(dir=folder)[1], "wb", buffering=0) as file:
             file.write(chunk)
 
 
-def raw_read(folder: Path, into: list[memoryview]) -> None:
-    for index, chunk in enumerate(into):
-        with open(folder / f"raw{index}", "rb", buffering=0) as file:
+def raw_read(paths: list[Path], into: list[memoryview]) -> None:
+    for path, chunk in zip(paths, into, strict=True):
+        with open(path, "rb", buffering=0) as file:
             file.readinto(chunk)
 
 
-def measure(rows: Rows, folder: Path) -> None:
-    source, target = kv_cache(TOKENS), torch.zeros(SPEC.blob_shape(TOKENS), dtype=torch.bfloat16)
-    flat = [source[:, :, at : at + CHUNK].contiguous() for at in range(0, TOKENS, CHUNK)]
-    raw = [memoryview(chunk.view(torch.uint8).numpy().data).cast("B") for chunk in flat]
-    gigabytes = source.numel() * source.element_size() / 1e9
-    config = {"connector": "plain", "tiers": [{"type": "disk", "path": str(folder / "tier"), "capacity": "12GiB"}]}
+class Work:
+    """The KV that is stored and retrieved, and plain I/O of the same bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source = kv_cache(TOKENS)
+        self.target = torch.zeros_like(self.source)
+        flat = [self.source[:, :, at : at + CHUNK].contiguous() for at in range(0, TOKENS, CHUNK)]
+        self.raw = [memoryview(chunk.view(torch.uint8).numpy().data).cast("B") for chunk in flat]
+        self.raw_files = folder / "raw"
+        self.gigabytes = self.source.numel() * self.source.element_size() / 1e9
+        self.prompts = [tokens_of(TOKENS, seed=100 + index) for index in range(REPEATS + 1)]
+
+    def write_raw(self) -> None:
+        raw_write(self.raw_files, self.raw)
+
+    def read_raw(self) -> None:
+        raw_read(sorted(self.raw_files.iterdir())[: len(self.raw)], self.raw)
+
+    def retrieve(self, engine: Engine, prompt: torch.Tensor) -> float:
+        self.target.zero_()
+        began = time.perf_counter()
+        mask = engine.retrieve(prompt, kv=self.target)
+        seconds = time.perf_counter() - began
+        assert mask.all() and torch.equal(self.source, self.target)
+        return seconds
+
+
+def measure(rows: Rows, work: Work, direct: str) -> None:
+    path = work.folder / direct
+    tier = {"type": "disk", "path": str(path), "capacity": "12GiB", "direct": direct}
     taken: dict[str, list[float]] = {
-        name: [] for name in ("write", "warm", "cold", "raw write", "raw warm", "raw cold")
+        name: [] for name in ("write", "again", "cold", "raw write", "raw warm", "raw cold")
     }
-    with Engine.open(config, SPEC) as engine:
-        prompts = [tokens_of(TOKENS, seed=100 + index) for index in range(REPEATS + 1)]
-        engine.store(prompts[0], kv=source)
-        engine.flush()
+    work.raw_files.mkdir()
+    with Engine.open({"connector": "plain", "tiers": [tier]}, SPEC) as engine:
 
         def store(prompt: torch.Tensor) -> None:
-            engine.store(prompt, kv=source)
+            engine.store(prompt, kv=work.source)
             engine.flush()
 
-        def retrieve(prompt: torch.Tensor) -> None:
-            target.zero_()
-            began = time.perf_counter()
-            assert engine.retrieve(prompt, kv=target).all()
-            seconds.append(time.perf_counter() - began)
-            assert torch.equal(source, target)
-
-        for prompt in prompts[1:]:
+        for prompt in work.prompts:
             os.sync()  # else one waits for what the other left the kernel to write
-            taken["raw write"].append(median_seconds(lambda: raw_write(folder, raw), 1))
+            taken["raw write"].append(median_seconds(work.write_raw, 1))
             os.sync()
             taken["write"].append(median_seconds(lambda prompt=prompt: store(prompt), 1))
-            seconds = taken["warm"]
-            retrieve(prompt)
-            taken["raw warm"].append(median_seconds(lambda: raw_read(folder, raw), 1))
-        for prompt in prompts[1:]:
+        for prompt in work.prompts[1:]:
+            for _ in range(2):  # what is read twice is then in the page cache
+                work.retrieve(engine, prompt)
+            taken["again"].append(work.retrieve(engine, prompt))
+            work.read_raw()
+            taken["raw warm"].append(median_seconds(work.read_raw, 1))
+        for prompt in work.prompts[1:]:
             if not drop_caches():
                 break
-            seconds = taken["cold"]
-            retrieve(prompt)
+            taken["cold"].append(work.retrieve(engine, prompt))
             drop_caches()
-            taken["raw cold"].append(median_seconds(lambda: raw_read(folder, raw), 1))
-    rows.spread("store until written (GB/s)", taken["write"], gigabytes, taken["raw write"], "open and write")
-    rows.spread("retrieve, page cache warm (GB/s)", taken["warm"], gigabytes, taken["raw warm"], "open and readinto")
-    if taken["cold"]:
-        rows.spread(
-            "retrieve, page cache cold (GB/s)", taken["cold"], gigabytes, taken["raw cold"], "open and readinto"
-        )
+            taken["raw cold"].append(median_seconds(work.read_raw, 1))
+    for what, name, limit in (
+        ("store until written", "write", "open and write"),
+        ("retrieve, page cache warm", "again", "open and readinto"),
+        ("retrieve, page cache cold", "cold", "open and readinto"),
+    ):
+        theirs = {"write": "raw write", "again": "raw warm", "cold": "raw cold"}[name]
+        if taken[name]:
+            label = f"disk {direct}: {what} (GB/s)"
+            rows.spread(label, taken[name][-REPEATS:], work.gigabytes, taken[theirs][-REPEATS:], limit)
+    shutil.rmtree(path)
+    shutil.rmtree(work.raw_files)
 
 
 if __name__ == "__main__":
@@ -99,7 +123,9 @@ if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp(prefix="kvloom-bench-", dir=parser.parse_args().dir))
     try:
         rows = Rows("disk_path")
-        measure(rows, folder)
+        work = Work(folder)
+        for direct in ("auto", "never"):
+            measure(rows, work, direct)
         rows.finish()
     finally:
         shutil.rmtree(folder)

@@ -51,7 +51,7 @@ def build(plan: list[tuple[int, int, str]]) -> list[Any]:
     return blob
 
 
-@pytest.mark.parametrize("direct", ["auto", "auto without room", "always", "never"])
+@pytest.mark.parametrize("direct", ["auto", "always", "never"])
 @given(plan=buffers, shift=st.sampled_from([0, 0, 1, 4096]), cut=st.tuples(lengths, lengths), cold=st.booleans())
 @example(plan=[(0, 4096, "view"), *[(0, 65536, "view")] * 8], shift=0, cut=(4096, 131072), cold=True)
 @example(plan=[(0, 4096, "bytes"), *[(0, 33333, "view")] * 11], shift=0, cut=(1, 200000), cold=True)
@@ -61,9 +61,7 @@ def test_round_trip(
     direct_path: Path, monkeypatch: Any, open_backend: Any, target: Any, drop_from_cache: Any,
     direct: str, plan: Any, shift: int, cut: tuple[int, int], cold: bool,
 ) -> None:  # fmt: skip
-    if direct == "auto without room":
-        monkeypatch.setattr(pagecache, "_dirty_room_bytes", lambda: 0)
-    backend = open_backend(direct_path, direct.partition(" ")[0])
+    backend = open_backend(direct_path, direct)
     blob = build(plan)
     expected = b"".join(blob)
     backend.put(KEY, blob)
@@ -134,29 +132,22 @@ def cached(path: Path) -> bool:
 class TestWhichWay:
     BLOB = (POOL[:4096], POOL[4096 : 2 << 20])
 
-    def test_auto_writes_into_the_page_cache_while_there_is_room(
-        self, direct_path: Path, open_backend: Any, monkeypatch: Any
+    @pytest.mark.parametrize(("direct", "expected"), [("auto", False), ("always", False), ("never", True)])
+    def test_writes_go_past_the_page_cache_unless_told_otherwise(
+        self, direct_path: Path, open_backend: Any, direct: str, expected: bool
     ) -> None:
-        monkeypatch.setattr(pagecache, "_dirty_room_bytes", lambda: 3 << 20)
-        backend = open_backend(direct_path)
-        backend.put(KEY, self.BLOB)
-        assert cached(direct_path)
-        backend.put(KEY, self.BLOB)
-        assert not cached(direct_path)
-
-    @pytest.mark.parametrize(("direct", "expected"), [("always", False), ("never", True)])
-    def test_always_and_never_write_as_they_say(
-        self, direct_path: Path, open_backend: Any, monkeypatch: Any, direct: str, expected: bool
-    ) -> None:
-        monkeypatch.setattr(pagecache, "_dirty_room_bytes", lambda: 1e9 if direct == "always" else 0)
         open_backend(direct_path, direct).put(KEY, self.BLOB)
         assert cached(direct_path) is expected
+
+    def test_small_blobs_go_through_it(self, direct_path: Path, open_backend: Any) -> None:
+        open_backend(direct_path).put(KEY, [POOL[:65536]])
+        assert cached(direct_path)
 
     def test_auto_reads_what_is_cached_from_there_and_the_rest_past_it(
         self, direct_path: Path, open_backend: Any, target: Any, drop_from_cache: Any, monkeypatch: Any
     ) -> None:
+        open_backend(direct_path, "never").put(KEY, self.BLOB)
         backend = open_backend(direct_path)
-        backend.put(KEY, self.BLOB)
         ways = []
         set_direct = transfer._set_direct
         monkeypatch.setattr(transfer, "_set_direct", lambda fd, direct: (ways.append(direct), set_direct(fd, direct)))
@@ -164,19 +155,6 @@ class TestWhichWay:
         drop_from_cache(direct_path)
         assert backend.get_into(KEY, target())
         assert ways == [False, True]
-
-
-def test_room_is_what_the_kernel_leaves_writers_before_it_slows_them(tmp_path: Path, monkeypatch: Any) -> None:
-    vmstat = tmp_path / "vmstat"
-    monkeypatch.setattr(pagecache, "_VMSTAT", vmstat)
-    assert pagecache._dirty_room_bytes() == float("inf")
-    vmstat.write_text(
-        "nr_free_pages 9\nnr_dirty 100\nnr_writeback 50\nnr_dirty_threshold 4000\nnr_dirty_background_threshold 2000\n"
-    )
-    assert pagecache._dirty_room_bytes() == (3000 - 150) * mmap.PAGESIZE
-    room = pagecache.DirtyRoom()
-    assert room.take(2000 * mmap.PAGESIZE)
-    assert not room.take(2000 * mmap.PAGESIZE)
 
 
 class TestTheFileChangesWhileItIsRead:

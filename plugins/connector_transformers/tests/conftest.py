@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,8 +14,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 transformers.logging.set_verbosity_error()
-# Models this small are slower on several threads, and much slower where other tests run beside these.
-torch.set_num_threads(1)
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -41,6 +39,15 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 3, "n_head": 4},
     "falcon": {"alibi": False},
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, and much slower where something else runs beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=sorted(_FAMILIES))

@@ -68,7 +68,7 @@ def test_weights_scaling_and_order_of_adapters_count(make: Make) -> None:
     seen.append(spec_of(lora(make, "x", seed=1)))
     seen.append(spec_of(lora(make, "x", use_rslora=True)))
     seen.append(spec_of(lora(make, "x", modules_to_save=["embed_tokens"])))
-    transposed = lora(make, "x")
+    seen.append(spec_of(transposed := lora(make, "x")))
     transposed.peft_config["x"].fan_in_fan_out = True
     seen.append(spec_of(transposed))
     texts = [spec.to_json() for spec in seen]

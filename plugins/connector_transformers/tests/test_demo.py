@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,8 +70,10 @@ def test_two_processes_end_to_end(tmp_path: Path) -> None:
     document = tmp_path / "document.txt"
     document.write_text("What is prefilled once need not be prefilled twice. " * 20, encoding="utf-8")
     arguments = ["--size", "1M", "--document", str(document), "--tokens", "600", "--out", str(out)]
+    script = f"import typer; from {command.__name__} import demo; typer.run(demo)"
     done = subprocess.run(
-        [sys.executable, "-m", "typer", command.__name__, "run", *arguments],
+        [sys.executable, "-c", script, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -39,7 +39,7 @@ def test_it_is_plain_and_speaks() -> None:
 
 def test_the_example_hits_on_its_second_run(tmp_path: Path) -> None:
     pytest.importorskip("kvloom_backend_disk", reason="the disk tier is not installed")
-    environment = os.environ | {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     script = ROOT / "examples" / "transformers_generate.py"
     hits = []
     for _ in range(2):

@@ -1,7 +1,8 @@
 """Moves bytes between memory and open files, through the page cache or past it (O_DIRECT), whichever is faster.
 
 Reading what the page cache holds is several times faster than any disk; what it does not hold is read faster past it.
-Writing into it is fast, and makes the next read so, until the kernel slows writers down to the disk: then past it.
+Writing goes past it: into the cache a burst is sometimes faster, but stores that go on are slowed down to less than the
+disk's speed, and the memory tier keeps what was just stored anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal
 
 from kvloom import BackendError, Buffers
 from kvloom_backend_disk.extents import Extent, address, coalesce
-from kvloom_backend_disk.pagecache import DirtyRoom, is_cached
+from kvloom_backend_disk.pagecache import is_cached
 
 Mode = Literal["auto", "always", "never"]
 
@@ -30,11 +31,10 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class Transfer:
-    """Reads and writes as `mode` says; keeps nothing but an estimate of the page cache's room."""
+    """Reads and writes as `mode` says."""
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
-        self._room = DirtyRoom()
 
     def write(self, fd: int, blob: Buffers) -> None:
         """Write the blob to the empty file `fd`. Raises OSError, with part of it written."""
@@ -70,7 +70,7 @@ class Transfer:
     def _writes_directly(self, size: int) -> bool:
         if self._mode != "auto":
             return self._mode == "always"
-        return size >= SMALL_BYTES and not self._room.take(size)
+        return size >= SMALL_BYTES
 
     def _reads_directly(self, fd: int, offset: int, size: int) -> bool:
         if self._mode != "auto":
