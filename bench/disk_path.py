@@ -93,8 +93,7 @@ def measure(rows: Rows, work: Work, direct: str) -> None:
             os.sync()
             taken["write"].append(median_seconds(lambda prompt=prompt: store(prompt), 1))
         for prompt in work.prompts[1:]:
-            for _ in range(2):  # what is read twice is then in the page cache
-                work.retrieve(engine, prompt)
+            work.retrieve(engine, prompt)
             taken["again"].append(work.retrieve(engine, prompt))
             work.read_raw()
             taken["raw warm"].append(median_seconds(work.read_raw, 1))
@@ -106,8 +105,8 @@ def measure(rows: Rows, work: Work, direct: str) -> None:
             taken["raw cold"].append(median_seconds(work.read_raw, 1))
     for what, name, limit in (
         ("store until written", "write", "open and write"),
-        ("retrieve, page cache warm", "again", "open and readinto"),
-        ("retrieve, page cache cold", "cold", "open and readinto"),
+        ("retrieve again", "again", "open and readinto"),
+        ("retrieve, page cache dropped", "cold", "open and readinto"),
     ):
         theirs = {"write": "raw write", "again": "raw warm", "cold": "raw cold"}[name]
         if taken[name]:

@@ -31,8 +31,8 @@ PAIRS = [
         for mode, peer in (("auto", "O_DIRECT"), ("auto", "buffered"), ("never", "buffered"))
         for ours, theirs in (
             ("store until written", "store until written"),
-            ("retrieve, page cache warm", "retrieve warm"),
-            ("retrieve, page cache cold", "retrieve cold"),
+            ("retrieve again", "retrieve warm"),
+            ("retrieve, page cache dropped", "retrieve cold"),
         )
     ),
 ]

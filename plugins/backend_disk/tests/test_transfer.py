@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,16 @@ def cached(path: Path) -> bool:
         os.close(fd)
 
 
-@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="nothing tells what is cached")
+def kernel_tells_what_is_cached() -> bool:
+    with tempfile.NamedTemporaryFile(dir=Path(__file__).parent) as file:
+        file.write(bytes(65536))
+        file.flush()
+        return pagecache.is_cached(file.fileno(), 0, 65536)
+
+
+@pytest.mark.skipif(
+    not kernel_tells_what_is_cached(), reason="this kernel does not tell what is cached (Linux 6.5 does)"
+)
 class TestWhichWay:
     BLOB = (POOL[:4096], POOL[4096 : 2 << 20])
 
