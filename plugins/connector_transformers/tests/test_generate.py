@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvloom import Chunk, ConfigError, Engine
 from kvloom_connector_transformers import CachedModel, TransformersConnector, cached
@@ -305,6 +305,18 @@ def test_the_wrapper_passes_as_the_model(model: CachedModel) -> None:
     assert model.device == torch.device("cpu")
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = model.no_such_thing
+
+
+def test_a_model_loaded_with_a_device_map(
+    llama: PreTrainedModel, config: dict[str, Any], prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate", reason="device_map needs accelerate")
+    llama.save_pretrained(tmp_path)
+    with cached(AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu"), config) as model:
+        for hit in (0, 64):
+            output = model.generate(prompt, max_new_tokens=8, do_sample=False)
+            assert model.last is not None and model.last.hit_tokens == hit
+            assert torch.equal(output, llama.generate(prompt, max_new_tokens=8, do_sample=False))
 
 
 def test_close_twice(llama: PreTrainedModel, config: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ def test_it_is_plain_and_speaks() -> None:
     assert text.startswith("The :mod:`json` module provides a")
 
 
+@pytest.mark.slow
 def test_the_example_hits_on_its_second_run(tmp_path: Path) -> None:
     pytest.importorskip("kvloom_backend_disk", reason="the disk tier is not installed")
     environment = os.environ | {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

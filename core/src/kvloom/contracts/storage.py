@@ -39,7 +39,7 @@ class StorageBackend(Component):
     bounded: ClassVar[bool] = False
     """It evicts by itself."""
     threads: ClassVar[int] = 4
-    """How many calls the core should have under way at once, at most."""
+    """How many reads the core should have under way at once, at most; writes come on top, two at most."""
 
     @abstractmethod
     def put(self, key: str, blob: Buffers) -> None:

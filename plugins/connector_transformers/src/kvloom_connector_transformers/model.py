@@ -195,7 +195,7 @@ class CachedModel:
         num_tokens = int(start.cache.get_seq_length()) if engine.config.save_decode_cache else prompt_tokens
         try:
             for row, tokens in enumerate(sequences[:, :num_tokens]):
-                engine.store(tokens.contiguous(), salt=salt, cache=start.cache, row=row)
+                engine.store(tokens, salt=salt, cache=start.cache, row=row)
         except Exception as error:
             log.warning("nothing stored", exc_info=True)
             return f"storing failed: {error}"
@@ -211,7 +211,7 @@ def _load(state: _State, engine: Engine, rows: torch.Tensor, salt: str | None, c
     restored = RestoredKV.allocate(engine.spec, hit.tokens, rows=rows.shape[0], devices=state.kv.devices)
     num_tokens = hit.tokens
     for row, tokens in enumerate(rows[:, : hit.tokens]):
-        mask = engine.retrieve(tokens.contiguous(), salt=salt, cache=restored, row=row)
+        mask = engine.retrieve(tokens, salt=salt, cache=restored, row=row)
         num_tokens = min(num_tokens, int(mask.count_nonzero()))
     return _Start(
         restored.install(config, num_tokens), num_tokens, hit.by_tier, frozenset(restored.lossy if num_tokens else ()),

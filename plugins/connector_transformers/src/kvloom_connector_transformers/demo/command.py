@@ -109,7 +109,11 @@ def _run(console: Console, job: Job, out: Path) -> bool:
         console.print(f"... {job.question.strip()}", end="", style="bold")
         console.print(result["text"].rstrip())
     elif job.parameters:
-        console.print("           (random weights say nothing worth reading; their prefill is real work)", style="dim")
+        console.print(
+            "           (random weights say nothing worth reading; their prefill is real work)",
+            style="dim",
+            soft_wrap=True,
+        )
     verdicts = checks(result)
     print_results(console, result, verdicts)
     (out / "result.json").write_text(json.dumps({"stored": stored, "answered": result}, indent=1), encoding="utf-8")
@@ -119,7 +123,10 @@ def _run(console: Console, job: Job, out: Path) -> bool:
     except ImportError:
         console.print("no chart: pip install 'kvloom-connector-transformers[demo]'", style="yellow")
     if not job.parameters:
-        console.print("A small model prefills fast. --size medium shows the factor where prefill is real work.")
+        console.print(
+            "A model this small prefills fast; --size medium shows the factor where prefill is real work.",
+            soft_wrap=True,
+        )
     return all(verdict.holds for verdict in verdicts)
 
 

@@ -66,8 +66,12 @@ def print_results(console: Console, result: Mapping[str, Any], verdicts: list[Ch
     table.add_row("factor", "1.0", f"{cold / warm:.1f}", style="bold")
     console.print(table)
     for verdict in verdicts:
-        console.print(f"{'ok    ' if verdict.holds else 'FAILED'} {verdict.text}", style="" if verdict.holds else "red")
-    console.print(tolerance_note(result), style="dim")
+        console.print(
+            f"{'ok    ' if verdict.holds else 'FAILED'} {verdict.text}",
+            style="" if verdict.holds else "red",
+            soft_wrap=True,
+        )
+    console.print(tolerance_note(result), style="dim", soft_wrap=True)
 
 
 def parts(result: Mapping[str, Any]) -> dict[str, float]:

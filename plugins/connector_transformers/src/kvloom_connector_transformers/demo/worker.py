@@ -64,6 +64,7 @@ def store(job: Job) -> dict[str, Any]:
     document = read_document(job, model, tokenizer)
     say(doing=f"prefilling {document.shape[1]:,} tokens of {Path(job.document).name}")
     with cached(model, job.config) as ours:
+        time.sleep(SETTLE_SECONDS)
         ours.generate(document, **_GREEDY, max_new_tokens=1)
         report = ours.last
         assert report is not None
