@@ -70,6 +70,8 @@ def memory(rows: Rows) -> None:
 
     for prompt in prompts:  # every page of the pool that is used below is present
         engine.store(prompt, kv=source)
+    while not engine._stack.memory.pool.pages.settled:
+        time.sleep(0.1)
     stores, retrieves, limits = [], [], {"one": [], "in": [], "out": []}
     for _ in range(5):  # in turn, so that a slow moment of the machine meets all of them
         for name, copy in (("one", into_one), ("in", into_many), ("out", from_many)):

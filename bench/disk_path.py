@@ -35,8 +35,8 @@ def drop_caches() -> bool:
 
 def raw_write(folder: Path, chunks: list[memoryview]) -> None:
     """New files each time, as a cache writes them."""
-    for chunk in chunks:
-        with open(tempfile.mkstemp(dir=folder)[1], "wb", buffering=0) as file:
+    for index, chunk in enumerate(chunks):
+        with open(folder / str(index), "xb", buffering=0) as file:
             file.write(chunk)
 
 
@@ -59,11 +59,15 @@ class Work:
         self.gigabytes = self.source.numel() * self.source.element_size() / 1e9
         self.prompts = [tokens_of(TOKENS, seed=100 + index) for index in range(REPEATS + 1)]
 
-    def write_raw(self) -> None:
-        raw_write(self.raw_files, self.raw)
+    def write_raw(self) -> float:
+        """How long it took; the files of the time before are gone first, and their memory is free again."""
+        shutil.rmtree(self.raw_files, ignore_errors=True)
+        self.raw_files.mkdir()
+        os.sync()  # else one waits for what another left the kernel to write
+        return median_seconds(lambda: raw_write(self.raw_files, self.raw), 1)
 
     def read_raw(self) -> None:
-        raw_read(sorted(self.raw_files.iterdir())[: len(self.raw)], self.raw)
+        raw_read(list(self.raw_files.iterdir()), self.raw)
 
     def retrieve(self, engine: Engine, prompt: torch.Tensor) -> float:
         self.target.zero_()
@@ -80,16 +84,16 @@ def measure(rows: Rows, work: Work, direct: str) -> None:
     taken: dict[str, list[float]] = {
         name: [] for name in ("write", "again", "cold", "raw write", "raw warm", "raw cold")
     }
-    work.raw_files.mkdir()
     with Engine.open({"connector": "plain", "tiers": [tier]}, SPEC) as engine:
+        while not engine._stack.memory.pool.pages.settled:
+            time.sleep(0.1)
 
         def store(prompt: torch.Tensor) -> None:
             engine.store(prompt, kv=work.source)
             engine.flush()
 
         for prompt in work.prompts:
-            os.sync()  # else one waits for what the other left the kernel to write
-            taken["raw write"].append(median_seconds(work.write_raw, 1))
+            taken["raw write"].append(work.write_raw())
             os.sync()
             taken["write"].append(median_seconds(lambda prompt=prompt: store(prompt), 1))
         for prompt in work.prompts[1:]:

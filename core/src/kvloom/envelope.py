@@ -137,14 +137,16 @@ def _describe(text: bytes) -> Description:
 
 
 class Verifier:
-    """Checks a framed blob while it arrives, each buffer as soon as it is complete and still in the cache."""
+    """Checks a framed blob while it arrives, each part while it is still in the processor's cache."""
 
     def __init__(self, data: memoryview, *, key: str) -> None:
         self._data = data
         self._key = key
         self._header: Header | None = None
         self._row = 0
+        self._row_end = 0
         self._at = 0
+        self._state = xxhash.xxh3_128()
 
     def filled(self, num_bytes: int) -> None:
         """The first `num_bytes` bytes of the blob are there. Raises as `parse` does, or CorruptBlobError."""
@@ -152,14 +154,20 @@ class Verifier:
             self._header = parse(self._data[:num_bytes], key=self._key)
             if self._header is None:
                 return
-            self._at = self._header.header_bytes
-        header = self._header
-        while self._row < len(header.lengths) and self._at + header.lengths[self._row] <= num_bytes:
-            end = self._at + header.lengths[self._row]
-            if xxhash.xxh3_128_digest(self._data[self._at : end]) != header.digests[self._row]:
-                raise CorruptBlobError(f"payload checksum, buffer {self._row}")
-            self._row += 1
+            self._at = self._row_end = self._header.header_bytes
+            self._row_end += self._header.lengths[0] if self._header.lengths else 0
+        lengths = self._header.lengths
+        while self._row < len(lengths):
+            end = min(num_bytes, self._row_end)
+            self._state.update(self._data[self._at : end])
             self._at = end
+            if end < self._row_end:
+                return
+            if self._state.digest() != self._header.digests[self._row]:
+                raise CorruptBlobError(f"payload checksum, buffer {self._row}")
+            self._state.reset()
+            self._row += 1
+            self._row_end += lengths[self._row] if self._row < len(lengths) else 0
 
     def finish(self) -> Header:
         """The header, once every byte was verified. Raises CorruptBlobError if the blob is too short or too long."""

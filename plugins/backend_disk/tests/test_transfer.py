@@ -76,7 +76,7 @@ def test_round_trip(
     assert backend.get_into(KEY, sink)
     assert sink.view == expected
     assert sink.steps == sorted(set(sink.steps)) and (sink.steps or [0])[-1] == len(expected)
-    assert all(b - a <= transfer.STEP_BYTES for a, b in zip([0, *sink.steps], sink.steps, strict=False))
+    assert all(b - a <= transfer.DIRECT_STEP_BYTES for a, b in zip([0, *sink.steps], sink.steps, strict=False))
 
     offset, length = cut
     into = memoryview(mmap.mmap(-1, length + shift + 1))[shift : shift + length]

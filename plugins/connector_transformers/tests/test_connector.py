@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -166,3 +168,14 @@ def test_offloading_caches_are_refused() -> None:
     cache.offloading = True
     with pytest.raises(ValueError, match="offloading"):
         connector().check({"cache": cache}, 9)
+
+
+def test_an_engine_of_another_connector_does_not_wait_for_transformers_to_import() -> None:
+    code = """
+import sys
+from kvloom import Engine, KVSpec
+spec = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype="float32")
+Engine.open({"connector": "plain", "tiers": ["memory"]}, spec).close()
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: faults pages in without writing to them
 _STEP_BYTES = 16 << 20  # short calls, so that the address space is never locked for long
-_AHEAD_BYTES = 1 << 30
+_AHEAD_BYTES = 1 << 29
 
 
 class Pages:
     """`size` bytes of page-aligned, initially zero host memory.
 
-    Opening costs nothing whatever the size: a background thread keeps the next gigabyte beyond the highest address in
-    use present, so that a store copies instead of faulting. Writing to memory that is still absent is merely slower.
+    Opening costs nothing whatever the size: a background thread keeps the next half gigabyte beyond the highest address
+    in use present, so that a store copies instead of faulting. Writing to memory that is still absent is merely slower.
     """
 
     def __init__(self, size: int, runtime: Runtime) -> None:
@@ -51,6 +51,11 @@ class Pages:
                 self._wanted = max(self._wanted, wanted)
                 self._wake.notify_all()
 
+    @property
+    def settled(self) -> bool:
+        """Everything wanted so far is present, or never will be ahead of its use."""
+        return self._libc is None or self._present >= self._wanted
+
     def close(self) -> None:
         """Stop the background thread. The memory goes when nobody refers to it any more."""
         with self._wake:
@@ -70,5 +75,6 @@ class Pages:
                 end = min(self._wanted, start + _STEP_BYTES)
             if self._libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(end - start), _POPULATE_WRITE):
                 log.debug("pages are not made present ahead of use: errno %d", ctypes.get_errno())
+                self._present = self.size
                 return
             self._present = end

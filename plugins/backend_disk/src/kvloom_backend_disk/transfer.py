@@ -22,8 +22,10 @@ Mode = Literal["auto", "always", "never"]
 
 BLOCK_BYTES = 4096
 """O_DIRECT wants addresses, offsets and lengths that are multiples of this."""
-STEP_BYTES = 1 << 20
-"""How much is read between two reports: it is still in the processor's cache when it is verified."""
+CACHED_STEP_BYTES = 256 << 10
+"""How much is read from the page cache between two reports: it is verified while the processor still has it."""
+DIRECT_STEP_BYTES = 1 << 20
+"""How much is read past it: enough to keep a disk busy."""
 SMALL_BYTES = 128 << 10
 """Below this, choosing costs more than it brings: `auto` uses the page cache."""
 
@@ -57,11 +59,11 @@ class Transfer:
             direct_bytes = size - size % BLOCK_BYTES
         os.lseek(fd, offset, os.SEEK_SET)
         done = 0
-        for direct, end in ((True, direct_bytes), (False, size)):
+        for direct, end, step in ((True, direct_bytes, DIRECT_STEP_BYTES), (False, size, CACHED_STEP_BYTES)):
             if done < end:
                 _set_direct(fd, direct)
             while done < end:
-                got = os.readv(fd, [into[done : min(done + STEP_BYTES, end)]])
+                got = os.readv(fd, [into[done : min(done + step, end)]])
                 if not got:
                     raise BackendError(f"the file ends after {offset + done} bytes, {size - done} too early")
                 done += got

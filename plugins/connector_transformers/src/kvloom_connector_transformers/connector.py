@@ -2,6 +2,9 @@
 
 A cache keeps, for each layer, K and V of `[rows, kv_heads, tokens, head_size]`; a chunk is
 `[2, layers, tokens, kv_heads * head_size]`. Both ways it is one strided copy per layer and plane, nothing in between.
+
+transformers takes over a second to import, and every engine that is opened looks at this class: it is imported where a
+cache is at hand, when it has been already.
 """
 
 from __future__ import annotations
@@ -10,14 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
 
 from .restored import RestoredKV, set_length
-
-_LAYER = {DynamicCache: DynamicLayer, StaticCache: StaticLayer}
 
 Planes = list[tuple[torch.Tensor, torch.Tensor]]
 """(K, V) of each layer, `[rows, kv_heads, tokens, head_size]`."""
@@ -49,7 +48,8 @@ class TransformersConnector(GPUConnector):
         if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < rows:
             raise ValueError(f"row: {row!r} of a cache with {rows} rows")
         if num_tokens > tokens:
-            hint = "; to restore, write into a RestoredKV and install it" if isinstance(cache, DynamicCache) else ""
+            dynamic = type(cache).__name__ == "DynamicCache"
+            hint = "; to restore, write into a RestoredKV and install it" if dynamic else ""
             raise ValueError(f"cache: {type(cache).__name__} with room for {tokens} tokens, not {num_tokens}{hint}")
 
     def _check_layers(self, planes: Planes) -> None:
@@ -84,7 +84,7 @@ class TransformersConnector(GPUConnector):
             theirs.copy_(ours, non_blocking=True)
         if isinstance(cache, RestoredKV):
             cache.lossy.update(chunk.fidelity for chunk in chunks if not chunk.exact)
-        elif isinstance(cache, StaticCache) and segments:
+        elif type(cache).__name__ == "StaticCache" and segments:
             set_length(cache, segments[-1].end)
         _finish(planes)
 
@@ -103,7 +103,10 @@ def _planes(cache: Any) -> Planes:
     """K and V of each layer. ValueError unless the cache is one that keeps them plainly."""
     if isinstance(cache, RestoredKV):
         return list(zip(cache.keys, cache.values, strict=True))
-    plain = _LAYER.get(type(cache))
+    from transformers import DynamicCache, StaticCache
+    from transformers.cache_utils import DynamicLayer, StaticLayer
+
+    plain = {DynamicCache: DynamicLayer, StaticCache: StaticLayer}.get(type(cache))
     if plain is None:
         raise ValueError(f"cache: {type(cache).__name__}, not a DynamicCache, StaticCache or RestoredKV")
     if cache.offloading:

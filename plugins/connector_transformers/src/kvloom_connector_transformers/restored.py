@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from kvloom import KVSpec
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedConfig, StaticCache
 
 
 @dataclass(slots=True)
@@ -52,6 +54,9 @@ class RestoredKV:
 
         `num_tokens` is what every row's `retrieve` confirmed; the rest of the buffers was never written.
         """
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(f"num_tokens: {num_tokens} of the {self.num_tokens} that were allocated")
         cache = DynamicCache(config=config)
@@ -70,6 +75,8 @@ def set_length(cache: StaticCache, num_tokens: int) -> None:
     `TransformersConnector.write` does this up to the last token that it writes. Call it when fewer count: when another
     row of the batch has fewer.
     """
+    from transformers.cache_utils import StaticLayer
+
     for layer in cache.layers:
         assert type(layer) is StaticLayer, f"{type(layer).__name__} is refused when the engine opens"
         layer.cumulative_length.fill_(num_tokens)
