@@ -63,9 +63,10 @@ def int32_tokens(tokens: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int32]]:
     if tokens.device.type != "cpu":
         raise ValueError(f"tokens: expected a CPU tensor, got {tokens.device}; pass tokens.cpu()")
     array = tokens.detach().numpy()
-    if array.dtype.itemsize > 4 and array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
+    narrow = np.ascontiguousarray(array, dtype="<i4")
+    if array.dtype.itemsize > 4 and not np.array_equal(narrow, array):
         raise ValueError("tokens: a token id does not fit into 32 bits")
-    return np.ascontiguousarray(array, dtype="<i4")
+    return narrow
 
 
 def chain(tokens: torch.Tensor, *, chunk_tokens: int, fingerprint: str, salt: str = "") -> list[Segment]:

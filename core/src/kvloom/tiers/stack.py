@@ -76,6 +76,8 @@ class Stack:
                 break
             if names is None or name in names:
                 found = tier.find(keys if len(left) == len(keys) else [keys[index] for index in left])
+                if len(left) == len(keys) and all(found):
+                    return [name] * len(keys)
                 for index, here in zip(left, found, strict=True):
                     if here:
                         where[index] = name

@@ -69,12 +69,10 @@ def own_tensors(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _refuse(model: torch.nn.Module, configs: Mapping[str, Any]) -> None:
-    names = getattr(model, "active_adapters", ())
-    names = (
-        names
-        if isinstance(names, list | tuple)
-        else [name for _, layer in _layers(model) for name in layer.active_adapters]
-    )
+    # Prompt learning has no layers of its own: a PeftModel says what is active; a transformers model has a method.
+    names = getattr(model, "active_adapters", None)
+    if not isinstance(names, list):
+        names = [name for _, layer in _layers(model) for name in layer.active_adapters]
     for name in dict.fromkeys(names):
         config = configs.get(name)
         if getattr(config, "is_prompt_learning", False):
