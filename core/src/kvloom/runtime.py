@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
+import sys
 import threading
 import time
 from collections import deque
@@ -56,7 +58,7 @@ class Runtime(Protocol):
     def lock(self) -> Lock: ...
     def condition(self) -> Condition: ...
 
-    def spawn(self, run: Callable[[], None], *, name: str) -> Thread:
+    def spawn(self, run: Callable[[], None], *, name: str, low_priority: bool = False) -> Thread:
         """Run in a daemon thread: a call that never returns must not keep the process alive."""
 
 
@@ -79,8 +81,13 @@ class SystemRuntime:
     def condition(self) -> Condition:
         return threading.Condition(threading.Lock())
 
-    def spawn(self, run: Callable[[], None], *, name: str) -> Thread:
-        thread = threading.Thread(target=run, name=name, daemon=True)
+    def spawn(self, run: Callable[[], None], *, name: str, low_priority: bool = False) -> Thread:
+        def run_nicely() -> None:
+            if sys.platform == "linux":  # elsewhere it would be the whole process's priority
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            run()
+
+        thread = threading.Thread(target=run_nicely if low_priority else run, name=name, daemon=True)
         thread.start()
         return thread
 
@@ -110,8 +117,12 @@ class Call(Generic[T]):
         if not self.wait(until):
             self._workers._give_up(self)
             raise DeadlineExceeded(f"{self._workers.name}: no answer within the deadline")
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                error = None  # else it would be in a cycle with this frame, and hold what its traceback refers to
         if self._state == "cancelled":
             raise BackendError(f"{self._workers.name}: cancelled")
         return self._value  # type: ignore[return-value]

@@ -15,15 +15,16 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: faults pages in without writing to them
-_STEP_BYTES = 16 << 20  # short calls, so that the address space is never locked for long
-_AHEAD_BYTES = 1 << 29
+_STEP_BYTES = 2 << 20  # short calls: while one runs, no thread of the process can map or unmap memory
+_AHEAD_BYTES = 128 << 20
 
 
 class Pages:
     """`size` bytes of page-aligned, initially zero host memory.
 
-    Opening costs nothing whatever the size: a background thread keeps the next half gigabyte beyond the highest address
-    in use present, so that a store copies instead of faulting. Writing to memory that is still absent is merely slower.
+    Opening costs nothing whatever the size: a background thread of low priority keeps the next 128 MiB beyond the
+    highest address in use present, so that a store copies instead of faulting. Writing to memory that is still absent
+    is merely slower.
     """
 
     def __init__(self, size: int, runtime: Runtime) -> None:
@@ -41,7 +42,7 @@ class Pages:
         self._closed = False
         if self._libc is not None and size:
             self.reach(0)
-            runtime.spawn(self._populate, name="kvloom-pages")
+            runtime.spawn(self._populate, name="kvloom-pages", low_priority=True)
 
     def reach(self, end: int) -> None:
         """Say that addresses up to `end` are in use."""

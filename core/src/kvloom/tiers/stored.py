@@ -173,6 +173,8 @@ class StoredTier(Tier):
                 if attempt == 2:
                     self._discard(name, num_tokens, error)
                 continue
+            finally:
+                landing.abandon()  # now, not when a traceback that refers to it is collected
             if loaded is not None:
                 self._events.emit(
                     Event(
@@ -203,23 +205,26 @@ class StoredTier(Tier):
             raise UnreadableBlobError(f"fidelity {about.fidelity!r}, and the config says exact: true")
         with torch.device("meta"):
             like = Chunk(torch.empty(shape, dtype=self.layout.dtype), self.layout.format, num_tokens, about.fidelity)
-        framed = landing.take()
-        payload = framed.view[header.header_bytes :]
+        payload = landing.view[header.header_bytes :]
         chunk = serializer.view(payload, like)
-        room = framed
-        if chunk is None:
+        if chunk is not None:
+            room = landing.take()
+        else:
             decoded = self._memory.reserve_by(self.layout.nbytes(shape), until, deadline=until)
             if decoded is None:
                 raise BackendError("no room in memory to decode a chunk")
-            chunk = Chunk(decoded.tensor(shape, self.layout.dtype), like.format, num_tokens, about.fidelity)
-            serializer.decode(envelope.split(header, payload), chunk)
-            framed.abandon()
             room = decoded
+            chunk = Chunk(room.tensor(shape, self.layout.dtype), like.format, num_tokens, about.fidelity)
+            try:
+                serializer.decode(envelope.split(header, payload), chunk)
+            except BaseException:
+                room.abandon()
+                raise
         block = room.seal()
         return None if block is None else self._memory.insert(key, chunk, block)
 
     def _discard(self, name: str, num_tokens: int, error: CorruptBlobError) -> None:
-        log.warning("tier=%s removing a corrupt blob: %s", self.name, error)
+        log.warning("tier=%s removing a corrupt blob: %s", self.name, str(error))
         self._events.emit(Event("corrupt", self.name, tokens=num_tokens, chunks=1, reason=str(error)))
         self.ledger.forget([name])
         self.backend.delete(name)
@@ -396,7 +401,7 @@ class StoredTier(Tier):
 
     def _report(self, verb: str, error: Exception) -> None:
         reason = "deadline" if isinstance(error, DeadlineExceeded) else type(error).__name__
-        log.warning("tier=%s verb=%s failed: %s: %s", self.name, verb, type(error).__name__, error)
+        log.warning("tier=%s verb=%s failed: %s: %s", self.name, verb, type(error).__name__, str(error))
         self._events.emit(Event("tier_error", self.name, reason=f"{verb}: {reason}"))
         if self._reads.stuck:
             self._events.emit(Event("tier_paused", self.name, reason="every thread is held by an overdue call"))
@@ -458,7 +463,19 @@ class _Landing:
             raise CorruptBlobError("an empty blob")
         return self._verifier.finish()
 
+    @property
+    def view(self) -> memoryview:
+        assert self._room is not None
+        return self._room.view
+
     def take(self) -> Reservation:
+        """The memory, which is the caller's from now on."""
         assert self._room is not None
         room, self._room = self._room, None
         return room
+
+    def abandon(self) -> None:
+        """Give the memory back, unless it was taken."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.abandon()

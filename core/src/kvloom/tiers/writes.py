@@ -128,7 +128,7 @@ class WriteQueue:
         try:
             outcome = store()
         except Exception as error:
-            log.warning("%s: a write failed: %s: %s", self.workers.name, type(error).__name__, error)
+            log.warning("%s: a write failed: %s: %s", self.workers.name, type(error).__name__, str(error))
             if write.outcome is None:
                 self._on_lost(write.chunk, f"write failed: {type(error).__name__}")
         finally:
