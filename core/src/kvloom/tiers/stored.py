@@ -15,11 +15,12 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.events import EventBus
-from kvloom.memory import Reservation, pages_of
+from kvloom.memory import pages_of
 from kvloom.runtime import Call, Runtime, Workers
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.ledger import Fidelity, Ledger
 from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.reader import BlobReader
 from kvloom.tiers.writes import Write, WriteQueue
 from kvloom.types import EXACT, Chunk, ChunkKey
 
@@ -67,7 +68,7 @@ class StoredTier(Tier):
         self.write = write
         self.ledger = Ledger(capacity, runtime)
         self.serializer = serializers[0]
-        self._decoders = {serializer.type: serializer for serializer in reversed(serializers)}
+        self._reader = BlobReader(layout, serializers, memory, exact_only=exact_only)
         self._exact_only = exact_only
         self._memory = memory
         self._events = events
@@ -156,72 +157,27 @@ class StoredTier(Tier):
         name = str(key)
         began = self._runtime.now()
         for attempt in (1, 2):
-            landing = _Landing(self._memory, name, until)
             try:
-                if not self.backend.get_into(name, landing):
-                    self.ledger.forget([name])
-                    return None
-                header = landing.finish()
-                loaded = self._open(key, header, landing, shape, num_tokens, until)
+                arrived = self._reader.read(self.backend, key, shape, num_tokens, until)
             except UnreadableBlobError as error:
                 self.ledger.note(name, Fidelity.UNREADABLE)
-                self._events.emit(
-                    Event("missed", self.name, tokens=num_tokens, chunks=1, reason=f"unreadable: {error}")
-                )
+                reason = f"unreadable: {error}"
+                self._events.emit(Event("missed", self.name, tokens=num_tokens, chunks=1, reason=reason))
                 return None
             except CorruptBlobError as error:
                 if attempt == 2:
                     self._discard(name, num_tokens, error)
                 continue
-            finally:
-                landing.abandon()  # now, not when a traceback that refers to it is collected
+            if arrived is None:
+                self.ledger.forget([name])
+                return None
+            header, loaded = arrived
+            self._note(name, header)
             if loaded is not None:
-                self._events.emit(
-                    Event(
-                        "retrieved",
-                        self.name,
-                        tokens=num_tokens,
-                        chunks=1,
-                        bytes=header.header_bytes + header.payload_bytes,
-                        seconds=self._runtime.now() - began,
-                    )
-                )
+                nbytes = header.header_bytes + header.payload_bytes
+                self._events.emit(Event("retrieved", self.name, num_tokens, 1, nbytes, self._runtime.now() - began))
             return loaded
         return None
-
-    def _open(
-        self, key: ChunkKey, header: envelope.Header, landing: _Landing, shape: tuple[int, ...], num_tokens: int,
-        until: float,
-    ) -> Loaded | None:  # fmt: skip
-        about = header.description
-        here = (shape, str(self.layout.dtype).removeprefix("torch."), self.layout.format.value, num_tokens)
-        if (about.shape, about.dtype, about.format, about.num_tokens) != here:
-            raise CorruptBlobError("the blob of another shape")
-        serializer = self._decoders.get(about.serializer)
-        if serializer is None:
-            raise UnreadableBlobError(f"serializer {about.serializer!r} is not this tier's")
-        self._note(str(key), header)
-        if self._exact_only and not header.exact:
-            raise UnreadableBlobError(f"fidelity {about.fidelity!r}, and the config says exact: true")
-        with torch.device("meta"):
-            like = Chunk(torch.empty(shape, dtype=self.layout.dtype), self.layout.format, num_tokens, about.fidelity)
-        payload = landing.view[header.header_bytes :]
-        chunk = serializer.view(payload, like)
-        if chunk is not None:
-            room = landing.take()
-        else:
-            decoded = self._memory.reserve_by(self.layout.nbytes(shape), until, deadline=until)
-            if decoded is None:
-                raise BackendError("no room in memory to decode a chunk")
-            room = decoded
-            chunk = Chunk(room.tensor(shape, self.layout.dtype), like.format, num_tokens, about.fidelity)
-            try:
-                serializer.decode(envelope.split(header, payload), chunk)
-            except BaseException:
-                room.abandon()
-                raise
-        block = room.seal()
-        return None if block is None else self._memory.insert(key, chunk, block)
 
     def _discard(self, name: str, num_tokens: int, error: CorruptBlobError) -> None:
         log.warning("tier=%s removing a corrupt blob: %s", self.name, str(error))
@@ -433,49 +389,3 @@ class StoredTier(Tier):
 
     def _settled(self, token: Write) -> bool:
         return self._writes.wait(token, self._runtime.now() + self.deadline)
-
-
-class _Landing:
-    """Where a backend puts a blob: pool memory, verified as it fills."""
-
-    def __init__(self, memory: MemoryTier, key: str, until: float) -> None:
-        self._memory = memory
-        self._key = key
-        self._until = until
-        self._room: Reservation | None = None
-        self._verifier: envelope.Verifier | None = None
-
-    def reserve(self, num_bytes: int) -> memoryview:
-        if num_bytes == 0:
-            raise CorruptBlobError("an empty blob")
-        self._room = self._memory.reserve_by(num_bytes, self._until, deadline=self._until)
-        if self._room is None:
-            raise BackendError(f"no room in memory for a blob of {num_bytes} bytes")
-        self._verifier = envelope.Verifier(self._room.view, key=self._key)
-        return self._room.view
-
-    def filled(self, num_bytes: int) -> None:
-        assert self._verifier is not None
-        self._verifier.filled(num_bytes)
-
-    def finish(self) -> envelope.Header:
-        if self._verifier is None:
-            raise CorruptBlobError("an empty blob")
-        return self._verifier.finish()
-
-    @property
-    def view(self) -> memoryview:
-        assert self._room is not None
-        return self._room.view
-
-    def take(self) -> Reservation:
-        """The memory, which is the caller's from now on."""
-        assert self._room is not None
-        room, self._room = self._room, None
-        return room
-
-    def abandon(self) -> None:
-        """Give the memory back, unless it was taken."""
-        room, self._room = self._room, None
-        if room is not None:
-            room.abandon()

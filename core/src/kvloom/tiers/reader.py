@@ -1,0 +1,130 @@
+"""Reading a blob into the pool: verified as it arrives, checked against what was asked for, decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvloom import envelope
+from kvloom.contracts.serializer import Serializer
+from kvloom.contracts.storage import StorageBackend
+from kvloom.errors import BackendError, CorruptBlobError, UnreadableBlobError
+from kvloom.memory import Reservation
+from kvloom.tiers.base import Layout, Loaded
+from kvloom.tiers.memory import MemoryTier
+from kvloom.types import Chunk, ChunkKey
+
+
+class BlobReader:
+    """Turns the blobs of one tier into chunks in memory. Keeps no state between calls."""
+
+    def __init__(
+        self, layout: Layout, serializers: Sequence[Serializer], memory: MemoryTier, *, exact_only: bool
+    ) -> None:
+        """serializers: those that blobs may be decoded with; of two of one type, the first."""
+        self._layout = layout
+        self._decoders = {serializer.type: serializer for serializer in reversed(serializers)}
+        self._memory = memory
+        self._exact_only = exact_only
+
+    def read(
+        self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, until: float
+    ) -> tuple[envelope.Header, Loaded | None] | None:
+        """The blob's header, and its chunk unless `until` has passed; None if there is no blob.
+
+        Raises CorruptBlobError, UnreadableBlobError, BackendError if there is no room in memory, and whatever the
+        backend raises.
+        """
+        landing = _Landing(self._memory, str(key), until)
+        try:
+            if not backend.get_into(str(key), landing):
+                return None
+            header = landing.finish()
+            serializer = self._check(header, shape, num_tokens)
+            return header, self._decode(key, header, landing, serializer, until)
+        finally:
+            landing.abandon()  # now, not when a traceback that refers to it is collected
+
+    def _check(self, header: envelope.Header, shape: tuple[int, ...], num_tokens: int) -> Serializer:
+        about = header.description
+        here = (shape, str(self._layout.dtype).removeprefix("torch."), self._layout.format.value, num_tokens)
+        if (about.shape, about.dtype, about.format, about.num_tokens) != here:
+            raise CorruptBlobError("the blob of another shape")
+        serializer = self._decoders.get(about.serializer)
+        if serializer is None:
+            raise UnreadableBlobError(f"serializer {about.serializer!r} is not this tier's")
+        if self._exact_only and not header.exact:
+            raise UnreadableBlobError(f"fidelity {about.fidelity!r}, and the config says exact: true")
+        return serializer
+
+    def _decode(
+        self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, until: float
+    ) -> Loaded | None:
+        about, dtype = header.description, self._layout.dtype
+        like = Chunk(
+            torch.empty(about.shape, dtype=dtype, device="meta"), self._layout.format, about.num_tokens, about.fidelity
+        )
+        payload = landing.view[header.header_bytes :]
+        chunk = serializer.view(payload, like)
+        if chunk is not None:
+            room = landing.take()
+        else:
+            decoded = self._memory.reserve_by(like.nbytes, until, deadline=until)
+            if decoded is None:
+                raise BackendError("no room in memory to decode a chunk")
+            room = decoded
+            chunk = Chunk(room.tensor(about.shape, dtype), like.format, like.num_tokens, like.fidelity)
+            try:
+                serializer.decode(envelope.split(header, payload), chunk)
+            except BaseException:
+                room.abandon()
+                raise
+        block = room.seal()
+        return None if block is None else self._memory.insert(key, chunk, block)
+
+
+class _Landing:
+    """Where a backend puts a blob: pool memory, verified as it fills."""
+
+    def __init__(self, memory: MemoryTier, key: str, until: float) -> None:
+        self._memory = memory
+        self._key = key
+        self._until = until
+        self._room: Reservation | None = None
+        self._verifier: envelope.Verifier | None = None
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        if num_bytes == 0:
+            raise CorruptBlobError("an empty blob")
+        self._room = self._memory.reserve_by(num_bytes, self._until, deadline=self._until)
+        if self._room is None:
+            raise BackendError(f"no room in memory for a blob of {num_bytes} bytes")
+        self._verifier = envelope.Verifier(self._room.view, key=self._key)
+        return self._room.view
+
+    def filled(self, num_bytes: int) -> None:
+        assert self._verifier is not None
+        self._verifier.filled(num_bytes)
+
+    def finish(self) -> envelope.Header:
+        if self._verifier is None:
+            raise CorruptBlobError("an empty blob")
+        return self._verifier.finish()
+
+    @property
+    def view(self) -> memoryview:
+        assert self._room is not None
+        return self._room.view
+
+    def take(self) -> Reservation:
+        """The memory, which is the caller's from now on."""
+        assert self._room is not None
+        room, self._room = self._room, None
+        return room
+
+    def abandon(self) -> None:
+        """Give the memory back, unless it was taken."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.abandon()
