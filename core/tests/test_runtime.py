@@ -18,25 +18,20 @@ def workers():
     workers.close(5.0)
 
 
-def soon() -> float:
-    return SystemRuntime.now() + 0.05
-
-
-def later() -> float:
-    return SystemRuntime.now() + 30
+SOON, LATER = 0.05, 30.0
 
 
 def test_results_and_errors_come_back(workers: Workers) -> None:
-    assert workers.run(lambda: 7, later()) == 7
+    assert workers.run(lambda: 7, seconds=LATER) == 7
     with pytest.raises(ZeroDivisionError):
-        workers.run(lambda: 1 // 0, later())
+        workers.run(lambda: 1 // 0, seconds=LATER)
 
 
 def test_an_overdue_call_is_abandoned_and_bounded(workers: Workers) -> None:
     gate = threading.Event()
     for abandoned in (1, 2):
         with pytest.raises(DeadlineExceeded):
-            workers.run(gate.wait, soon())
+            workers.run(gate.wait, seconds=SOON)
         assert workers.abandoned == abandoned
     assert workers.stuck
     with pytest.raises(BackendError, match="held by calls past their deadline"):
@@ -44,7 +39,7 @@ def test_an_overdue_call_is_abandoned_and_bounded(workers: Workers) -> None:
     gate.set()
     while workers.stuck:
         SystemRuntime.sleep(0.001)
-    assert workers.run(lambda: 3, later()) == 3, "open again once one has returned"
+    assert workers.run(lambda: 3, seconds=LATER) == 3, "open again once one has returned"
 
 
 def test_a_queued_call_that_is_given_up_never_runs(workers: Workers) -> None:
@@ -53,14 +48,14 @@ def test_a_queued_call_that_is_given_up_never_runs(workers: Workers) -> None:
     busy = [workers.submit(gate.wait) for _ in range(2)]
     while any(call._state == "queued" for call in busy):
         SystemRuntime.sleep(0.001)
-    queued = workers.submit(lambda: ran.append(1))
+    queued = workers.submit(lambda: ran.append(1), seconds=SOON)
     with pytest.raises(DeadlineExceeded):
-        queued.result(soon())
+        queued.result()
     assert queued.cancel() is False, "it was cancelled already"
     gate.set()
     for call in busy:
-        call.result(later())
-    workers.run(lambda: None, later())
+        call.result()
+    workers.run(lambda: None, seconds=LATER)
     assert not ran and not workers.abandoned
 
 
@@ -70,7 +65,7 @@ def test_no_more_threads_than_asked_for(workers: Workers) -> None:
     errors = []
     for call in calls:
         try:
-            call.result(later())
+            call.result()
         except threading.BrokenBarrierError as error:
             errors.append(error)
     assert errors, "three at once would have passed the barrier"
@@ -85,7 +80,30 @@ def test_closing_cancels_what_has_not_begun(workers: Workers) -> None:
     threading.Timer(0.05, gate.set).start()
     workers.close(5.0)
     with pytest.raises(BackendError, match="cancelled"):
-        queued.result(later())
-    assert all(call.result(later()) for call in running)
+        queued.result()
+    assert all(call.result() for call in running)
     with pytest.raises(BackendError, match="closed"):
         workers.submit(lambda: 1)
+
+
+def test_a_cancelled_call_is_not_overdue_and_its_result_is_discarded(workers: Workers) -> None:
+    gate, discarded = threading.Event(), []
+    calls = [workers.submit(lambda: gate.wait() and 7, seconds=LATER, discard=discarded.append) for _ in range(2)]
+    while any(call._state == "queued" for call in calls):
+        SystemRuntime.sleep(0.001)
+    for call in calls:
+        call.cancel()
+    assert not workers.abandoned and not workers.stuck
+    late = workers.submit(lambda: 3, seconds=LATER)
+    gate.set()
+    assert late.result() == 3
+    until = SystemRuntime.now() + LATER
+    while len(discarded) < 2 and SystemRuntime.now() < until:
+        SystemRuntime.sleep(0.001)
+    assert discarded == [7, 7]
+
+
+def test_waiting_in_the_queue_does_not_use_up_the_time_to_run(workers: Workers) -> None:
+    calls = [workers.submit(lambda: SystemRuntime.sleep(0.15), seconds=0.25) for _ in range(3)]
+    for call in calls:
+        call.result()

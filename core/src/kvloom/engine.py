@@ -20,6 +20,7 @@ from kvloom.config import EngineConfig, resolve
 from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.observer import Event
 from kvloom.contracts.tokens import TokenDatabase
+from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.plugins import Registry
 from kvloom.runtime import Runtime, SystemRuntime, Workers
@@ -60,6 +61,7 @@ class Engine:
         self._registry = registry
         self._owner = owner
         self._closed = False
+        self._tasks: set[Task] = set()
         self._workers = Workers(runtime, name="kvloom-engine", threads=4)
         identity = keying.identity(spec, connector.format, connector.representation)
         record = canonical_json({"identity": identity, "spec": json.loads(spec.to_json())}).encode()
@@ -83,12 +85,17 @@ class Engine:
         resolved = resolve(config, registry)
         connector = resolved.connector.make(spec)
         tokens = resolved.tokens.make(spec)
-        layout = Layout(connector.format, spec.torch_dtype)
+        layout = Layout(connector.format, spec.torch_dtype, connector.shape)
         events = EventBus([choice.make(spec) for choice in resolved.observers], runtime)
-        stack = build_stack(
-            resolved.tiers, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
-            events=events, runtime=runtime, exact_only=config.exact,
-        )  # fmt: skip
+        try:
+            stack = build_stack(
+                resolved.tiers, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
+                events=events, runtime=runtime, exact_only=config.exact,
+            )  # fmt: skip
+        except BaseException:
+            for part in (connector, tokens, events):
+                part.close()
+            raise
         return cls(
             config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime,
             registry=registry,
@@ -114,6 +121,9 @@ class Engine:
             return
         self._closed = True
         self._workers.close(self._stack.deadline)
+        for task in tuple(self._tasks):
+            task.cancel()
+            task.fail(BackendError("the engine was closed"))
         self.connector.close()
         self._tokens.close()
         if self._owner is None:
@@ -147,7 +157,7 @@ class Engine:
         """
         config = EngineConfig.load(config)
         with _named_lock:
-            engine = _named.get(instance_id)
+            engine = cls.get(instance_id)
             if engine is None:
                 engine = _named[instance_id] = cls.open(config, spec)
             if engine.config != config:
@@ -159,7 +169,8 @@ class Engine:
     @classmethod
     def get(cls, instance_id: str) -> Engine | None:
         """The engine that `get_or_create` made under that name, if there is one."""
-        return _named.get(instance_id)
+        engine = _named.get(instance_id)
+        return None if engine is None or engine._closed else engine
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
@@ -240,11 +251,15 @@ class Engine:
         self._stack.memory.pin([segment.key for segment in self.segments(tokens, salt=salt)], False)
 
     def remove(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
-        """Delete the chunks of `tokens` from every tier, pinned ones too."""
+        """Delete the chunks of `tokens` from every tier, pinned ones too.
+
+        They are gone on return, and what was being read or written at the time does not bring them back. Raises
+        BackendError, every tier having been asked, if one cannot say so.
+        """
         self._stack.remove([segment.key for segment in self.segments(tokens, salt=salt)])
 
     def clear(self, salt: str | None = None) -> None:
-        """Delete all KV of this model that was stored under `salt`; with None, under any."""
+        """Delete all KV of this model that was stored under `salt`; with None, under any. Raises as `remove` does."""
         self._stack.clear(f"{self.fingerprint}/" + ("" if salt is None else f"{keying.salt_tag(salt)}/"))
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -257,6 +272,7 @@ class Engine:
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None
     ) -> list[Segment]:
         """The segments of the selected tokens, with their keys."""
+        self._check_open()
         return self._tokens.segments(tokens, mask, salt=self.config.salt if salt is None else salt)
 
     def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
@@ -278,9 +294,20 @@ class Engine:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _start(self, work: Callable[[Task], torch.Tensor]) -> Task:
+        self._check_open()
         task = Task(self._runtime)
-        self._workers.submit(lambda: task.run(work))
+        self._tasks.add(task)
+
+        def run() -> None:
+            task.run(work)
+            self._tasks.discard(task)
+
+        self._workers.submit(run)
         return task
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError("the engine is closed")
 
     def _selected(self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None) -> tuple[list[Segment], int]:
         """All segments of the tokens, because the whole chain is touched, and the first that the mask selects."""
@@ -337,6 +364,8 @@ class Engine:
             self.connector.check(where, max(segment.end for segment in segments))
 
     def _check_names(self, names: Sequence[str] | None) -> None:
+        if isinstance(names, str):
+            raise TypeError(f"search_range: expected a list of tier names, got {names!r}; write [{names!r}]")
         unknown = [name for name in names or () if name not in self._stack.tiers]
         if unknown:
             raise ValueError(f"search_range: no tier {unknown[0]!r}; this engine has {', '.join(self._stack.tiers)}")

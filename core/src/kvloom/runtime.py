@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import sys
@@ -93,14 +94,20 @@ class SystemRuntime:
 
 
 class Call(Generic[T]):
-    """A function under way on a worker: wait for it, or abandon it."""
+    """A function under way on a worker: wait for it, or give it up."""
 
-    __slots__ = ("_error", "_function", "_state", "_value", "_workers")
+    __slots__ = ("_began", "_discard", "_error", "_function", "_given_up", "_seconds", "_state", "_value", "_workers")
 
-    def __init__(self, workers: Workers, function: Callable[[], T]) -> None:
+    def __init__(
+        self, workers: Workers, function: Callable[[], T], seconds: float, discard: Callable[[T], None] | None
+    ) -> None:
         self._workers = workers
         self._function: Callable[[], T] | None = function
-        self._state = "queued"  # -> running -> done | abandoned -> done;  queued -> cancelled
+        self._seconds = seconds
+        self._discard = discard
+        self._state = "queued"  # -> running -> done;  queued -> cancelled
+        self._began = workers._runtime.now()
+        self._given_up = False
         self._value: T | None = None
         self._error: BaseException | None = None
 
@@ -108,14 +115,19 @@ class Call(Generic[T]):
     def done(self) -> bool:
         return self._state in ("done", "cancelled")
 
-    def result(self, until: float) -> T:
+    @property
+    def overdue_at(self) -> float:
+        """When it will have taken too long, waiting in the queue (from then on: running) included."""
+        return self._began + self._seconds
+
+    def result(self) -> T:
         """What the function returned or raised.
 
-        At `until` (by the runtime's clock) the call is given up with DeadlineExceeded: if it had not begun it never
-        will; if it is running it goes on in its own thread, with its own buffers, and its result is dropped.
+        After its seconds in the queue, or its seconds of running, it is given up with DeadlineExceeded: if it had not
+        begun it never will; if it is running it goes on in its own thread, with its own buffers.
         """
-        if not self.wait(until):
-            self._workers._give_up(self)
+        if not self.wait():
+            self.cancel()
             raise DeadlineExceeded(f"{self._workers.name}: no answer within the deadline")
         error, self._error = self._error, None
         if error is not None:
@@ -127,19 +139,22 @@ class Call(Generic[T]):
             raise BackendError(f"{self._workers.name}: cancelled")
         return self._value  # type: ignore[return-value]
 
-    def wait(self, until: float) -> bool:
-        """Whether the call was done by `until`."""
+    def wait(self) -> bool:
+        """Whether the call was done before it was overdue."""
         workers = self._workers
         with workers._changed:
             while not self.done:
-                left = until - workers._runtime.now()
+                left = self.overdue_at - workers._runtime.now()
                 if left <= 0:
                     return False
-                workers._changed.wait(left)
+                workers._changed.wait(min(left, 3600.0))
         return True
 
     def cancel(self) -> bool:
-        """Give the call up without waiting; whether it had not begun, and now never will."""
+        """Give the call up without waiting; whether it had not begun, and now never will.
+
+        What it returns, or has returned, is handed to `discard`.
+        """
         return self._workers._give_up(self)
 
 
@@ -154,26 +169,34 @@ class Workers:
         self._queue: deque[Call[Any]] = deque()
         self._started: list[Thread] = []
         self._idle = 0
-        self._abandoned = 0
+        self._given_up: set[Call[Any]] = set()
         self._closed = False
 
     @property
     def stuck(self) -> bool:
-        """Every thread is held by an abandoned call: nothing submitted now would be begun."""
-        return self._abandoned >= self.threads
+        """Every thread is held by an overdue call that was given up: nothing submitted now would be begun."""
+        return len(self._given_up) >= self.threads and self.abandoned >= self.threads
 
     @property
     def abandoned(self) -> int:
-        """How many abandoned calls have not returned yet."""
-        return self._abandoned
+        """How many calls are overdue, given up and have not returned yet. One that was only cancelled is not."""
+        now = self._runtime.now()
+        return sum(call.overdue_at <= now for call in tuple(self._given_up))
 
-    def submit(self, function: Callable[[], T]) -> Call[T]:
-        """Queue `function`. Raises BackendError if all threads are stuck or the workers are closed."""
-        call = Call(self, function)
+    def submit(
+        self, function: Callable[[], T], *, seconds: float = math.inf, discard: Callable[[T], None] | None = None
+    ) -> Call[T]:
+        """Queue `function`, which may wait `seconds` and then run `seconds`.
+
+        discard: gets the result if nobody waits for it any more. Raises BackendError if all threads are stuck or the
+        workers are closed.
+        """
+        call = Call(self, function, seconds, discard)
+        stuck = self.stuck
         with self._changed:
             if self._closed:
                 raise BackendError(f"{self.name}: closed")
-            if self.stuck:
+            if stuck:
                 raise BackendError(f"{self.name}: all {self.threads} threads are held by calls past their deadline")
             self._queue.append(call)
             grow = self._idle < len(self._queue) and len(self._started) < self.threads
@@ -182,9 +205,9 @@ class Workers:
             self._changed.notify_all()
         return call
 
-    def run(self, function: Callable[[], T], until: float) -> T:
+    def run(self, function: Callable[[], T], *, seconds: float) -> T:
         """`submit` and `result` in one."""
-        return self.submit(function).result(until)
+        return self.submit(function, seconds=seconds).result()
 
     def close(self, timeout: float) -> None:
         """Cancel what has not begun and wait up to `timeout` seconds for the rest."""
@@ -200,6 +223,7 @@ class Workers:
             thread.join(max(0.0, until - self._runtime.now()))
 
     def _give_up(self, call: Call[Any]) -> bool:
+        value = None
         with self._changed:
             if call._state == "queued":
                 with contextlib.suppress(ValueError):
@@ -208,9 +232,14 @@ class Workers:
                 call._function = None
                 return True
             if call._state == "running":
-                call._state = "abandoned"
-                self._abandoned += 1
-            return False
+                call._given_up = True
+                self._given_up.add(call)
+                return False
+            discard, call._discard = call._discard, None
+            value, call._value = call._value, None
+        if discard is not None and value is not None:
+            discard(value)
+        return False
 
     def _work(self) -> None:
         while True:
@@ -223,21 +252,25 @@ class Workers:
                     return
                 call = self._queue.popleft()
                 call._state = "running"
+                call._began = self._runtime.now()
                 function = call._function
                 call._function = None
             assert function is not None
-            value, error = None, None
-            try:
-                value = function()
-            except BaseException as caught:  # a plugin may raise anything; it is the caller's to judge
-                error = caught
-            function = None
-            with self._changed:
-                if call._state == "abandoned":
-                    self._abandoned -= 1
-                    log.info("%s: a call past its deadline has returned", self.name)
-                else:
-                    call._value, call._error = value, error
-                call._state = "done"
-                self._changed.notify_all()
-            value, error, call = None, None, None  # type: ignore[assignment]
+            self._finish(call, function)
+            del call, function
+
+    def _finish(self, call: Call[Any], function: Callable[[], Any]) -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except BaseException as caught:  # a plugin may raise anything; it is the caller's to judge
+            error = caught
+        with self._changed:
+            given_up = call._given_up
+            self._given_up.discard(call)
+            call._state = "done"
+            if not given_up:
+                call._value, call._error = value, error
+            self._changed.notify_all()
+        if given_up and value is not None and call._discard is not None:
+            call._discard(value)

@@ -68,12 +68,20 @@ class Task:
                 copy()
             return not self._cancelled
 
+    def fail(self, error: BaseException) -> None:
+        """End a task whose work will never be done."""
+        with self._changed:
+            if not self._done:
+                self._error = error
+                self._done = True
+                self._changed.notify_all()
+
     def run(self, work: Callable[[Task], torch.Tensor]) -> None:
         """Do the work and keep its mask, or what it raised. Called once, by the engine."""
         try:
             self._mask = work(self)
         except BaseException as error:
-            self._error = error
+            self.fail(error)
         with self._changed:
             self._done = True
             self._changed.notify_all()

@@ -23,6 +23,8 @@ class Layout:
 
     format: MemoryFormat
     dtype: torch.dtype
+    shape: Callable[[int], Sequence[int]]
+    """Tokens to the shape of their chunk."""
 
     def nbytes(self, shape: Sequence[int]) -> int:
         return math.prod(shape) * self.dtype.itemsize
@@ -140,8 +142,10 @@ class Tier(ABC):
         return Chunk(like, self.layout.format, tensor.shape[2], EXACT)
 
     def _check(self, tensor: torch.Tensor) -> None:
-        if tensor.dim() != 4 or tensor.dtype != self.layout.dtype:
+        expected = list(self.layout.shape(tensor.shape[2])) if tensor.dim() == 4 else None
+        if list(tensor.shape) != expected or tensor.dtype != self.layout.dtype:
+            wanted = expected or list(self.layout.shape(1))
             raise ValueError(
-                f"kv_chunk: expected [2, num_layers, num_tokens, hidden_dim] of {self.layout.dtype}, "
+                f"kv_chunk: expected {wanted} (planes, layers, tokens, hidden) of {self.layout.dtype}, "
                 f"got {list(tensor.shape)} of {tensor.dtype}"
             )

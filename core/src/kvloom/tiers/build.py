@@ -99,11 +99,15 @@ def open_tier(
     block: str | Mapping[str, Any], spec: KVSpec, *, dst_device: str = "cpu", runtime: Runtime | None = None
 ) -> Tier:
     """See `Tier.open`."""
-    torch.device(dst_device)  # RuntimeError before anything is opened
+    try:
+        torch.empty(0, device=dst_device)  # before anything is opened
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise RuntimeError(f"dst_device: {dst_device!r} cannot be used here, use 'cpu': {reason}") from error
     runtime = runtime or SystemRuntime()
     registry = Registry.discover()
     resolved = resolve(EngineConfig.load({"tiers": [block]}), registry)
-    layout = Layout(MemoryFormat.KV_BLOB, spec.torch_dtype)
+    layout = Layout(MemoryFormat.KV_BLOB, spec.torch_dtype, spec.blob_shape)
     events = EventBus((), runtime)
     stack = build_stack(
         resolved.tiers, spec, layout, layout.nbytes(spec.blob_shape(1)), registry=registry, events=events,

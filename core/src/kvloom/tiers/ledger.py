@@ -68,6 +68,21 @@ class Ledger:
             if key not in self._rows:
                 self._rows[key] = _Row(0, Fidelity.PENDING)
 
+    def forget_pending(self, name: str) -> None:
+        """A write that was expected will not come."""
+        with self._lock:
+            row = self._rows.get(name)
+            if row is not None and row.fidelity is Fidelity.PENDING and not row.nbytes:
+                del self._rows[name]
+
+    def forget_absent(self, name: str) -> None:
+        """A blob was looked for and is not there, unless it is being written."""
+        with self._lock:
+            row = self._rows.get(name)
+            if row is not None and row.fidelity is not Fidelity.PENDING:
+                del self._rows[name]
+                self._bytes -= row.nbytes
+
     def admit(self, key: str, nbytes: int) -> list[tuple[str, int]] | None:
         """Count a blob that is about to be written; the (key, bytes) that must be deleted first to make room.
 

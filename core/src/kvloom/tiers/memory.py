@@ -109,10 +109,16 @@ class MemoryTier(Tier):
     def reserve_by(self, nbytes: int, until: float, *, deadline: float = math.inf) -> Reservation | None:
         """`reserve`, waiting until `until` for what is in use to be given back."""
         while (reservation := self.reserve(nbytes, deadline=deadline)) is None:
-            if nbytes > self.pool.capacity or self._runtime.now() >= until:
+            if self._runtime.now() >= until or not self._may_get(nbytes):
                 return None
             self.pool.wait_for_room(until)
         return reservation
+
+    def _may_get(self, nbytes: int) -> bool:
+        """Whether waiting can help: something in use, other than what is pinned, is still to be given back."""
+        with self._lock:
+            pinned = sum(held.block.size for held in self._held.values() if held.pinned)
+        return nbytes <= self.pool.capacity - pinned and self.pool.used_bytes > pinned
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> int:
         """Keep chunks from being evicted, or allow it again; how many are held."""

@@ -15,6 +15,9 @@ from kvloom.tiers.base import Layout, Loaded
 from kvloom.tiers.memory import MemoryTier
 from kvloom.types import Chunk, ChunkKey
 
+_SLACK_BYTES = 1 << 20
+"""What a blob may have beyond twice its chunk: the header, a codec's tables."""
+
 
 class BlobReader:
     """Turns the blobs of one tier into chunks in memory. Keeps no state between calls."""
@@ -36,7 +39,8 @@ class BlobReader:
         Raises CorruptBlobError, UnreadableBlobError, BackendError if there is no room in memory, and whatever the
         backend raises.
         """
-        landing = _Landing(self._memory, str(key), until)
+        chunk_bytes = self._layout.nbytes(shape)
+        landing = _Landing(self._memory, str(key), until, max_bytes=2 * chunk_bytes + _SLACK_BYTES)
         try:
             if not backend.get_into(str(key), landing):
                 return None
@@ -87,7 +91,8 @@ class BlobReader:
 class _Landing:
     """Where a backend puts a blob: pool memory, verified as it fills."""
 
-    def __init__(self, memory: MemoryTier, key: str, until: float) -> None:
+    def __init__(self, memory: MemoryTier, key: str, until: float, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._memory = memory
         self._key = key
         self._until = until
@@ -97,6 +102,8 @@ class _Landing:
     def reserve(self, num_bytes: int) -> memoryview:
         if num_bytes == 0:
             raise CorruptBlobError("an empty blob")
+        if num_bytes > self._max_bytes:  # before memory is emptied for it
+            raise CorruptBlobError(f"{num_bytes} bytes, which no blob of such a chunk has")
         self._room = self._memory.reserve_by(num_bytes, self._until, deadline=self._until)
         if self._room is None:
             raise BackendError(f"no room in memory for a blob of {num_bytes} bytes")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvloom.contracts.observer import Event
 from kvloom.envelope import ALIGN_BYTES
+from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.memory import Reservation, pages_of
 from kvloom.runtime import Runtime
@@ -288,16 +289,20 @@ class Stack:
     # -- all tiers -----------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete chunks everywhere."""
-        for tier in self.stored:
-            tier.remove(keys)
+        """Delete chunks everywhere. Every tier is asked; then raises the BackendError of the first that failed."""
         self.memory.remove(keys)
+        _each(self.stored, lambda tier: tier.remove(keys))
+        self.memory.remove(keys)  # what came from a tier before it was deleted there
 
     def clear(self, prefix: str) -> None:
-        """Delete every chunk whose key starts with `prefix` everywhere."""
-        for tier in self.stored:
-            tier.clear(prefix)
-        self.memory.remove([key for key in self.memory.chunks() if str(key).startswith(prefix)])
+        """Delete every chunk whose key starts with `prefix` everywhere; as `remove` does."""
+
+        def forget() -> None:
+            self.memory.remove([key for key in self.memory.chunks() if str(key).startswith(prefix)])
+
+        forget()
+        _each(self.stored, lambda tier: tier.clear(prefix))
+        forget()
 
     def flush(self, until: float) -> bool:
         """Wait until every accepted write is in its tier; False if `until` came first."""
@@ -308,3 +313,14 @@ class Stack:
         for tier in self.stored:
             tier.close()
         self.memory.close()
+
+
+def _each(tiers: Sequence[StoredTier], do: Callable[[StoredTier], None]) -> None:
+    errors = []
+    for tier in tiers:
+        try:
+            do(tier)
+        except BackendError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from kvloom.runtime import Call, Runtime, Workers
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.ledger import Fidelity, Ledger
 from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.purges import Purges
 from kvloom.tiers.reader import BlobReader
 from kvloom.tiers.writes import Write, WriteQueue
 from kvloom.types import EXACT, Chunk, ChunkKey
@@ -34,8 +36,6 @@ class Read:
 
     tier: StoredTier
     call: Call[Loaded | None]
-    until: float
-    """When it is given up."""
 
 
 class StoredTier(Tier):
@@ -73,9 +73,13 @@ class StoredTier(Tier):
         self._memory = memory
         self._events = events
         self._runtime = runtime
+        self._purges = Purges()
         self._record: Call[None] | None = None
         self.ledger.complete = not (backend.persistent or backend.shared)
         self._reads = Workers(runtime, name=f"kvloom-{name}-read", threads=backend.threads)
+        # A question takes no time: it must not wait behind reads, nor either behind a listing.
+        self._questions = Workers(runtime, name=f"kvloom-{name}-ask", threads=min(2, backend.threads))
+        self._chores = Workers(runtime, name=f"kvloom-{name}-chore", threads=1)
         self._writes = WriteQueue(
             Workers(runtime, name=f"kvloom-{name}-write", threads=min(2, backend.threads)),
             runtime,
@@ -85,7 +89,7 @@ class StoredTier(Tier):
         )
         # Listing runs as a call like any other, but unhurried and with nobody waiting.
         if backend.persistent and capacity is not None:
-            self._reads.submit(self._recover)
+            self._chores.submit(self._recover)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -95,7 +99,7 @@ class StoredTier(Tier):
         known = self.ledger.known(names)
         if self.backend.shared or not self.ledger.complete:
             unknown = [name for name, fidelity in zip(names, known, strict=True) if fidelity is None]
-            there = self._ask(unknown)
+            there = self._present(unknown)
             return [there.get(name, self._usable(fidelity)) for name, fidelity in zip(names, known, strict=True)]
         return [self._usable(fidelity) for fidelity in known]
 
@@ -117,12 +121,15 @@ class StoredTier(Tier):
             if (fidelity is Fidelity.UNKNOWN or (fidelity is None and self._may_hold_unknown))
             and not self._writes.pending(name)
         ]
+        silent: set[str] = set()
         if unsure:
-            if not self._run("contains", lambda: self._peek(unsure), default=False):
+            answer = self._ask("contains", lambda: self._peek(unsure))
+            if answer is None:
                 return [True] * len(keys)
+            silent = answer
             known = self.ledger.known(names)
         return [
-            fidelity is Fidelity.EXACT or self._writes.pending(name)
+            fidelity is Fidelity.EXACT or name in silent or self._writes.pending(name)
             for fidelity, name in zip(known, names, strict=True)
         ]
 
@@ -138,9 +145,9 @@ class StoredTier(Tier):
 
     def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int) -> Read | None:
         """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`."""
-        until = self._runtime.now() + self.deadline
+        load = partial(self._load, key, tuple(shape), num_tokens)
         try:
-            return Read(self, self._reads.submit(lambda: self._load(key, tuple(shape), num_tokens, until)), until)
+            return Read(self, self._reads.submit(load, seconds=self.deadline, discard=_release))
         except BackendError as error:
             self._report("read", error)
             return None
@@ -148,14 +155,16 @@ class StoredTier(Tier):
     def collect(self, read: Read) -> Loaded | None:
         """The verified chunk, or None: not there, not readable, or not in time."""
         try:
-            return read.call.result(read.until)
+            return read.call.result()
         except Exception as error:
             self._report("read", error)
             return None
 
-    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, until: float) -> Loaded | None:
+    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> Loaded | None:
         name = str(key)
         began = self._runtime.now()
+        until = began + self.deadline
+        since = self._purges.mark()
         for attempt in (1, 2):
             try:
                 arrived = self._reader.read(self.backend, key, shape, num_tokens, until)
@@ -172,6 +181,10 @@ class StoredTier(Tier):
                 self.ledger.forget([name])
                 return None
             header, loaded = arrived
+            if self._purges.hit(name, since):  # after `insert`, so that either it or the removal sees the other
+                self._memory.remove([key])
+                _release(loaded)
+                return None
             self._note(name, header)
             if loaded is not None:
                 nbytes = header.header_bytes + header.payload_bytes
@@ -192,18 +205,19 @@ class StoredTier(Tier):
         chunk = loaded.chunk
         assert chunk.exact, "lossy chunks are never written on: they would be encoded twice"
         name = str(key)
-        write = self._writes.submit(name, lambda: self._store(name, chunk), loaded.lease, chunk, until=until)
+        self.ledger.expect(name)
+        store = partial(self._store, name, chunk, self._purges.mark())
+        write = self._writes.submit(name, store, loaded.lease, chunk, until=until)
         if write is None:
+            self.ledger.forget_pending(name)
             self._on_lost(chunk, "the write queue is full")
-        else:
-            self.ledger.expect(name)
         return write
 
     def flush(self, until: float) -> bool:
         """Wait until every accepted write has been written or has failed; False if `until` came first."""
         return self._writes.flush(until)
 
-    def _store(self, name: str, chunk: Chunk) -> bool:
+    def _store(self, name: str, chunk: Chunk, since: int) -> bool:
         began = self._runtime.now()
         serializer = self.serializer
         framed = envelope.seal(
@@ -230,6 +244,10 @@ class StoredTier(Tier):
         except BaseException:
             self.ledger.forget([name])
             raise
+        if self._purges.hit(name, since):
+            self.ledger.forget([name])
+            self.backend.delete(name)
+            return False
         fidelity = Fidelity.EXACT if serializer.fidelity == EXACT else Fidelity.LOSSY
         self.ledger.note(name, fidelity, nbytes=pages_of(nbytes))
         self._events.emit(Event("stored", self.name, chunk.num_tokens, 1, nbytes, self._runtime.now() - began))
@@ -246,13 +264,35 @@ class StoredTier(Tier):
     # -- operator's verbs ----------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete blobs. Waits, so that they are gone on return."""
-        self._delete([str(key) for key in keys])
+        """Delete blobs; they are gone on return. Raises BackendError if that cannot be said."""
+        names = [str(key) for key in keys]
+        self._purges.add(frozenset(names).__contains__)
+        self._delete("remove", lambda: names)
 
     def clear(self, prefix: str) -> None:
-        """Delete every blob whose key starts with `prefix`."""
+        """Delete every blob whose key starts with `prefix`; as `remove` does."""
+        self._purges.add(lambda name: name.startswith(prefix))
+
+        def listed() -> list[str]:
+            found = [entry.key for entry in self.backend.scan(prefix)]
+            return found + [name for name in self.ledger.names() if name.startswith(prefix)]
+
+        self._delete("clear", listed)
+
+    def _delete(self, verb: str, names: Callable[[], Sequence[str]]) -> None:
         self._writes.flush(self._runtime.now() + self.deadline)
-        self._run("clear", lambda: self._delete_listed(prefix), default=None, patience=10.0)
+
+        def delete() -> None:
+            doomed = names()
+            self.backend.delete_many(doomed)
+            self.ledger.forget(doomed)
+
+        try:
+            # However many there are, it is the operator who waits.
+            self._chores.run(delete, seconds=max(60.0, self.deadline))
+        except Exception as error:
+            self._report(verb, error)
+            raise BackendError(f"{self.name}: {verb} failed, blobs may be left: {error}") from error
 
     def put_record(self, name: str, content: bytes) -> None:
         """Keep a small unframed record beside the blobs, in the background."""
@@ -265,23 +305,27 @@ class StoredTier(Tier):
             except Exception as error:
                 self._report("put", error)
 
-        self._record = self._reads.submit(put)
+        try:
+            self._record = self._chores.submit(put, seconds=self.deadline)
+        except BackendError as error:
+            self._report("put", error)
 
     def _close(self) -> None:
-        until = self._runtime.now() + self.deadline
-        self._writes.close(until)
+        self._writes.close(self._runtime.now() + self.deadline)
         if self._record is not None:
-            self._record.wait(until)
-        self._reads.close(self.deadline)
+            self._record.wait()
         try:
-            self.backend.close()
+            self._chores.run(self.backend.close, seconds=self.deadline)
         except Exception as error:
             self._report("close", error)
+        for workers in (self._reads, self._questions, self._chores):
+            workers.close(self.deadline if not workers.abandoned else 0.0)
 
     @property
     def abandoned_calls(self) -> int:
         """Backend calls past their deadline that have not returned yet."""
-        return self._reads.abandoned + self._writes.workers.abandoned
+        everybody = (self._reads, self._questions, self._chores, self._writes.workers)
+        return sum(workers.abandoned for workers in everybody)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -294,26 +338,30 @@ class StoredTier(Tier):
             return False
         return fidelity is not Fidelity.LOSSY or not self._exact_only
 
-    def _ask(self, names: Sequence[str]) -> dict[str, bool]:
+    def _present(self, names: Sequence[str]) -> dict[str, bool]:
         if not names:
             return {}
-        there = self._run("contains", lambda: self.backend.contains_many(names), default=None)
+        there = self._ask("contains", lambda: self.backend.contains_many(names))
         return {} if there is None else dict(zip(names, there, strict=True))
 
-    def _peek(self, names: Sequence[str]) -> bool:
-        """Learn what the blobs of `names` are from their headers."""
+    def _peek(self, names: Sequence[str]) -> set[str]:
+        """Learn what the blobs of `names` are from their headers; those about which the store only raised."""
+        silent = set()
         for name, here in zip(names, self.backend.contains_many(names), strict=True):
-            if not here:
-                self.ledger.forget([name])
-                continue
             try:
-                header = self._header(name)
+                header = self._header(name) if here else None
             except (CorruptBlobError, UnreadableBlobError):
                 self.ledger.note(name, Fidelity.UNREADABLE)
                 continue
+            except Exception as error:
+                self._report("peek", error)
+                silent.add(name)
+                continue
             if header is not None:
                 self._note(name, header)
-        return True
+            else:
+                self.ledger.forget_absent(name)
+        return silent
 
     def _header(self, name: str) -> envelope.Header | None:
         """The header of a blob, or None if there is no such blob. Raises as `envelope.parse` does."""
@@ -333,33 +381,25 @@ class StoredTier(Tier):
         fidelity = Fidelity.EXACT if header.exact else Fidelity.LOSSY
         self.ledger.note(name, fidelity, nbytes=pages_of(header.header_bytes + header.payload_bytes))
 
-    def _delete(self, names: Sequence[str]) -> None:
-        self._writes.flush(self._runtime.now() + self.deadline)
-        self.ledger.forget(names)
-        self._run("delete", lambda: self.backend.delete_many(names), default=None)
-
-    def _delete_listed(self, prefix: str) -> None:
-        names = [entry.key for entry in self.backend.scan(prefix)]
-        names += [name for name in self.ledger.names() if name.startswith(prefix)]
-        self.ledger.forget(names)
-        self.backend.delete_many(names)
-
     def _recover(self) -> None:
-        entries = [entry for entry in self.backend.scan() if not entry.key.startswith("spec/")]
-        self._evict(self.ledger.recover(entries))
-
-    def _run(self, verb: str, function: Callable[[], T], *, default: T | None, patience: float = 1.0) -> T | None:
         try:
-            return self._reads.run(function, self._runtime.now() + self.deadline * patience)
+            entries = [entry for entry in self.backend.scan() if not entry.key.startswith("spec/")]
+            self._evict(self.ledger.recover(entries))
+        except Exception as error:
+            self._report("scan", error)
+
+    def _ask(self, verb: str, function: Callable[[], T]) -> T | None:
+        try:
+            return self._questions.run(function, seconds=self.deadline)
         except Exception as error:
             self._report(verb, error)
-            return default
+            return None
 
     def _report(self, verb: str, error: Exception) -> None:
         reason = "deadline" if isinstance(error, DeadlineExceeded) else type(error).__name__
         log.warning("tier=%s verb=%s failed: %s: %s", self.name, verb, type(error).__name__, str(error))
         self._events.emit(Event("tier_error", self.name, reason=f"{verb}: {reason}"))
-        if self._reads.stuck:
+        if self._reads.stuck or self._questions.stuck:
             self._events.emit(Event("tier_paused", self.name, reason="every thread is held by an overdue call"))
 
     # -- the seed's interface ------------------------------------------------------------------------------------------
@@ -367,7 +407,7 @@ class StoredTier(Tier):
     def _take(self, key: ChunkKey) -> Loaded | None:
         if not self._writes.flush_one(str(key), self._runtime.now() + self.deadline):
             return None
-        header = self._run("get", lambda: self._header(str(key)), default=None)
+        header = self._ask("get", lambda: self._header(str(key)))
         if header is None:
             return None
         read = self.read(key, header.description.shape, header.description.num_tokens)
@@ -375,6 +415,8 @@ class StoredTier(Tier):
 
     def _accept(self, key: ChunkKey, tensor: torch.Tensor) -> Write | None:
         self._check(tensor)
+        if not self.write:
+            return None
         until = self._runtime.now() + self.deadline
         reservation = self._memory.reserve_by(self.layout.nbytes(tensor.shape), until)
         block = None
@@ -389,3 +431,8 @@ class StoredTier(Tier):
 
     def _settled(self, token: Write) -> bool:
         return self._writes.wait(token, self._runtime.now() + self.deadline)
+
+
+def _release(loaded: Loaded | None) -> None:
+    if loaded is not None:
+        loaded.release()

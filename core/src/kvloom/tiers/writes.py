@@ -72,7 +72,7 @@ class WriteQueue:
             lease.release()
             return same
         try:
-            write.call = self.workers.submit(lambda: self._run(write, store))
+            write.call = self.workers.submit(lambda: self._run(write, store), seconds=self._deadline)
         except BackendError:
             self._settle(write, False)
             lease.release()
