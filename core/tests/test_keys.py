@@ -92,6 +92,18 @@ def test_two_salts_share_nothing(one: str, two: str) -> None:
         assert not digests[0] & digests[1] and salt_tag(one) != salt_tag(two)
 
 
+@pytest.mark.parametrize("salt", [None, 7, b"tenant"])
+def test_a_salt_that_is_not_text_is_refused_by_name(salt: object) -> None:
+    with pytest.raises(TypeError, match=f"^salt: expected a str, got {type(salt).__name__}$"):
+        chain(torch.arange(4), chunk_tokens=2, fingerprint="f", salt=salt)  # type: ignore[arg-type]
+
+
+def test_a_salt_that_is_no_unicode_is_a_salt_as_any_other() -> None:
+    salts = ["", "\udc80", "\udc81", "\ufffd", "?", "\\udc80"]
+    keys = [chain(torch.arange(4), chunk_tokens=4, fingerprint="f", salt=salt)[0].key for salt in salts]
+    assert len({key.digest for key in keys}) == len({key.namespace for key in keys}) == len(salts)
+
+
 @pytest.mark.parametrize(
     "change",
     [

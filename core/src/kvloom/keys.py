@@ -70,10 +70,16 @@ def int32_tokens(tokens: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def chain(tokens: torch.Tensor, *, chunk_tokens: int, fingerprint: str, salt: str = "") -> list[Segment]:
-    """Segments of `chunk_tokens` tokens each, every key covering all tokens before its end; a short tail has none."""
+    """Segments of `chunk_tokens` tokens each, every key covering all tokens before its end; a short tail has none.
+
+    Raises TypeError and ValueError for tokens as `int32_tokens` does, TypeError for a salt that is not text.
+    """
+    if not isinstance(salt, str):
+        raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
     data = memoryview(int32_tokens(tokens).data).cast("B")
     sha256 = hashlib.sha256
-    digest = sha256("\0".join((DOMAIN, fingerprint, str(chunk_tokens), salt)).encode()).digest()
+    root = "\0".join((DOMAIN, fingerprint, str(chunk_tokens), salt))
+    digest = sha256(root.encode(errors="surrogatepass")).digest()
     step = 4 * chunk_tokens
     digests: list[bytes] = []
     append = digests.append

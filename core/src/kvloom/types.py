@@ -18,6 +18,9 @@ Buffer = bytes | bytearray | memoryview
 Buffers = Sequence[Buffer]
 """The bytes of one blob as one or several buffers, in order; nobody joins them by copying unless they must."""
 
+DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+"""What KV may be made of, in torch's names."""
+
 EXACT = "exact"
 """The fidelity of KV that equals, bit for bit, what the engine computed."""
 
@@ -121,7 +124,7 @@ class KVSpec:
     """Of this rank."""
     head_size: int
     dtype: str
-    """A torch dtype by name: `"bfloat16"`."""
+    """A torch dtype by name, one of `DTYPES`: `"bfloat16"`."""
     revision: str = ""
     """The commit of the weights on a hub, or a digest over them: two fine-tunes differ here and nowhere else."""
     rope: Mapping[str, Any] = field(default_factory=dict)
@@ -140,6 +143,8 @@ class KVSpec:
         for name in ("num_layers", "num_kv_heads", "head_size", "world_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"KVSpec.{name} must be at least 1, not {getattr(self, name)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"KVSpec.dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.kv_planes not in (1, 2):
             raise ValueError(f"KVSpec.kv_planes must be 1 or 2, not {self.kv_planes}")
         if not 0 <= self.rank < self.world_size:
@@ -156,9 +161,7 @@ class KVSpec:
     def torch_dtype(self) -> torch.dtype:
         import torch
 
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"KVSpec.dtype: torch has no dtype {self.dtype!r}")
+        dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     def blob_shape(self, num_tokens: int) -> tuple[int, int, int, int]:
@@ -180,5 +183,5 @@ def canonical_json(value: Any) -> str:
 
 
 def short_digest(text: str, *, num_bytes: int) -> str:
-    """The first `num_bytes` bytes of SHA-256 over UTF-8 `text`, in hex."""
-    return hashlib.sha256(text.encode()).hexdigest()[: 2 * num_bytes]
+    """The first `num_bytes` bytes of SHA-256 over UTF-8 `text`, lone surrogates included, in hex."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[: 2 * num_bytes]

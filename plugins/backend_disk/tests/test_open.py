@@ -13,6 +13,8 @@ from typing import Any
 import pydantic
 import pytest
 
+from kvloom import ConfigError, EngineConfig, Registry
+from kvloom.config import resolve
 from kvloom_backend_disk.backend import DiskBackend
 
 KEY = f"{'0a' * 16}/-/7-{'3f' * 32}"
@@ -66,6 +68,28 @@ def test_a_path_that_cannot_be_written_to(tmp_path: Path, open_backend: Any) -> 
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ValueError, match=r"^path: cannot write to .*file/store: Not a directory; name a directory"):
         open_backend(tmp_path / "file/store")
+
+
+def test_nobodys_home_directory(open_backend: Any) -> None:
+    with pytest.raises(ValueError, match=r"^path: nobody's home directory: ~no-such-user/store; name a directory"):
+        open_backend(Path("~no-such-user/store"))
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("", "empty; name a directory"),
+        ("  ", "empty; name a directory"),
+        ("${env:KV_DIRECTORY}", "empty; name a directory"),
+        ("a\0b", "has a NUL character in it; name a directory without one"),
+    ],
+)
+def test_a_path_that_names_nothing_is_refused_where_it_stands(path: str, problem: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("KV_DIRECTORY", "")
+    config = EngineConfig.load({"tiers": ["memory", {"type": "disk", "path": path}]})
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, Registry.discover())
+    assert str(caught.value) == f"tiers.1.path: {problem}"
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
 
-from kvloom import Chunk, ConfigError, Engine
+from kvloom import BackendError, Chunk, ConfigError, Engine
 from kvloom_connector_transformers import CachedModel, TransformersConnector, cached
 
 Make = Callable[..., PreTrainedModel]
@@ -210,6 +210,44 @@ def test_a_failing_engine_is_a_miss(
         assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
     assert "the disk is on fire" in caplog.text
     assert model.last is not None and model.last.hit_tokens == (64 if verb == "store" else 0)
+
+
+def test_a_new_state_of_the_model_whose_engine_fails_is_served_without_the_cache(
+    model: CachedModel, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.no_grad():
+        model.model.lm_head.weight *= 1.01
+    expected = model.model.generate(prompt, max_new_tokens=5, do_sample=False)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise BackendError("memory: all 4 threads are held")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "kvloom"):
+        patch.setattr(Engine, "sibling", broken)
+        for store in (True, False):
+            assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False, store=store), expected)
+            assert model.last is not None and model.last.hit_tokens == 0
+            assert model.last.note == "served without the cache: memory: all 4 threads are held"
+    assert caplog.text.count("WARNING") == 1
+    for hit in (0, 64):
+        model.generate(prompt, max_new_tokens=1)
+        assert model.last is not None and (model.last.hit_tokens, model.last.note) == (hit, "")
+
+
+def test_an_engine_that_does_not_close_is_no_error_while_serving(
+    model: CachedModel, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> None:
+        raise BackendError("did not close")
+
+    monkeypatch.setattr("kvloom_connector_transformers.model._STATES", 1)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "kvloom"):
+        patch.setattr(Engine, "close", broken)
+        for _ in range(2):
+            with torch.no_grad():
+                model.model.lm_head.weight *= 1.01
+            model.generate(prompt, max_new_tokens=1)
+    assert "did not close" in caplog.text
 
 
 def test_retrieve_may_give_less_than_lookup_said(

@@ -97,6 +97,65 @@ def test_bidirectional_attention_is_refused(make: Callable[..., PreTrainedModel]
         spec_of(make("gemma", head_dim=8, use_bidirectional_attention=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
+def test_encoders_are_refused_and_their_decoders_are_not(
+    make: Callable[..., PreTrainedModel], config: dict[str, Any], family: str, dtype: torch.dtype
+) -> None:
+    with pytest.raises(ValueError, match="layers 1-2: the KV of a token depends on later tokens.*is_decoder is False"):
+        cached(make(family, dtype=dtype, is_decoder=False, pad_token_id=0), config)
+    spec_of(make(family, dtype=dtype, is_decoder=True, pad_token_id=0))
+
+
+def test_attention_that_no_config_field_calls_bidirectional_is_refused(llama: PreTrainedModel) -> None:
+    for layer in llama.model.layers[1:]:
+        attend = layer.self_attn.forward
+        layer.self_attn.is_causal = False
+        layer.self_attn.forward = lambda *args, attend=attend, **kwargs: attend(
+            *args, **kwargs | {"attention_mask": torch.zeros(1, 1, 4, 4)}
+        )
+    with pytest.raises(ValueError, match="layer 2: the KV of a token depends on later tokens"):
+        spec_of(llama)
+
+
+def test_a_leak_as_small_as_rounding_is_refused_on_the_cpu(llama: PreTrainedModel) -> None:
+    def leak(module: torch.nn.Module, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + 1e-6 * hidden[:, -1:]
+
+    llama.model.embed_tokens.register_forward_hook(leak)
+    with pytest.raises(ValueError, match="layers 0-2: the KV of a token depends on later tokens"):
+        spec_of(llama)
+
+
+def test_a_leak_is_told_from_rounding_where_experts_are_shared(make: Callable[..., PreTrainedModel]) -> None:
+    fields = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "num_hidden_layers": 12}
+    model = make("qwen3_moe", head_dim=8, **fields)
+    spec_of(model)
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, hidden: hidden + 0.01 * hidden[:, -1:])
+    with pytest.raises(ValueError, match="layers 0-11: the KV of a token depends on later tokens"):
+        spec_of(model)
+
+
+def test_tokens_that_cannot_be_told_apart_are_refused(llama: PreTrainedModel) -> None:
+    with torch.no_grad():
+        llama.model.embed_tokens.weight.zero_()
+    with pytest.raises(ValueError, match="different tokens have the same KV"):
+        spec_of(llama)
+
+
+def test_looking_leaves_the_model_as_it_was(make: Callable[..., PreTrainedModel]) -> None:
+    model = make("gpt2", attn_pdrop=0.5, embd_pdrop=0.5, resid_pdrop=0.5)
+    expected = spec_of(model)
+    model.transformer.h[0].train()
+    modes = [module.training for module in model.modules()]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert spec_of(model) == expected
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
 def test_positions_that_outlive_a_call_are_refused(llama: PreTrainedModel) -> None:
     llama.model.rope_deltas = None
     with pytest.raises(ValueError, match="rope_deltas"):

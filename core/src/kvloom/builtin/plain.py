@@ -23,6 +23,10 @@ class PlainConnector(GPUConnector):
             raise ValueError(f"plain connector: expected kv=<tensor>, got {sorted(where) or 'nothing'}")
         kv = where["kv"]
         planes, layers, _, hidden = self.spec.blob_shape(num_tokens)
+        if not isinstance(kv, torch.Tensor):
+            raise ValueError(
+                f"kv: expected a tensor [{planes}, {layers}, >={num_tokens}, {hidden}], got {type(kv).__name__}"
+            )
         fits = kv.dim() == 4 and (*kv.shape[:2], kv.shape[3]) == (planes, layers, hidden) and kv.shape[2] >= num_tokens
         if not fits or kv.dtype != self.spec.torch_dtype:
             raise ValueError(

@@ -28,6 +28,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         config, resolved = load(file)
         tiers = " > ".join(f"{tier.name} ({output.size(tier.capacity)})" for tier in resolved.tiers)
         print(f"{file}: ok: {config.connector.type}, {config.tokens.type} of {config.chunk_tokens} tokens, {tiers}")
+        print("paths and servers were not tried")
 
     @verbs.command("show")
     def show(file: File) -> None:

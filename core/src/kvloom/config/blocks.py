@@ -20,6 +20,8 @@ from pydantic import (
 
 from kvloom.contracts.component import ByteSize, Config, Duration
 
+_MAX_BYTES = 1 << 50
+
 
 def no_bool(value: Any) -> Any:
     if isinstance(value, bool):
@@ -30,6 +32,12 @@ def no_bool(value: Any) -> Any:
 def _positive(value: Any) -> Any:
     if not 0 < value < math.inf:
         raise ValueError(f"should be more than nothing and finite, not {value}")
+    return value
+
+
+def _plausible(value: ByteSize) -> ByteSize:
+    if value > _MAX_BYTES:
+        raise ValueError(f"should be at most 1PiB, not {value.human_readable()}; check the unit")
     return value
 
 
@@ -45,7 +53,7 @@ def _no_on_evict(value: Any) -> Any:
 
 
 Word = Annotated[StrictStr, StringConstraints(min_length=1)]
-Size = Annotated[ByteSize, BeforeValidator(no_bool), AfterValidator(_positive)]
+Size = Annotated[ByteSize, BeforeValidator(no_bool), AfterValidator(_positive), AfterValidator(_plausible)]
 Deadline = Annotated[Duration, BeforeValidator(no_bool), AfterValidator(_positive)]
 TierName = Annotated[StrictStr, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 _NotYet = Annotated[None, BeforeValidator(_not_yet)]

@@ -70,15 +70,25 @@ class EngineConfig(BaseModel):
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | EngineConfig) -> EngineConfig:
-        """From the path of a YAML file, a mapping of the same shape, or a config. Raises ConfigError."""
+        """From the path of a YAML file, a mapping of the same shape, or a config.
+
+        Raises ConfigError, and TypeError for anything else.
+        """
         if isinstance(source, EngineConfig):
             return source
-        return cls._built(source) if isinstance(source, Mapping) else cls.from_file(source)
+        if isinstance(source, Mapping):
+            return cls._built(source)
+        if isinstance(source, str | Path):
+            return cls.from_file(source)
+        raise TypeError(
+            "config: expected the path of a YAML file (str or Path), a mapping or an EngineConfig, "
+            f"got {type(source).__name__}"
+        )
 
     @classmethod
     def from_file(cls, path: str | Path) -> EngineConfig:
         """From a YAML file; KVLOOM_ environment variables come on top. Raises ConfigError."""
-        return cls._built(sources.read(Path(path).expanduser()), environment=os.environ)
+        return cls._built(sources.read(Path(os.path.expanduser(path))), environment=os.environ)
 
     @classmethod
     def from_env(cls) -> EngineConfig:

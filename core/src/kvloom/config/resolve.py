@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -84,6 +84,7 @@ def resolve(config: EngineConfig, registry: Registry) -> Resolved:
     tiers = [pass_.tier(("tiers", index), block) for index, block in enumerate(config.tiers)]
     observers = [pass_.block(("observers", index), "observer", block) for index, block in enumerate(config.observers)]
     blend = pass_.blend(config.blend) if config.blend else None
+    pass_.check_stores(tiers)
     if pass_.problems:
         raise config.origins.error(pass_.problems)
     return Resolved(tokens, connector, tuple(tiers), tuple(observers), blend)
@@ -102,6 +103,20 @@ class _Pass:
             if name not in self._registry.names:
                 text = f"no plugin {name!r} is installed; there are: {', '.join(self._registry.names)}"
                 self.problems.append((("plugins", "only", index), text))
+
+    def check_stores(self, tiers: Sequence[TierChoice]) -> None:
+        """Two tiers on one store would overwrite and evict each other's blobs."""
+        seen: list[TierChoice] = []
+        for index, tier in enumerate(tiers):
+            backend = tier.backend
+            if backend is None or backend.cls is None or not (backend.cls.persistent or backend.cls.shared):
+                continue
+            for other in seen:
+                if other.backend == replace(backend, path=other.path):
+                    text = f"{tier.name!r} would be on the same store as {other.path}, {other.name!r}"
+                    self.problems.append((("tiers", index), f"{text}; give it other settings, or remove one"))
+                    break
+            seen.append(tier)
 
     def block(self, at: KeyPath, kind: str, block: Block) -> Choice:
         return self._choose(at, kind, block.type, block.settings, at_type=(*at, "type"))

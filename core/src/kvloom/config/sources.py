@@ -29,8 +29,12 @@ def read(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(str(path), "nested too deeply") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), f"not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(repr(str(path)), f"cannot be read: {error}; name a file") from None
     if repeated:
         (first, problem), *rest = repeated
         raise ConfigError(dotted(first), "\n".join([problem, *(f"{dotted(key)}: {text}" for key, text in rest)]))
@@ -118,17 +122,19 @@ def interpolated(
 ) -> tuple[dict[str, Any], dict[KeyPath, str], frozenset[str]]:
     """`tree` with `${env:NAME}` replaced in its values, the texts that held one, and the values put in.
 
-    `$${` stands for `${`. Raises ConfigError if a variable is not set.
+    `$${` stands for `${`. Raises ConfigError if a variable is not set, or if a block contains itself.
     """
     templates: dict[KeyPath, str] = {}
     secrets: set[str] = set()
     missing: list[Problem] = []
 
-    def fill(node: Any, at: KeyPath) -> Any:
+    def fill(node: Any, at: KeyPath, above: frozenset[int] = frozenset()) -> Any:
+        if id(node) in above:
+            raise ConfigError(dotted(at), "an alias of a block that it is itself part of; write its settings out")
         if isinstance(node, Mapping):
-            return {key: fill(child, (*at, key)) for key, child in node.items()}
+            return {key: fill(child, (*at, key), above | {id(node)}) for key, child in node.items()}
         if isinstance(node, list | tuple):
-            return [fill(child, (*at, index)) for index, child in enumerate(node)]
+            return [fill(child, (*at, index), above | {id(node)}) for index, child in enumerate(node)]
         return _INTERPOLATION.sub(lambda match: put(match, node, at), node) if isinstance(node, str) else node
 
     def put(match: re.Match[str], template: str, at: KeyPath) -> str:

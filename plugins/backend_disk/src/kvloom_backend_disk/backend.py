@@ -12,11 +12,14 @@ import errno
 import logging
 import mmap
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from kvloom import Buffer, Buffers, Entry, KVSpec, Sink, StorageBackend
+from pydantic import field_validator
+
+from kvloom import Buffer, Buffers, CorruptBlobError, Entry, KVSpec, Sink, StorageBackend
 from kvloom import Config as BaseConfig
 from kvloom_backend_disk.layout import SCRATCH, Layout
 from kvloom_backend_disk.scratch import Scratch
@@ -25,6 +28,10 @@ from kvloom_backend_disk.transfer import Mode, Transfer, probe_direct
 logger = logging.getLogger("kvloom.backend_disk")
 
 _PUBLISH_ATTEMPTS = 8
+# Without O_NONBLOCK, opening a FIFO that somebody put there would wait for its writer.
+_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+# What opening a symbolic link or a socket says, on one system or another.
+_NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EOPNOTSUPP)
 
 
 class DiskBackend(StorageBackend):
@@ -42,9 +49,19 @@ class DiskBackend(StorageBackend):
         direct: Mode = "auto"
         """Whether to move blobs past the page cache (O_DIRECT)."""
 
+        @field_validator("path", mode="before")
+        @classmethod
+        def _names_a_directory(cls, value: Any) -> Any:
+            # As a Path, empty text is the working directory.
+            if isinstance(value, str) and not value.strip():
+                raise ValueError("empty; name a directory")
+            if "\0" in str(value):
+                raise ValueError("has a NUL character in it; name a directory without one")
+            return value
+
     def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
-        root = Path(os.path.abspath(config.path.expanduser()))
+        root = _absolute(config.path)
         self._layout = Layout(root)
         self._scratch = Scratch(root / SCRATCH)
         try:
@@ -85,7 +102,7 @@ class DiskBackend(StorageBackend):
                 self._transfer.write(fd, blob)
             finally:
                 os.close(fd)  # before publishing: network file systems report a full disk here
-            _publish(draft, path)
+            self._publish(draft, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(draft)
@@ -96,30 +113,43 @@ class DiskBackend(StorageBackend):
         return memory.view if self.get_into(key, memory) else None
 
     def get_into(self, key: str, sink: Sink) -> bool:
-        with self._opened(key) as fd:
-            if fd is None:
+        with self._opened(key) as blob:
+            if blob is None:
                 return False
-            size = os.fstat(fd).st_size
+            fd, size = blob
             self._transfer.read(fd, 0, sink.reserve(size)[:size], sink.filled)
         return True
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
-        with self._opened(key) as fd:
-            if fd is None or os.fstat(fd).st_size < offset + len(into):
+        with self._opened(key) as blob:
+            if blob is None:
+                return False
+            fd, size = blob
+            if size < offset + len(into):
                 return False
             self._transfer.read(fd, offset, into, lambda _: None)
         return True
 
     @contextlib.contextmanager
-    def _opened(self, key: str) -> Iterator[int | None]:
-        """The file of `key`: the same version to the end, whatever is put or deleted meanwhile."""
+    def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
+        """The file of `key` and its bytes: the same version to the end, whatever is put or deleted meanwhile.
+
+        Raises CorruptBlobError if something else than a file lies there.
+        """
         try:
-            fd = os.open(self._layout.path(key), os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self._layout.path(key), _READ_FLAGS)
         except FileNotFoundError:
             yield None
             return
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise CorruptBlobError(f"not a regular file: {self._layout.path(key)}") from error
+            raise
         try:
-            yield fd
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptBlobError(f"not a regular file: {self._layout.path(key)}")
+            yield fd, status.st_size
         finally:
             os.close(fd)
 
@@ -127,8 +157,7 @@ class DiskBackend(StorageBackend):
         return os.access(self._layout.path(key), os.F_OK)
 
     def delete(self, key: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._layout.path(key))
+        self._layout.remove(self._layout.path(key))
 
     def delete_many(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -138,6 +167,19 @@ class DiskBackend(StorageBackend):
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         return self._layout.scan(prefix)
+
+    def _publish(self, draft: str, path: str) -> None:
+        for _ in range(_PUBLISH_ATTEMPTS):
+            try:
+                os.replace(draft, path)
+                return
+            except FileNotFoundError:
+                # Not made yet, or just pruned by another process, perhaps again while it is being made.
+                with contextlib.suppress(FileNotFoundError, FileExistsError):
+                    os.makedirs(os.path.dirname(path), exist_ok=True)
+            except IsADirectoryError:
+                self._layout.remove(path)
+        os.replace(draft, path)
 
 
 class _Memory:
@@ -154,13 +196,8 @@ class _Memory:
         pass
 
 
-def _publish(draft: str, path: str) -> None:
-    for _ in range(_PUBLISH_ATTEMPTS):
-        try:
-            os.replace(draft, path)
-            return
-        except FileNotFoundError:
-            # Not made yet, or just pruned by another process, perhaps again while it is being made.
-            with contextlib.suppress(FileNotFoundError, FileExistsError):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-    os.replace(draft, path)
+def _absolute(path: Path) -> Path:
+    try:
+        return Path(os.path.abspath(path.expanduser()))
+    except RuntimeError as error:
+        raise ValueError(f"path: nobody's home directory: {path}; name a directory") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -60,6 +61,20 @@ class Layout:
                 if entry.name.startswith(beginning) and self.path(above + entry.name) == entry.path:
                     status = entry.stat(follow_symlinks=False)
                     yield Entry(above + entry.name, status.st_blocks * 512, status.st_mtime)
+
+    def remove(self, path: str) -> None:
+        """Remove what lies at the path of a key, if anything: a blob, or whatever else somebody put there."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return
+        except (IsADirectoryError, PermissionError):  # POSIX says the latter of a directory, Linux the former
+            if os.path.islink(path) or not os.path.isdir(path):
+                raise
+            # A directory above may be a link that leads out of the store: what is there is not ours to empty.
+            inside = os.path.realpath(path).startswith(os.path.realpath(self._root) + os.sep)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another process was faster
+                (shutil.rmtree if inside else os.rmdir)(path)
 
     def prune(self, directory: str) -> None:
         """Remove `directory` and the ones above it, below the root, as long as they are empty."""

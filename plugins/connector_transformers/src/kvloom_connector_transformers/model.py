@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from kvloom import ConfigError, Engine, EngineConfig, Hit
+from kvloom import ConfigError, Engine, EngineConfig, Hit, KVSpec
 
 from .calls import check_call
 from .identity import describe, signature, transformers_model
@@ -58,12 +58,14 @@ class _Start:
     load_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _State:
-    """The model in one state: its KV, and the engine for it. None if the tiers can't take such KV."""
+    """The model in one state: its KV, and the engine for it, or why there is none."""
 
+    spec: KVSpec
     kv: PlainKV
-    engine: Engine | None
+    engine: Engine | None = None
+    note: str = ""
 
 
 def cached(model: Any, config: str | Path | Mapping[str, Any] | EngineConfig) -> CachedModel:
@@ -94,7 +96,7 @@ class CachedModel:
         spec, kv = describe(model)
         self.engine = Engine.open(config, spec)
         self._by_spec = {spec.to_json(): self.engine}
-        self._states = {signature(model): _State(kv, self.engine)}
+        self._states = {signature(model): _State(spec, kv, self.engine)}
 
     def generate(
         self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, *,
@@ -118,7 +120,7 @@ class CachedModel:
         )  # fmt: skip
         sequences = (output if isinstance(output, torch.Tensor) else output.sequences).cpu()
         computed = time.perf_counter()
-        note = self._keep(state, start, sequences, rows.shape[1], salt) if store else ""
+        note = self._keep(state, start, sequences, rows.shape[1], salt) if store else state.note
         self.last = Report(
             rows=rows.shape[0], prompt_tokens=rows.shape[1], hit_tokens=start.tokens, by_tier=start.by_tier,
             lookup_seconds=start.lookup_seconds, load_seconds=start.load_seconds, compute_seconds=computed - began,
@@ -148,21 +150,28 @@ class CachedModel:
         """The model as it is now: adapters, weights and autocast may have changed since the last call."""
         now = signature(self.model)
         if now not in self._states:
-            spec, kv = describe(self.model)
-            self._states[now] = _State(kv, self._engine(spec))
+            self._states[now] = _State(*describe(self.model))
             if len(self._states) > _STATES:
                 self._forget(next(iter(self._states)))
-        return self._states[now]
+        state = self._states[now]
+        if state.engine is None:
+            self._attach(state)
+        return state
 
-    def _engine(self, spec: Any) -> Engine | None:
-        text = spec.to_json()
-        if text not in self._by_spec:
-            try:
-                self._by_spec[text] = self.engine.sibling(spec)
-            except ValueError as error:
-                log.warning("this model's KV cannot go into these tiers now: %s", error)
-                return None
-        return self._by_spec[text]
+    def _attach(self, state: _State) -> None:
+        """Give the state its engine. Tried again with each call: a tier that failed may be back."""
+        text = state.spec.to_json()
+        try:
+            if text not in self._by_spec:
+                self._by_spec[text] = self.engine.sibling(state.spec)
+            state.engine, state.note = self._by_spec[text], ""
+        except Exception as error:
+            note = f"served without the cache: {error}"
+            if _shape(state.spec) != _shape(self.engine.spec):
+                note = "the model's KV has another shape or dtype now than when the tiers were opened"
+            if note != state.note:
+                log.warning("%s", note, exc_info=True)
+            state.note = note
 
     def _forget(self, signature: Any) -> None:
         engine = self._states.pop(signature).engine
@@ -172,7 +181,10 @@ class CachedModel:
             and all(s.engine is not engine for s in self._states.values())
         ):
             self._by_spec = {text: other for text, other in self._by_spec.items() if other is not engine}
-            engine.close()
+            try:
+                engine.close()
+            except Exception:
+                log.warning("the engine of an earlier state of the model did not close", exc_info=True)
 
     def _start(self, state: _State, rows: torch.Tensor, salt: str | None) -> _Start:
         """What every row has stored, at most all but its last token: that one gives the logits."""
@@ -189,7 +201,7 @@ class CachedModel:
         """Store what was computed. Returns why not, if not."""
         engine = state.engine
         if engine is None:
-            return "the model's KV has another shape or dtype now than when the tiers were opened"
+            return state.note
         if start.lossy:
             return f"computed on top of KV that went through {', '.join(sorted(start.lossy))}: it is not exact"
         num_tokens = int(start.cache.get_seq_length()) if engine.config.save_decode_cache else prompt_tokens
@@ -200,6 +212,10 @@ class CachedModel:
             log.warning("nothing stored", exc_info=True)
             return f"storing failed: {error}"
         return ""
+
+
+def _shape(spec: KVSpec) -> tuple[Any, ...]:
+    return spec.dtype, spec.blob_shape(1)
 
 
 def _load(state: _State, engine: Engine, rows: torch.Tensor, salt: str | None, config: Any) -> _Start:

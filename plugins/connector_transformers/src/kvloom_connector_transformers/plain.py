@@ -6,7 +6,7 @@ it and on nothing else. Only then is a stored prefix the prefix of any prompt th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,19 @@ _WORDS = {
     "DummyLayer": "layers without KV of their own (shared KV, or no attention)",
 }
 _MOVING_ROPE = ("dynamic", "longrope")
+_PROBE_TOKENS = 4
+_ROUNDING = 2.0**-8
+"""By how much, relative to the KV of the token that did change, KV may differ and still be the same KV but for rounding.
+
+Random models leak 1e-2 and more where attention is bidirectional; rounding changes 1e-6 in float32.
+"""
+_Planes = tuple[torch.Tensor, torch.Tensor]
+"""K and V of one layer, `[rows, kv_heads, tokens, head_size]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainKV:
-    """What a model's cache was seen to hold after one token."""
+    """What a model's cache was seen to hold after a few tokens."""
 
     num_layers: int
     num_kv_heads: int
@@ -94,42 +102,102 @@ def _refuse_layers(model: PreTrainedModel, kinds: Mapping[int, str]) -> None:
         raise _refusal(model, "not every layer keeps plain K and V; " + "; ".join(parts))
 
 
-@torch.no_grad()
 def _probe(model: PreTrainedModel) -> PlainKV:
-    """Run one token and look: config fields say neither the dtype under autocast nor the shapes of every family."""
-    cache = DynamicCache(config=model.config)
-    try:
-        token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-        model(input_ids=token, past_key_values=cache, use_cache=True)
-    except Exception as error:
-        raise _refusal(model, f"it did not run one token with a DynamicCache: {error}") from error
+    """Run a few tokens and look: config fields say neither what KV depends on nor its dtype under autocast."""
+    first = _run(model, _PROBE_TOKENS - 1)
     _refuse_layers(
         model,
         {
-            number: "nothing in a DynamicCache after one token"
-            for number, layer in enumerate(cache.layers)
-            if type(layer) is not DynamicLayer or layer.get_seq_length() != 1
+            number: f"nothing in a DynamicCache after {_PROBE_TOKENS} tokens"
+            for number, layer in enumerate(first.layers)
+            if type(layer) is not DynamicLayer or layer.get_seq_length() != _PROBE_TOKENS
         },
     )
-    tensors = [(layer.keys, layer.values) for layer in cache.layers]
-    if not tensors:
+    planes = _planes(first)
+    if not planes:
         raise _refusal(model, "it does not use a DynamicCache")
-    first = tensors[0][0]
+    _refuse_layers(model, _odd_layers(planes))
+    _refuse_leaks(model, planes, _planes(_run(model, _PROBE_TOKENS)))
+    keys = planes[0][0]
+    return PlainKV(
+        num_layers=len(planes),
+        num_kv_heads=keys.shape[1],
+        head_size=keys.shape[3],
+        dtype=keys.dtype,
+        devices=tuple(keys.device for keys, _ in planes),
+    )
+
+
+# Not inference mode: a mask or table that a model makes on its first run and keeps could never be trained with.
+@torch.no_grad()
+def _run(model: PreTrainedModel, last: int) -> DynamicCache:
+    """The cache after tokens 0, 1, ... and `last`, `_PROBE_TOKENS` in all, counted from the middle of the vocabulary.
+
+    At the start of a vocabulary are padding and other tokens that some models treat specially. Dropout is off.
+    """
+    cache = DynamicCache(config=model.config)
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        numbers = torch.tensor([[*range(_PROBE_TOKENS - 1), last]], device=model.device)
+        ids = (vocabulary // 2 + numbers) % vocabulary
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:
+        raise _refusal(model, f"it did not run {_PROBE_TOKENS} tokens with a DynamicCache: {error}") from error
+    finally:
+        for module in training:
+            module.training = True
+    return cache
+
+
+def _planes(cache: DynamicCache) -> list[_Planes]:
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _odd_layers(planes: Sequence[_Planes]) -> dict[int, str]:
+    """Layer number -> how its K and V differ from each other or from those of layer 0, of those where they do."""
+    first = planes[0][0]
     odd = {}
-    for number, (keys, values) in enumerate(tensors):
+    for number, (keys, values) in enumerate(planes):
         if keys.shape != values.shape:
             odd[number] = f"K is {_shape(keys)} and V is {_shape(values)} (MLA and the like)"
         elif keys.shape != first.shape:
             odd[number] = f"K and V are {_shape(keys)}, those of layer 0 {_shape(first)}"
         elif {keys.dtype, values.dtype} != {first.dtype}:
             odd[number] = f"K is {keys.dtype} and V is {values.dtype}, those of layer 0 {first.dtype}"
-    _refuse_layers(model, odd)
-    return PlainKV(
-        num_layers=len(tensors),
-        num_kv_heads=first.shape[1],
-        head_size=first.shape[3],
-        dtype=first.dtype,
-        devices=tuple(keys.device for keys, _ in tensors),
+    return odd
+
+
+def _refuse_leaks(model: PreTrainedModel, one: Sequence[_Planes], other: Sequence[_Planes]) -> None:
+    """ValueError if the KV of the tokens before the last changed with the last, from `one` run to the `other`."""
+    tolerance = _ROUNDING if _rounds(model) else 0.0
+    leaks, seen = [], False
+    for number, (ours, theirs) in enumerate(zip(one, other, strict=True)):
+        change = torch.stack([(a.float() - b.float()).cpu() for a, b in zip(ours, theirs, strict=True)])
+        shared, last = float(change[..., :-1, :].norm()), float(change[..., -1:, :].norm())
+        seen = seen or last > 0
+        if not shared <= tolerance * last:  # NaN leaks too.
+            leaks.append(number)
+    if leaks:
+        hint = "; config.is_decoder is False" if getattr(model.config, "is_decoder", None) is False else ""
+        raise _refusal(
+            model,
+            f"{_numbers(leaks)}: the KV of a token depends on later tokens (bidirectional attention and the like){hint}",
+        )
+    if not seen:
+        raise _refusal(model, "different tokens have the same KV in every layer: what it depends on can't be seen")
+
+
+def _rounds(model: PreTrainedModel) -> bool:
+    """Whether sums may be rounded in another order when only the values differ.
+
+    Not so on the CPU, where shapes decide the order: there, equal means equal. But the last token chooses the experts
+    that earlier tokens share with it, and with them the shapes; and kernels of other devices promise nothing.
+    """
+    return any(parameter.device.type != "cpu" for parameter in model.parameters()) or any(
+        word in name.lower() for name, _ in model.named_modules() for word in ("expert", "moe", "router")
     )
 
 

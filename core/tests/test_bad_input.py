@@ -1,0 +1,131 @@
+"""Input that cannot work: refused at once, by name, with what would be right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from core_support import SPEC, Shelf
+
+from kvloom import ConfigError, EngineConfig, KVSpec, Registry, hookimpl
+from kvloom.builtin.plain import PlainConnector
+from kvloom.config import resolve
+from kvloom.types import DTYPES
+
+
+def refused(source: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load(source)
+    return str(caught.value)
+
+
+# -- the configuration -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_", ["memory", "dict"])
+@pytest.mark.parametrize(("capacity", "shown"), [("100000TiB", "97.7PiB"), (2**50 + 1, "1.0PiB"), ("9EiB", "9.0EiB")])
+def test_an_absurd_capacity(type_: str, capacity: Any, shown: str) -> None:
+    problem = refused({"tiers": [{"type": type_, "capacity": capacity}]})
+    assert problem == f"tiers.0.capacity: should be at most 1PiB, not {shown}; check the unit"
+
+
+def test_the_largest_capacity() -> None:
+    (tier,) = EngineConfig.load({"tiers": [{"type": "dict", "capacity": "1PiB"}]}).tiers
+    assert tier.capacity == 2**50
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("tiers: &t [memory, *t]", "tiers.1"),
+        ("tiers: [{type: dict, serializer: &s {type: raw, more: [*s]}}]", "tiers.0.serializer.more.0"),
+        ("&all\nblend: *all", "blend.blend"),
+    ],
+)
+def test_a_block_that_contains_itself(text: str, path: str, tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(text)
+    assert refused(file) == f"{path}: an alias of a block that it is itself part of; write its settings out"
+
+
+def test_a_block_that_is_used_twice_is_none_that_contains_itself(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("tiers: [{type: dict, serializer: &s {type: raw}}, {type: dict, name: two, serializer: *s}]")
+    assert len(EngineConfig.load(file).tiers) == 2
+
+
+def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("tiers: " + "[" * 5000 + "]" * 5000)
+    assert refused(file) == f"{file}: nested too deeply"
+
+
+def test_the_name_of_a_file_that_can_be_none() -> None:
+    assert refused("a\0b.yaml").startswith("'a\\x00b.yaml': cannot be read: ")
+    assert refused("~no-such-user/a.yaml") == "~no-such-user/a.yaml: cannot be read: No such file or directory"
+
+
+@pytest.mark.parametrize("source", [[1], None, 7, b"engine.yaml"])
+def test_what_no_configuration_can_be_read_from(source: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^config: expected the path of a YAML .* got {type(source).__name__}$"):
+        EngineConfig.load(source)
+
+
+# -- two tiers on one store --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    module = ModuleType("made_here")
+    module.kvloom_storage_backends = hookimpl(lambda: [Shelf])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    core = EntryPoint("builtin", "kvloom.builtin", "kvloom.v1")
+    return Registry.discover(entry_points=[core, EntryPoint("made_here", "made_here", "kvloom.v1")])
+
+
+def test_two_tiers_on_one_store(registry: Registry) -> None:
+    one, two = {"type": "shelf", "shelf": "top"}, {"type": "shelf", "name": "cold", "shelf": "top", "capacity": "1MiB"}
+    with pytest.raises(ConfigError) as caught:
+        resolve(EngineConfig.load({"tiers": ["memory", one, "dict", two]}), registry)
+    assert str(caught.value) == (
+        "tiers.3: 'cold' would be on the same store as tiers.1, 'shelf'; give it other settings, or remove one"
+    )
+
+
+def test_two_tiers_of_one_type_on_stores_of_their_own(registry: Registry) -> None:
+    shelves = [{"type": "shelf", "shelf": "top"}, {"type": "shelf", "name": "cold", "shelf": "bottom"}]
+    dicts = ["dict", {"type": "dict", "name": "another"}]  # each keeps what it holds to itself
+    assert len(resolve(EngineConfig.load({"tiers": [*shelves, *dicts]}), registry).tiers) == 4
+
+
+# -- the model and its KV ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["floaty", "float", "Tensor", "", "torch.bfloat16", None, ["float32"]])
+def test_a_dtype_that_no_kv_has(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"^KVSpec\.dtype must be one of float64, .*, uint8, not "):
+        KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_one_of_torchs(dtype: str) -> None:
+    spec = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype=dtype)
+    assert str(spec.torch_dtype) == f"torch.{dtype}"
+
+
+def test_a_dtype_is_checked_without_torch() -> None:
+    code = "import sys, kvloom; kvloom.KVSpec('m', 1, 1, 1, 'float16'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kv", [None, 7, [torch.zeros(2, 2, 4, 8)], torch.zeros(2, 2, 4, 8).numpy()])
+def test_kv_that_is_no_tensor(kv: Any) -> None:
+    connector = PlainConnector(PlainConnector.Config(), SPEC)
+    with pytest.raises(ValueError, match=rf"^kv: expected a tensor \[2, 2, >=4, 8\], got {type(kv).__name__}$"):
+        connector.check({"kv": kv}, 4)

@@ -1,0 +1,115 @@
+"""What is no regular file at a blob's path: nobody waits for it, and it does not stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom import CorruptBlobError
+
+KEY = f"{'0a' * 16}/-/7-{'3f' * 32}"
+
+
+def _socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the paths of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def _full_directory(path: Path) -> None:
+    (path / "sub").mkdir(parents=True)
+    (path / "sub/file").write_bytes(b"x")
+    (path / "link").symlink_to(path.parents[4] / "outside")
+
+
+MAKE: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "directory": Path.mkdir,
+    "full directory": _full_directory,
+    "socket": _socket,
+    "link to a file": lambda path: path.symlink_to(path.parents[4] / "outside/file"),
+    "link to a directory": lambda path: path.symlink_to(path.parents[4] / "outside"),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting() -> Iterator[None]:
+    """Whoever waits for the writer of a FIFO waits for ever: here that ends in a failure."""
+
+    def stop(*_: Any) -> None:
+        raise AssertionError("waits for ever")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(params=MAKE)
+def special(request: Any, tmp_path: Path, open_backend: Any) -> Any:
+    """A store with something at the path of KEY that is no blob, and that path."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/file").write_bytes(b"outside")
+    backend = open_backend(tmp_path / "store")
+    path = tmp_path / "store" / KEY.replace("/7-", "/+3f/7-")
+    path.parent.mkdir(parents=True)
+    MAKE[request.param](path)
+    yield backend, path
+    assert (tmp_path / "outside/file").read_bytes() == b"outside"
+
+
+def test_reading_it_says_corrupt_and_does_not_wait(special: Any, target: Any) -> None:
+    backend, path = special
+    for read in (
+        lambda: backend.get(KEY),
+        lambda: backend.get_into(KEY, target()),
+        lambda: backend.get_range(KEY, 0, memoryview(bytearray(1))),
+    ):
+        with pytest.raises(CorruptBlobError, match="not a regular file"):
+            read()
+    assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_delete_removes_it(special: Any, many: bool) -> None:
+    backend, path = special
+    if many:
+        backend.delete_many([KEY])
+    else:
+        backend.delete(KEY)
+    assert not os.path.lexists(path)
+    assert backend.get(KEY) is None
+
+
+def test_put_replaces_it(special: Any) -> None:
+    backend, path = special
+    backend.put(KEY, [b"blob"])
+    assert backend.get(KEY) == b"blob"
+    assert path.is_file() and not path.is_symlink()
+
+
+def test_a_directory_that_a_link_leads_to_outside_is_not_emptied(tmp_path: Path, open_backend: Any) -> None:
+    backend = open_backend(tmp_path / "store")
+    outside = tmp_path / "outside" / f"7-{'3f' * 32}"
+    outside.mkdir(parents=True)
+    (outside / "file").write_bytes(b"x")
+    shard = tmp_path / "store" / KEY.replace(f"/7-{'3f' * 32}", "/+3f")
+    shard.parent.mkdir(parents=True)
+    shard.symlink_to(outside.parent)
+    for change in (lambda: backend.delete(KEY), lambda: backend.put(KEY, [b"blob"])):
+        with pytest.raises(OSError, match="not empty"):
+            change()
+    assert (outside / "file").read_bytes() == b"x"
+    assert not os.listdir(tmp_path / "store/+tmp")
