@@ -25,9 +25,9 @@ _WORDS = {
 _MOVING_ROPE = ("dynamic", "longrope")
 _PROBE_TOKENS = 4
 _ROUNDING = 2.0**-8
-"""By how much, relative to the KV of the token that did change, KV may differ and still be the same KV but for rounding.
+"""How much KV may change, relative to that of the token that was changed, and still be the same but for rounding.
 
-Random models leak 1e-2 and more where attention is bidirectional; rounding changes 1e-6 in float32.
+Random models leak 1e-2 and more where attention is bidirectional; rounding changes up to 5e-6 in float32.
 """
 _Planes = tuple[torch.Tensor, torch.Tensor]
 """K and V of one layer, `[rows, kv_heads, tokens, head_size]`."""
@@ -181,11 +181,8 @@ def _refuse_leaks(model: PreTrainedModel, one: Sequence[_Planes], other: Sequenc
         if not shared <= tolerance * last:  # NaN leaks too.
             leaks.append(number)
     if leaks:
-        hint = "; config.is_decoder is False" if getattr(model.config, "is_decoder", None) is False else ""
-        raise _refusal(
-            model,
-            f"{_numbers(leaks)}: the KV of a token depends on later tokens (bidirectional attention and the like){hint}",
-        )
+        why = "config.is_decoder is False" if getattr(model.config, "is_decoder", None) is False else "not causal"
+        raise _refusal(model, f"{_numbers(leaks)}: the KV of a token depends on later tokens ({why})")
     if not seen:
         raise _refusal(model, "different tokens have the same KV in every layer: what it depends on can't be seen")
 
