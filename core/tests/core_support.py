@@ -22,6 +22,7 @@ from kvloom import (
 )
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.builtin.plain import PlainConnector
+from kvloom.builtin.raw import RawSerializer
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
 CHUNK = 4
@@ -112,6 +113,24 @@ class LossySerializer(Serializer):
         into.tensor.copy_(signs * 2.0 - 1.0)
 
 
+class PaddedSerializer(RawSerializer):
+    """Raw bytes and 2 MiB of zeros, as it says beforehand."""
+
+    type = "padded"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        return [*super().encode(chunk), bytes(2 << 20)]
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode(blob[:-1], into)
+
+    def view(self, blob: memoryview, like: Chunk) -> None:
+        return None
+
+    def max_encoded_bytes(self, chunk: Chunk) -> int:
+        return chunk.nbytes + (2 << 20)
+
+
 class PagesConnector(PlainConnector):
     """Claims to move opaque pages."""
 
@@ -121,7 +140,7 @@ class PagesConnector(PlainConnector):
 
 @hookimpl
 def kvloom_serializers() -> list[type[Serializer]]:
-    return [LossySerializer]
+    return [LossySerializer, PaddedSerializer]
 
 
 @hookimpl

@@ -226,6 +226,15 @@ def test_timed_says_what_every_encode_took_and_changes_no_blob(
     assert open_engine(SHELF).retrieve(tokens, kv=got).all() and torch.equal(got, kv)
 
 
+def test_a_blob_as_long_as_its_serializer_says_is_read_back(open_engine: Open) -> None:
+    tokens, kv = tokens_of(8), kv_of(8)
+    tiers = {"type": "memory", "capacity": "16MiB"}, SHELF | {"serializer": "padded"}
+    with open_engine(*tiers) as first:
+        first.store(tokens, kv=kv)
+    got = torch.zeros_like(kv)
+    assert open_engine(*tiers).retrieve(tokens, kv=got).all() and torch.equal(got, kv)
+
+
 def test_a_tier_that_is_never_written_is_still_read(open_engine: Open) -> None:
     tokens, kv = tokens_of(8), kv_of(8)
     with open_engine(SHELF) as first:

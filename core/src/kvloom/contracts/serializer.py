@@ -66,7 +66,7 @@ class Serializer(Component):
         return None
 
     def max_encoded_bytes(self, chunk: Chunk) -> int:
-        """An upper bound of the blob's size in bytes. More than twice the chunk and 1 MiB is never read back."""
+        """An upper bound of the blob's size in bytes; what is longer is taken for damage. `chunk` may be on `meta`."""
         return chunk.nbytes * 2 + 65536
 
     def encode_many(self, chunks: Sequence[Chunk], place: Place | None = None) -> list[Buffers]:

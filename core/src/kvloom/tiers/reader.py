@@ -15,8 +15,8 @@ from kvloom.tiers.base import Layout, Loaded
 from kvloom.tiers.memory import MemoryTier
 from kvloom.types import Chunk, ChunkKey
 
-_SLACK_BYTES = 1 << 20
-"""What a blob may have beyond twice its chunk: the header, a codec's tables."""
+_HEADER_BYTES = 1 << 20
+"""More than the header of any blob takes."""
 
 
 class BlobReader:
@@ -39,8 +39,9 @@ class BlobReader:
         Raises CorruptBlobError, UnreadableBlobError, BackendError if there is no room in memory, and whatever the
         backend raises.
         """
-        chunk_bytes = self._layout.nbytes(shape)
-        landing = _Landing(self._memory, str(key), until, max_bytes=2 * chunk_bytes + _SLACK_BYTES)
+        like = Chunk(torch.empty(shape, dtype=self._layout.dtype, device="meta"), self._layout.format, num_tokens)
+        longest = max(serializer.max_encoded_bytes(like) for serializer in self._decoders.values())
+        landing = _Landing(self._memory, str(key), until, max_bytes=longest + _HEADER_BYTES)
         try:
             if not backend.get_into(str(key), landing):
                 return None
