@@ -26,6 +26,7 @@ LAYERS = (
     {"config", "legacy"},
     {"runtime", "task", "keys", "envelope", "memory", "events", "native"},
     {"tiers"},
+    {"index"},
     {"engine"},
     {"cli", "__main__"},
 )

@@ -177,6 +177,7 @@ def test_config_show_is_the_whole_configuration_and_can_be_read_back(
         "serializer": {"type": "raw", "timed": False},
         "write": "through",
         "capacity": "64KiB",
+        "policy": "lru",
         "deadline": 3.0,
         "label": "one",
         "secret": "",

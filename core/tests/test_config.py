@@ -168,10 +168,37 @@ def test_a_config_and_what_it_resolves_to_are_frozen(registry: Registry) -> None
         ({"tiers": ["dict", "memory"]}, "tiers.1.type: a memory tier cannot be here: it must come first"),
         ({"tiers": ["dict", "dict"]}, "tiers.1.name: tiers.0 is called 'dict' too; set another `name`"),
         ({"tiers": [{"type": "dict", "name": "a b"}]}, "tiers.0.name: should match pattern"),
-        ({"tiers": [{"type": "dict", "write": "on_evict"}]}, "tiers.0.write: 'on_evict' is not in this release; write"),
-        ({"tiers": [{"type": "dict", "write": "back"}]}, "tiers.0.write: should be 'through' or 'never', not 'back'"),
-        ({"tiers": [{"type": "dict", "ttl": "6h"}]}, "tiers.0.ttl: not in this release; remove it"),
-        ({"tiers": [{"type": "dict", "quota": 1}]}, "tiers.0.quota: not in this release; remove it"),
+        ({"tiers": [{"type": "dict", "write": "on_evict"}]}, "tiers.0.write: 'on_evict' writes what the memory"),
+        (
+            {"tiers": [{"type": "dict", "write": "back"}]},
+            "tiers.0.write: should be 'through', 'on_evict' or 'never', not",
+        ),
+        ({"tiers": [{"type": "dict", "ttl": "-6h"}]}, "tiers.0.ttl: not a duration: '-6h'; write 250ms"),
+        ({"tiers": [{"type": "dict", "ttl": -1}]}, "tiers.0.ttl: should be more than nothing and finite, not -1"),
+        ({"tiers": [{"type": "memory", "ttl": 0}]}, "tiers.0.ttl: should be more than nothing"),
+        ({"tiers": [{"type": "dict", "deadline": 0}]}, "tiers.0.deadline: should be more than nothing"),
+        ({"tiers": [{"type": "dict", "policy": "fifo"}]}, "tiers.0.policy: should be 'lru' or 'tiny_lfu', not 'fifo'"),
+        (
+            {"tiers": [{"type": "dict", "policy": "tiny_lfu"}]},
+            "tiers.0.policy: 'tiny_lfu' decides what a full tier takes",
+        ),
+        (
+            {"tiers": [{"type": "dict", "quota": 1}]},
+            "tiers.0.quota: a quota is a part of the tier's capacity, which is",
+        ),
+        (
+            {"tiers": [{"type": "dict", "capacity": "1GiB", "quota": "2GiB"}]},
+            "tiers.0.quota: 2.0GiB for '*' is more than the tier's capacity (1.0GiB); lower it",
+        ),
+        (
+            {"tiers": [{"type": "memory", "capacity": "1GiB", "quota": {"*": 1, "team": "1.5GiB"}}]},
+            "tiers.0.quota: 1.5GiB for 'team' is more than the tier's capacity (1.0GiB); lower it",
+        ),
+        (
+            {"tiers": [{"type": "dict", "capacity": 9, "quota": {"a": 0}}]},
+            "tiers.0.quota.a: should be more than nothing",
+        ),
+        ({"tiers": [{"type": "dict", "capacity": 9, "quota": {}}]}, "tiers.0.quota: "),
         ({"tiers": [{"type": "dict", "serializer": 3}]}, "tiers.0.serializer: should be a block of settings, not 3"),
         ({"tiers": [{"type": "dict", "serializer": {"type": "raw", "timed": 7}}]}, "tiers.0.serializer.timed: "),
         ({"blend": {"executor": 1}}, "blend.executor: should be text, not 1"),
@@ -184,7 +211,7 @@ def test_the_core_says_where_and_what(source: Any, line: str) -> None:
 
 
 def test_all_mistakes_are_listed_with_their_paths() -> None:
-    problems = refused({"salt": 1, "tiers": [{"type": "memory", "capacity": "x"}, {"type": "dict", "ttl": 1}], "x": 1})
+    problems = refused({"salt": 1, "tiers": [{"type": "memory", "capacity": "x"}, {"type": "dict", "ttl": 0}], "x": 1})
     assert [problem.split(":")[0] for problem in problems] == ["tiers.0.capacity", "tiers.1.ttl", "salt", "x"]
 
 

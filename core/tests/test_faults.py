@@ -96,7 +96,8 @@ def test_storing_over_a_damaged_header_mends_it_without_a_retrieve(
     engine.store(TOKENS, kv=KV)
     assert engine.flush(20)
     header_was_bad = damage(good, shelf._blobs[names[2]])[:4096] != good[:4096]
-    assert (shelf._blobs[names[1]] == good) == header_was_bad
+    mended = len(shelf._blobs[names[1]]) == len(good) and shelf._blobs[names[1]][4096:] == good[4096:]
+    assert mended and envelope.unseal(shelf._blobs[names[1]], key=names[1]) if header_was_bad else not mended
 
 
 def test_a_blob_that_reads_badly_once_is_read_again(open_engine: Open) -> None:
@@ -220,7 +221,7 @@ def test_hanging_reads_end_at_the_deadline_and_are_bounded(open_engine: Open, ga
     for _ in range(6):
         assert retrieve(engine) == [False] * 4
     tier = engine.tiers["shelf"]
-    assert gate.waiting == shelf.threads == tier.abandoned_calls, "no more threads than the tier has"
+    assert gate.waiting == tier.abandoned_calls <= shelf.threads, "no more threads than the tier has"
     assert count(engine, "tier_paused") >= 1
     other, kv = tokens_of(8, 5), kv_of(8, 5)
     engine.store(other, kv=kv)
@@ -229,6 +230,9 @@ def test_hanging_reads_end_at_the_deadline_and_are_bounded(open_engine: Open, ga
     while tier.abandoned_calls:
         pass
     shelf.before = lambda *_: None
+    until = time.monotonic() + 20
+    while not engine.health().ok and time.monotonic() < until:
+        engine.lookup(TOKENS)
     assert retrieve(engine) == [True] * 4, "the tier is back"
 
 
@@ -461,7 +465,7 @@ def test_a_listing_that_fails_is_reported(open_engine: Open, monkeypatch: pytest
     until = time.monotonic() + 20
     while not count(engine, "tier_error") and time.monotonic() < until:
         pass
-    assert any(key.reason.startswith("scan") for key in engine.counters())
+    assert any(key.reason.startswith("upkeep") for key in engine.counters())
 
 
 def test_an_engine_that_cannot_open_leaves_no_thread(open_engine: Open) -> None:

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "hookimpl": "hookspecs",
     "Engine": "engine",
+    "Index": "index",
     "Task": "task",
     "EngineConfig": "config",
     "Registry": "plugins",
@@ -36,7 +37,20 @@ _HOME = {
         "contracts.blend",
     ),
     **dict.fromkeys(
-        ["EXACT", "Buffer", "Buffers", "Chunk", "ChunkKey", "Entry", "Hit", "KVSpec", "MemoryFormat", "Segment"],
+        [
+            "EXACT",
+            "Buffer",
+            "Buffers",
+            "Chunk",
+            "ChunkKey",
+            "Entry",
+            "Health",
+            "Hit",
+            "KVSpec",
+            "MemoryFormat",
+            "Segment",
+            "TierHealth",
+        ],
         "types",
     ),
     **dict.fromkeys(["chain", "select"], "keys"),
@@ -101,6 +115,7 @@ if TYPE_CHECKING:
     from kvloom.errors import PluginError as PluginError
     from kvloom.errors import UnreadableBlobError as UnreadableBlobError
     from kvloom.hookspecs import hookimpl as hookimpl
+    from kvloom.index import Index as Index
     from kvloom.keys import chain as chain
     from kvloom.keys import select as select
     from kvloom.plugins import Registry as Registry
@@ -112,7 +127,9 @@ if TYPE_CHECKING:
     from kvloom.types import Chunk as Chunk
     from kvloom.types import ChunkKey as ChunkKey
     from kvloom.types import Entry as Entry
+    from kvloom.types import Health as Health
     from kvloom.types import Hit as Hit
     from kvloom.types import KVSpec as KVSpec
     from kvloom.types import MemoryFormat as MemoryFormat
     from kvloom.types import Segment as Segment
+    from kvloom.types import TierHealth as TierHealth

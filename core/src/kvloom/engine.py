@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -22,21 +22,25 @@ from kvloom.contracts.observer import Event
 from kvloom.contracts.tokens import TokenDatabase
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
+from kvloom.index import Index
 from kvloom.plugins import Registry
 from kvloom.runtime import Runtime, SystemRuntime, Workers
 from kvloom.task import Task
-from kvloom.tiers.base import Layout, Tier
-from kvloom.tiers.build import build_stack
+from kvloom.tiers.base import Layout
+from kvloom.tiers.build import asked_only, build_stack
 from kvloom.tiers.stack import Stack
-from kvloom.types import Chunk, Hit, KVSpec, Segment, canonical_json
+from kvloom.tiers.visit import Visit
+from kvloom.types import Chunk, KVSpec, Segment, canonical_json
 
 Source = str | Path | Mapping[str, Any] | EngineConfig
+
+_MOST_TASKS = 1024
 
 _named: dict[str, Engine] = {}
 _named_lock = SystemRuntime().lock()
 
 
-class Engine:
+class Engine(Index):
     """A KV cache for one model. Open it, use it from any number of threads, close it.
 
     tokens: 1-D integer CPU tensor, one sequence. mask: 1-D bool CPU tensor of the same length, like FFFFTTTT, its
@@ -49,19 +53,10 @@ class Engine:
         events: EventBus, runtime: Runtime, registry: Registry, owner: Engine | None = None,
     ) -> None:  # fmt: skip
         """Use `Engine.open`."""
-        self.config = config
-        self.spec = spec
-        self.connector = connector
-        self.fingerprint = keying.fingerprint(spec, connector.format, connector.representation)
-        self._tokens = tokens
-        tokens.fingerprint, tokens.chunk_tokens = self.fingerprint, config.chunk_tokens
-        self._stack = stack
-        self._events = events
-        self._runtime = runtime
+        super().__init__(config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime)
         self._registry = registry
         self._owner = owner
-        self._closed = False
-        self._tasks: set[Task] = set()
+        self._tasks: dict[Task, None] = {}
         self._workers = Workers(runtime, name="kvloom-engine", threads=4)
         identity = keying.identity(spec, connector.format, connector.representation)
         record = canonical_json({"identity": identity, "spec": json.loads(spec.to_json())}).encode()
@@ -70,32 +65,55 @@ class Engine:
 
     # -- opening and closing -------------------------------------------------------------------------------------------
 
+    @overload
     @classmethod
     def open(
-        cls, config: Source, spec: KVSpec, *, registry: Registry | None = None, runtime: Runtime | None = None
-    ) -> Engine:
+        cls, config: Source, spec: KVSpec, *, role: Literal["engine"] = "engine", registry: Registry | None = None,
+        runtime: Runtime | None = None,
+    ) -> Engine: ...  # fmt: skip
+    @overload
+    @classmethod
+    def open(
+        cls, config: Source, spec: KVSpec, *, role: Literal["index"], registry: Registry | None = None,
+        runtime: Runtime | None = None,
+    ) -> Index: ...  # fmt: skip
+    @classmethod
+    def open(
+        cls, config: Source, spec: KVSpec, *, role: str = "engine", registry: Registry | None = None,
+        runtime: Runtime | None = None,
+    ) -> Index:  # fmt: skip
         """An engine for KV that looks like `spec`. config: a YAML file, a mapping, or an EngineConfig.
 
-        Raises ConfigError (with the YAML path and what to do) or PluginError: a configuration that cannot work is
-        refused here, not found out about while serving.
+        role: `engine`; or `index`, for a scheduler's process, which only asks what the shared tiers hold, for all
+        ranks of `spec.world_size`. Raises ConfigError (with the YAML path and what to do) or PluginError: a
+        configuration that cannot work is refused here, not found out about while serving.
         """
+        if role not in ("engine", "index"):
+            raise ValueError(f"role: expected 'engine' or 'index', got {role!r}")
         config = EngineConfig.load(config)
         runtime = runtime or SystemRuntime()
         registry = registry or Registry.discover(only=config.plugins.only, block=config.plugins.block)
         resolved = resolve(config, registry)
+        choices = resolved.tiers if role == "engine" else asked_only(resolved.tiers)
         connector = resolved.connector.make(spec)
         tokens = resolved.tokens.make(spec)
         layout = Layout(connector.format, spec.torch_dtype, connector.shape)
         events = EventBus([choice.make(spec) for choice in resolved.observers], runtime)
         try:
             stack = build_stack(
-                resolved.tiers, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
-                events=events, runtime=runtime, exact_only=config.exact,
+                choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
+                events=events, runtime=runtime, exact_only=config.exact, moves=role == "engine",
             )  # fmt: skip
         except BaseException:
             for part in (connector, tokens, events):
                 part.close()
             raise
+        if role == "index":
+            others = [(one, resolved.tokens.make(one)) for one in spec.other_ranks()]
+            return Index(
+                config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime,
+                others=others,
+            )  # fmt: skip
         return cls(
             config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime,
             registry=registry,
@@ -130,25 +148,6 @@ class Engine:
             self._stack.close()
             self._events.close()
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    @property
-    def tiers(self) -> Mapping[str, Tier]:
-        """The tiers by name, in the config's order, for work at the level of chunks."""
-        return self._stack.tiers
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.config.chunk_tokens
-
-    def counters(self) -> Mapping[Any, Any]:
-        """What has happened so far: (event, tier, reason) to its totals."""
-        return self._events.counters()
-
     @classmethod
     def get_or_create(cls, instance_id: str, config: Source, spec: KVSpec) -> Engine:
         """The engine of that name in this process, opened if there is none.
@@ -182,24 +181,6 @@ class Engine:
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
 
-    def lookup(
-        self, tokens: torch.Tensor, search_range: Sequence[str] | None = None, *, salt: str | None = None
-    ) -> Hit:
-        """How many leading tokens the tiers say they hold. Reads no KV, changes nothing.
-
-        search_range: names of tiers to ask; ValueError if the engine has no such tier.
-        """
-        self._check_names(search_range)
-        segments = self.segments(tokens, salt=salt)
-        hit = 0
-        by_tier: dict[str, int] = {}
-        for segment, name in zip(segments, self._stack.locate([s.key for s in segments], search_range), strict=True):
-            if name is None:
-                break
-            hit = segment.end
-            by_tier[name] = by_tier.get(name, 0) + segment.end - segment.start
-        return Hit(hit, by_tier)
-
     def retrieve(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
     ) -> torch.Tensor:
@@ -209,11 +190,12 @@ class Engine:
         tier could give, verified and in time.
         """
         whole, first = self._selected(tokens, mask, salt)
+        # Before, so that room is not made at its own cost; after, so that what came in between has its place.
         self._stack.touch([segment.key for segment in whole])
         task = Task(self._runtime)
         task.run(lambda task: self._load(task, whole[first:], where, gaps=False))
         moved = task.result()
-        self._stack.touch([segment.key for segment in whole])
+        self._stack.touch([segment.key for segment in whole], count=False)
         retrieved = torch.zeros(tokens.numel(), dtype=torch.bool)
         count = int(moved.count_nonzero())
         if count:
@@ -232,11 +214,21 @@ class Engine:
         task.run(lambda task: self._save(task, whole[first:], where))
         task.result()
         self._stack.touch([segment.key for segment in whole])
-        self._tokens.learn(tokens, salt=self.config.salt if salt is None else salt)
+        self._tokens.learn(tokens, salt=self._salt(salt))
 
     def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None) -> Task:
-        """Bring chunks from the lower tiers into memory, in the background."""
+        """Bring chunks from the lower tiers into memory, in the background.
+
+        Nothing leased or pinned makes room for them. At most 1,024 tasks wait: one too many is done at once, with
+        nothing moved (and counted as dropped).
+        """
         whole, first = self._selected(tokens, mask, salt)
+        self._stack.touch([segment.key for segment in whole])
+        if len(self._tasks) >= _MOST_TASKS:
+            self._events.emit(Event("dropped", tokens=tokens.numel(), chunks=len(whole), reason="too many tasks"))
+            task = Task(self._runtime)
+            task.run(lambda _: torch.zeros(len(whole) - first, dtype=torch.bool))
+            return task
         return self._start(lambda task: self._warm(task, whole[first:]))
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
@@ -268,19 +260,6 @@ class Engine:
 
     # -- the primitives ------------------------------------------------------------------------------------------------
 
-    def segments(
-        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None
-    ) -> list[Segment]:
-        """The segments of the selected tokens, with their keys."""
-        self._check_open()
-        return self._tokens.segments(tokens, mask, salt=self.config.salt if salt is None else salt)
-
-    def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
-        """Which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
-        self._check_names(search_range)
-        located = self._stack.locate([segment.key for segment in segments], search_range)
-        return torch.tensor([name is not None for name in located], dtype=torch.bool)
-
     def load(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not."""
         self._check_where(segments, where)
@@ -296,18 +275,14 @@ class Engine:
     def _start(self, work: Callable[[Task], torch.Tensor]) -> Task:
         self._check_open()
         task = Task(self._runtime)
-        self._tasks.add(task)
+        self._tasks[task] = None
 
         def run() -> None:
             task.run(work)
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
 
         self._workers.submit(run)
         return task
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BackendError("the engine is closed")
 
     def _selected(self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None) -> tuple[list[Segment], int]:
         """All segments of the tokens, because the whole chain is touched, and the first that the mask selects."""
@@ -318,7 +293,8 @@ class Engine:
         self._check_where(segments, where)
         moved: set[Segment] = set()
         began, nbytes = self._runtime.now(), 0
-        with closing(self._stack.fetch(segments, self.connector.shape, gaps=gaps)) as runs:
+        visit = self._visit(task)
+        with closing(self._stack.fetch(segments, self.connector.shape, visit, gaps=gaps)) as runs:
             for run in runs:
                 here = [segment for segment, _ in run]
                 chunks = [loaded.chunk for _, loaded in run]
@@ -337,17 +313,23 @@ class Engine:
         def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
             return task.touch(lambda: self._read(some, chunks, where))
 
-        self._stack.keep(segments, self.connector.shape, copy)
+        self._stack.keep(segments, self.connector.shape, copy, self._visit(task))
         return torch.ones(len(segments), dtype=torch.bool)
 
     def _warm(self, task: Task, segments: Sequence[Segment]) -> torch.Tensor:
         warm: set[Segment] = set()
-        with closing(self._stack.fetch(segments, self.connector.shape, gaps=True)) as runs:
+        visit = self._visit(task)
+        with closing(self._stack.fetch(segments, self.connector.shape, visit, gaps=True)) as runs:
             for run in runs:
                 warm.update(segment for segment, _ in run)
                 if task.cancelled:
                     break
         return torch.tensor([segment in warm for segment in segments], dtype=torch.bool)
+
+    def _visit(self, task: Task) -> Visit:
+        visit = self._stack.visit()
+        task.on_cancel(visit.give_up)
+        return visit
 
     def _read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any]) -> None:
         fence = self.connector.read(segments, chunks, **where)
@@ -362,10 +344,3 @@ class Engine:
     def _check_where(self, segments: Sequence[Segment], where: Mapping[str, Any]) -> None:
         if segments:
             self.connector.check(where, max(segment.end for segment in segments))
-
-    def _check_names(self, names: Sequence[str] | None) -> None:
-        if isinstance(names, str):
-            raise TypeError(f"search_range: expected a list of tier names, got {names!r}; write [{names!r}]")
-        unknown = [name for name in names or () if name not in self._stack.tiers]
-        if unknown:
-            raise ValueError(f"search_range: no tier {unknown[0]!r}; this engine has {', '.join(self._stack.tiers)}")

@@ -49,6 +49,8 @@ class Description:
     num_tokens: int
     fidelity: str
     params: Mapping[str, Any] = field(default_factory=dict)
+    written: int = 0
+    """When the KV was first stored, in whole seconds since the epoch; 0 if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,13 @@ def parse(data: memoryview, *, key: str) -> Header | None:
 
 
 def _describe(text: bytes) -> Description:
+    # The checksum was right, so this is what was written: what it does not say in our words is not damage. Fields that
+    # are not known here are a later release's, which may add what an older one can do without.
     try:
-        fields = json.loads(text)
+        fields = {name: value for name, value in json.loads(text).items() if name in Description.__slots__}
         return Description(**{**fields, "shape": tuple(fields["shape"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptBlobError("unreadable description") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnreadableBlobError("a description that this process cannot read") from error
 
 
 class Verifier:

@@ -106,7 +106,7 @@ class Call(Generic[T]):
         self._seconds = seconds
         self._discard = discard
         self._state = "queued"  # -> running -> done;  queued -> cancelled
-        self._began = workers._runtime.now()
+        self._began = workers.now()
         self._given_up = False
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -116,17 +116,22 @@ class Call(Generic[T]):
         return self._state in ("done", "cancelled")
 
     @property
+    def running(self) -> bool:
+        return self._state == "running"
+
+    @property
     def overdue_at(self) -> float:
-        """When it will have taken too long, waiting in the queue (from then on: running) included."""
+        """When it will have taken too long: its seconds after it was queued, and from then on after it began."""
         return self._began + self._seconds
 
-    def result(self) -> T:
+    def result(self, until: float | None = None) -> T:
         """What the function returned or raised.
 
-        After its seconds in the queue, or its seconds of running, it is given up with DeadlineExceeded: if it had not
-        begun it never will; if it is running it goes on in its own thread, with its own buffers.
+        At `until` (default: after its seconds in the queue, or its seconds of running) it is given up with
+        DeadlineExceeded: if it had not begun it never will; if it is running it goes on in its own thread, with its
+        own buffers.
         """
-        if not self.wait():
+        if not self.wait(until):
             self.cancel()
             raise DeadlineExceeded(f"{self._workers.name}: no answer within the deadline")
         error, self._error = self._error, None
@@ -139,16 +144,23 @@ class Call(Generic[T]):
             raise BackendError(f"{self._workers.name}: cancelled")
         return self._value  # type: ignore[return-value]
 
-    def wait(self) -> bool:
-        """Whether the call was done before it was overdue."""
+    def wait(self, until: float | None = None, *, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Whether the call was done by `until` (default: before it was overdue).
+
+        stopped: asked whenever the workers are woken; once it says so, waiting ends.
+        """
         workers = self._workers
         with workers._changed:
-            while not self.done:
-                left = self.overdue_at - workers._runtime.now()
+            while not self.done and not stopped():
+                left = (self.overdue_at if until is None else until) - workers.now()
                 if left <= 0:
                     return False
                 workers._changed.wait(min(left, 3600.0))
-        return True
+            return self.done
+
+    def peek(self) -> T | None:
+        """What the function has returned, left where it is; None if it has not, or has raised."""
+        return self._value
 
     def cancel(self) -> bool:
         """Give the call up without waiting; whether it had not begun, and now never will.
@@ -164,6 +176,7 @@ class Workers:
     def __init__(self, runtime: Runtime, *, name: str, threads: int) -> None:
         self.name = name
         self.threads = threads
+        self.now = runtime.now
         self._runtime = runtime
         self._changed = runtime.condition()
         self._queue: deque[Call[Any]] = deque()
@@ -204,6 +217,11 @@ class Workers:
                 self._started.append(self._runtime.spawn(self._work, name=f"{self.name}-{len(self._started)}"))
             self._changed.notify_all()
         return call
+
+    def wake(self) -> None:
+        """Have everybody who waits for a call look again whether to go on waiting."""
+        with self._changed:
+            self._changed.notify_all()
 
     def run(self, function: Callable[[], T], *, seconds: float) -> T:
         """`submit` and `result` in one."""

@@ -25,6 +25,7 @@ class Task:
         self._changed = runtime.condition()
         self._done = False
         self._cancelled = False
+        self._give_up: Callable[[], None] | None = None
         self._mask: torch.Tensor | None = None
         self._error: BaseException | None = None
 
@@ -57,9 +58,18 @@ class Task:
         return self._mask
 
     def cancel(self) -> None:
-        """Stop as soon as the copy under way, if any, is over. Twice is fine."""
+        """Stop as soon as the copy under way, if any, is over, and give back what is held. Twice is fine."""
         with self._touching:
             self._cancelled = True
+        give_up = self._give_up
+        if give_up is not None:
+            give_up()
+
+    def on_cancel(self, give_up: Callable[[], None]) -> None:
+        """Have `give_up` called when the task is cancelled; now, if it was already."""
+        self._give_up = give_up
+        if self._cancelled:
+            give_up()
 
     def touch(self, copy: Callable[[], None]) -> bool:
         """Copy to or from the caller's KV, unless the task was cancelled."""

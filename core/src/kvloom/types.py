@@ -6,7 +6,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class Entry(NamedTuple):
     """What the blob takes up in the store, in bytes."""
     modified: float
     """When it was last written, in seconds since the epoch."""
+    used: float = 0.0
+    """When it was last used, in seconds since the epoch; 0 where the store does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,49 @@ class Hit:
 
     def __bool__(self) -> bool:
         return self.tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierHealth:
+    """How one tier is doing, as far as is known without asking it."""
+
+    name: str
+    state: str
+    """`ok`; `paused`: skipped until it answers again; `read only`: not written to until that works again; `stuck`:
+    every thread is held by a call that hangs."""
+    reason: str = ""
+    """The last error, unless it is ok."""
+    retry_in_seconds: float | None = None
+    """When it is tried again, if it is paused."""
+    failures: int = 0
+    """In a row."""
+    abandoned_calls: int = 0
+    """Calls past their deadline that have not returned yet."""
+    waiting_bytes: int = 0
+    """Accepted and not written yet."""
+    blobs: int = 0
+    bytes: int = 0
+    """What it holds, as far as this process knows."""
+    capacity: int | None = None
+    recovered: bool = True
+    """What it held before this process came is known."""
+    evicts: bool = True
+    """This process deletes what is over its bounds."""
+
+    @property
+    def ok(self) -> bool:
+        return self.state == "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How an engine's tiers are doing. Serving goes on whatever it says."""
+
+    tiers: tuple[TierHealth, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(tier.ok for tier in self.tiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +212,11 @@ class KVSpec:
     def blob_shape(self, num_tokens: int) -> tuple[int, int, int, int]:
         """The shape of a KV_BLOB chunk of `num_tokens` tokens."""
         return (self.kv_planes, self.num_layers, num_tokens, self.hidden_dim)
+
+    def other_ranks(self) -> list[KVSpec]:
+        """The specs of the other ranks, whose KV has keys of its own."""
+        ranks = () if self.replicated else range(self.world_size)
+        return [replace(self, rank=rank) for rank in ranks if rank != self.rank]
 
     def to_json(self) -> str:
         """Canonical JSON: the same spec gives the same text everywhere."""

@@ -98,7 +98,10 @@ def test_files_that_are_not_ours_are_no_blobs(tmp_path: Path, open_backend: Any)
     backend.put(CHUNK, [b"x"])
     (blob,) = (path for path in tmp_path.rglob("*-*") if path.is_file())
     shard = blob.parent
-    for foreign in ("README", "+tmp/x", f"{shard}/.nfs0001", f"{shard}/a b", f"{shard.parent}/lost"):
+    elsewhere = [f"{shard.parent}/+40/{blob.name}", f"{shard.parent}/+3f+/{blob.name}"]
+    long = f"{shard}/9{'9' * 100}-{'3f' * 32}"
+    for foreign in ("README", "+tmp/x", f"{shard}/.nfs0001", f"{shard}/a b", f"{shard.parent}/lost", *elsewhere, long):
+        (tmp_path / foreign).parent.mkdir(exist_ok=True)
         (tmp_path / foreign).write_bytes(b"foreign")
     assert names(backend.scan()) == [CHUNK]
 

@@ -61,10 +61,13 @@ def _effective(config: EngineConfig, resolved: Resolved) -> dict[str, Any]:
     for block, tier in zip(tree["tiers"], resolved.tiers, strict=True):
         if tier.capacity is not None:
             block["capacity"] = output.exact_size(tier.capacity)
+        if tier.quota is not None:
+            block["quota"] = {salt: output.exact_size(size) for salt, size in tier.quota.items()}
         if tier.backend and tier.serializer:
             block |= _settings(tier.backend)
             block["serializer"] |= _settings(tier.serializer)
-            del block["ttl"], block["quota"]
+        for unset in [key for key in ("capacity", "ttl", "quota") if block[key] is None]:
+            del block[unset]
     for block, observer in zip(tree["observers"], resolved.observers, strict=True):
         block |= _settings(observer)
     if resolved.blend:

@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
+    Field,
     StrictStr,
     StringConstraints,
     Tag,
@@ -41,22 +42,17 @@ def _plausible(value: ByteSize) -> ByteSize:
     return value
 
 
-def _not_yet(value: Any) -> None:
-    if value is not None:
-        raise ValueError("not in this release; remove it")
-
-
-def _no_on_evict(value: Any) -> Any:
-    if value == "on_evict":
-        raise ValueError("'on_evict' is not in this release; write 'through' or 'never'")
-    return value
+def _by_salt(value: Any) -> Any:
+    """One size is every salt's."""
+    return value if value is None or isinstance(value, Mapping) else {"*": value}
 
 
 Word = Annotated[StrictStr, StringConstraints(min_length=1)]
 Size = Annotated[ByteSize, BeforeValidator(no_bool), AfterValidator(_positive), AfterValidator(_plausible)]
-Deadline = Annotated[Duration, BeforeValidator(no_bool), AfterValidator(_positive)]
 TierName = Annotated[StrictStr, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
-_NotYet = Annotated[None, BeforeValidator(_not_yet)]
+Seconds = Annotated[Duration, BeforeValidator(no_bool), AfterValidator(_positive)]
+Quota = Annotated[dict[StrictStr, Size], BeforeValidator(_by_salt), Field(min_length=1)]
+"""Bytes by salt; `*` for the salts that are not named."""
 
 _OPEN = ConfigDict(extra="allow", frozen=True)
 
@@ -92,14 +88,18 @@ class StoredBlock(Block):
     name: TierName = ""
     """What `search_range`, events and metrics call it; the type unless given."""
     serializer: SerializerBlock = SerializerBlock()
-    write: Annotated[Literal["through", "never"], BeforeValidator(_no_on_evict)] = "through"
-    """When chunks are written here: as they are stored, or never (a tier that others fill)."""
+    write: Literal["through", "on_evict", "never"] = "through"
+    """When chunks are written here: as they are stored, when memory lets go of them, or never (others fill it)."""
     capacity: Size | None = None
-    """Evict the least recently used beyond this."""
-    deadline: Deadline = 10.0
+    """How many bytes it may hold."""
+    policy: Literal["lru", "tiny_lfu"] = "lru"
+    """What goes when it is full: the least recently used; with tiny_lfu, unless what would come in is used less."""
+    deadline: Seconds = 10.0
     """Give an operation up after this long and serve a miss."""
-    ttl: _NotYet = None
-    quota: _NotYet = None
+    ttl: Seconds | None = None
+    """Serve nothing that was stored longer ago."""
+    quota: Quota | None = None
+    """How many bytes of `capacity` one salt may hold."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,8 +117,12 @@ class MemoryBlock(Config):
     name: TierName = "memory"
     capacity: Size = ByteSize(5 << 30)
     """How far the host pool may grow."""
-    deadline: Deadline = 10.0
+    deadline: Seconds = 10.0
     """Give up waiting for room after this long."""
+    ttl: Seconds | None = None
+    """Serve nothing that was stored longer ago."""
+    quota: Quota | None = None
+    """How many bytes of `capacity` one salt may hold."""
 
     @model_validator(mode="before")
     @classmethod

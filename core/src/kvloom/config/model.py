@@ -64,6 +64,7 @@ class EngineConfig(BaseModel):
             if tier.name in seen:
                 raise _at(index, "name", f"tiers.{seen[tier.name]} is called {tier.name!r} too; set another `name`")
             seen[tier.name] = index
+            _check_bounds(index, tier, in_memory=isinstance(tiers[0], MemoryBlock))
         return tiers
 
     # -- where one comes from ------------------------------------------------------------------------------------------
@@ -159,6 +160,24 @@ class EngineConfig(BaseModel):
 def _defaults() -> dict[str, Any]:
     """Every default as YAML would say it."""
     return EngineConfig().model_dump(mode="json")
+
+
+def _check_bounds(index: int, tier: MemoryBlock | StoredBlock, *, in_memory: bool) -> None:
+    """Raises what a tier's own settings say against each other."""
+    for salt, nbytes in (tier.quota or {}).items():
+        if tier.capacity is None:
+            raise _at(index, "quota", "a quota is a part of the tier's capacity, which is not set; set `capacity`")
+        if nbytes > tier.capacity:
+            size, most = nbytes.human_readable(), tier.capacity.human_readable()
+            raise _at(index, "quota", f"{size} for {salt!r} is more than the tier's capacity ({most}); lower it")
+    if isinstance(tier, MemoryBlock):
+        return
+    if tier.write == "on_evict" and not in_memory:
+        raise _at(
+            index, "write", "'on_evict' writes what the memory tier lets go, and there is none; put `memory` first"
+        )
+    if tier.policy == "tiny_lfu" and tier.capacity is None:
+        raise _at(index, "policy", "'tiny_lfu' decides what a full tier takes in; set `capacity`, or remove it")
 
 
 def _at(index: int, key: str, text: str) -> PydanticCustomError:

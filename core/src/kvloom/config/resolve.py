@@ -52,10 +52,16 @@ class TierChoice:
     """Log how long each encode and decode takes."""
     capacity: int | None
     """In bytes; None for no limit."""
-    write: str
-    """`"through"` or `"never"`."""
     deadline: float
     """Seconds that one operation may take."""
+    ttl: float | None = None
+    """Seconds that KV is served for."""
+    quota: Mapping[str, int] | None = None
+    """Bytes by salt; `*` for those that are not named."""
+    write: str = "through"
+    """`through`, `on_evict` or `never`."""
+    policy: str = "lru"
+    """`lru` or `tiny_lfu`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,9 @@ class _Pass:
     def tier(self, at: KeyPath, block: MemoryBlock | StoredBlock) -> TierChoice:
         path = dotted(at)
         if isinstance(block, MemoryBlock):
-            return TierChoice(block.name, path, None, None, False, block.capacity, "through", block.deadline)
+            return TierChoice(
+                block.name, path, None, None, False, block.capacity, block.deadline, block.ttl, block.quota
+            )
         return TierChoice(
             name=block.name,
             path=path,
@@ -132,8 +140,11 @@ class _Pass:
             serializer=self.block((*at, "serializer"), "serializer", block.serializer),
             timed=block.serializer.timed,
             capacity=block.capacity,
-            write=block.write,
             deadline=block.deadline,
+            ttl=block.ttl,
+            quota=block.quota,
+            write=block.write,
+            policy=block.policy,
         )
 
     def blend(self, block: BlendBlock) -> BlendChoice:

@@ -9,7 +9,17 @@ from typing import Literal
 from kvloom.contracts.component import Component
 
 EventName = Literal[
-    "stored", "retrieved", "missed", "promoted", "evicted", "dropped", "corrupt", "tier_error", "tier_paused", "blended"
+    "stored",
+    "retrieved",
+    "missed",
+    "promoted",
+    "evicted",
+    "dropped",
+    "corrupt",
+    "tier_error",
+    "tier_paused",
+    "tier_resumed",
+    "blended",
 ]
 
 
@@ -24,7 +34,7 @@ class Event:
     bytes: int = 0
     seconds: float = 0.0
     reason: str = ""
-    """Why, for `missed`, `dropped`, `corrupt`, `tier_error` and `tier_paused`."""
+    """Why, for `missed`, `dropped`, `evicted`, `corrupt`, `tier_error`, `tier_paused` and `tier_resumed`."""
 
 
 class Observer(Component):

@@ -101,3 +101,20 @@ class StorageBackend(Component):
     def create(self, key: str, blob: Buffers) -> bool:
         """Optional: `put` only if there is nothing under `key`; whether it did. Exclusive among all writers."""
         raise NotImplementedError(f"{type(self).__name__} has no exclusive create")
+
+    # -- for stores that several processes share, or that outlive one --------------------------------------------------
+
+    def touch_many(self, keys: Sequence[str]) -> None:
+        """Note that blobs were used, so that `Entry.used` of a later scan says so; by default nothing is noted.
+
+        keys: least recently used first; a store whose times are fine enough keeps that order. What is not there is
+        passed over, and no blob is made. It must be cheap: it happens on every hit.
+        """
+
+    def hold(self, name: str) -> bool:
+        """Whether this process alone, of all that share the store, now has the right `name`, until `close` or its end.
+
+        Never waits. Asking again while holding it is True. Two instances in one process exclude each other too. The
+        default is for stores that nobody shares: always True.
+        """
+        return True

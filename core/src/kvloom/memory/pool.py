@@ -110,9 +110,12 @@ class Block:
     def _release(self) -> None:
         with self._pool.lock:
             self._leases -= 1
-            free = not self._leases and not self._owned
-        if free:
-            self._pool.free(self.start, self.size)
+            idle, owned = not self._leases, self._owned
+        if idle:
+            if owned:
+                self._pool.tell()  # its owner may give it up now
+            else:
+                self._pool.free(self.start, self.size)
 
     def __del__(self) -> None:
         if self._owned:
@@ -168,13 +171,21 @@ class Pool:
         # What `__del__` wants done. The garbage collector may call it on a thread that holds the lock, so it must not
         # take one: the next `reserve` does the work.
         self.forgotten: deque[Callable[[], None]] = deque()
+        self.times_freed = 0
+        """Grows whenever something is given back, or is in use no more."""
         self._freed = runtime.condition()
+        self._waiting = 0
         self._extents = Extents(self.capacity)
 
     @property
     def used_bytes(self) -> int:
         self._collect()
         return self.capacity - self._extents.free_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no use, not all of them beside each other."""
+        return self._extents.free_bytes
 
     def reserve(self, nbytes: int, *, deadline: float = math.inf) -> Reservation | None:
         """Memory for `nbytes` bytes, or None if there is no free extent that long."""
@@ -187,12 +198,14 @@ class Pool:
         self.pages.reach(start + size)
         return Reservation(self, start, size, nbytes, deadline)
 
-    def wait_for_room(self, until: float) -> None:
-        """Block until something was given back, or `until`."""
+    def wait_for_room(self, until: float, freed: int) -> None:
+        """Block until `times_freed` is no longer `freed`, a moment has passed, or `until`."""
         with self._freed:
+            self._waiting += 1
             left = until - self.now()
-            if left > 0:
-                self._freed.wait(min(left, 0.05))
+            if left > 0 and self.times_freed == freed:
+                self._freed.wait(min(left, 0.05))  # what was forgotten tells nobody
+            self._waiting -= 1
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -201,8 +214,15 @@ class Pool:
     def free(self, start: int, size: int) -> None:
         with self.lock:
             self._extents.give(start, size)
-        with self._freed:
-            self._freed.notify_all()
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake up whoever waits for room."""
+        self.times_freed += 1
+        # Whoever begins to wait from here on sees the new number first.
+        if self._waiting:
+            with self._freed:
+                self._freed.notify_all()
 
     def _collect(self) -> None:
         while self.forgotten:

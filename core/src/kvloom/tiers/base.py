@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvloom.memory import Lease
-from kvloom.types import EXACT, Chunk, ChunkKey, KVSpec, MemoryFormat
+from kvloom.types import EXACT, Chunk, ChunkKey, KVSpec, MemoryFormat, TierHealth
 
 if TYPE_CHECKING:
     from kvloom.runtime import Runtime
+    from kvloom.tiers.visit import Visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,12 @@ class Loaded:
 
     chunk: Chunk
     lease: Lease
+    written: float = 0.0
+    """When the KV was first stored, in seconds since the epoch; 0 if that is not known."""
+
+    def again(self) -> Loaded:
+        """The same chunk with another lease."""
+        return Loaded(self.chunk, self.lease.again(), self.written)
 
     def release(self) -> None:
         self.lease.release()
@@ -78,8 +85,12 @@ class Tier(ABC):
         self.batched_put([(key, kv_chunk)], blocking=blocking)
 
     @abstractmethod
-    def find(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which keys the tier says it holds, asked in one go."""
+    def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
+        """Which keys the tier says it holds, asked in one go, as part of the operation `visit`."""
+
+    @abstractmethod
+    def health(self) -> TierHealth:
+        """How the tier is, from what is known here."""
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:

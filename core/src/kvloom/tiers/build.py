@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from kvloom.config import EngineConfig, TierChoice, resolve
 from kvloom.contracts.serializer import Serializer
 from kvloom.errors import ConfigError
 from kvloom.events import EventBus
+from kvloom.keys import salt_tag
 from kvloom.memory import Pool
 from kvloom.plugins import Registry
 from kvloom.runtime import Runtime, SystemRuntime
 from kvloom.tiers.base import Layout, Tier
 from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.stack import Stack
-from kvloom.tiers.stored import StoredTier
+from kvloom.tiers.stored import Policy, StoredTier
 from kvloom.tiers.timed import TimedSerializer
 from kvloom.types import KVSpec, MemoryFormat
 
@@ -28,16 +30,23 @@ STAGING_BYTES = 1 << 30
 def build_stack(
     choices: Sequence[TierChoice], spec: KVSpec, layout: Layout, chunk_bytes: int, *,
     registry: Registry, events: EventBus, runtime: Runtime, exact_only: bool = False, dst_device: str = "cpu",
+    moves: bool = True,
 ) -> Stack:  # fmt: skip
-    """All tiers of an engine. Raises ConfigError with the YAML path of what cannot work."""
+    """All tiers of an engine. Raises ConfigError with the YAML path of what cannot work.
+
+    moves: False if no KV ever goes through: there is no memory then.
+    """
     first = next((choice for choice in choices if choice.backend is None), None)
     capacity = STAGING_BYTES if first is None or first.capacity is None else first.capacity
     for choice in choices:
         _check_capacity(choice, chunk_bytes)
-    pool = Pool(max(capacity, 2 * chunk_bytes + (64 << 10)) if first is None else capacity, runtime)
+    if first is None:
+        capacity = max(capacity, 2 * chunk_bytes + (64 << 10)) if moves else 0
+    pool = Pool(capacity, runtime)
     memory = MemoryTier(
         layout, pool, events, runtime, keep=first is not None, dst_device=dst_device,
         name="memory" if first is None else first.name, deadline=10.0 if first is None else first.deadline,
+        ttl=None if first is None else first.ttl, quota=None if first is None else _by_tag(first.quota),
     )  # fmt: skip
     memory.closes_too(pool.close)
     raw = registry.get("serializer", "raw")
@@ -47,6 +56,7 @@ def build_stack(
             if choice.backend is not None:
                 serializers = _serializers(choice, spec, layout.format, raw, runtime, exact_only=exact_only)
                 backend = choice.backend.make(spec)
+                policy = _policy(choice, exact_only=exact_only)
                 stored.append(
                     StoredTier(
                         choice.name,
@@ -56,10 +66,7 @@ def build_stack(
                         memory,
                         events,
                         runtime,
-                        capacity=choice.capacity,
-                        deadline=choice.deadline,
-                        write=choice.write != "never",
-                        exact_only=exact_only,
+                        policy=policy,
                         dst_device=dst_device,
                     )
                 )
@@ -67,6 +74,14 @@ def build_stack(
         Stack(memory, stored, layout, events, runtime).close()
         raise
     return Stack(memory, stored, layout, events, runtime)
+
+
+def asked_only(choices: Sequence[TierChoice]) -> tuple[TierChoice, ...]:
+    """The tiers that other processes share, to ask and not to write to. Raises ConfigError if there is none."""
+    shared = [choice for choice in choices if choice.backend is not None and choice.backend.cls.shared]
+    if not shared:
+        raise ConfigError("tiers", "an index asks tiers that processes share, and there is none; add one, such as disk")
+    return tuple(replace(choice, write="never", policy="lru", capacity=None, quota=None, ttl=None) for choice in shared)
 
 
 def _check_capacity(choice: TierChoice, chunk_bytes: int) -> None:
@@ -77,6 +92,23 @@ def _check_capacity(choice: TierChoice, chunk_bytes: int) -> None:
             f"{choice.path}.capacity",
             f"{choice.capacity} bytes is less than one chunk ({chunk_bytes} bytes); raise it or lower chunk_tokens",
         )
+
+
+def _policy(choice: TierChoice, *, exact_only: bool) -> Policy:
+    assert choice.backend is not None
+    if choice.backend.cls.bounded and (choice.capacity or choice.quota):
+        which = "capacity" if choice.capacity else "quota"
+        text = f"{choice.backend.cls.type!r} evicts by itself, by its own limit; set that one and remove this"
+        raise ConfigError(f"{choice.path}.{which}", text)
+    return Policy(
+        capacity=choice.capacity, deadline=choice.deadline, write=choice.write, admission=choice.policy,
+        ttl=choice.ttl, quota=_by_tag(choice.quota), exact_only=exact_only,
+    )  # fmt: skip
+
+
+def _by_tag(quota: Mapping[str, int] | None) -> dict[str, int] | None:
+    """By what stands in keys for a salt."""
+    return None if quota is None else {salt if salt == "*" else salt_tag(salt): size for salt, size in quota.items()}
 
 
 def _serializers(

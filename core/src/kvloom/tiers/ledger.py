@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvloom.runtime import Runtime
-from kvloom.types import Entry
+from kvloom.tiers import rows as states
+from kvloom.tiers.holdings import Holdings, Victim
+from kvloom.tiers.listing import SLICE, Listing, slices
+from kvloom.tiers.recovery import Recovery
+from kvloom.tiers.rows import FREE, PENDING, WRITING
+from kvloom.tiers.sketch import Sketch
+from kvloom.tiers.unsaid import Unsaid
+from kvloom.types import ChunkKey, Entry
+
+__all__ = ["POLICIES", "Fidelity", "Ledger", "Victim"]
+
+POLICIES = ("lru", "tiny_lfu")
 
 
 class Fidelity(enum.Enum):
@@ -21,135 +30,285 @@ class Fidelity(enum.Enum):
     LOSSY = "lossy"
     UNREADABLE = "unreadable"
     """Intact, but not for this process."""
+    EXPIRED = "expired"
+    """There, and past its time."""
 
 
-@dataclass(slots=True)
-class _Row:
-    nbytes: int
-    fidelity: Fidelity
+_THERE = (Fidelity.UNKNOWN, Fidelity.EXACT, Fidelity.LOSSY, Fidelity.UNREADABLE)
+_FIDELITIES = (None, *_THERE, None, None, *_THERE)
+"""By state: a blob that is written over is there until then."""
+_STATES = {fidelity: state for state, fidelity in enumerate(_THERE, states.UNKNOWN)}
 
 
 class Ledger:
-    """Bytes and recency of the blobs of one tier. O(1) for each blob; no I/O."""
+    """Bytes, age and recency of the blobs of one tier. No I/O; O(1) for each blob, however many there are.
 
-    def __init__(self, capacity: int | None, runtime: Runtime) -> None:
+    A blob that is being written, from `expect` or `admit` until `note` or `forget`, is nobody's victim. Its bytes count
+    from `admit` on: where little else is held than what is being written, `bytes` may be above the capacity.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        capacity: int | None = None,
+        policy: str = "lru",
+        ttl: float | None = None,
+        quota: Mapping[str, int] | None = None,
+    ) -> None:
+        """capacity: bytes. ttl: seconds from writing. quota: bytes by salt tag, `"*"` for those that are not named."""
+        assert policy in POLICIES, policy
         self.capacity = capacity
         self.complete = False
         """The store was listed to its end: what is not here was not there."""
         self._lock = runtime.lock()
-        self._rows: OrderedDict[str, _Row] = OrderedDict()
-        self._bytes = 0
+        self._wall = runtime.wall
+        self._held = Holdings(runtime.wall, capacity=capacity, ttl=ttl, quota=quota)
+        self._rows = self._held.rows
+        self._sketch = Sketch() if policy == "tiny_lfu" else None
+        self._unsaid = Unsaid()
+        self._listed = False
+
+    @property
+    def enforced(self) -> bool:
+        """This ledger says who goes when there is too much; if not, it only remembers what is there."""
+        return self._held.enforced
+
+    @enforced.setter
+    def enforced(self, enforced: bool) -> None:
+        with self._lock:
+            self._held.enforced = enforced
 
     @property
     def bytes(self) -> int:
-        return self._bytes
+        return self._held.bytes
 
     def __len__(self) -> int:
-        return len(self._rows)
+        """How many blobs count: all but those that are only expected."""
+        return self._held.count
 
-    def known(self, keys: Sequence[str]) -> list[Fidelity | None]:
+    def tenants(self) -> dict[str, int]:
+        """Bytes by salt tag."""
+        with self._lock:
+            return self._held.tenants.bytes()
+
+    # -- use -----------------------------------------------------------------------------------------------------------
+
+    def known(self, keys: Iterable[ChunkKey]) -> list[Fidelity | None]:
         """What is known of each key; None if it is not believed to be there."""
-        rows = self._rows
+        find, state, ages = self._rows.find, self._rows.state, self._held.ages
         with self._lock:
-            found = [rows.get(key) for key in keys]
-            return [None if row is None or row.fidelity is Fidelity.PENDING else row.fidelity for row in found]
+            found = [find[digest[0]](digest, 0) for _, _, digest in keys]
+            if ages is None:
+                return [_FIDELITIES[state[row]] for row in found]
+            written, expired = ages.written, self._wall() - ages.ttl
+            there = [_FIDELITIES[state[row]] for row in found]
+            return [
+                Fidelity.EXPIRED if fidelity is not None and written[row] <= expired else fidelity
+                for fidelity, row in zip(there, found, strict=True)
+            ]
 
-    def touch(self, chain: Sequence[str]) -> None:
-        """Note that a chain was used: its head becomes the most recent, its tail the least."""
-        rows, move = self._rows, self._rows.move_to_end
+    def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:
+        """Note that a chain was used: its head becomes the most recent, its tail the least.
+
+        count: it is one use of each of its keys, held or not, for a policy that counts.
+        """
+        find = self._rows.find
         with self._lock:
-            for key in reversed(chain):
-                if key in rows:
-                    move(key)
+            self._held.renew([find[digest[0]](digest, 0) for _, _, digest in reversed(chain)])
+            self._unsaid.add(chain, self._wall())
+            if count and self._sketch is not None:
+                self._sketch.add([digest for _, _, digest in chain], rows=len(self))
 
-    def expect(self, key: str) -> None:
+    def unsaid(self, since_seconds: float, limit: int) -> list[ChunkKey]:
+        """At most `limit` keys that were used since the store was told, which was at least `since_seconds` ago.
+
+        They count as told now. With them come heads that the store would show as older than what is behind them.
+        """
+        said: list[ChunkKey] = []
+        for _ in range(len(self._unsaid)):
+            if len(said) >= limit:
+                break
+            with self._lock:
+                left = limit - len(said)
+                said += self._unsaid.tell(self._rows, self._wall(), since_seconds=since_seconds, limit=left)
+        return said
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def expect(self, key: ChunkKey) -> None:
         """A blob was accepted for writing: from now on `touch` gives it its place among the others."""
         with self._lock:
-            if key not in self._rows:
-                self._rows[key] = _Row(0, Fidelity.PENDING)
+            row = self._held.find(key) or self._held.create(key, PENDING)
+            self._rows.seen[row] = self._held.listing
 
-    def forget_pending(self, name: str) -> None:
+    def forget_pending(self, key: ChunkKey) -> None:
         """A write that was expected will not come."""
         with self._lock:
-            row = self._rows.get(name)
-            if row is not None and row.fidelity is Fidelity.PENDING and not row.nbytes:
-                del self._rows[name]
+            row = self._held.find(key)
+            if self._rows.state[row] == PENDING:
+                self._held.remove(row)
 
-    def forget_absent(self, name: str) -> None:
-        """A blob was looked for and is not there, unless it is being written."""
+    def welcome(self, key: ChunkKey, nbytes: int) -> bool:
+        """Whether the policy would let in a blob of about this size: not if it is used less than what would go."""
+        sketch, held = self._sketch, self._held
+        if sketch is None:
+            return True
         with self._lock:
-            row = self._rows.get(name)
-            if row is not None and row.fidelity is not Fidelity.PENDING:
-                del self._rows[name]
-                self._bytes -= row.nbytes
+            if self._rows.state[held.find(key)] not in (FREE, PENDING):
+                return True
+            uses = sketch.uses(key.digest)
+            victims = (held.next_victim(nbytes), held.next_victim_of(held.tenants.get(key.namespace), nbytes))
+            return all(uses > sketch.uses(self._rows.digest(row)) for row in victims if row)
 
-    def admit(self, key: str, nbytes: int) -> list[tuple[str, int]] | None:
-        """Count a blob that is about to be written; the (key, bytes) that must be deleted first to make room.
+    def admit(self, key: ChunkKey, nbytes: int) -> list[Victim] | None:
+        """Count a blob that is about to be written; the ones that must be deleted first to make room.
 
         None if it can never fit. The blob counts from now on; `forget` it if writing fails.
         """
+        held = self._held
+        quota = held.tenants.quota_of(key.namespace)
+        if (self.capacity is not None and nbytes > self.capacity) or (quota is not None and nbytes > quota):
+            return None
         with self._lock:
-            if self.capacity is not None and nbytes > self.capacity:
-                return None
-            row = self._rows.setdefault(key, _Row(0, Fidelity.PENDING))
-            self._bytes += nbytes - row.nbytes
-            row.nbytes = nbytes
-            return self._shrink(spare=key)
+            row = held.find(key) or held.create(key, PENDING)
+            state = self._rows.state[row]
+            if state <= PENDING:
+                held.change(row, WRITING if state == PENDING else WRITING + state)
+            self._rows.seen[row] = held.listing
+            held.resize(row, nbytes)
+            return held.shrink((held.tenants.namespace(row).tenant,))
 
-    def note(self, key: str, fidelity: Fidelity, *, nbytes: int | None = None) -> None:
-        """Record what was found out about a blob that is there."""
+    def mark(self) -> int:
+        """Now, for `note`."""
+        return self._held.forgotten
+
+    def excess(self, key: ChunkKey) -> list[Victim]:
+        """Forget what is too much now that the write of `key` is over, to be deleted: so far it was nobody's victim."""
+        held = self._held
         with self._lock:
-            row = self._rows.get(key)
-            if row is None:
-                row = self._rows[key] = _Row(0, fidelity)
-            row.fidelity = fidelity
-            if nbytes is not None:
-                self._bytes += nbytes - row.nbytes
-                row.nbytes = nbytes
+            tenant = held.tenants.get(key.namespace)
+            return held.shrink(() if tenant is None else (tenant,))
 
-    def forget(self, keys: Iterable[str]) -> None:
-        """The blobs are gone."""
-        with self._lock:
-            for key in keys:
-                row = self._rows.pop(key, None)
-                if row is not None:
-                    self._bytes -= row.nbytes
+    def note(
+        self, key: ChunkKey, fidelity: Fidelity, *, nbytes: int | None = None, written: float | None = None,
+        since: int | None = None,
+    ) -> None:  # fmt: skip
+        """Record what was found out about a blob that is there.
 
-    def names(self) -> list[str]:
-        """The keys, least recently used first."""
-        with self._lock:
-            return list(self._rows)
-
-    def recover(self, entries: Iterable[Entry]) -> list[tuple[str, int]]:
-        """Take in a listing of the store, older than everything used since; what is over capacity, to be deleted.
-
-        Of blobs written at about the same time, deeper ones count as older, so that no head goes before its tail.
+        written: seconds since the epoch; default: what is known already, or now. since: a `mark` from before it was
+        looked at; a blob that was forgotten meanwhile stays forgotten.
         """
-        listed = sorted(entries, key=lambda entry: (int(entry.modified) // 60, -_depth(entry.key)), reverse=True)
+        held, rows = self._held, self._rows
         with self._lock:
-            for entry in listed:
-                if entry.key not in self._rows:
-                    self._rows[entry.key] = _Row(entry.bytes, Fidelity.UNKNOWN)
-                    self._rows.move_to_end(entry.key, last=False)
-                    self._bytes += entry.bytes
-            victims = self._shrink()
-            self.complete = True
+            if since is not None and not held.find(key) and held.may_be_forgotten(key, since):
+                return
+            now = self._wall()
+            row = held.find(key) or held.create(key, PENDING)
+            ours = rows.state[row] >= WRITING
+            held.change(row, _STATES[fidelity])
+            rows.seen[row] = held.listing
+            if ours:
+                rows.shown[row] = now
+            if held.ages is not None and (written is not None or ours or not held.ages.written[row]):
+                held.ages.put(row, now if written is None else written, now)
+            if nbytes is not None:
+                held.resize(row, nbytes)
+
+    # -- forgetting ----------------------------------------------------------------------------------------------------
+
+    def forget_absent(self, key: ChunkKey) -> None:
+        """A blob was looked for and is not there, unless it is being written."""
+        with self._lock:
+            row = self._held.find(key)
+            if FREE < self._rows.state[row] < PENDING:
+                self._held.forget(row)
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """The blobs are gone."""
+        for key in keys:
+            with self._lock:
+                row = self._held.find(key)
+                if row:
+                    self._held.forget(row)
+
+    def release(self, nbytes: int) -> list[Victim]:
+        """Forget least recently used blobs worth `nbytes`: the store itself is full."""
+        held = self._held
+        victims: list[Victim] = []
+        with self._lock:
+            goal = held.bytes - nbytes
+            while held.bytes > goal and (row := held.ring.oldest()):
+                victims.append(held.evict(row, "capacity"))
         return victims
 
-    def _shrink(self, *, spare: str = "") -> list[tuple[str, int]]:
-        """Forget the least recently used until the rest fits; what was forgotten."""
-        victims: list[tuple[str, int]] = []
-        while self.capacity is not None and self._bytes > self.capacity:
-            key, row = self._rows.popitem(last=False)
-            if key == spare:
-                self._rows[key] = row  # it is what room is made for
-                continue
-            self._bytes -= row.nbytes
-            if row.fidelity is not Fidelity.PENDING:
-                victims.append((key, row.nbytes))
+    def expire(self, limit: int = 256) -> list[Victim]:
+        """Forget up to `limit` blobs that are past their time, those written first.
+
+        They are handed out up to a thousandth of the time to live later than `known` counts them as gone.
+        """
+        held = self._held
+        victims: list[Victim] = []
+        if held.ages is not None:
+            with self._lock:
+                now = self._wall()
+                while len(victims) < limit and (row := held.ages.oldest(now)):
+                    if self._rows.state[row] < PENDING:
+                        victims.append(held.evict(row, "expired"))
+                    else:
+                        held.ages.remove(row)  # it is being written anew, and then is young
         return victims
 
+    # -- all of it -----------------------------------------------------------------------------------------------------
 
-def _depth(key: str) -> int:
-    depth = key.rpartition("/")[2].partition("-")[0]
-    return int(depth) if depth.isdigit() else 0
+    def names(self, prefix: str = "") -> list[ChunkKey]:
+        """The keys that begin with `prefix`, least recently used first."""
+        held = self._held
+        found: dict[ChunkKey, None] = {}
+        with self._lock:
+            cursor = held.ring.open_cursor()
+        step, passed = SLICE, 0
+        try:
+            while step:
+                with self._lock:
+                    some = held.ring.advance(cursor, step)
+                    for key in held.matching(some, prefix):
+                        found.pop(key, None)  # used since it was met: this is its place now
+                        found[key] = None
+                passed += len(some)
+                # Who uses blobs meanwhile puts them ahead of the cursor, again and again: be quicker than that.
+                step = 0 if len(some) < step else step if passed <= len(self) else 2 * step
+        finally:
+            with self._lock:
+                held.ring.close_cursor(cursor)
+        return list(found)
+
+    def recover(self, entries: Iterable[Entry]) -> list[Victim]:
+        """Take in a listing of the whole store, a part at a time; what is too much or too old, to be deleted.
+
+        What is listed at first is older than what was used since. Of blobs used in the same minute, deeper ones count
+        as older, so that no head goes before its tail. Later, when others may have written to the store: blobs that
+        are new or were used since become recent, and those that are not listed are forgotten. A time of 0.0 is taken
+        as unknown. Raises what `entries` raises; then nothing was given a place, or forgotten.
+        """
+        with self._lock:
+            recovery = Recovery(self._held, first=not self._listed)
+        listing, victims = Listing(), []
+        try:
+            for some in slices(entries, self._wall()):
+                with self._lock:
+                    news = recovery.news(some)
+                listing.add(news)
+            if self._listed:  # first of all, so that nothing goes for what is gone
+                for start in range(1, self._rows.end, SLICE):
+                    with self._lock:
+                        recovery.sweep(start, start + SLICE)
+            for some in listing.in_order(newest_first=not self._listed):
+                with self._lock:
+                    victims += recovery.place(some)
+            self._listed = self.complete = True
+        finally:
+            with self._lock:
+                gone = recovery.close()
+            del gone
+        return victims

@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
-from kvloom.contracts.observer import Event
+from kvloom.contracts.observer import Event, EventName
 from kvloom.events import EventBus
-from kvloom.memory import Block, Pool, Reservation
+from kvloom.memory import Block, Pool, Reservation, pages_of
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
-from kvloom.types import Chunk, ChunkKey
+from kvloom.tiers.held import Holdings
+from kvloom.tiers.purges import Purges
+from kvloom.tiers.recency import Held
+from kvloom.tiers.visit import Visit
+from kvloom.types import Chunk, ChunkKey, TierHealth
 
-
-@dataclass(slots=True)
-class _Held:
-    chunk: Chunk
-    block: Block
-    pinned: bool = False
+_CLEAN_PART = 8
+"""One part in eight of the pool is kept free, clean or on its way to a lower tier, so that nobody waits for room."""
+_SWEPT_EACH_TIME = 2
+"""How many chunks that are due to go are let go by each insert."""
 
 
 class MemoryTier(Tier):
     """Chunks in the process's own memory.
 
     Memory is made by evicting whole chunks, the least recently used first; pinned and leased ones stay. A chain is
-    touched from its tail to its head, so that no head goes before its tail.
+    touched from its tail to its head, so that no head goes before its tail. A chunk older than `ttl` seconds is absent,
+    pinned or not. A salt over its `quota` (bytes by salt tag, "*" for those not named) evicts its own chunks.
+    """
+
+    write_back: Callable[[ChunkKey, Loaded], bool | None] | None = None
+    """Takes an exact chunk on before it is evicted. Called without a lock held; must not wait, nor call this tier.
+
+    True: it is being written, and the lease is the callee's. None: not now, the queue is full. False: it never will be.
+    With None and False the lease stays the tier's. Set it before the first insert.
     """
 
     def __init__(
         self, layout: Layout, pool: Pool, events: EventBus, runtime: Runtime, *, dst_device: str = "cpu",
-        keep: bool = True, name: str = "memory", deadline: float = 10.0,
+        keep: bool = True, name: str = "memory", deadline: float = 10.0, ttl: float | None = None,
+        quota: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name, layout, dst_device=dst_device)
         self.pool = pool
@@ -43,58 +53,153 @@ class MemoryTier(Tier):
         self._events = events
         self._runtime = runtime
         self._lock = runtime.lock()
-        self._held: OrderedDict[ChunkKey, _Held] = OrderedDict()
+        self.purges = Purges(runtime)
+        """What is being removed from this tier and those below."""
+        self._held = Holdings(ttl=ttl, quota=quota)
+        # Keys that `write_back` is being asked about: whoever removes one waits for the answer.
+        self._offered: list[ChunkKey] = []
+        self._answered = runtime.condition()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held.entries)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the pool in use, reservations and chunks on their way included."""
         return self.pool.used_bytes
 
-    def find(self, keys: Sequence[ChunkKey], *, exact: bool = False) -> list[bool]:
+    def health(self) -> TierHealth:
+        """What is held; memory does not fail."""
+        return TierHealth(self.name, "ok", blobs=len(self), bytes=self.used_bytes, capacity=self.pool.capacity)
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None, *, exact: bool = False) -> list[bool]:
         """Which keys are held (with `exact`: exactly)."""
-        held = self._held
+        entries = self._held.entries
         with self._lock:
+            if self._held.ttl is not None:
+                after = self._runtime.wall() - self._held.ttl
+                return [
+                    (held := entries.get(key)) is not None and held.written > after and (held.chunk.exact or not exact)
+                    for key in keys
+                ]
             if not exact:
-                return [key in held for key in keys]
-            return [(entry := held.get(key)) is not None and entry.chunk.exact for key in keys]
+                return [key in entries for key in keys]
+            return [(held := entries.get(key)) is not None and held.chunk.exact for key in keys]
 
     def contains(self, key: ChunkKey) -> bool:
-        return key in self._held
+        return key in self._held.entries if self._held.ttl is None else self.find([key])[0]
 
     def lease(self, keys: Sequence[ChunkKey]) -> list[Loaded | None]:
         """The chunks of `keys`, each leased, or None where there is none."""
-        held = self._held
+        entries = self._held.entries
+        after = -math.inf if self._held.ttl is None else self._runtime.wall() - self._held.ttl
         with self._lock:
-            entries = [held.get(key) for key in keys]
+            found = [entries.get(key) for key in keys]
             # Leased under the lock: between the look and the lease nobody may evict.
-            return [None if entry is None else Loaded(entry.chunk, entry.block.lease()) for entry in entries]
+            return [
+                None if held is None or held.written <= after else Loaded(held.chunk, held.block.lease(), held.written)
+                for held in found
+            ]
 
     def touch(self, chain: Sequence[ChunkKey]) -> None:
         """Note that a chain was used: its head becomes the most recent, its tail the least."""
-        move, held = self._held.move_to_end, self._held
         with self._lock:
-            for key in reversed(chain):
-                if key in held:
-                    move(key)
+            self._held.touch(chain)
 
-    def insert(self, key: ChunkKey, chunk: Chunk, block: Block) -> Loaded:
-        """Keep a sealed chunk and lease it. An exact one replaces a lossy one, never the other way round."""
+    def written(self, key: ChunkKey) -> float | None:
+        """When the chunk was first stored, in seconds since the epoch; None if it is not held."""
+        held = self._held.entries.get(key)
+        return None if held is None else held.written
+
+    def chunks(self) -> list[ChunkKey]:
+        """The keys held, least recently used first, the pinned ones last."""
         with self._lock:
-            surplus: Block | None
-            present = self._held.get(key)
-            if present is not None and (present.chunk.exact or not chunk.exact):
-                loaded, surplus = Loaded(present.chunk, present.block.lease()), block
-            else:
-                loaded, surplus = Loaded(chunk, block.lease()), block
-                if self.keep:
-                    self._held[key] = _Held(chunk, block, pinned=present is not None and present.pinned)
-                    surplus = None if present is None else present.block
+            return self._held.keys()
+
+    # -- keeping -------------------------------------------------------------------------------------------------------
+
+    def insert(
+        self, key: ChunkKey, chunk: Chunk, block: Block, *, written: float | None = None, dirty: bool = True,
+        since: int | None = None,
+    ) -> Loaded:  # fmt: skip
+        """Keep a sealed chunk and lease it. An exact one replaces a lossy one, never the other way round.
+
+        written: when it was first stored, in seconds since the epoch, if that was not now. dirty: it is to be written
+        back before it is evicted, if there is a `write_back`. since: a mark of `purges` from before it was read; what
+        was removed after it is not kept.
+        """
+        wall = self._runtime.wall()
+        dirty = dirty and chunk.exact and self.write_back is not None
+        new = Held(chunk, block, wall if written is None else min(written, wall), dirty)
+        loaded = self._keep(key, new, wall, self.purges.mark() if since is None else since)
+        if self._held.restless:
+            for _ in range(_SWEPT_EACH_TIME):
+                self._let_go(partial(self._held.due, wall), reason="expired")
+        if self.write_back is not None:
+            clean_bytes = max(self.pool.capacity // _CLEAN_PART, block.size)
+            self._write_ahead(clean_bytes - self.pool.free_bytes)
+        return loaded
+
+    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int) -> Loaded:
+        kept = self.keep and not self._held.expired(new, wall)
+        while True:
+            with self._lock:
+                gone = self.purges.hit(key, since)
+                settled = self._settle(key, new, wall, kept=kept and not gone)
+            if settled is not None:
+                break
+            kept = self._let_go(partial(self._held.coldest_of_tenant, key), reason="quota")
+        loaded, surplus = settled
+        if surplus is new.block and new.dirty and loaded.chunk is new.chunk and not gone:
+            self._pass_on(key, loaded)
         if surplus is not None:
             surplus.drop()
         return loaded
+
+    def _settle(self, key: ChunkKey, new: Held, wall: float, *, kept: bool) -> tuple[Loaded, Block | None] | None:
+        """Which of two chunks stays, leased, and the block that does not; None if the tenant must make room first."""
+        present = self._held.entries.get(key)
+        if (
+            present is not None
+            and (present.chunk.exact or not new.chunk.exact)
+            and not (present.leaving or self._held.expired(present, wall))
+        ):
+            return Loaded(present.chunk, present.block.lease(), present.written), new.block
+        if kept and not self._held.fits(key, new.block.size):
+            return None
+        loaded = Loaded(new.chunk, new.block.lease(), new.written)
+        if not kept:
+            return loaded, new.block
+        self._held.forget(key)
+        new.pinned = present is not None and present.pinned
+        self._held.add(key, new)
+        return loaded, None if present is None else present.block
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> int:
+        """Keep chunks from being evicted, or allow it again; how many are held."""
+        chain = list(keys)
+        wall = self._runtime.wall()
+        with self._lock:
+            # From the tail, so that a head that is unpinned is more recent than its tail.
+            return sum(self._held.pin(key, pinned, wall) for key in reversed(chain))
+
+    def remove(self, keys: Iterable[ChunkKey]) -> int:
+        """Forget chunks, pinned ones too; how many there were.
+
+        On return nobody is being asked to write them any more: whoever deletes them below next, deletes them all.
+        """
+        doomed = list(keys)
+        with self._lock:
+            entries = [held for key in doomed if (held := self._held.forget(key)) is not None]
+        for held in entries:
+            held.block.drop()
+        if self._offered:
+            self._await_answers(frozenset(doomed))
+        return len(entries)
+
+    # -- making room ---------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, *, deadline: float = math.inf) -> Reservation | None:
         """Memory for `nbytes` bytes, evicting what it takes; None if everything is in use.
@@ -102,61 +207,140 @@ class MemoryTier(Tier):
         The reservation must be sealed by `deadline`.
         """
         while (reservation := self.pool.reserve(nbytes, deadline=deadline)) is None:
-            if nbytes > self.pool.capacity or not self._evict_one():
+            if nbytes > self.pool.capacity or not (self._evict_one() or self._clean_and_evict(nbytes)):
                 return None
         return reservation
 
     def reserve_by(self, nbytes: int, until: float, *, deadline: float = math.inf) -> Reservation | None:
-        """`reserve`, waiting until `until` for what is in use to be given back."""
-        while (reservation := self.reserve(nbytes, deadline=deadline)) is None:
-            if self._runtime.now() >= until or not self._may_get(nbytes):
+        """`reserve`, waiting until `until` for what is in use to be given back.
+
+        Then chunks go that should have been written before, and are counted as dropped.
+        """
+        while True:
+            freed = self.pool.times_freed
+            if (reservation := self.reserve(nbytes, deadline=deadline)) is not None or not self._may_get(nbytes):
+                return reservation
+            if self._runtime.now() >= until:
+                break
+            self.pool.wait_for_room(until, freed)
+        while (reservation := self.pool.reserve(nbytes, deadline=deadline)) is None:
+            if self.write_back is None or not self._let_go(partial(self._held.recency.coldest, dirty=True), dirty=True):
                 return None
-            self.pool.wait_for_room(until)
         return reservation
 
     def _may_get(self, nbytes: int) -> bool:
         """Whether waiting can help: something in use, other than what is pinned, is still to be given back."""
-        with self._lock:
-            pinned = sum(held.block.size for held in self._held.values() if held.pinned)
+        pinned = self._held.pinned_bytes
         return nbytes <= self.pool.capacity - pinned and self.pool.used_bytes > pinned
 
-    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> int:
-        """Keep chunks from being evicted, or allow it again; how many are held."""
-        count = 0
-        with self._lock:
-            for key in keys:
-                entry = self._held.get(key)
-                if entry is not None:
-                    entry.pinned = pinned
-                    count += 1
-        return count
-
-    def remove(self, keys: Iterable[ChunkKey]) -> int:
-        """Forget chunks, pinned ones too; how many there were."""
-        with self._lock:
-            entries = [entry for key in keys if (entry := self._held.pop(key, None)) is not None]
-        for entry in entries:
-            entry.block.drop()
-        return len(entries)
-
-    def chunks(self) -> list[ChunkKey]:
-        """The keys held, least recently used first."""
-        with self._lock:
-            return list(self._held)
-
     def _evict_one(self) -> bool:
+        due = partial(self._held.due, self._runtime.wall())
+        if self._held.restless and self._let_go(due, reason="expired"):
+            return True
+        recency = self._held.recency
+        return self._let_go(recency.coldest) or self._let_go(recency.coldest_aside)
+
+    def _clean_and_evict(self, nbytes: int) -> bool:
+        if self.write_back is None:
+            return False
+        self._write_ahead(self._held.recency.aside_bytes + max(self.pool.capacity // _CLEAN_PART, pages_of(nbytes)))
+        return self._let_go(self._held.recency.coldest)
+
+    def _let_go(self, pick: Callable[[], ChunkKey | None], *, reason: str = "", dirty: bool = False) -> bool:
+        """Evict the chunk that `pick` names, or offer it to be written back first; whether either came about.
+
+        dirty: evict it, written or not.
+        """
         with self._lock:
-            for key, entry in self._held.items():
-                if not entry.pinned and not entry.block.leased:
-                    del self._held[key]
-                    break
-            else:
+            key = pick()
+            if key is None:
                 return False
-        entry.block.drop()
-        self._events.emit(Event("evicted", self.name, tokens=entry.chunk.num_tokens, chunks=1, bytes=entry.block.size))
+            held = self._held.entries[key]
+            if held.dirty and not dirty:
+                held.dirty = False
+                self._offered.append(key)
+                loaded = Loaded(held.chunk, held.block.lease(), held.written)
+            else:
+                loaded = None
+                self._held.forget(key)
+        if loaded is not None:
+            return self._offer(key, held, loaded, leave=reason)
+        held.block.drop()
+        self._report("evicted", held, held.leaving or reason)
+        if held.dirty:
+            self._report("dropped", held, "evicted before it was written")
         return True
 
+    def _report(self, name: EventName, held: Held, reason: str) -> None:
+        self._events.emit(Event(name, self.name, held.chunk.num_tokens, 1, held.block.size, reason=reason))
+
+    # -- writing back --------------------------------------------------------------------------------------------------
+
+    def write_back_all(self, until: float) -> bool:
+        """Offer every dirty chunk to `write_back`, the most recently used first, waiting for its queue until `until`.
+
+        Whether all were taken on or refused for good.
+        """
+        if self.write_back is None:
+            return True
+        for key in reversed(self.chunks()):
+            while (held := self._held.entries.get(key)) is not None and held.dirty:
+                freed = self.pool.times_freed
+                if not self._let_go(partial(self._held.if_dirty, key)):
+                    if self._runtime.now() >= until:
+                        return False
+                    self.pool.wait_for_room(until, freed)
+        return True
+
+    def _write_ahead(self, cold_bytes: int) -> None:
+        """Have the coldest chunks written until `cold_bytes` are clean or on their way, or the queue is full."""
+        while self._let_go(partial(self._held.recency.coldest_dirty, cold_bytes)):
+            pass
+
+    def _offer(self, key: ChunkKey, held: Held, loaded: Loaded, *, leave: str) -> bool:
+        assert self.write_back is not None
+        verdict = None
+        try:
+            verdict = self.write_back(key, loaded)
+        finally:
+            if verdict is not True:
+                loaded.release()
+            with self._lock:
+                self._offered.remove(key)
+                if verdict is None:
+                    self._held.still_dirty(key, held)
+                elif verdict and leave:
+                    self._held.leave(key, held, leave)
+            with self._answered:
+                self._answered.notify_all()
+        return verdict is not None
+
+    def _pass_on(self, key: ChunkKey, loaded: Loaded) -> None:
+        """Offer a chunk that memory does not keep."""
+        assert self.write_back is not None
+        verdict = self.write_back(key, copy := loaded.again())
+        if verdict is not True:
+            copy.release()
+        if verdict is None:
+            chunk, reason = loaded.chunk, "not kept in memory, and no room to write it"
+            self._events.emit(Event("dropped", self.name, chunk.num_tokens, 1, chunk.nbytes, reason=reason))
+
+    def _await_answers(self, keys: Collection[ChunkKey]) -> None:
+        until = self._runtime.now() + self.deadline
+        with self._answered:
+            while any(key in keys for key in tuple(self._offered)):
+                left = until - self._runtime.now()
+                if left <= 0:
+                    return
+                self._answered.wait(left)
+
+    # -- the seed's interface ------------------------------------------------------------------------------------------
+
     def _close(self) -> None:
+        with self._lock:
+            lost = [held for held in self._held.entries.values() if held.dirty]
+        for held in lost:
+            self._report("dropped", held, "closed before it was written")
         self.remove(self.chunks())
 
     def _take(self, key: ChunkKey) -> Loaded | None:

@@ -9,9 +9,11 @@ import torch
 from kvloom import envelope
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, CorruptBlobError, UnreadableBlobError
+from kvloom.errors import CorruptBlobError, KVLoomError, UnreadableBlobError
 from kvloom.memory import Reservation
+from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded
+from kvloom.tiers.calls import NoRoomError
 from kvloom.tiers.memory import MemoryTier
 from kvloom.types import Chunk, ChunkKey
 
@@ -19,43 +21,60 @@ _HEADER_BYTES = 1 << 20
 """More than the header of any blob takes."""
 
 
+class ExpiredBlobError(KVLoomError):
+    """A blob that has outlived the tier's ttl."""
+
+
 class BlobReader:
     """Turns the blobs of one tier into chunks in memory. Keeps no state between calls."""
 
     def __init__(
-        self, layout: Layout, serializers: Sequence[Serializer], memory: MemoryTier, *, exact_only: bool
-    ) -> None:
+        self, layout: Layout, serializers: Sequence[Serializer], memory: MemoryTier, runtime: Runtime, *,
+        exact_only: bool, ttl: float | None,
+    ) -> None:  # fmt: skip
         """serializers: those that blobs may be decoded with; of two of one type, the first."""
         self._layout = layout
         self._decoders = {serializer.type: serializer for serializer in reversed(serializers)}
         self._memory = memory
+        self._now, self._wall = runtime.now, runtime.wall
         self._exact_only = exact_only
+        self._ttl = ttl
 
     def read(
-        self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, until: float
-    ) -> tuple[envelope.Header, Loaded | None] | None:
+        self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, *, until: float,
+        since: int,
+    ) -> tuple[envelope.Header, Loaded | None] | None:  # fmt: skip
         """The blob's header, and its chunk unless `until` has passed; None if there is no blob.
 
-        Raises CorruptBlobError, UnreadableBlobError, BackendError if there is no room in memory, and whatever the
-        backend raises.
+        since: a mark of the removals from before; what was removed after it is not kept in memory. Raises
+        CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError and whatever the backend raises.
         """
         like = Chunk(torch.empty(shape, dtype=self._layout.dtype, device="meta"), self._layout.format, num_tokens)
         longest = max(serializer.max_encoded_bytes(like) for serializer in self._decoders.values())
-        landing = _Landing(self._memory, str(key), until, max_bytes=longest + _HEADER_BYTES)
+        room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
+        landing = _Landing(self._memory, str(key), until, room_by=room_by, max_bytes=longest + _HEADER_BYTES)
         try:
             if not backend.get_into(str(key), landing):
                 return None
             header = landing.finish()
             serializer = self._check(header, shape, num_tokens)
-            return header, self._decode(key, header, landing, serializer, until)
+            loaded = self._decode(key, header, landing, serializer, until=until, room_by=room_by, since=since)
+            return header, loaded
         finally:
             landing.abandon()  # now, not when a traceback that refers to it is collected
+
+    def expired(self, header: envelope.Header) -> bool:
+        """Whether the blob is past its time."""
+        written = header.description.written
+        return self._ttl is not None and written > 0 and written + self._ttl <= self._wall()
 
     def _check(self, header: envelope.Header, shape: tuple[int, ...], num_tokens: int) -> Serializer:
         about = header.description
         here = (shape, str(self._layout.dtype).removeprefix("torch."), self._layout.format.value, num_tokens)
         if (about.shape, about.dtype, about.format, about.num_tokens) != here:
             raise CorruptBlobError("the blob of another shape")
+        if self.expired(header):
+            raise ExpiredBlobError
         serializer = self._decoders.get(about.serializer)
         if serializer is None:
             raise UnreadableBlobError(f"serializer {about.serializer!r} is not this tier's")
@@ -64,8 +83,9 @@ class BlobReader:
         return serializer
 
     def _decode(
-        self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, until: float
-    ) -> Loaded | None:
+        self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, *,
+        until: float, room_by: float, since: int,
+    ) -> Loaded | None:  # fmt: skip
         about, dtype = header.description, self._layout.dtype
         like = Chunk(
             torch.empty(about.shape, dtype=dtype, device="meta"), self._layout.format, about.num_tokens, about.fidelity
@@ -75,9 +95,9 @@ class BlobReader:
         if chunk is not None:
             room = landing.take()
         else:
-            decoded = self._memory.reserve_by(like.nbytes, until, deadline=until)
+            decoded = self._memory.reserve_by(like.nbytes, room_by, deadline=until)
             if decoded is None:
-                raise BackendError("no room in memory to decode a chunk")
+                raise NoRoomError("no room in memory to decode a chunk")
             room = decoded
             chunk = Chunk(room.tensor(about.shape, dtype), like.format, like.num_tokens, like.fidelity)
             try:
@@ -86,17 +106,20 @@ class BlobReader:
                 room.abandon()
                 raise
         block = room.seal()
-        return None if block is None else self._memory.insert(key, chunk, block)
+        if block is None:
+            return None
+        return self._memory.insert(key, chunk, block, written=about.written or None, dirty=False, since=since)
 
 
 class _Landing:
     """Where a backend puts a blob: pool memory, verified as it fills."""
 
-    def __init__(self, memory: MemoryTier, key: str, until: float, *, max_bytes: int) -> None:
+    def __init__(self, memory: MemoryTier, key: str, until: float, *, room_by: float, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._memory = memory
         self._key = key
         self._until = until
+        self._room_by = room_by
         self._room: Reservation | None = None
         self._verifier: envelope.Verifier | None = None
 
@@ -105,9 +128,9 @@ class _Landing:
             raise CorruptBlobError("an empty blob")
         if num_bytes > self._max_bytes:  # before memory is emptied for it
             raise CorruptBlobError(f"{num_bytes} bytes, which no blob of such a chunk has")
-        self._room = self._memory.reserve_by(num_bytes, self._until, deadline=self._until)
+        self._room = self._memory.reserve_by(num_bytes, self._room_by, deadline=self._until)
         if self._room is None:
-            raise BackendError(f"no room in memory for a blob of {num_bytes} bytes")
+            raise NoRoomError(f"no room in memory for a blob of {num_bytes} bytes")
         self._verifier = envelope.Verifier(self._room.view, key=self._key)
         return self._room.view
 

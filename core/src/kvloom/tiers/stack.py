@@ -13,9 +13,12 @@ from kvloom.events import EventBus
 from kvloom.memory import Reservation, pages_of
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
+from kvloom.tiers.claims import Claims
+from kvloom.tiers.flights import Read
 from kvloom.tiers.memory import MemoryTier
-from kvloom.tiers.stored import Read, StoredTier
-from kvloom.types import EXACT, Chunk, ChunkKey, Segment
+from kvloom.tiers.stored import StoredTier
+from kvloom.tiers.visit import Visit
+from kvloom.types import EXACT, Chunk, ChunkKey, Health, Segment
 
 Shape = Callable[[int], Sequence[int]]
 """Tokens to the shape of their chunk."""
@@ -33,17 +36,20 @@ class _Arrival:
     """Stored tiers where it may be, fastest first; those tried already are gone."""
     loaded: Loaded | None = None
     read: Read | None = None
+    source: StoredTier | None = None
+    """The tier that it is being read from."""
 
     @property
     def done(self) -> bool:
         """There is nothing to wait for."""
-        return self.loaded is not None or self.read is None or self.read.call.done
+        return self.loaded is not None or self.read is None or self.read.done
 
     def give_up(self) -> None:
         if self.loaded is not None:
             self.loaded.release()
         if self.read is not None:
-            self.read.call.cancel()
+            assert self.source is not None
+            self.source.give_up(self.read)
 
 
 class Stack:
@@ -60,6 +66,15 @@ class Stack:
         self.layout = layout
         self._events = events
         self._runtime = runtime
+        self._through = tuple(tier for tier in stored if tier.policy.write == "through")
+        self._behind = tuple(tier for tier in stored if tier.policy.write == "on_evict")
+        self._claims = Claims(runtime)
+        if self._behind:
+            memory.write_back = self._write_back
+
+    def visit(self) -> Visit:
+        """An operation that begins now."""
+        return Visit(self._runtime, self.deadline, since=self.memory.purges.mark())
 
     @property
     def deadline(self) -> float:
@@ -70,13 +85,14 @@ class Stack:
 
     def locate(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> list[str | None]:
         """The fastest of the tiers `names` (default: all) that says it holds each key."""
+        visit = self.visit()
         where: list[str | None] = [None] * len(keys)
         left = list(range(len(keys)))
         for name, tier in self.tiers.items():
             if not left:
                 break
             if names is None or name in names:
-                found = tier.find(keys if len(left) == len(keys) else [keys[index] for index in left])
+                found = tier.find(keys if len(left) == len(keys) else [keys[index] for index in left], visit)
                 if len(left) == len(keys) and all(found):
                     return [name] * len(keys)
                 for index, here in zip(left, found, strict=True):
@@ -85,15 +101,15 @@ class Stack:
                 left = [index for index, here in zip(left, found, strict=True) if not here]
         return where
 
-    def touch(self, chain: Sequence[ChunkKey]) -> None:
-        """Note that a whole chain was used, in every tier."""
+    def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:
+        """Note that a whole chain was used, in every tier. count: once more than before."""
         self.memory.touch(chain)
         for tier in self.stored:
-            tier.touch(chain)
+            tier.touch(chain, count=count)
 
     # -- towards the engine --------------------------------------------------------------------------------------------
 
-    def fetch(self, segments: Sequence[Segment], shape: Shape, *, gaps: bool) -> Runs:
+    def fetch(self, segments: Sequence[Segment], shape: Shape, visit: Visit, *, gaps: bool) -> Runs:
         """Runs of verified chunks in order, as soon as they are there; leased until the next is asked for.
 
         gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. Chunks that came from
@@ -110,19 +126,19 @@ class Stack:
             for _, loaded in run:
                 loaded.release()
         # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
-        yield from self._stream(deque(self._arrivals(segments)), shape, gaps=gaps)
+        yield from self._stream(deque(self._arrivals(segments, visit)), shape, visit, gaps=gaps)
 
-    def _arrivals(self, segments: Sequence[Segment]) -> list[_Arrival]:
+    def _arrivals(self, segments: Sequence[Segment], visit: Visit) -> list[_Arrival]:
         keys = [segment.key for segment in segments]
         absent = [key for key, here in zip(keys, self.memory.find(keys), strict=True) if not here]
         holders: dict[ChunkKey, list[StoredTier]] = {key: [] for key in absent}
         for tier in self.stored:
-            for key, here in zip(absent, tier.find(absent), strict=True):
+            for key, here in zip(absent, tier.find(absent, visit), strict=True):
                 if here:
                     holders[key].append(tier)
         return [_Arrival(segment, holders.get(segment.key, list(self.stored))) for segment in segments]
 
-    def _stream(self, waiting: deque[_Arrival], shape: Shape, *, gaps: bool) -> Runs:
+    def _stream(self, waiting: deque[_Arrival], shape: Shape, visit: Visit, *, gaps: bool) -> Runs:
         if not waiting:
             return
         window = self._window(waiting[0], shape)
@@ -132,18 +148,18 @@ class Stack:
             while waiting or started:
                 while waiting and len(started) < window:
                     started.append(waiting.popleft())
-                    self._start(started[-1], shape)
+                    self._start(started[-1], shape, visit)
                 arrival = started[0]
                 if run and (len(run) >= window or not arrival.done):
                     yield run  # what is here need not wait for what is not, and nothing waits holding a lease
                     for _, loaded in run:
                         loaded.release()
                     run = []
-                arrived = self._finish(arrival, shape)
+                arrived = self._finish(arrival, shape, visit)
                 started.popleft()
                 if arrived is not None:
                     run.append((arrival.segment, arrived))
-                elif not gaps:
+                elif not gaps or visit.given_up:
                     break
             if run:
                 yield run
@@ -159,71 +175,83 @@ class Stack:
         nbytes = self._nbytes(segment, shape) + 2 * ALIGN_BYTES  # a framed blob: a header, and whole pages
         return max(1, min(8, self.memory.pool.capacity // 2 // nbytes))
 
-    def _start(self, arrival: _Arrival, shape: Shape) -> None:
+    def _start(self, arrival: _Arrival, shape: Shape, visit: Visit) -> None:
         """Lease the chunk from memory, or begin to read it from the next tier that may have it."""
         segment = arrival.segment
         arrival.loaded = self.memory.lease([segment.key])[0]
         while arrival.loaded is None and arrival.read is None and arrival.tiers:
             num_tokens = segment.end - segment.start
-            arrival.read = arrival.tiers.pop(0).read(segment.key, shape(num_tokens), num_tokens)
+            arrival.source = arrival.tiers.pop(0)
+            arrival.read = arrival.source.read(segment.key, shape(num_tokens), num_tokens, visit)
 
-    def _finish(self, arrival: _Arrival, shape: Shape) -> Loaded | None:
+    def _finish(self, arrival: _Arrival, shape: Shape, visit: Visit) -> Loaded | None:
         """Wait for a chunk; where it turns out not to be, ask the next tier."""
         while arrival.loaded is None and arrival.read is not None:
-            read, arrival.read = arrival.read, None
-            loaded = read.tier.collect(read)
+            source, read, arrival.read = arrival.source, arrival.read, None
+            assert source is not None
+            loaded = source.collect(read)
             if loaded is not None:
-                self._promote(arrival.segment, loaded, below=read.tier)
+                visit.progress()
+                self._promote(arrival.segment, loaded, visit, below=source)
                 return loaded
-            self._start(arrival, shape)
+            self._start(arrival, shape, visit)
         if arrival.loaded is None:
             num_tokens = arrival.segment.end - arrival.segment.start
             self._events.emit(Event("missed", tokens=num_tokens, chunks=1, reason="in no tier"))
         return arrival.loaded
 
-    def _promote(self, segment: Segment, loaded: Loaded, *, below: StoredTier) -> None:
+    def _promote(self, segment: Segment, loaded: Loaded, visit: Visit, *, below: StoredTier) -> None:
         """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""
         if self.memory.keep:
             self._events.emit(Event("promoted", self.memory.name, loaded.chunk.num_tokens, 1, loaded.chunk.nbytes))
         if not loaded.chunk.exact:
             return
         for tier in self.stored[: self.stored.index(below)]:
-            if not tier.satisfied([segment.key])[0]:
-                copy = Loaded(loaded.chunk, loaded.lease.again())
-                tier.submit(segment.key, copy, until=self._runtime.now())
+            if tier.policy.write == "through" and tier.lacks(segment.key):
+                tier.submit(segment.key, loaded.again(), until=self._runtime.now(), since=visit.since)
 
     # -- from the engine -----------------------------------------------------------------------------------------------
 
-    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy) -> None:
+    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, visit: Visit) -> None:
         """Keep the exact KV of `segments` in every tier that lacks it; `copy` reads it from the engine.
 
-        Only what no tier can give is copied. Returns when nothing more is read from the engine.
+        Only what no tier can give is copied, and what somebody else is copying at the time is not copied twice.
+        Returns when nothing more is read from the engine.
         """
+        left = list(segments)
+        while left and not visit.given_up:
+            keys = [segment.key for segment in left]
+            with self._claims.of(keys) as mine:
+                self._keep([segment for segment in left if segment.key in mine], shape, copy, visit)
+            left = [segment for segment in left if segment.key not in mine]
+            if left and not self._claims.wait([segment.key for segment in left], visit.until):
+                return
+
+    def _keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, visit: Visit) -> None:
         keys = [segment.key for segment in segments]
         in_memory = self.memory.find(keys, exact=True)
         lacking: list[list[StoredTier]] = [[] for _ in keys]
-        for tier in self.stored:
-            for place, fine in zip(lacking, tier.satisfied(keys), strict=True):
+        for tier in self._through:
+            for place, fine in zip(lacking, tier.satisfied(keys, visit), strict=True):
                 if not fine:
                     place.append(tier)
-        until = self._runtime.now() + self.deadline
         todo = []
         for segment, here, tiers in zip(segments, in_memory, lacking, strict=True):
             if not here and (self.memory.keep or tiers):
                 todo.append((segment, tiers))
             elif tiers:
-                self._write_from_memory(segment.key, tiers, until)
+                self._write_from_memory(segment.key, tiers, visit)
         if todo:
-            self._copy_in(todo, shape, copy, until)
+            self._copy_in(todo, shape, copy, visit)
 
-    def _write_from_memory(self, key: ChunkKey, tiers: Sequence[StoredTier], until: float) -> None:
+    def _write_from_memory(self, key: ChunkKey, tiers: Sequence[StoredTier], visit: Visit) -> None:
         loaded = self.memory.lease([key])[0]
         if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
             for tier in tiers:
-                tier.submit(key, Loaded(loaded.chunk, loaded.lease.again()), until=until)
+                tier.submit(key, loaded.again(), until=visit.until, since=visit.since)
             loaded.release()
 
-    def _copy_in(self, todo: list[tuple[Segment, list[StoredTier]]], shape: Shape, copy: Copy, until: float) -> None:
+    def _copy_in(self, todo: list[tuple[Segment, list[StoredTier]]], shape: Shape, copy: Copy, visit: Visit) -> None:
         if not any(tiers for _, tiers in todo):
             # Memory is all there is: a tail that would push out its own head is not worth copying.
             room, fits = self.memory.pool.capacity, 0
@@ -231,7 +259,7 @@ class Stack:
                 fits += 1
             todo = todo[:fits]
         while todo:
-            batch = self._reserve(todo, shape, until)
+            batch = self._reserve(todo, shape, visit.until)
             if not batch:
                 num_tokens = sum(segment.end - segment.start for segment, _ in todo)
                 self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(todo), reason="no room in memory"))
@@ -247,20 +275,29 @@ class Stack:
             ]
             now, todo = todo[: len(batch)], todo[len(batch) :]
             began = self._runtime.now()
-            if not copy([segment for segment, _ in now], chunks):
+            copied = False
+            try:
+                copied = copy([segment for segment, _ in now], chunks)
+            finally:
+                if not copied:
+                    for reservation in batch:
+                        reservation.abandon()
+            if not copied:
                 return
-            self._insert(now, chunks, batch, until, seconds=self._runtime.now() - began)
+            visit.progress()
+            self._insert(now, chunks, batch, visit, seconds=self._runtime.now() - began)
 
     def _insert(
         self, now: Sequence[tuple[Segment, list[StoredTier]]], chunks: Sequence[Chunk], rooms: Sequence[Reservation],
-        until: float, *, seconds: float,
+        visit: Visit, *, seconds: float,
     ) -> None:  # fmt: skip
+        written = self._runtime.wall()
         for (segment, tiers), chunk, room in zip(now, chunks, rooms, strict=True):
             block = room.seal()
             assert block is not None, "these reservations have no deadline"
-            loaded = self.memory.insert(segment.key, chunk, block)
+            loaded = self.memory.insert(segment.key, chunk, block, written=written, since=visit.since)
             for tier in tiers:
-                tier.submit(segment.key, Loaded(loaded.chunk, loaded.lease.again()), until=until)
+                tier.submit(segment.key, loaded.again(), until=visit.until, since=visit.since)
             loaded.release()
         self.memory.touch([segment.key for segment, _ in now])
         if self.memory.keep:
@@ -286,30 +323,57 @@ class Stack:
     def _nbytes(self, segment: Segment, shape: Shape) -> int:
         return self.layout.nbytes(shape(segment.end - segment.start))
 
+    # -- writing when memory lets go -----------------------------------------------------------------------------------
+
+    def _write_back(self, key: ChunkKey, loaded: Loaded) -> bool | None:
+        """Write a chunk that memory is about to let go to the tiers that wait for it; see `MemoryTier.write_back`.
+
+        Who removes the chunk waits until this has returned, so that the mark is from before, or the removal under way.
+        """
+        since = self.memory.purges.mark()
+        lacking = [tier for tier in self._behind if tier.lacks(key)]
+        if not all(tier.has_room(loaded.chunk.nbytes) for tier in lacking):
+            return None
+        for tier in lacking:
+            tier.submit(key, loaded.again(), until=self._runtime.now(), since=since)
+        if lacking:
+            loaded.release()
+        return bool(lacking)
+
     # -- all tiers -----------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:
         """Delete chunks everywhere. Every tier is asked; then raises the BackendError of the first that failed."""
-        self.memory.remove(keys)
-        _each(self.stored, lambda tier: tier.remove(keys))
-        self.memory.remove(keys)  # what came from a tier before it was deleted there
+        with self.memory.purges.removing(frozenset(keys).__contains__):
+            self.memory.remove(keys)
+            _each(self.stored, lambda tier: tier.remove(keys))
 
     def clear(self, prefix: str) -> None:
-        """Delete every chunk whose key starts with `prefix` everywhere; as `remove` does."""
+        """Delete every chunk whose key starts with `prefix` everywhere; as `remove` does.
 
-        def forget() -> None:
-            self.memory.remove([key for key in self.memory.chunks() if str(key).startswith(prefix)])
+        prefix: a beginning of `<fingerprint>/<salt tag>/`, up to and with a slash.
+        """
 
-        forget()
-        _each(self.stored, lambda tier: tier.clear(prefix))
-        forget()
+        def match(key: ChunkKey) -> bool:
+            return f"{key.namespace}/".startswith(prefix)
+
+        with self.memory.purges.removing(match):
+            self.memory.remove([key for key in self.memory.chunks() if match(key)])
+            _each(self.stored, lambda tier: tier.clear(prefix))
 
     def flush(self, until: float) -> bool:
         """Wait until every accepted write is in its tier; False if `until` came first."""
         done = [tier.flush(until) for tier in self.stored]
         return all(done)
 
+    def health(self) -> Health:
+        """How the tiers of the config are."""
+        return Health(tuple(tier.health() for tier in self.tiers.values()))
+
     def close(self) -> None:
+        """Write what is to be written, within the deadlines, and give everything back."""
+        if self._behind:
+            self.memory.write_back_all(self._runtime.now() + self.deadline)
         for tier in self.stored:
             tier.close()
         self.memory.close()

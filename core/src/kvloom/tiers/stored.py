@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -16,26 +15,45 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.events import EventBus
-from kvloom.memory import pages_of
-from kvloom.runtime import Call, Runtime, Workers
+from kvloom.runtime import Call, Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
+from kvloom.tiers.blobs import BlobWriter
+from kvloom.tiers.calls import Calls, NoRoomError
+from kvloom.tiers.flights import Flights, Read, release
 from kvloom.tiers.ledger import Fidelity, Ledger
 from kvloom.tiers.memory import MemoryTier
-from kvloom.tiers.purges import Purges
-from kvloom.tiers.reader import BlobReader
+from kvloom.tiers.presence import Presence
+from kvloom.tiers.reader import BlobReader, ExpiredBlobError
+from kvloom.tiers.upkeep import Upkeep
+from kvloom.tiers.visit import Visit
 from kvloom.tiers.writes import Write, WriteQueue
-from kvloom.types import EXACT, Chunk, ChunkKey
+from kvloom.types import Chunk, ChunkKey, TierHealth
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+
+OPERATOR_SECONDS = 60.0
+"""How long an operator's verb may take, if the deadline is shorter: it may have many blobs to delete."""
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """A chunk on its way from a backend."""
+class Policy:
+    """What the config says about a stored tier."""
 
-    tier: StoredTier
-    call: Call[Loaded | None]
+    capacity: int | None = None
+    deadline: float = 10.0
+    write: str = "through"
+    """`through`, `on_evict` or `never`."""
+    admission: str = "lru"
+    """`lru` or `tiny_lfu`."""
+    ttl: float | None = None
+    quota: Mapping[str, int] | None = None
+    """Bytes by salt tag; `*` for the others."""
+    exact_only: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        """There is a bound that kvloom has to keep."""
+        return self.capacity is not None or self.ttl is not None or bool(self.quota)
 
 
 class StoredTier(Tier):
@@ -55,369 +73,286 @@ class StoredTier(Tier):
         events: EventBus,
         runtime: Runtime,
         *,
-        capacity: int | None,
-        deadline: float,
-        write: bool = True,
-        exact_only: bool = False,
+        policy: Policy,
         dst_device: str = "cpu",
     ) -> None:
         """serializers: the one to encode with, then others that blobs found in the store may be decoded with."""
         super().__init__(name, layout, dst_device=dst_device)
         self.backend = backend
-        self.deadline = deadline
-        self.write = write
-        self.ledger = Ledger(capacity, runtime)
+        self.policy = policy
+        self.deadline = policy.deadline
         self.serializer = serializers[0]
-        self._reader = BlobReader(layout, serializers, memory, exact_only=exact_only)
-        self._exact_only = exact_only
+        self.calls = Calls(name, backend, events, runtime, deadline=policy.deadline)
+        self.ledger = Ledger(
+            runtime, capacity=policy.capacity, policy=policy.admission, ttl=policy.ttl, quota=policy.quota
+        )
+        self._reader = BlobReader(layout, serializers, memory, runtime, exact_only=policy.exact_only, ttl=policy.ttl)
         self._memory = memory
         self._events = events
         self._runtime = runtime
-        self._purges = Purges()
+        self._purges = memory.purges
         self._record: Call[None] | None = None
-        self.ledger.complete = not (backend.persistent or backend.shared)
-        self._reads = Workers(runtime, name=f"kvloom-{name}-read", threads=backend.threads)
-        # A question takes no time: it must not wait behind reads, nor either behind a listing.
-        self._questions = Workers(runtime, name=f"kvloom-{name}-ask", threads=min(2, backend.threads))
-        self._chores = Workers(runtime, name=f"kvloom-{name}-chore", threads=1)
+        self._flights = Flights(self.calls, runtime)
         self._writes = WriteQueue(
-            Workers(runtime, name=f"kvloom-{name}-write", threads=min(2, backend.threads)),
+            self.calls.writes,
             runtime,
-            deadline=deadline,
+            deadline=policy.deadline,
             max_bytes=memory.pool.capacity // 2,
-            on_lost=self._on_lost,
+            on_lost=lambda write, reason: self._on_lost(write.key, write.loaded.chunk, reason),
+            on_late=lambda: self.calls.failed("put", DeadlineExceeded("overdue"), self.calls.writing),
         )
-        # Listing runs as a call like any other, but unhurried and with nobody waiting.
-        if backend.persistent and capacity is not None:
-            self._chores.submit(self._recover)
+        self.upkeep = Upkeep(name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded)
+        self._presence = Presence(
+            backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
+            expired=self._reader.expired,
+        )  # fmt: skip
+        self._writer = BlobWriter(backend, self.serializer, self.ledger, self.upkeep)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which keys the tier is believed to hold in a form that this engine can use."""
-        names = [str(key) for key in keys]
-        known = self.ledger.known(names)
-        if self.backend.shared or not self.ledger.complete:
-            unknown = [name for name, fidelity in zip(names, known, strict=True) if fidelity is None]
-            there = self._present(unknown)
-            return [there.get(name, self._usable(fidelity)) for name, fidelity in zip(names, known, strict=True)]
-        return [self._usable(fidelity) for fidelity in known]
+    def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
+        """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
+        return self._presence.find(keys, visit or self._visit())
 
-    def satisfied(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """For which keys an exact chunk need not be written: there, being written, or no writing at all now.
-
-        A lossless tier is not satisfied by a lossy or unreadable blob; what a blob is, is read from its header once.
-        """
-        if not self.write or self._writes.stuck:
+    def satisfied(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
+        """For which keys an exact chunk need not be written: there, on its way, unwelcome, or no writing at all now."""
+        if self.policy.write == "never" or self._writes.stuck or self.calls.write_paused:
             return [True] * len(keys)
-        names = [str(key) for key in keys]
-        known = self.ledger.known(names)
-        if not self.serializer.lossless:
-            present = self.find(keys)
-            return [here or self._writes.pending(name) for here, name in zip(present, names, strict=True)]
-        unsure = [
-            name
-            for name, fidelity in zip(names, known, strict=True)
-            if (fidelity is Fidelity.UNKNOWN or (fidelity is None and self._may_hold_unknown))
-            and not self._writes.pending(name)
-        ]
-        silent: set[str] = set()
-        if unsure:
-            answer = self._ask("contains", lambda: self._peek(unsure))
-            if answer is None:
-                return [True] * len(keys)
-            silent = answer
-            known = self.ledger.known(names)
-        return [
-            fidelity is Fidelity.EXACT or name in silent or self._writes.pending(name)
-            for fidelity, name in zip(known, names, strict=True)
-        ]
+        pending = self._writes.pending
+        enough = self._presence.enough(keys, visit or self._visit(), ignore=pending)
+        return [here or pending(key) or not self._welcome(key) for here, key in zip(enough, keys, strict=True)]
+
+    def lacks(self, key: ChunkKey) -> bool:
+        """Whether, as far as is known here and now, a chunk should be written when memory lets go of it."""
+        if self._writes.stuck or self.calls.write_paused or self._writes.pending(key):
+            return False
+        return not self._presence.known_enough([key])[0] and self._welcome(key)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a write would be accepted without waiting."""
+        return self._writes.has_room(nbytes)
 
     def contains(self, key: ChunkKey) -> bool:
-        return self._writes.pending(str(key)) or self.find([key])[0]
+        return self._writes.pending(key) or self.find([key])[0]
 
-    def touch(self, chain: Sequence[ChunkKey]) -> None:
-        """Note that a chain was used."""
-        if self.ledger.capacity is not None:
-            self.ledger.touch([str(key) for key in chain])
+    def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:
+        """Note that a chain was used. count: once more than before."""
+        if self.policy.bounded:
+            self.ledger.touch(chain, count=count)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int) -> Read | None:
-        """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`."""
-        load = partial(self._load, key, tuple(shape), num_tokens)
-        try:
-            return Read(self, self._reads.submit(load, seconds=self.deadline, discard=_release))
-        except BackendError as error:
-            self._report("read", error)
+    def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit | None = None) -> Read | None:
+        """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`.
+
+        Whoever asks for a chunk that is on its way already shares the one call.
+        """
+        visit = visit or self._visit()
+        if not self.calls.serves(visit):
             return None
+        return self._flights.board(key, partial(self._load, key, tuple(shape), num_tokens), visit)
 
     def collect(self, read: Read) -> Loaded | None:
         """The verified chunk, or None: not there, not readable, or not in time."""
-        try:
-            return read.call.result()
-        except Exception as error:
-            self._report("read", error)
-            return None
+        return self._flights.leave(read)
+
+    def give_up(self, read: Read) -> None:
+        """Nobody will collect it."""
+        self._flights.give_up(read)
 
     def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> Loaded | None:
-        name = str(key)
         began = self._runtime.now()
+        since, known_since = self._purges.mark(), self.ledger.mark()
         until = began + self.deadline
-        since = self._purges.mark()
         for attempt in (1, 2):
             try:
-                arrived = self._reader.read(self.backend, key, shape, num_tokens, until)
-            except UnreadableBlobError as error:
-                self.ledger.note(name, Fidelity.UNREADABLE)
-                reason = f"unreadable: {error}"
-                self._events.emit(Event("missed", self.name, tokens=num_tokens, chunks=1, reason=reason))
+                arrived = self._reader.read(self.backend, key, shape, num_tokens, until=until, since=since)
+            except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
+                self._miss(key, num_tokens, error, since=known_since)
                 return None
             except CorruptBlobError as error:
                 if attempt == 2:
-                    self._discard(name, num_tokens, error)
+                    self._discard(key, num_tokens, error)
                 continue
             if arrived is None:
-                self.ledger.forget([name])
+                self.ledger.forget_absent(key)
                 return None
             header, loaded = arrived
-            if self._purges.hit(name, since):  # after `insert`, so that either it or the removal sees the other
-                self._memory.remove([key])
-                _release(loaded)
+            if self._purges.hit(key, since):
+                release(loaded)
                 return None
-            self._note(name, header)
+            self._presence.note(key, header, since=known_since)
             if loaded is not None:
                 nbytes = header.header_bytes + header.payload_bytes
                 self._events.emit(Event("retrieved", self.name, num_tokens, 1, nbytes, self._runtime.now() - began))
             return loaded
         return None
 
-    def _discard(self, name: str, num_tokens: int, error: CorruptBlobError) -> None:
+    def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, *, since: int) -> None:
+        reason = "no room in memory"
+        if isinstance(error, UnreadableBlobError):
+            reason = f"unreadable: {error}"
+            self.ledger.note(key, Fidelity.UNREADABLE, since=since)
+        elif isinstance(error, ExpiredBlobError):
+            reason = "expired"
+            self._delete_one(key)
+        self._events.emit(Event("missed", self.name, tokens=num_tokens, chunks=1, reason=reason))
+
+    def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError) -> None:
         log.warning("tier=%s removing a corrupt blob: %s", self.name, str(error))
         self._events.emit(Event("corrupt", self.name, tokens=num_tokens, chunks=1, reason=str(error)))
-        self.ledger.forget([name])
-        self.backend.delete(name)
+        self._delete_one(key)
+
+    def _delete_one(self, key: ChunkKey) -> None:
+        self.backend.delete(str(key))
+        self.ledger.forget([key])
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def submit(self, key: ChunkKey, loaded: Loaded, *, until: float) -> Write | None:
-        """Write an exact chunk in the background, taking over its lease; None (and counted) if it was dropped."""
+    def submit(self, key: ChunkKey, loaded: Loaded, *, until: float, since: int) -> Write | None:
+        """Write an exact chunk in the background, taking over its lease; None (and counted) if it was dropped.
+
+        since: a mark of the removals from before the chunk was got; what was removed after it is not kept.
+        """
         chunk = loaded.chunk
         assert chunk.exact, "lossy chunks are never written on: they would be encoded twice"
-        name = str(key)
-        self.ledger.expect(name)
-        store = partial(self._store, name, chunk, self._purges.mark())
-        write = self._writes.submit(name, store, loaded.lease, chunk, until=until)
+        if self.calls.writing.open and not self.calls.writing.take_probe():
+            loaded.release()
+            self._on_lost(key, chunk, "the tier is paused")
+            return None
+        self.ledger.expect(key)
+        store = partial(self._store, key, loaded, since)
+        write = self._writes.submit(key, self.calls.judged("put", store, self.calls.writing), loaded, until=until)
         if write is None:
-            self.ledger.forget_pending(name)
-            self._on_lost(chunk, "the write queue is full")
+            self._on_lost(key, chunk, "the write queue is full")
         return write
 
     def flush(self, until: float) -> bool:
         """Wait until every accepted write has been written or has failed; False if `until` came first."""
         return self._writes.flush(until)
 
-    def _store(self, name: str, chunk: Chunk, since: int) -> bool:
+    def _store(self, key: ChunkKey, loaded: Loaded, since: int) -> bool:
         began = self._runtime.now()
-        serializer = self.serializer
-        framed = envelope.seal(
-            envelope.Description(
-                name,
-                serializer.type,
-                tuple(chunk.tensor.shape),
-                str(chunk.tensor.dtype).removeprefix("torch."),
-                chunk.format.value,
-                chunk.num_tokens,
-                serializer.fidelity,
-                serializer.params,
-            ),
-            serializer.encode(chunk),
-        )
-        nbytes = sum(memoryview(part).nbytes for part in framed)
-        victims = self.ledger.admit(name, pages_of(nbytes))
-        if victims is None:
-            self._on_lost(chunk, "larger than the tier's capacity")
-            return False
-        try:
-            self._evict(victims)
-            self.backend.put(name, framed)
-        except BaseException:
-            self.ledger.forget([name])
-            raise
-        if self._purges.hit(name, since):
-            self.ledger.forget([name])
-            self.backend.delete(name)
-            return False
-        fidelity = Fidelity.EXACT if serializer.fidelity == EXACT else Fidelity.LOSSY
-        self.ledger.note(name, fidelity, nbytes=pages_of(nbytes))
-        self._events.emit(Event("stored", self.name, chunk.num_tokens, 1, nbytes, self._runtime.now() - began))
-        return True
+        chunk = loaded.chunk
+        written = self._writer.write(key, loaded, removed=lambda: self._purges.hit(key, since))
+        if not written.fits:
+            self._on_lost(key, chunk, "larger than the tier's bounds")
+        if written.kept:
+            seconds = self._runtime.now() - began
+            self._events.emit(Event("stored", self.name, chunk.num_tokens, 1, written.nbytes, seconds))
+        return written.kept
 
-    def _evict(self, victims: Sequence[tuple[str, int]]) -> None:
-        if victims:
-            self.backend.delete_many([name for name, _ in victims])
-            self._events.emit(Event("evicted", self.name, chunks=len(victims), bytes=sum(size for _, size in victims)))
-
-    def _on_lost(self, chunk: Chunk, reason: str) -> None:
+    def _on_lost(self, key: ChunkKey, chunk: Chunk, reason: str) -> None:
+        self.ledger.forget_pending(key)
         self._events.emit(Event("dropped", self.name, chunk.num_tokens, 1, chunk.nbytes, reason=reason))
 
     # -- operator's verbs ----------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:
         """Delete blobs; they are gone on return. Raises BackendError if that cannot be said."""
-        names = [str(key) for key in keys]
-        self._purges.add(frozenset(names).__contains__)
-        self._delete("remove", lambda: names)
-
-    def clear(self, prefix: str) -> None:
-        """Delete every blob whose key starts with `prefix`; as `remove` does."""
-        self._purges.add(lambda name: name.startswith(prefix))
-
-        def listed() -> list[str]:
-            found = [entry.key for entry in self.backend.scan(prefix)]
-            return found + [name for name in self.ledger.names() if name.startswith(prefix)]
-
-        self._delete("clear", listed)
-
-    def _delete(self, verb: str, names: Callable[[], Sequence[str]]) -> None:
-        self._writes.flush(self._runtime.now() + self.deadline)
 
         def delete() -> None:
-            doomed = names()
-            self.backend.delete_many(doomed)
-            self.ledger.forget(doomed)
+            self.backend.delete_many([str(key) for key in keys])
+            self.ledger.forget(keys)
 
+        self._delete("remove", delete)
+
+    def clear(self, prefix: str) -> None:
+        """Delete every blob whose key starts with `prefix`, a beginning of `<fingerprint>/<salt tag>/`; as `remove`."""
+
+        def delete() -> None:
+            known = self.ledger.names(prefix)
+            found = [entry.key for entry in self.backend.scan(prefix)]
+            self.backend.delete_many([*dict.fromkeys([*found, *map(str, known)])])
+            self.ledger.forget(known)
+
+        self._delete("clear", delete)
+
+    def _delete(self, verb: str, delete: Callable[[], None]) -> None:
+        self._writes.flush(self._runtime.now() + self.deadline)
         try:
-            # However many there are, it is the operator who waits.
-            self._chores.run(delete, seconds=max(60.0, self.deadline))
+            self.calls.chore(verb, delete, seconds=max(OPERATOR_SECONDS, self.deadline)).result()
         except Exception as error:
-            self._report(verb, error)
             raise BackendError(f"{self.name}: {verb} failed, blobs may be left: {error}") from error
 
     def put_record(self, name: str, content: bytes) -> None:
         """Keep a small unframed record beside the blobs, in the background."""
-        if not self.write or not self.backend.persistent:
+        if self.policy.write == "never" or not self.backend.persistent:
             return
-
-        def put() -> None:
-            try:
-                self.backend.put(name, [content])
-            except Exception as error:
-                self._report("put", error)
-
         try:
-            self._record = self._chores.submit(put, seconds=self.deadline)
+            self._record = self.calls.chore("put", lambda: self.backend.put(name, [content]), seconds=self.deadline)
         except BackendError as error:
-            self._report("put", error)
+            self.calls.report("put", error)
 
     def _close(self) -> None:
+        self.upkeep.close()
         self._writes.close(self._runtime.now() + self.deadline)
         if self._record is not None:
             self._record.wait()
-        try:
-            self._chores.run(self.backend.close, seconds=self.deadline)
-        except Exception as error:
-            self._report("close", error)
-        for workers in (self._reads, self._questions, self._chores):
-            workers.close(self.deadline if not workers.abandoned else 0.0)
+        self.calls.close()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def abandoned_calls(self) -> int:
         """Backend calls past their deadline that have not returned yet."""
-        everybody = (self._reads, self._questions, self._chores, self._writes.workers)
-        return sum(workers.abandoned for workers in everybody)
+        return self.calls.abandoned
+
+    def health(self) -> TierHealth:
+        """How the tier is, from what is known here: nothing is asked of the backend."""
+        calls = self.calls
+        breaker = calls.reading if calls.reading.open else calls.writing
+        state = "stuck" if calls.stuck else "paused" if calls.reading.open else "ok"
+        if state == "ok" and calls.writing.open:
+            state = "read only"
+        return TierHealth(
+            self.name,
+            state,
+            reason="" if state == "ok" else calls.last_error,
+            retry_in_seconds=max(0.0, breaker.probe_at - self._runtime.now()) if breaker.open else None,
+            failures=max(calls.reading.failures, calls.writing.failures),
+            abandoned_calls=calls.abandoned,
+            waiting_bytes=self._writes.waiting_bytes,
+            blobs=len(self.ledger),
+            bytes=self.ledger.bytes,
+            capacity=self.policy.capacity,
+            recovered=self.ledger.complete,
+            evicts=self.upkeep.evicts,
+        )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _may_hold_unknown(self) -> bool:
-        return self.backend.shared or (not self.ledger.complete and self.backend.persistent)
+    def _visit(self) -> Visit:
+        return Visit(self._runtime, self.deadline, since=self._purges.mark())
 
-    def _usable(self, fidelity: Fidelity | None) -> bool:
-        if fidelity is None or fidelity is Fidelity.UNREADABLE:
-            return False
-        return fidelity is not Fidelity.LOSSY or not self._exact_only
-
-    def _present(self, names: Sequence[str]) -> dict[str, bool]:
-        if not names:
-            return {}
-        there = self._ask("contains", lambda: self.backend.contains_many(names))
-        return {} if there is None else dict(zip(names, there, strict=True))
-
-    def _peek(self, names: Sequence[str]) -> set[str]:
-        """Learn what the blobs of `names` are from their headers; those about which the store only raised."""
-        silent = set()
-        for name, here in zip(names, self.backend.contains_many(names), strict=True):
-            try:
-                header = self._header(name) if here else None
-            except (CorruptBlobError, UnreadableBlobError):
-                self.ledger.note(name, Fidelity.UNREADABLE)
-                continue
-            except Exception as error:
-                self._report("peek", error)
-                silent.add(name)
-                continue
-            if header is not None:
-                self._note(name, header)
-            else:
-                self.ledger.forget_absent(name)
-        return silent
-
-    def _header(self, name: str) -> envelope.Header | None:
-        """The header of a blob, or None if there is no such blob. Raises as `envelope.parse` does."""
-        page = memoryview(bytearray(envelope.ALIGN_BYTES))
-        if not self.backend.get_range(name, 0, page):
-            if not self.backend.contains(name):
-                return None
-            raise CorruptBlobError("the blob is cut short")
-        length = envelope.header_bytes(page)
-        if length > len(page):
-            page = memoryview(bytearray(length))
-            if not self.backend.get_range(name, 0, page):
-                raise CorruptBlobError("the blob is cut short")
-        return envelope.parse(page, key=name)
-
-    def _note(self, name: str, header: envelope.Header) -> None:
-        fidelity = Fidelity.EXACT if header.exact else Fidelity.LOSSY
-        self.ledger.note(name, fidelity, nbytes=pages_of(header.header_bytes + header.payload_bytes))
-
-    def _recover(self) -> None:
-        try:
-            entries = [entry for entry in self.backend.scan() if not entry.key.startswith("spec/")]
-            self._evict(self.ledger.recover(entries))
-        except Exception as error:
-            self._report("scan", error)
-
-    def _ask(self, verb: str, function: Callable[[], T]) -> T | None:
-        try:
-            return self._questions.run(function, seconds=self.deadline)
-        except Exception as error:
-            self._report(verb, error)
-            return None
-
-    def _report(self, verb: str, error: Exception) -> None:
-        reason = "deadline" if isinstance(error, DeadlineExceeded) else type(error).__name__
-        log.warning("tier=%s verb=%s failed: %s: %s", self.name, verb, type(error).__name__, str(error))
-        self._events.emit(Event("tier_error", self.name, reason=f"{verb}: {reason}"))
-        if self._reads.stuck or self._questions.stuck:
-            self._events.emit(Event("tier_paused", self.name, reason="every thread is held by an overdue call"))
+    def _welcome(self, key: ChunkKey) -> bool:
+        blobs = len(self.ledger)
+        return self.ledger.welcome(key, self.ledger.bytes // blobs if blobs else 0)
 
     # -- the seed's interface ------------------------------------------------------------------------------------------
 
     def _take(self, key: ChunkKey) -> Loaded | None:
-        if not self._writes.flush_one(str(key), self._runtime.now() + self.deadline):
+        visit = self._visit()
+        if not self._writes.flush_one(key, visit.until):
             return None
-        header = self._ask("get", lambda: self._header(str(key)))
+        header = self.calls.ask("get", lambda: self._header_or_none(key), visit)
         if header is None:
             return None
-        read = self.read(key, header.description.shape, header.description.num_tokens)
+        read = self.read(key, header.description.shape, header.description.num_tokens, visit)
         return None if read is None else self.collect(read)
+
+    def _header_or_none(self, key: ChunkKey) -> envelope.Header | None:
+        try:
+            return self._presence.header(key)
+        except (CorruptBlobError, UnreadableBlobError) as error:
+            self._events.emit(Event("missed", self.name, chunks=1, reason=f"unreadable: {error}"))
+            return None
 
     def _accept(self, key: ChunkKey, tensor: torch.Tensor) -> Write | None:
         self._check(tensor)
-        if not self.write:
+        if self.policy.write == "never":
             return None
-        until = self._runtime.now() + self.deadline
+        until, since = self._runtime.now() + self.deadline, self._purges.mark()
         reservation = self._memory.reserve_by(self.layout.nbytes(tensor.shape), until)
         block = None
         if reservation is not None:
@@ -425,14 +360,9 @@ class StoredTier(Tier):
             block = reservation.seal()
         if block is None:
             return None
-        loaded = Loaded(chunk, block.lease())
+        loaded = Loaded(chunk, block.lease(), self._runtime.wall())
         block.drop()
-        return self.submit(key, loaded, until=until)
+        return self.submit(key, loaded, until=until, since=since)
 
     def _settled(self, token: Write) -> bool:
         return self._writes.wait(token, self._runtime.now() + self.deadline)
-
-
-def _release(loaded: Loaded | None) -> None:
-    if loaded is not None:
-        loaded.release()

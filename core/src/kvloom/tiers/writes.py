@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvloom.errors import BackendError
-from kvloom.memory import Lease
 from kvloom.runtime import Call, Runtime, Workers
-from kvloom.types import Chunk
-
-log = logging.getLogger(__name__)
+from kvloom.tiers.base import Loaded
+from kvloom.types import ChunkKey
 
 
 @dataclass(eq=False, slots=True)
 class Write:
     """One accepted write."""
 
-    name: str
-    chunk: Chunk
-    lease: Lease
+    key: ChunkKey
+    loaded: Loaded
     began: float | None = None
     outcome: bool | None = None
     """True: stored. False: failed or dropped. None: still under way."""
@@ -41,15 +37,18 @@ class WriteQueue:
         *,
         deadline: float,
         max_bytes: int,
-        on_lost: Callable[[Chunk, str], None],
+        on_lost: Callable[[Write, str], None],
+        on_late: Callable[[], None],
     ) -> None:
+        """on_lost: told of everything that is not written, and why. on_late: told when a call was overdue."""
         self.workers = workers
         self._runtime = runtime
         self._deadline = deadline
         self._max_bytes = max_bytes
         self._on_lost = on_lost
+        self._on_late = on_late
         self._changed = runtime.condition()
-        self._open: dict[str, Write] = {}
+        self._open: dict[ChunkKey, Write] = {}
         self._bytes = 0
 
     @property
@@ -58,38 +57,47 @@ class WriteQueue:
         self._expire()
         return self.workers.stuck
 
-    def pending(self, name: str) -> bool:
-        return name in self._open
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of chunks accepted and not written yet."""
+        return self._bytes
 
-    def submit(self, name: str, store: Callable[[], bool], lease: Lease, chunk: Chunk, *, until: float) -> Write | None:
-        """Queue a write, waiting for room until `until`; None (the lease released) if there was none.
+    def pending(self, key: ChunkKey) -> bool:
+        return key in self._open
 
-        A write of the same name that is under way stands for this one.
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a chunk would be accepted without waiting."""
+        return not self._open or self._bytes + nbytes <= self._max_bytes
+
+    def submit(self, key: ChunkKey, store: Callable[[], bool], loaded: Loaded, *, until: float) -> Write | None:
+        """Queue a write, waiting for room until `until`; None (the chunk released) if there was none.
+
+        A write of the same key that is under way stands for this one.
         """
-        write = Write(name, chunk, lease)
+        write = Write(key, loaded)
         same = self._admit(write, until)
         if same is not write:
-            lease.release()
+            loaded.release()
             return same
         try:
             write.call = self.workers.submit(lambda: self._run(write, store), seconds=self._deadline)
         except BackendError:
             self._settle(write, False)
-            lease.release()
+            loaded.release()
             return None
         return write
 
     def _admit(self, write: Write, until: float) -> Write | None:
-        """The write that is now under way under this name, or None if there was no room by `until`."""
+        """The write that is now under way under this key, or None if there was no room by `until`."""
         while True:
             self._expire()
             with self._changed:
-                same = self._open.get(write.name)
+                same = self._open.get(write.key)
                 if same is not None:
                     return same
-                if not self._open or self._bytes + write.chunk.nbytes <= self._max_bytes:
-                    self._open[write.name] = write
-                    self._bytes += write.chunk.nbytes
+                if self.has_room(write.loaded.chunk.nbytes):
+                    self._open[write.key] = write
+                    self._bytes += write.loaded.chunk.nbytes
                     return write
                 left = until - self._runtime.now()
                 if left <= 0 or self.workers.stuck:
@@ -111,9 +119,9 @@ class WriteQueue:
             self.wait(write, until)
         return not self._open
 
-    def flush_one(self, name: str, until: float) -> bool:
-        """Wait for the write of `name`, if there is one; False if it failed or `until` came first."""
-        write = self._open.get(name)
+    def flush_one(self, key: ChunkKey, until: float) -> bool:
+        """Wait for the write of `key`, if there is one; False if it failed or `until` came first."""
+        write = self._open.get(key)
         return write is None or self.wait(write, until)
 
     def close(self, until: float) -> None:
@@ -128,19 +136,18 @@ class WriteQueue:
         try:
             outcome = store()
         except Exception as error:
-            log.warning("%s: a write failed: %s: %s", self.workers.name, type(error).__name__, str(error))
             if write.outcome is None:
-                self._on_lost(write.chunk, f"write failed: {type(error).__name__}")
+                self._on_lost(write, f"write failed: {type(error).__name__}")
         finally:
-            write.lease.release()
+            write.loaded.release()
             self._settle(write, outcome)
 
     def _settle(self, write: Write, outcome: bool) -> None:
         with self._changed:
             if write.outcome is None:
                 write.outcome = outcome
-                del self._open[write.name]
-                self._bytes -= write.chunk.nbytes
+                del self._open[write.key]
+                self._bytes -= write.loaded.chunk.nbytes
                 self._changed.notify_all()
 
     def _expire(self) -> None:
@@ -150,6 +157,7 @@ class WriteQueue:
         overdue = [w for w in list(self._open.values()) if w.began is not None and w.began < late]
         if overdue:
             self._lose(overdue, "deadline")
+            self._on_late()
         if self.workers.stuck:
             self._lose(list(self._open.values()), "every thread is held by an overdue write")
 
@@ -158,6 +166,6 @@ class WriteQueue:
             if write.outcome is not None:
                 continue
             if write.call is not None and write.call.cancel():
-                write.lease.release()  # it never began; one that did keeps its memory until it returns
+                write.loaded.release()  # it never began; one that did keeps its memory until it returns
             self._settle(write, False)
-            self._on_lost(write.chunk, reason)
+            self._on_lost(write, reason)

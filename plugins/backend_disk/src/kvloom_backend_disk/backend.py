@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from pydantic import field_validator
 
 from kvloom import Buffer, Buffers, CorruptBlobError, Entry, KVSpec, Sink, StorageBackend
 from kvloom import Config as BaseConfig
+from kvloom_backend_disk.hold import Holds
 from kvloom_backend_disk.layout import SCRATCH, Layout
 from kvloom_backend_disk.scratch import Scratch
 from kvloom_backend_disk.transfer import Mode, Transfer, probe_direct
@@ -30,12 +32,17 @@ logger = logging.getLogger("kvloom.backend_disk")
 _PUBLISH_ATTEMPTS = 8
 # Without O_NONBLOCK, opening a FIFO that somebody put there would wait for its writer.
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+# A blob's time of access is when it was last used, as `touch_many` says: a reader who only checks it does not count.
+_NO_ATIME = getattr(os, "O_NOATIME", 0)
 # What opening a symbolic link or a socket says, on one system or another.
 _NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EOPNOTSUPP)
+# Not there, the file of another user (whose times only that user may set), or a store that is only read here.
+_NO_TOUCH = (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EROFS)
 
 
 class DiskBackend(StorageBackend):
-    """Keeps every blob as a file under `path`. Holds no descriptor and no lock between calls, so it survives a fork."""
+    """Keeps every blob as a file under `path`. Survives a fork: between calls it has no descriptor but those of `hold`,
+    which a child does not take over."""
 
     type: ClassVar[str] = "disk"
     persistent: ClassVar[bool] = True
@@ -64,6 +71,7 @@ class DiskBackend(StorageBackend):
         root = _absolute(config.path)
         self._layout = Layout(root)
         self._scratch = Scratch(root / SCRATCH)
+        self._holds = Holds(root)
         try:
             mode = self._probe(root, config.direct)
             reclaimed = self._scratch.reclaim()
@@ -137,7 +145,7 @@ class DiskBackend(StorageBackend):
         Raises CorruptBlobError if something else than a file lies there.
         """
         try:
-            fd = os.open(self._layout.path(key), _READ_FLAGS)
+            fd = _open_to_read(self._layout.path(key))
         except FileNotFoundError:
             yield None
             return
@@ -168,6 +176,21 @@ class DiskBackend(StorageBackend):
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         return self._layout.scan(prefix)
 
+    def touch_many(self, keys: Sequence[str]) -> None:
+        """Each blob's time of access becomes now; that of writing stays."""
+        for key in keys:
+            try:
+                _touch(self._layout.path(key), time.time_ns())
+            except OSError as error:
+                if error.errno not in (*_NO_TOUCH, *_NO_FILE):
+                    raise
+
+    def hold(self, name: str) -> bool:
+        return self._holds.take(name)
+
+    def close(self) -> None:
+        self._holds.release()
+
     def _publish(self, draft: str, path: str) -> None:
         for _ in range(_PUBLISH_ATTEMPTS):
             try:
@@ -194,6 +217,22 @@ class _Memory:
 
     def filled(self, num_bytes: int) -> None:
         pass
+
+
+def _open_to_read(path: str) -> int:
+    try:
+        return os.open(path, _READ_FLAGS | _NO_ATIME)
+    except PermissionError:
+        return os.open(path, _READ_FLAGS)  # only a file's owner may read it without a trace
+
+
+def _touch(path: str, nanoseconds: int) -> None:
+    # By descriptor: by path, the time of writing could be given to a version that has just replaced this one.
+    fd = _open_to_read(path)
+    try:
+        os.utime(fd, ns=(nanoseconds, os.fstat(fd).st_mtime_ns))
+    finally:
+        os.close(fd)
 
 
 def _absolute(path: Path) -> Path:

@@ -20,7 +20,9 @@ SCRATCH = "+tmp"
 """The directory of files that are still being written."""
 
 _PART = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._-]+"
+_NAME = re.compile(_PART)
 _KEY = re.compile(rf"((?:{_PART}/)*)({_PART})")
+_SHARD = re.compile(r"\+[0-9a-f]{2}")
 _CHUNK_NAME = re.compile(r"[0-9]+-([0-9a-f]{2})[0-9a-f]{62}")
 _MAX_KEY_CHARS = 200
 
@@ -47,20 +49,27 @@ class Layout:
 
     def _walk(self, above: str, beginning: str) -> Iterator[Entry]:
         for entry in _listing(f"{self._root}/{above}"):
-            if entry.name == SCRATCH:
-                continue
             if entry.name.startswith("+"):
-                yield from self._blobs(entry.path, above, beginning)
+                if _SHARD.fullmatch(entry.name):
+                    yield from self._blobs(entry.path, above, beginning)
             elif entry.name.startswith(beginning):
                 yield from self._walk(f"{above}{entry.name}/", "")
 
     def _blobs(self, directory: str, above: str, beginning: str) -> Iterator[Entry]:
+        shard = directory[-2:]
+        room = _MAX_KEY_CHARS - len(above)
+        if above and not _KEY.fullmatch(above[:-1]):
+            return
         for entry in _listing(directory):
+            name = entry.name
             # A file that is not where `path` puts its key is not ours (an editor's, a network file system's).
-            with contextlib.suppress(ValueError, FileNotFoundError):
-                if entry.name.startswith(beginning) and self.path(above + entry.name) == entry.path:
-                    status = entry.stat(follow_symlinks=False)
-                    yield Entry(above + entry.name, status.st_blocks * 512, status.st_mtime)
+            if not name.startswith(beginning) or len(name) > room or not _belongs(name, shard):
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            yield Entry(above + name, status.st_blocks * 512, status.st_mtime, status.st_atime)
 
     def remove(self, path: str) -> None:
         """Remove what lies at the path of a key, if anything: a blob, or whatever else somebody put there."""
@@ -84,6 +93,12 @@ class Layout:
             except OSError:
                 return
             directory = os.path.dirname(directory)
+
+
+def _belongs(name: str, shard: str) -> bool:
+    """Whether a file of that name in the directory `+<shard>` is a blob: one expression for the names of chunks."""
+    match = _CHUNK_NAME.fullmatch(name)
+    return match[1] == shard if match else _NAME.fullmatch(name) is not None and _shard(name) == shard
 
 
 def _shard(name: str) -> str:

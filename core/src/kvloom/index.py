@@ -1,0 +1,130 @@
+"""What the tiers hold, and nothing moved: the half of an engine that a scheduler needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from kvloom import keys as keying
+from kvloom.config import EngineConfig
+from kvloom.contracts.connector import GPUConnector
+from kvloom.contracts.tokens import TokenDatabase
+from kvloom.errors import BackendError
+from kvloom.events import EventBus
+from kvloom.runtime import Runtime
+from kvloom.tiers.base import Tier
+from kvloom.tiers.stack import Stack
+from kvloom.types import Health, Hit, KVSpec, Segment
+
+
+class Index:
+    """Forecasts of what an engine would retrieve. `Engine.open(..., role="index")` gives one.
+
+    It has no memory and remembers nothing: it asks the tiers that other processes share. Where the KV of a model is
+    spread over ranks, a chunk counts as there once every rank's part is.
+    """
+
+    def __init__(
+        self, config: EngineConfig, spec: KVSpec, *, stack: Stack, connector: GPUConnector, tokens: TokenDatabase,
+        events: EventBus, runtime: Runtime, others: Sequence[tuple[KVSpec, TokenDatabase]] = (),
+    ) -> None:  # fmt: skip
+        """others: the other ranks, whose KV has to be there too."""
+        self.config = config
+        self.spec = spec
+        self.connector = connector
+        self.fingerprint = keying.fingerprint(spec, connector.format, connector.representation)
+        self._tokens = tokens
+        self._others = tuple(database for _, database in others)
+        for its_spec, database in ((spec, tokens), *others):
+            database.fingerprint = keying.fingerprint(its_spec, connector.format, connector.representation)
+            database.chunk_tokens = config.chunk_tokens
+        self._stack = stack
+        self._events = events
+        self._runtime = runtime
+        self._closed = False
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            for component in (self.connector, self._tokens, *self._others):
+                component.close()
+            self._stack.close()
+            self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def tiers(self) -> Mapping[str, Tier]:
+        """The tiers by name, in the config's order, for work at the level of chunks."""
+        return self._stack.tiers
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.config.chunk_tokens
+
+    def health(self) -> Health:
+        """How the tiers are: which are paused and why, what they hold, what hangs. Asks no backend."""
+        return self._stack.health()
+
+    def counters(self) -> Mapping[Any, Any]:
+        """What has happened so far: (event, tier, reason) to its totals."""
+        return self._events.counters()
+
+    def lookup(
+        self, tokens: torch.Tensor, search_range: Sequence[str] | None = None, *, salt: str | None = None
+    ) -> Hit:
+        """How many leading tokens the tiers say they hold. Reads no KV, changes nothing; a paused tier has nothing.
+
+        search_range: names of tiers to ask; ValueError if there is no such tier.
+        """
+        self._check_names(search_range)
+        segments = self.segments(tokens, salt=salt)
+        keys = [segment.key for segment in segments]
+        for database in self._others:  # asked about in one go
+            keys += [segment.key for segment in database.segments(tokens, salt=self._salt(salt))]
+        located = self._stack.locate(keys, search_range)
+        if self._others:
+            count = len(segments)
+            located = [None if None in located[i::count] else located[i] for i in range(count)]
+        hit = 0
+        by_tier: dict[str, int] = {}
+        for segment, name in zip(segments, located, strict=True):
+            if name is None:
+                break
+            hit = segment.end
+            by_tier[name] = by_tier.get(name, 0) + segment.end - segment.start
+        return Hit(hit, by_tier)
+
+    def segments(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None
+    ) -> list[Segment]:
+        """The segments of the selected tokens, with their keys."""
+        self._check_open()
+        return self._tokens.segments(tokens, mask, salt=self._salt(salt))
+
+    def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
+        """Which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
+        self._check_names(search_range)
+        located = self._stack.locate([segment.key for segment in segments], search_range)
+        return torch.tensor([name is not None for name in located], dtype=torch.bool)
+
+    def _salt(self, salt: str | None) -> str:
+        return self.config.salt if salt is None else salt
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError("the engine is closed")
+
+    def _check_names(self, names: Sequence[str] | None) -> None:
+        if isinstance(names, str):
+            raise TypeError(f"search_range: expected a list of tier names, got {names!r}; write [{names!r}]")
+        unknown = [name for name in names or () if name not in self._stack.tiers]
+        if unknown:
+            raise ValueError(f"search_range: no tier {unknown[0]!r}; this engine has {', '.join(self._stack.tiers)}")

@@ -1,0 +1,89 @@
+"""Writing a chunk as a blob: encoded, framed, given room, put, and counted as what it turned out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvloom import envelope
+from kvloom.contracts.serializer import Serializer
+from kvloom.contracts.storage import StorageBackend
+from kvloom.memory import pages_of
+from kvloom.tiers.base import Loaded
+from kvloom.tiers.ledger import Fidelity, Ledger
+from kvloom.tiers.upkeep import Upkeep
+from kvloom.types import EXACT, Buffers, ChunkKey
+
+
+class Written(NamedTuple):
+    """What became of a chunk."""
+
+    nbytes: int
+    fits: bool
+    """False: it is larger than what the tier may hold, and was not written."""
+    kept: bool
+    """False: it was removed while it was being written."""
+
+
+class BlobWriter:
+    """Writes chunks to one tier. Keeps no state between calls."""
+
+    def __init__(self, backend: StorageBackend, serializer: Serializer, ledger: Ledger, upkeep: Upkeep) -> None:
+        self._backend = backend
+        self._serializer = serializer
+        self._ledger = ledger
+        self._upkeep = upkeep
+
+    def write(self, key: ChunkKey, loaded: Loaded, *, removed: Callable[[], bool]) -> Written:
+        """Write a chunk. Raises what serializer and backend raise. removed: whether it has been removed meanwhile."""
+        framed = self._framed(key, loaded)
+        nbytes = sum(memoryview(part).nbytes for part in framed)
+        if not self._upkeep.admit(key, pages_of(nbytes)):
+            return Written(nbytes, fits=False, kept=False)
+        self._put(key, framed, pages_of(nbytes))
+        if removed():
+            self._backend.delete(str(key))
+            self._ledger.forget([key])
+            return Written(nbytes, fits=True, kept=False)
+        fidelity = Fidelity.EXACT if self._serializer.fidelity == EXACT else Fidelity.LOSSY
+        self._ledger.note(key, fidelity, nbytes=pages_of(nbytes), written=loaded.written or None)
+        self._upkeep.delete(self._ledger.excess(key))
+        return Written(nbytes, fits=True, kept=True)
+
+    def _framed(self, key: ChunkKey, loaded: Loaded) -> Buffers:
+        chunk, serializer = loaded.chunk, self._serializer
+        description = envelope.Description(
+            str(key),
+            serializer.type,
+            tuple(chunk.tensor.shape),
+            str(chunk.tensor.dtype).removeprefix("torch."),
+            chunk.format.value,
+            chunk.num_tokens,
+            serializer.fidelity,
+            serializer.params,
+            int(loaded.written),
+        )
+        return envelope.seal(description, serializer.encode(chunk))
+
+    def _put(self, key: ChunkKey, framed: Buffers, nbytes: int) -> None:
+        try:
+            try:
+                self._backend.put(str(key), framed)
+            except Exception as error:
+                if not self._upkeep.make_room(error, nbytes):
+                    raise
+                self._backend.put(str(key), framed)
+        except BaseException:
+            self._reconsider(key, nbytes)
+            raise
+
+    def _reconsider(self, key: ChunkKey, nbytes: int) -> None:
+        """After a put that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
+        try:
+            there = self._backend.contains(str(key))
+        except Exception:
+            there = True
+        if there:
+            self._ledger.note(key, Fidelity.UNKNOWN, nbytes=nbytes)
+        else:
+            self._ledger.forget([key])

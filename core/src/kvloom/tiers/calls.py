@@ -1,0 +1,196 @@
+"""A tier's calls of its backend: each on a thread of the tier's, waited for until a deadline, judged by a breaker."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvloom.contracts.observer import Event
+from kvloom.contracts.storage import StorageBackend
+from kvloom.errors import BackendError, DeadlineExceeded
+from kvloom.events import EventBus
+from kvloom.runtime import Call, Runtime, Workers
+from kvloom.tiers.breaker import Breaker
+from kvloom.tiers.visit import Visit
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PROBE_KEY = "probe"
+"""What a store is asked for to find out whether it answers. Nobody stores it."""
+
+
+class NoRoomError(BackendError):
+    """There was no memory for what a store had to give: not the store's fault."""
+
+
+class Calls:
+    """Threads for one backend, in four groups: a question must not wait behind reads, nor either behind a listing.
+
+    Reading and writing have a breaker each: a store that has become read-only, or is full, still gives hits.
+    """
+
+    def __init__(
+        self, name: str, backend: StorageBackend, events: EventBus, runtime: Runtime, *, deadline: float
+    ) -> None:
+        self.name = name
+        self.deadline = deadline
+        self._backend = backend
+        self._events = events
+        self._now = runtime.now
+        self.reads = Workers(runtime, name=f"kvloom-{name}-read", threads=backend.threads)
+        self.questions = Workers(runtime, name=f"kvloom-{name}-ask", threads=min(2, backend.threads))
+        self.writes = Workers(runtime, name=f"kvloom-{name}-write", threads=min(2, backend.threads))
+        self.chores = Workers(runtime, name=f"kvloom-{name}-chore", threads=1)
+        self.reading = Breaker(runtime)
+        self.writing = Breaker(runtime)
+        self.last_error = ""
+        self._probe: Call[Any] | None = None
+
+    # -- whether to call at all ----------------------------------------------------------------------------------------
+
+    def serves(self, visit: Visit) -> bool:
+        """Whether reading may be tried in this operation. If the tier is paused and a probe is due, it is begun."""
+        return self.name not in visit.lost and not visit.given_up and not self.paused
+
+    @property
+    def paused(self) -> bool:
+        """Reading is not to be tried now. A probe that is due is begun, in the background."""
+        if not self.reading.open:
+            return False
+        if self.reading.probe_is_due:
+            self._begin_probe()
+        return True
+
+    @property
+    def write_paused(self) -> bool:
+        """Nothing is to be written now. A write is its own probe: it keeps nobody waiting."""
+        return self.paused or (self.writing.open and not self.writing.probe_is_due)
+
+    def _begin_probe(self) -> None:
+        probe = self._probe
+        if probe is not None and not probe.done:
+            if probe.overdue_at <= self._now():
+                probe.cancel()
+            if probe.running:  # the last one hangs: there is no need to ask again
+                return
+        if not self.reading.take_probe():
+            return
+
+        def ask() -> None:
+            began = self._now()
+            self._backend.contains(PROBE_KEY)
+            self._backend.get(PROBE_KEY)
+            if self._now() - began <= self.deadline:
+                self._resumed(self.reading.answered(), "reading")
+
+        try:
+            self._probe = self.questions.submit(self._reported("probe", ask), seconds=self.deadline)
+        except BackendError as error:
+            self.last_error = str(error)
+
+    # -- calling -------------------------------------------------------------------------------------------------------
+
+    def ask(self, verb: str, function: Callable[[], T], visit: Visit) -> T | None:
+        """The answer to a short question, or None: the tier is given up for this operation."""
+        if not self.serves(visit):
+            return None
+        try:
+            call = self.questions.submit(self.judged(verb, function, self.reading), seconds=self.deadline)
+        except BackendError as error:
+            self.failed(verb, error, self.reading)
+            visit.lost.add(self.name)
+            return None
+        try:
+            return call.result(visit.patience(self.deadline))
+        except Exception as error:
+            self.late(verb, error, call, self.reading)
+            visit.lost.add(self.name)
+            return None
+
+    def judged(self, verb: str, function: Callable[[], T], breaker: Breaker) -> Callable[[], T]:
+        """`function`, telling the breaker how it went, and everybody else if it failed."""
+
+        def run() -> T:
+            began = self._now()
+            try:
+                value = function()
+            except NoRoomError:
+                raise
+            except Exception as error:
+                self.failed(verb, error, breaker)
+                raise
+            if self._now() - began <= self.deadline:
+                self._resumed(breaker.succeeded(verb), "reading" if breaker is self.reading else "writing")
+            elif breaker.open:
+                breaker.probe_now()  # late, but alive
+            return value
+
+        return run
+
+    def chore(self, verb: str, function: Callable[[], T], *, seconds: float = math.inf) -> Call[T]:
+        """Queue something that nobody is kept waiting by. Raises BackendError if that thread hangs."""
+        return self.chores.submit(self._reported(verb, function), seconds=seconds)
+
+    def _reported(self, verb: str, function: Callable[[], T]) -> Callable[[], T]:
+        def run() -> T:
+            try:
+                return function()
+            except Exception as error:
+                self.report(verb, error)
+                raise
+
+        return run
+
+    # -- judging -------------------------------------------------------------------------------------------------------
+
+    def late(self, verb: str, error: Exception, call: Call[Any], breaker: Breaker) -> None:
+        """The caller of `call` went on without it. What the function itself raised was judged where it ran."""
+        if isinstance(error, DeadlineExceeded):
+            # One that has hardly begun, because others were before it or the operation was short of time, is no fault.
+            if call.running and call.overdue_at - self._now() <= 0.1 * self.deadline:
+                self.failed(verb, error, breaker)
+            else:
+                self.report(verb, error)
+
+    def failed(self, verb: str, error: Exception, breaker: Breaker) -> None:
+        self.report(verb, error)
+        if breaker.failed(verb):
+            what = "reading" if breaker is self.reading else "writing"
+            log.warning("tier=%s is paused for %s: %s", self.name, what, self.last_error)
+            self._events.emit(Event("tier_paused", self.name, reason=what))
+
+    def report(self, verb: str, error: Exception) -> None:
+        """Count and log what a store did wrong."""
+        reason = "deadline" if isinstance(error, DeadlineExceeded) else type(error).__name__
+        self.last_error = f"{verb}: {reason}: {error}"
+        log.warning("tier=%s verb=%s failed: %s: %s", self.name, verb, type(error).__name__, str(error))
+        self._events.emit(Event("tier_error", self.name, reason=f"{verb}: {reason}"))
+
+    def _resumed(self, closed: bool, what: str) -> None:
+        if closed:
+            log.warning("tier=%s is back for %s", self.name, what)
+            self._events.emit(Event("tier_resumed", self.name, reason=what))
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def stuck(self) -> bool:
+        """Reads or questions would not even be begun: every thread is held by an overdue call."""
+        return self.reads.stuck or self.questions.stuck
+
+    @property
+    def abandoned(self) -> int:
+        """Calls past their deadline that have not returned yet."""
+        return sum(workers.abandoned for workers in (self.reads, self.questions, self.writes, self.chores))
+
+    def close(self) -> None:
+        """Have the backend closed and the threads end; what hangs is left behind."""
+        try:
+            self.chores.run(self._backend.close, seconds=self.deadline)
+        except Exception as error:
+            self.report("close", error)
+        for workers in (self.reads, self.questions, self.chores):
+            workers.close(self.deadline if not workers.abandoned else 0.0)

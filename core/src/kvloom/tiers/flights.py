@@ -1,0 +1,126 @@
+"""Reads under way: two that want one chunk at one time share one call of the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvloom.errors import BackendError, DeadlineExceeded
+from kvloom.runtime import Call, Runtime
+from kvloom.tiers.base import Loaded
+from kvloom.tiers.calls import Calls
+from kvloom.tiers.visit import Visit
+from kvloom.types import ChunkKey
+
+
+class Flight:
+    """One call that reads one chunk."""
+
+    __slots__ = ("call", "failed", "key", "shares")
+
+    call: Call[Loaded | None]
+
+    def __init__(self, key: ChunkKey) -> None:
+        self.key = key
+        self.shares = 1
+        self.failed = False
+        """It raised: the tier is not to be asked again by those who waited."""
+
+
+class Read:
+    """One reader's share of a flight. Give it to `leave` or to `give_up`, once."""
+
+    __slots__ = ("flight", "visit")
+
+    def __init__(self, flight: Flight, visit: Visit) -> None:
+        self.flight = flight
+        self.visit = visit
+
+    @property
+    def done(self) -> bool:
+        """There is nothing to wait for."""
+        return self.flight.call.done
+
+
+class Flights:
+    """The reads of one tier."""
+
+    def __init__(self, calls: Calls, runtime: Runtime) -> None:
+        self._calls = calls
+        self._lock = runtime.lock()
+        self._open: dict[ChunkKey, Flight] = {}
+
+    def board(self, key: ChunkKey, load: Callable[[], Loaded | None], visit: Visit) -> Read | None:
+        """Share the call that reads `key`, or begin one; None if the tier cannot take it."""
+        judged = self._calls.judged("read", load, self._calls.reading)
+        try:
+            with self._lock:
+                flight = self._open.get(key)
+                if flight is not None:
+                    flight.shares += 1
+                else:
+                    flight = Flight(key)
+                    run = partial(self._land, flight, judged)
+                    flight.call = self._calls.reads.submit(run, seconds=self._calls.deadline, discard=release)
+                    self._open[key] = flight
+        except BackendError as error:
+            self._calls.failed("read", error, self._calls.reading)
+            visit.lost.add(self._calls.name)
+            return None
+        return Read(flight, visit)
+
+    def leave(self, read: Read) -> Loaded | None:
+        """Wait for what the call reads: a lease of its own, or None. A tier that is late is lost to the visit."""
+        flight, visit = read.flight, read.visit
+        call = flight.call
+        visit.waits_for(self._calls.reads.wake)
+        in_time = call.wait(visit.patience(self._calls.deadline), stopped=lambda: visit.given_up)
+        visit.waits_for(None)
+        if not in_time:
+            if not visit.given_up:
+                self._calls.late("read", DeadlineExceeded("no answer within the deadline"), call, self._calls.reading)
+            visit.lost.add(self._calls.name)
+            self.give_up(read)
+            return None
+        return self._share(flight, visit)
+
+    def give_up(self, read: Read) -> None:
+        """Do not wait. The call is given up with its last share."""
+        flight = read.flight
+        with self._lock:
+            flight.shares -= 1
+            last = not flight.shares
+            if last:
+                self._forget(flight)
+        if last:
+            flight.call.cancel()
+
+    def _land(self, flight: Flight, load: Callable[[], Loaded | None]) -> Loaded | None:
+        try:
+            return load()
+        except Exception:  # judged and told of already
+            flight.failed = True
+            return None
+        finally:
+            with self._lock:  # from now on it is in memory, or not to be had
+                self._forget(flight)
+
+    def _share(self, flight: Flight, visit: Visit) -> Loaded | None:
+        loaded = flight.call.peek()
+        if flight.failed:
+            visit.lost.add(self._calls.name)
+        with self._lock:
+            flight.shares -= 1
+            last = not flight.shares
+            mine = loaded if last or loaded is None else loaded.again()
+        return mine
+
+    def _forget(self, flight: Flight) -> None:
+        if self._open.get(flight.key) is flight:
+            del self._open[flight.key]
+
+
+def release(loaded: Loaded | None) -> None:
+    """Of a chunk that nobody waits for any more, if there is one."""
+    if loaded is not None:
+        loaded.release()

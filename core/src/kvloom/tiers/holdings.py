@@ -1,0 +1,173 @@
+"""The blobs of one tier, each with its size and its places in the orders in which blobs go.
+
+Not thread-safe: the ledger's lock is held.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from kvloom.tiers.ages import Ages
+from kvloom.tiers.rings import Links, Ring
+from kvloom.tiers.rows import PENDING, Rows
+from kvloom.tiers.tenants import Tenant, Tenants
+from kvloom.types import ChunkKey
+
+_GONE_KEPT = 4096
+
+
+class Victim(NamedTuple):
+    """A blob that is forgotten already and has to be deleted."""
+
+    key: ChunkKey
+    bytes: int
+    reason: str
+    """`"capacity"`, `"quota"` or `"expired"`."""
+
+
+class Holdings:
+    """Rows in one ring by use, those of tenants with a quota in another, and in slots by age if there is a ttl."""
+
+    def __init__(
+        self, wall: Callable[[], float], *, capacity: int | None, ttl: float | None, quota: Mapping[str, int] | None
+    ) -> None:
+        self.capacity = capacity
+        self.enforced = True
+        """Who is over a bound goes; if not, all stay, and are only counted."""
+        self.wall = wall
+        self.rows = Rows()
+        self._links = Links(self.rows)
+        self.ring = Ring(self.rows, self._links)
+        self.tenants = Tenants(self.rows, quota)
+        self.ages = None if ttl is None else Ages(self.rows, ttl)
+        self.bytes = 0
+        self.count = 0
+        """Rows of blobs: all but those that are only expected."""
+        self.listing = 1
+        """The number of the last listing, from 1 to 255 and again."""
+        self.listing_now = False
+        self.forgotten = 0
+        """How many blobs have been forgotten so far."""
+        self._lately: OrderedDict[bytes, int] = OrderedDict()
+        self._not_lately = 0
+        self.gone: OrderedDict[bytes, float] = OrderedDict()
+        """When blobs were forgotten: a listing that is under way may have seen them before."""
+
+    def find(self, key: ChunkKey) -> int:
+        """The row of a key, 0 if there is none."""
+        digest = key.digest
+        return self.rows.find[digest[0]](digest, 0)
+
+    def key(self, row: int) -> ChunkKey:
+        return ChunkKey(self.tenants.namespace(row).name, self.rows.depth[row], self.rows.digest(row))
+
+    def matching(self, some: Iterable[int], prefix: str) -> Iterator[ChunkKey]:
+        """The keys of those rows whose text starts with `prefix`."""
+        for row in some:
+            name = self.tenants.namespace(row).name + "/"
+            if name.startswith(prefix):
+                yield self.key(row)
+            elif prefix.startswith(name) and str(key := self.key(row)).startswith(prefix):
+                yield key
+
+    # -- one row -------------------------------------------------------------------------------------------------------
+
+    def create(self, key: ChunkKey, state: int, *, newest: bool = True) -> int:
+        """A row for a new key, of 0 bytes. newest: the most recent one; else the least recent of all that may go."""
+        rows = self.rows
+        row = rows.add(key.digest)
+        rows.state[row], rows.bytes[row], rows.depth[row] = state, 0, key.depth
+        rows.seen[row], rows.shown[row] = self.listing, 0.0
+        self.count += state != PENDING
+        tenant = self.tenants.enter(row, key.namespace).tenant
+        for ring in (self.ring,) if tenant.ring is None else (self.ring, tenant.ring):
+            if newest:
+                ring.add_newest(row)
+            else:
+                ring.add_oldest(row)
+        return row
+
+    def change(self, row: int, state: int) -> None:
+        """Give a row another state."""
+        old = self.rows.state[row]
+        self.rows.state[row] = state
+        self.count += (state != PENDING) - (old != PENDING)
+        if state < PENDING <= old:
+            self.ring.rewind()
+            ring = self.tenants.namespace(row).tenant.ring
+            if ring is not None:
+                ring.rewind()
+
+    def resize(self, row: int, nbytes: int) -> None:
+        more = nbytes - self.rows.bytes[row]
+        self.rows.bytes[row] = nbytes
+        self.bytes += more
+        self.tenants.namespace(row).tenant.bytes += more
+
+    def renew(self, rows: Sequence[int]) -> None:
+        """Rows that were used, the one to become the most recent last; zeros are passed over."""
+        self.ring.renew(rows)
+        self.tenants.renew(rows)
+
+    def remove(self, row: int) -> ChunkKey:
+        """Free a row; the key it had."""
+        rows, nbytes = self.rows, self.rows.bytes[row]
+        namespace, digest = self.tenants.namespace(row), rows.digest(row)
+        self.bytes -= nbytes
+        namespace.tenant.bytes -= nbytes
+        self.count -= rows.state[row] != PENDING
+        self._links.take_out(row)
+        if self.ages is not None:
+            self.ages.forget(row)
+        self.tenants.leave(row)
+        rows.remove(row, digest)
+        return ChunkKey(namespace.name, rows.depth[row], digest)
+
+    def forget(self, row: int) -> ChunkKey:
+        """Free the row of a blob that is gone, or soon will be: what was listed before does not bring it back."""
+        key = self.remove(row)
+        self.forgotten += 1
+        self._lately.pop(key.digest, None)
+        self._lately[key.digest] = self.forgotten
+        if len(self._lately) > _GONE_KEPT:
+            self._not_lately = self._lately.popitem(last=False)[1]
+        self.gone[key.digest] = self.wall()
+        if len(self.gone) > _GONE_KEPT and not self.listing_now:
+            self.gone.popitem(last=False)
+        return key
+
+    def may_be_forgotten(self, key: ChunkKey, since: int) -> bool:
+        """Whether the blob was, or if that was long ago may have been, forgotten after `since` had been."""
+        return self._not_lately > since or self._lately.get(key.digest, 0) > since
+
+    def evict(self, row: int, reason: str) -> Victim:
+        nbytes = self.rows.bytes[row]
+        return Victim(self.forget(row), nbytes, reason)
+
+    # -- who goes ------------------------------------------------------------------------------------------------------
+
+    def next_victim(self, more: int = 0) -> int:
+        """Who would go first if `more` bytes came; 0 if there is room for them, or nothing may go."""
+        if not self.enforced or self.capacity is None or self.bytes + more <= self.capacity:
+            return 0
+        return self.ring.oldest()
+
+    def next_victim_of(self, tenant: Tenant | None, more: int = 0) -> int:
+        """Who of a tenant's would go first if `more` bytes came; 0 if its quota has room, or nothing may go."""
+        if not self.enforced or tenant is None or tenant.ring is None or tenant.quota is None:
+            return 0
+        if tenant.bytes + more <= tenant.quota:
+            return 0
+        return tenant.ring.oldest()
+
+    def shrink(self, tenants: Iterable[Tenant]) -> list[Victim]:
+        """Forget the least recently used of tenants over their quota, then of all, until the rest fits."""
+        victims = []
+        for tenant in tenants:
+            while row := self.next_victim_of(tenant):
+                victims.append(self.evict(row, "quota"))
+        while row := self.next_victim():
+            victims.append(self.evict(row, "capacity"))
+        return victims

@@ -1,0 +1,121 @@
+"""What a stored tier holds, as far as is known or can be asked: forecasts for reading, and what need not be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvloom import envelope
+from kvloom.contracts.storage import StorageBackend
+from kvloom.errors import CorruptBlobError, UnreadableBlobError
+from kvloom.memory import pages_of
+from kvloom.tiers.calls import Calls
+from kvloom.tiers.ledger import Fidelity, Ledger
+from kvloom.tiers.visit import Visit
+from kvloom.types import ChunkKey
+
+
+class Presence:
+    """Answers from the ledger, and asks the store where the ledger cannot know."""
+
+    def __init__(
+        self, backend: StorageBackend, ledger: Ledger, calls: Calls, *, lossless: bool, exact_only: bool,
+        expired: Callable[[envelope.Header], bool],
+    ) -> None:  # fmt: skip
+        """lossless: what would be written is exact. exact_only: what is lossy cannot be used."""
+        self._backend = backend
+        self._ledger = ledger
+        self._calls = calls
+        self._lossless = lossless
+        self._exact_only = exact_only
+        self._expired = expired
+
+    def find(self, keys: Sequence[ChunkKey], visit: Visit) -> list[bool]:
+        """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
+        if not self._calls.serves(visit):
+            return [False] * len(keys)
+        known = self._ledger.known(keys)
+        if self._backend.shared or not self._ledger.complete:
+            unknown = [key for key, fidelity in zip(keys, known, strict=True) if fidelity is None]
+            if unknown:
+                names = [str(key) for key in unknown]
+                there = self._calls.ask("contains", lambda: self._backend.contains_many(names), visit)
+                if there is None:
+                    return [False] * len(keys)
+                new = dict(zip(unknown, there, strict=True))
+                return [new.get(key, self._usable(found)) for key, found in zip(keys, known, strict=True)]
+        return [self._usable(fidelity) for fidelity in known]
+
+    def enough(self, keys: Sequence[ChunkKey], visit: Visit, *, ignore: Callable[[ChunkKey], bool]) -> list[bool]:
+        """For which keys there is nothing better to be written, or no telling.
+
+        A lossless tier does not have enough of a lossy or unreadable blob; what a blob is, is read from its header
+        once. ignore: what nothing need be asked about.
+        """
+        silent: set[ChunkKey] = set()
+        unsure = [key for key in self._unsure(keys) if not ignore(key)]
+        if unsure:
+            answer = self._calls.ask("contains", lambda: self._peek(unsure), visit)
+            if answer is None:
+                return [True] * len(keys)
+            silent = answer
+        return [here or key in silent for here, key in zip(self.known_enough(keys), keys, strict=True)]
+
+    def known_enough(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """`enough`, as far as is known here and now."""
+        if self._lossless:
+            return [fidelity is Fidelity.EXACT for fidelity in self._ledger.known(keys)]
+        return [self._usable(fidelity) for fidelity in self._ledger.known(keys)]
+
+    def header(self, key: ChunkKey) -> envelope.Header | None:
+        """The header of a blob, or None if there is no such blob. Raises as `envelope.parse` does. Asks the store."""
+        name = str(key)
+        page = memoryview(bytearray(envelope.ALIGN_BYTES))
+        if not self._backend.get_range(name, 0, page):
+            if not self._backend.contains(name):
+                return None
+            raise CorruptBlobError("the blob is cut short")
+        length = envelope.header_bytes(page)
+        if length > len(page):
+            page = memoryview(bytearray(length))
+            if not self._backend.get_range(name, 0, page):
+                raise CorruptBlobError("the blob is cut short")
+        return envelope.parse(page, key=name)
+
+    def note(self, key: ChunkKey, header: envelope.Header, *, since: int) -> None:
+        """A blob with this header is there. since: the ledger's mark from before it was read."""
+        fidelity = Fidelity.EXACT if header.exact else Fidelity.LOSSY
+        nbytes = pages_of(header.header_bytes + header.payload_bytes)
+        self._ledger.note(key, fidelity, nbytes=nbytes, written=header.description.written or None, since=since)
+
+    def _usable(self, fidelity: Fidelity | None) -> bool:
+        if fidelity is Fidelity.LOSSY:
+            return not self._exact_only
+        return fidelity is Fidelity.EXACT or fidelity is Fidelity.UNKNOWN
+
+    def _unsure(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Of which keys it has to be found out whether, and as what, they are in the store."""
+        may_hold_more = self._backend.shared or (not self._ledger.complete and self._backend.persistent)
+        vague: set[Fidelity | None] = {None} if may_hold_more else set()
+        if self._lossless:
+            vague.add(Fidelity.UNKNOWN)
+        return [key for key, found in zip(keys, self._ledger.known(keys), strict=True) if found in vague]
+
+    def _peek(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """Learn what the blobs of `keys` are from their headers; those about which the store only raised."""
+        silent = set()
+        since = self._ledger.mark()
+        for key, here in zip(keys, self._backend.contains_many([str(key) for key in keys]), strict=True):
+            try:
+                header = self.header(key) if here else None
+            except (CorruptBlobError, UnreadableBlobError):
+                self._ledger.note(key, Fidelity.UNREADABLE, since=since)
+                continue
+            except Exception as error:
+                self._calls.report("peek", error)
+                silent.add(key)
+                continue
+            if header is None or self._expired(header):
+                self._ledger.forget_absent(key)
+            else:
+                self.note(key, header, since=since)
+        return silent

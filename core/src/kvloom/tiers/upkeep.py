@@ -1,0 +1,154 @@
+"""Upkeep of a stored tier: who evicts, what has expired, what others wrote, and what the store should know of use."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator, Sequence
+
+from kvloom.contracts.observer import Event
+from kvloom.contracts.storage import StorageBackend
+from kvloom.errors import BackendError
+from kvloom.events import EventBus
+from kvloom.runtime import Call, Runtime
+from kvloom.tiers.calls import Calls
+from kvloom.tiers.ledger import Fidelity, Ledger, Victim
+from kvloom.types import ChunkKey, Entry
+
+log = logging.getLogger(__name__)
+
+ROUND_SECONDS = 5.0
+"""How often there is a look at what is to be done."""
+RELIST_SECONDS = 30.0
+"""How often a store that others write to is listed again, at most; a listing that takes long is made less often."""
+TELL_SECONDS = 60.0
+"""How exactly a store that keeps the times of last use is told them."""
+EVICT = "evict"
+"""The right that one of the processes on a shared store has."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Upkeep:
+    """Holds a store to its bounds.
+
+    The bounds are kept by the process that holds the right to evict; where a store is not shared that is this one.
+    Until it has the right, and where it has none, the ledger only remembers.
+    """
+
+    def __init__(
+        self, name: str, backend: StorageBackend, ledger: Ledger, calls: Calls, events: EventBus, runtime: Runtime, *,
+        bounded: bool,
+    ) -> None:  # fmt: skip
+        """bounded: there is a bound (capacity, quota or time) that kvloom is to keep."""
+        self.name = name
+        self._backend = backend
+        self._ledger = ledger
+        self._calls = calls
+        self._events = events
+        self._runtime = runtime
+        self._bounded = bounded
+        self._lists = bounded and (backend.persistent or backend.shared)
+        self._changed = runtime.condition()
+        self._round: Call[None] | None = None
+        self._list_at = 0.0
+        self._closed = False
+        self.evicts = bounded and not backend.shared
+        """This process deletes what is over a bound."""
+        ledger.enforced = self.evicts
+        ledger.complete = not (backend.persistent or backend.shared)
+        if bounded:
+            # A listing runs as a call like any other, but unhurried and with nobody waiting.
+            self._begin_round()
+            runtime.spawn(self._keep_time, name=f"kvloom-{name}-upkeep")
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- making room ---------------------------------------------------------------------------------------------------
+
+    def admit(self, key: ChunkKey, nbytes: int) -> bool:
+        """Count a blob that is about to be written and delete what must go for it; whether it can fit at all.
+
+        Raises what the backend raises; then the blob does not count.
+        """
+        victims = self._ledger.admit(key, nbytes)
+        if victims is None:
+            return False
+        try:
+            self.delete(victims)
+        except BaseException:
+            self._ledger.forget([key])
+            raise
+        return True
+
+    def make_room(self, error: Exception, nbytes: int) -> bool:
+        """After a write failed: whether the store was full and something could be deleted."""
+        if not (isinstance(error, OSError) and error.errno in _FULL and self.evicts):
+            return False
+        victims = self._ledger.release(2 * nbytes)
+        self.delete(victims)
+        return bool(victims)
+
+    def delete(self, victims: Sequence[Victim]) -> None:
+        """Delete blobs that the ledger has let go. If that fails they count again, and what the backend raised is."""
+        if not victims:
+            return
+        try:
+            self._backend.delete_many([str(victim.key) for victim in victims])
+        except BaseException:
+            for victim in victims:
+                self._ledger.note(victim.key, Fidelity.UNKNOWN, nbytes=victim.bytes)
+            raise
+        for reason in dict.fromkeys(victim.reason for victim in victims):
+            sizes = [victim.bytes for victim in victims if victim.reason == reason]
+            self._events.emit(Event("evicted", self.name, chunks=len(sizes), bytes=sum(sizes), reason=reason))
+
+    # -- now and then --------------------------------------------------------------------------------------------------
+
+    def _keep_time(self) -> None:
+        while True:
+            with self._changed:
+                if not self._closed:
+                    self._changed.wait(ROUND_SECONDS * (0.8 + 0.4 * self._runtime.random()))
+                if self._closed:
+                    return
+            if not self._calls.paused:
+                self._begin_round()
+
+    def _begin_round(self) -> None:
+        if self._round is not None and not self._round.done:
+            return
+        try:
+            self._round = self._calls.chore("upkeep", self._tidy)
+        except BackendError as error:
+            self._calls.report("upkeep", error)
+
+    def _tidy(self) -> None:
+        if self._bounded and not self.evicts and self._backend.hold(EVICT):
+            log.info("tier=%s this process evicts", self.name)
+            self.evicts = self._ledger.enforced = True
+        if self.evicts and self._lists and self._runtime.now() >= self._list_at:
+            self._list()
+        while not self._closed and (victims := self._ledger.expire()):
+            if self.evicts:
+                self.delete(victims)
+        used = self._ledger.unsaid(TELL_SECONDS, 1024)
+        if used:
+            self._backend.touch_many([str(key) for key in used])
+
+    def _list(self) -> None:
+        began = self._runtime.now()
+        victims = self._ledger.recover(self._entries())
+        took = self._runtime.now() - began
+        self._list_at = began + max(RELIST_SECONDS, 20 * took) if self._backend.shared else float("inf")
+        for start in range(0, len(victims), 256):
+            self.delete(victims[start : start + 256])
+
+    def _entries(self) -> Iterator[Entry]:
+        for entry in self._backend.scan():
+            if self._closed:
+                raise BackendError("closed while the store was being listed")
+            yield entry

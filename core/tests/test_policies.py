@@ -1,0 +1,349 @@
+"""What a tier may hold: capacity, time, quotas, who evicts, what is let in, and what is written when memory lets go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from core_support import SPEC, Shelf, kv_of, tokens_of
+
+from kvloom import Engine, Entry, envelope
+from kvloom.keys import salt_tag
+from kvloom.runtime import SystemRuntime
+from kvloom.tiers import upkeep
+
+MEMORY = {"type": "memory", "capacity": "1MiB"}
+SHELF = {"type": "shelf", "deadline": "20s"}
+BLOB_BYTES = 8192
+"""Of one chunk: a page of header and a page of payload."""
+Open = Callable[..., Engine]
+TOKENS, KV = tokens_of(16), kv_of(16)
+
+
+def eventually(done: Callable[[], Any]) -> bool:
+    until = time.monotonic() + 20
+    while not done() and time.monotonic() < until:
+        time.sleep(0.005)
+    return bool(done())
+
+
+def count(engine: Engine, name: str, reason: str = "") -> int:
+    return sum(
+        totals.chunks for key, totals in engine.counters().items() if key.name == name and key.reason.startswith(reason)
+    )
+
+
+def stored(engine: Engine, *seeds: int, length: int = 16, salt: str = "") -> None:
+    for seed in seeds:
+        engine.store(tokens_of(length, seed), kv=kv_of(length, seed), salt=salt)
+        assert engine.flush(20)
+
+
+def held(engine: Engine, seed: int, *, tier: str = "shelf", salt: str = "") -> int:
+    return engine.lookup(tokens_of(16, seed), [tier], salt=salt).tokens
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upkeep looks round all the time."""
+    monkeypatch.setattr(upkeep, "ROUND_SECONDS", 0.02)
+    monkeypatch.setattr(upkeep, "RELIST_SECONDS", 0.05)
+    monkeypatch.setattr(upkeep, "TELL_SECONDS", 0.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the wall clock."""
+    ahead = 0.0
+
+    def move(seconds: float) -> None:
+        nonlocal ahead
+        ahead += seconds
+
+    monkeypatch.setattr(SystemRuntime, "wall", staticmethod(lambda: time.time() + ahead))
+    return move
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["memory", "shelf"])
+def test_nothing_is_served_past_its_time(open_engine: Open, clock: Callable[[float], None], where: str) -> None:
+    tier = {"memory": MEMORY, "shelf": SHELF}[where] | {"ttl": "1h"}
+    engine = open_engine(tier)
+    stored(engine, 1)
+    clock(3000)
+    assert held(engine, 1, tier=where) == 16
+    stored(engine, 2)
+    clock(700)
+    assert held(engine, 1, tier=where) == 0 and held(engine, 2, tier=where) == 16
+    got = torch.zeros_like(KV)
+    assert not engine.retrieve(tokens_of(16, 1), kv=got).any() and not got.any()
+    stored(engine, 1)
+    assert engine.retrieve(tokens_of(16, 1), kv=got).all(), "stored again, it is new again"
+
+
+def test_the_time_counts_from_the_first_store_wherever_the_chunk_has_been_since(
+    open_engine: Open, clock: Callable[[float], None]
+) -> None:
+    with open_engine(SHELF) as engine:
+        stored(engine, 1)
+    clock(1800)
+    engine = open_engine(MEMORY | {"ttl": "1h"}, SHELF)
+    assert engine.prefetch(tokens_of(16, 1)).result(20).all() and held(engine, 1, tier="memory") == 16
+    clock(1900)
+    assert held(engine, 1, tier="memory") == 0
+
+
+def test_a_store_that_others_fill_is_held_to_the_time_as_well(
+    open_engine: Open, clock: Callable[[float], None]
+) -> None:
+    with open_engine(SHELF) as engine:
+        stored(engine, 1)
+    clock(4000)
+    engine = open_engine(MEMORY, SHELF | {"ttl": "1h"})
+    assert not engine.retrieve(tokens_of(16, 1), kv=torch.zeros_like(KV)).any()
+    assert count(engine, "missed", "expired") > 0 and count(engine, "corrupt") == 0
+
+
+@pytest.mark.usefixtures("hurried")
+def test_what_is_past_its_time_is_deleted_though_nobody_asks(open_engine: Open, clock: Callable[[float], None]) -> None:
+    engine = open_engine(SHELF | {"ttl": "1h"})
+    stored(engine, 1, 2)
+    clock(4000)
+    assert eventually(lambda: not Shelf.shelves["default"].blobs)
+    assert count(engine, "evicted", "expired") == 8
+    assert engine.health().tiers[0].bytes == 0
+
+
+# -- quotas ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_over_its_quota_pays_itself(open_engine: Open) -> None:
+    quota = {"*": 6 * BLOB_BYTES, "big": 12 * BLOB_BYTES}
+    engine = open_engine(SHELF | {"capacity": "1MiB", "quota": quota})
+    stored(engine, 1, 2, salt="small")
+    stored(engine, 3, 4, 5, salt="big")
+    stored(engine, 6)
+    tag = salt_tag("small")
+    assert sum(key.split("/")[1] == tag for key in Shelf.shelves["default"].blobs) == 6
+    assert [held(engine, seed, salt="small") for seed in (1, 2)] == [8, 16], "its own oldest tail went"
+    assert [held(engine, seed, salt="big") for seed in (3, 4, 5)] == [16, 16, 16] and held(engine, 6) == 16
+    assert count(engine, "evicted", "quota") == 2
+
+
+def test_a_tenant_over_its_quota_in_memory_pays_itself(open_engine: Open) -> None:
+    engine = open_engine({"type": "memory", "capacity": "256KiB", "quota": "24KiB"})
+    stored(engine, 1, 2, salt="small")
+    stored(engine, 3, salt="other")
+    sizes = [held(engine, seed, tier="memory", salt="small") for seed in (1, 2)]
+    assert sizes == [8, 16] and held(engine, 3, tier="memory", salt="other") == 16
+
+
+# -- who comes in ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("lru", 0), ("tiny_lfu", 16)])
+def test_a_scan_does_not_flush_what_is_used_with_tiny_lfu(open_engine: Open, policy: str, kept: int) -> None:
+    engine = open_engine(SHELF | {"capacity": 8 * BLOB_BYTES, "policy": policy})
+    stored(engine, 1, 2)
+    for _ in range(4):
+        for seed in (1, 2):
+            assert engine.retrieve(tokens_of(16, seed), kv=torch.zeros_like(KV)).all()
+    stored(engine, *range(10, 20))
+    assert (held(engine, 1), held(engine, 2)) == (kept, kept)
+
+
+# -- who evicts --------------------------------------------------------------------------------------------------------
+
+
+class Town:
+    """Rights on the shelves, held by one at a time."""
+
+    def __init__(self) -> None:
+        self.holder: Shelf | None = None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def hold(shelf: Shelf, name: str) -> bool:
+            assert name == "evict"
+            if self.holder is None:
+                self.holder = shelf
+            return self.holder is shelf
+
+        monkeypatch.setattr(Shelf, "hold", hold)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_one_of_several_evicts_for_all(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    town = Town()
+    town.install(monkeypatch)
+    tier = SHELF | {"capacity": 8 * BLOB_BYTES}
+    first = open_engine(tier)
+    assert eventually(lambda: first.health().tiers[0].evicts)
+    second = open_engine(tier)
+    stored(second, *range(1, 8))
+    shelf = Shelf.shelves["default"]
+
+    def fits() -> bool:
+        return sum(entry.bytes for entry in shelf.scan() if not entry.key.startswith("spec/")) <= tier["capacity"]
+
+    assert not fits() or count(first, "evicted") > 0
+    assert eventually(fits), "the first sees what the second writes"
+    assert count(second, "evicted") == 0 and not second.health().tiers[0].evicts
+    assert count(first, "evicted") > 0
+    first.close()
+    town.holder = None
+    assert eventually(lambda: second.health().tiers[0].evicts), "the right is inherited"
+    stored(second, *range(8, 14))
+    assert eventually(fits)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_store_is_told_what_was_used(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: set[str] = set()
+    monkeypatch.setattr(Shelf, "touch_many", lambda self, keys: told.update(keys))
+    engine = open_engine(SHELF | {"capacity": "1MiB"})
+    stored(engine, 1)
+    assert engine.retrieve(tokens_of(16, 1), kv=torch.zeros_like(KV)).all()
+    names = {str(segment.key) for segment in engine.segments(tokens_of(16, 1))}
+    assert eventually(lambda: told >= names)
+
+
+def test_what_was_used_last_survives_a_restart_with_less_room(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(SHELF) as engine:
+        stored(engine, 1, 2)
+        used = {str(segment.key) for segment in engine.segments(tokens_of(16, 1))}
+    scan = Shelf.scan
+
+    def timed(self: Shelf, prefix: str = "") -> Iterator[Entry]:
+        for entry in scan(self, prefix):
+            yield Entry(entry.key, BLOB_BYTES, 1e9, 2e9 if entry.key in used else 1e9)
+
+    monkeypatch.setattr(Shelf, "scan", timed)
+    engine = open_engine(SHELF | {"capacity": 4 * BLOB_BYTES})
+    assert eventually(lambda: len(Shelf.shelves["default"].blobs) == 4)
+    assert set(Shelf.shelves["default"].blobs) == used
+
+
+# -- accounting when things fail ---------------------------------------------------------------------------------------
+
+
+def ledger_is_exact(engine: Engine) -> bool:
+    (tier,) = (tier for tier in engine.health().tiers if tier.name == "shelf")
+    blobs = Shelf.shelves["default"].blobs
+    return (tier.blobs, tier.bytes) == (len(blobs), sum(-(-len(blob) // 4096) * 4096 for blob in blobs.values()))
+
+
+def test_deletes_that_fail_are_not_forgotten(open_engine: Open) -> None:
+    engine = open_engine(SHELF | {"capacity": 4 * BLOB_BYTES})
+    stored(engine, 1)
+
+    def stuck(verb: str, key: str) -> None:
+        if verb == "delete":
+            raise OSError(16, "Device or resource busy")
+
+    shelf = Shelf.shelves["default"]
+    shelf.before = stuck
+    stored(engine, 2)
+    assert len(shelf.blobs) == 4 and ledger_is_exact(engine), "no room could be made, so nothing came in"
+    shelf.before = lambda *_: None
+    assert eventually(lambda: not engine.tiers["shelf"].calls.write_paused)  # type: ignore[attr-defined]
+    stored(engine, 3)
+    assert len(shelf.blobs) <= 4 and held(engine, 3) > 0 and ledger_is_exact(engine)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_put_that_raises_counts_as_what_it_did(open_engine: Open, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    engine = open_engine(MEMORY, SHELF | {"capacity": "1MiB"})
+    put = Shelf.put
+
+    def odd(self: Shelf, key: str, blob: Any) -> None:
+        if when == "after":
+            put(self, key, blob)
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(Shelf, "put", odd)
+    stored(engine, 1, length=8)
+    assert len(Shelf.shelves["default"].blobs) == (2 if when == "after" else 0)
+    assert ledger_is_exact(engine)
+
+
+def test_a_full_store_makes_room_for_itself(open_engine: Open) -> None:
+    engine = open_engine(SHELF | {"capacity": "1MiB"})
+    stored(engine, 1, 2)
+    shelf = Shelf.shelves["default"]
+
+    def small(verb: str, key: str) -> None:
+        if verb == "put" and len(shelf.blobs) >= 8:
+            raise OSError(28, "No space left on device")
+
+    shelf.before = small
+    stored(engine, 3)
+    assert held(engine, 3) == 16 and len(shelf.blobs) <= 8
+    assert engine.health().ok and count(engine, "evicted") > 0
+
+
+# -- written when memory lets go ---------------------------------------------------------------------------------------
+
+BEHIND = SHELF | {"write": "on_evict"}
+
+
+def test_what_memory_lets_go_is_written_and_found_again(open_engine: Open) -> None:
+    engine = open_engine({"type": "memory", "capacity": "64KiB"}, BEHIND)
+    engine.store(tokens_of(16, 1), kv=kv_of(16, 1))
+    assert engine.flush(20) and not Shelf.shelves["default"].blobs, "not before"
+    for seed in range(2, 20):
+        engine.store(tokens_of(16, seed), kv=kv_of(16, seed))
+    assert engine.flush(20)
+    for seed in range(1, 20):
+        got = torch.zeros_like(KV)
+        assert engine.retrieve(tokens_of(16, seed), kv=got).all() and torch.equal(got, kv_of(16, seed))
+    assert count(engine, "dropped") == 0
+
+
+def test_what_memory_holds_at_the_end_is_written(open_engine: Open) -> None:
+    with open_engine(MEMORY, BEHIND) as engine:
+        engine.store(TOKENS, kv=KV)
+    assert open_engine(SHELF).retrieve(TOKENS, kv=torch.zeros_like(KV)).all()
+
+
+def test_what_came_from_below_is_not_written_again(open_engine: Open) -> None:
+    with open_engine(SHELF) as engine:
+        stored(engine, *range(8))
+    shelf = Shelf.shelves["default"]
+    engine = open_engine({"type": "memory", "capacity": "32KiB"}, BEHIND)
+    shelf = Shelf.shelves["default"]
+    puts: list[str] = []
+    shelf.before = lambda verb, key: puts.append(key) if verb == "put" and not key.startswith("spec") else None
+    for seed in range(8):
+        assert engine.retrieve(tokens_of(16, seed), kv=torch.zeros_like(KV)).all()
+    engine.close()
+    assert not puts
+
+
+def test_a_tier_that_is_paused_does_not_keep_memory_from_letting_go(open_engine: Open) -> None:
+    engine = open_engine({"type": "memory", "capacity": "32KiB"}, BEHIND | {"deadline": "100ms"})
+
+    def fail(verb: str, key: str) -> None:
+        if verb == "put":
+            raise OSError(5, "Input/output error")
+
+    Shelf.shelves["default"].before = fail
+    for seed in range(20):
+        engine.store(tokens_of(16, seed), kv=kv_of(16, seed))
+    assert engine.lookup(tokens_of(16, 19), ["memory"]).tokens == 16
+    assert count(engine, "dropped") > 0
+
+
+def test_blobs_say_when_they_were_stored(open_engine: Open) -> None:
+    engine = open_engine(SHELF)
+    stored(engine, 1)
+    for name, blob in Shelf.shelves["default"].blobs.items():
+        header, _ = envelope.unseal(blob, key=name)
+        assert abs(header.description.written - time.time()) < 60
+    assert SPEC.num_layers
