@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvloom import ChunkKey, Entry
 from kvloom.runtime import SystemRuntime
@@ -223,7 +225,7 @@ def test_nothing_is_kept_of_namespaces_that_are_gone(clock: Clock) -> None:
     for tag in range(10_000):
         write(ledger, key("a", tag=str(tag)))
     assert len(ledger.tenants()) == len(ledger) == 4
-    assert len(ledger._held.tenants._namespaces) <= 8
+    assert len(ledger._held.tenants.namespaces) <= 8
     assert ledger._rows.end < 100
 
 
@@ -271,6 +273,15 @@ def test_what_is_past_its_time_but_being_written_again_stays(clock: Clock) -> No
     assert ledger.known([key("a")]) == [EXACT] and ledger.expire() == []
     clock.time += 2000
     assert [victim.key for victim in ledger.expire()] == [key("a")]
+
+
+def test_a_row_that_is_used_again_is_not_as_old_as_it_was(clock: Clock) -> None:
+    ledger = Ledger(clock, ttl=1000.0)
+    ledger.note(key("a"), EXACT, written=START - 900)
+    ledger.forget([key("a")])
+    ledger.note(key("b"), EXACT)
+    clock.time += 500
+    assert ledger.known([key("b")]) == [EXACT]
 
 
 def test_a_clock_ahead_of_ours_does_not_make_a_blob_live_longer(clock: Clock) -> None:
@@ -411,6 +422,25 @@ def test_what_is_not_ours_is_passed_over(clock: Clock, name: str) -> None:
     assert ledger.recover([Entry(name, 1000, START)]) == [] and len(ledger) == 0 and ledger.complete
 
 
+@given(
+    st.builds(
+        "{}/{}-{}".format,
+        st.sampled_from([NAMESPACE, "a/b", "/", "a/b/c", "a", "", "a/-b", "é/x", "//"]),
+        st.integers(-5, 1 << 33) | st.sampled_from(["", "00", "+1", "1_0", " 1", "١", "0-1", "-0", "1-", "9" * 5000]),
+        st.sampled_from(["0" * 64, "ab" * 32, "AB" * 32, "0" * 63, "0" * 62 + " 0", "0" * 66, "g" * 64, "", "é" * 64]),
+    )
+    | st.text(max_size=80)
+)
+def test_what_is_ours_is_what_is_a_key(text: str) -> None:
+    ledger = Ledger(Clock())
+    ledger.recover([Entry(text, -7, START)])
+    try:
+        expected = [ChunkKey.parse(text)]
+    except ValueError:
+        expected = []
+    assert ledger.names() == [one for one in expected if one.depth < 1 << 31] and ledger.bytes == 0
+
+
 def test_a_store_that_knows_no_times(clock: Clock) -> None:
     ledger = Ledger(clock, ttl=1000.0)
     assert ledger.recover([Entry(str(key("a")), 3, 0.0)]) == []
@@ -497,6 +527,20 @@ def test_what_was_evicted_before_it_could_be_deleted_does_not_come_back(clock: C
     clock.time += 100
     others = [entry(key("a"), START + 50), entry(key("b"), START)]
     assert ledger.recover(others) == [Victim(key("b"), 1, "capacity")], "somebody wrote it again"
+
+
+def test_what_turns_out_larger_than_it_was_thought_makes_others_go(clock: Clock) -> None:
+    ledger = Ledger(clock, capacity=3500, quota={"t": 1200})
+    keys = [key(place) for place in range(2000)] + [key(place, tag="t") for place in range(1000)]
+    ledger.recover(entry(one, START - 1000) for one in keys)
+    for place, one in enumerate(keys):
+        ledger.touch([one])
+        assert len(ledger) == 3000, place
+    clock.time += 100
+    victims = ledger.recover(entry(one, START - 1000, nbytes=2) for one in keys)
+    assert [victim.reason for victim in victims] == ["quota"] * 400 + ["capacity"] * 850
+    assert [victim.key for victim in victims] == keys[2000:2400] + keys[:850]
+    assert ledger.bytes == 3500 and ledger.recover(iter(())) == [] and len(ledger) == 0
 
 
 def test_three_hundred_listings(clock: Clock) -> None:
@@ -674,14 +718,14 @@ def test_no_row_is_an_object_for_the_garbage_collector(clock: Clock) -> None:
 
 def test_rows_are_used_again(clock: Clock) -> None:
     ledger = Ledger(clock, capacity=10, quota={"*": 8}, ttl=60.0)
-    for place in range(10_000):
+    for place in range(3000):
         write(ledger, key(place, tag=str(place % 3)))
         ledger.expect(key("pending"))
         ledger.forget_pending(key("pending"))
         clock.time += 1
         ledger.expire()
         ledger.names()
-    assert ledger._rows.end < 1024
+    assert ledger._rows.end < 1200, "rows of blobs, and of slots of time"
 
 
 @pytest.mark.parametrize("lengths", [Sequence, list, tuple])

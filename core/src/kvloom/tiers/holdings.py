@@ -5,6 +5,7 @@ Not thread-safe: the ledger's lock is held.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -61,12 +62,12 @@ class Holdings:
         return self.rows.find[digest[0]](digest, 0)
 
     def key(self, row: int) -> ChunkKey:
-        return ChunkKey(self.tenants.namespace(row).name, self.rows.depth[row], self.rows.digest(row))
+        return ChunkKey(self.tenants.namespaces[self.rows.space[row]].name, self.rows.depth[row], self.rows.digest(row))
 
     def matching(self, some: Iterable[int], prefix: str) -> Iterator[ChunkKey]:
         """The keys of those rows whose text starts with `prefix`."""
         for row in some:
-            name = self.tenants.namespace(row).name + "/"
+            name = self.tenants.namespaces[self.rows.space[row]].name + "/"
             if name.startswith(prefix):
                 yield self.key(row)
             elif prefix.startswith(name) and str(key := self.key(row)).startswith(prefix):
@@ -74,14 +75,17 @@ class Holdings:
 
     # -- one row -------------------------------------------------------------------------------------------------------
 
-    def create(self, key: ChunkKey, state: int, *, newest: bool = True) -> int:
-        """A row for a new key, of 0 bytes. newest: the most recent one; else the least recent of all that may go."""
+    def create(self, key: tuple[str, int, bytes], state: int, nbytes: int = 0, *, newest: bool = True) -> int:
+        """A row for a new ChunkKey, or its fields. newest: the most recent one; else the least recent of all."""
+        namespace, depth, digest = key
         rows = self.rows
-        row = rows.add(key.digest)
-        rows.state[row], rows.bytes[row], rows.depth[row] = state, 0, key.depth
+        row = rows.add(digest)
+        rows.state[row], rows.bytes[row], rows.depth[row] = state, nbytes, depth
         rows.seen[row], rows.shown[row] = self.listing, 0.0
+        self.bytes += nbytes
         self.count += state != PENDING
-        tenant = self.tenants.enter(row, key.namespace).tenant
+        tenant = self.tenants.enter(row, namespace)
+        tenant.bytes += nbytes
         for ring in (self.ring,) if tenant.ring is None else (self.ring, tenant.ring):
             if newest:
                 ring.add_newest(row)
@@ -96,7 +100,7 @@ class Holdings:
         self.count += (state != PENDING) - (old != PENDING)
         if state < PENDING <= old:
             self.ring.rewind()
-            ring = self.tenants.namespace(row).tenant.ring
+            ring = self.tenants.tenant(row).ring
             if ring is not None:
                 ring.rewind()
 
@@ -104,7 +108,7 @@ class Holdings:
         more = nbytes - self.rows.bytes[row]
         self.rows.bytes[row] = nbytes
         self.bytes += more
-        self.tenants.namespace(row).tenant.bytes += more
+        self.tenants.tenant(row).bytes += more
 
     def renew(self, rows: Sequence[int]) -> None:
         """Rows that were used, the one to become the most recent last; zeros are passed over."""
@@ -114,16 +118,15 @@ class Holdings:
     def remove(self, row: int) -> ChunkKey:
         """Free a row; the key it had."""
         rows, nbytes = self.rows, self.rows.bytes[row]
-        namespace, digest = self.tenants.namespace(row), rows.digest(row)
+        key = self.key(row)
         self.bytes -= nbytes
-        namespace.tenant.bytes -= nbytes
         self.count -= rows.state[row] != PENDING
         self._links.take_out(row)
         if self.ages is not None:
             self.ages.forget(row)
-        self.tenants.leave(row)
-        rows.remove(row, digest)
-        return ChunkKey(namespace.name, rows.depth[row], digest)
+        self.tenants.leave(row, nbytes)
+        rows.remove(row, key.digest)
+        return key
 
     def forget(self, row: int) -> ChunkKey:
         """Free the row of a blob that is gone, or soon will be: what was listed before does not bring it back."""
@@ -162,12 +165,15 @@ class Holdings:
             return 0
         return tenant.ring.oldest()
 
-    def shrink(self, tenants: Iterable[Tenant]) -> list[Victim]:
-        """Forget the least recently used of tenants over their quota, then of all, until the rest fits."""
-        victims = []
+    def shrink(self, tenants: Iterable[Tenant], *, most: float = math.inf) -> list[Victim]:
+        """Forget the least recently used of tenants over their quota, then of all, until the rest fits.
+
+        most: how many victims are enough for now.
+        """
+        victims: list[Victim] = []
         for tenant in tenants:
-            while row := self.next_victim_of(tenant):
+            while len(victims) < most and (row := self.next_victim_of(tenant)):
                 victims.append(self.evict(row, "quota"))
-        while row := self.next_victim():
+        while len(victims) < most and (row := self.next_victim()):
             victims.append(self.evict(row, "capacity"))
         return victims

@@ -58,7 +58,6 @@ class Ledger:
     ) -> None:
         """capacity: bytes. ttl: seconds from writing. quota: bytes by salt tag, `"*"` for those that are not named."""
         assert policy in POLICIES, policy
-        self.capacity = capacity
         self.complete = False
         """The store was listed to its end: what is not here was not there."""
         self._lock = runtime.lock()
@@ -78,6 +77,10 @@ class Ledger:
     def enforced(self, enforced: bool) -> None:
         with self._lock:
             self._held.enforced = enforced
+
+    @property
+    def capacity(self) -> int | None:
+        return self._held.capacity
 
     @property
     def bytes(self) -> int:
@@ -171,13 +174,16 @@ class Ledger:
         if (self.capacity is not None and nbytes > self.capacity) or (quota is not None and nbytes > quota):
             return None
         with self._lock:
-            row = held.find(key) or held.create(key, PENDING)
-            state = self._rows.state[row]
-            if state <= PENDING:
-                held.change(row, WRITING if state == PENDING else WRITING + state)
-            self._rows.seen[row] = held.listing
-            held.resize(row, nbytes)
-            return held.shrink((held.tenants.namespace(row).tenant,))
+            row = held.find(key)
+            if row:
+                state = self._rows.state[row]
+                if state <= PENDING:
+                    held.change(row, WRITING if state == PENDING else WRITING + state)
+                self._rows.seen[row] = held.listing
+                held.resize(row, nbytes)
+            else:
+                row = held.create(key, WRITING, nbytes)
+            return held.shrink((held.tenants.tenant(row),) if quota is not None else ())
 
     def mark(self) -> int:
         """Now, for `note`."""
@@ -306,6 +312,12 @@ class Ledger:
             for some in listing.in_order(newest_first=not self._listed):
                 with self._lock:
                     victims += recovery.place(some)
+            step = SLICE
+            while step == SLICE:  # what was held already may have turned out larger
+                with self._lock:
+                    more = self._held.shrink(self._held.tenants.limited(), most=SLICE)
+                victims += more
+                step = len(more)
             self._listed = self.complete = True
         finally:
             with self._lock:

@@ -10,6 +10,7 @@ from kvloom.tiers.listing import Listed
 from kvloom.tiers.rows import FREE, PENDING, UNKNOWN
 from kvloom.tiers.tenants import Tenant
 from kvloom.tiers.unsaid import MINUTE
+from kvloom.types import ChunkKey
 
 
 class Recovery:
@@ -21,27 +22,27 @@ class Recovery:
         holdings.listing = holdings.listing % 255 + 1
         holdings.listing_now = True
 
-    def news(self, some: Iterable[Listed]) -> list[Listed]:
+    def news(self, some: Sequence[Listed]) -> list[Listed]:
         """What of it is to be given a place; what is said of the rest is noted."""
-        return [listed for listed in some if self._is_news(listed)]
+        find = self._holdings.rows.find
+        rows = [find[listed[2][0]](listed[2], 0) for listed in some]
+        return [listed for row, listed in zip(rows, some, strict=True) if not row or self._is_news(row, listed)]
 
-    def _is_news(self, listed: Listed) -> bool:
+    def _is_news(self, row: int, listed: Listed) -> bool:
         holdings, rows = self._holdings, self._holdings.rows
-        row = holdings.find(listed.key)
-        if not row:
-            return True
+        _, _, _, nbytes, written, used = listed
         noted, rows.seen[row] = rows.seen[row] == holdings.listing, holdings.listing
         if noted or rows.state[row] >= PENDING:
             return False  # we know better than a listing that began before
-        holdings.resize(row, listed.bytes)
+        holdings.resize(row, nbytes)
         shown = rows.shown[row]
-        if shown and listed.written > shown + MINUTE:
+        if shown and written > shown + MINUTE:
             rows.state[row] = UNKNOWN  # somebody else has written it
             if holdings.ages is not None:
-                holdings.ages.put(row, listed.written, holdings.wall())
-        if shown and not self._first and listed.used > shown + MINUTE:
+                holdings.ages.put(row, written, holdings.wall())
+        if shown and not self._first and used > shown + MINUTE:
             return True
-        rows.shown[row] = max(shown, listed.used)
+        rows.shown[row] = max(shown, used)
         return False
 
     def sweep(self, start: int, stop: int) -> None:
@@ -51,31 +52,32 @@ class Recovery:
             if seen[row] != self._holdings.listing and FREE < state[row] < PENDING:
                 self._holdings.remove(row)
 
-    def place(self, some: Sequence[Listed]) -> list[Victim]:
+    def place(self, some: Iterable[Listed]) -> list[Victim]:
         """Give blobs their places in the order: from the newest at first, later from the oldest.
 
         Returns what is too old, and what then is too much.
         """
-        holdings, rows = self._holdings, self._holdings.rows
-        now, ages = holdings.wall(), holdings.ages
-        victims, placed = [], []
+        holdings, ages, find = self._holdings, self._holdings.ages, self._holdings.rows.find
+        gone, shown, newest, now = holdings.gone, holdings.rows.shown, not self._first, holdings.wall()
+        victims: list[Victim] = []
+        placed: list[int] = []
         tenants: dict[Tenant, None] = {}
-        for key, nbytes, written, used in some:
-            row = holdings.find(key)
+        for namespace, depth, digest, nbytes, written, used in some:
+            row = find[digest[0]](digest, 0)
             if not row:
-                if holdings.gone.get(key.digest, -1.0) >= written:
+                if digest in gone and gone[digest] >= written:
                     continue  # forgotten since it was listed
                 if holdings.enforced and ages is not None and written and written + ages.ttl <= now:
-                    victims.append(Victim(key, nbytes, "expired"))
+                    victims.append(Victim(ChunkKey(namespace, depth, digest), nbytes, "expired"))
                     continue
-                row = holdings.create(key, UNKNOWN, newest=not self._first)
-                holdings.resize(row, nbytes)
-                tenants[holdings.tenants.namespace(row).tenant] = None
+                row = holdings.create((namespace, depth, digest), UNKNOWN, nbytes, newest=newest)
+                tenants[holdings.tenants.tenant(row)] = None
                 if ages is not None:
                     ages.put(row, written or now, now)
-            rows.shown[row] = max(rows.shown[row], used)
+            if used > shown[row]:
+                shown[row] = used
             placed.append(row)
-        if not self._first:
+        if newest:
             holdings.renew(placed)
         return victims + holdings.shrink(tenants)
 

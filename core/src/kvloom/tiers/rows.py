@@ -76,4 +76,5 @@ class Rows:
     def remove(self, row: int, digest: bytes) -> None:
         """Free a row that was added. Its columns hold what they held."""
         del self._shards[digest[0]][digest]
-        self.give(row)
+        self.state[row] = FREE
+        self._free.append(row)

@@ -43,11 +43,15 @@ class Tenants:
         self._quota = dict(quota or {})
         self._links = Links(rows) if self._quota else None
         self._numbers: dict[str, int] = {}
-        self._namespaces: list[Namespace] = []
+        self.namespaces: list[Namespace] = []
+        """By number, as the column `space` has it."""
         self._free: list[int] = []
         self._by_tag: dict[str, Tenant] = {}
 
     def quota_of(self, namespace: str) -> int | None:
+        """Bytes; None if there is no limit."""
+        if self._links is None:
+            return None
         tag = salt_tag_of(namespace)
         return self._quota.get(tag, self._quota.get("*"))
 
@@ -55,38 +59,43 @@ class Tenants:
         """The tenant that a namespace belongs to, if it has any rows."""
         return self._by_tag.get(salt_tag_of(namespace))
 
-    def namespace(self, row: int) -> Namespace:
-        return self._namespaces[self._rows.space[row]]
+    def limited(self) -> list[Tenant]:
+        """Those that have a quota."""
+        return [tenant for tenant in self._by_tag.values() if tenant.ring is not None]
+
+    def tenant(self, row: int) -> Tenant:
+        return self.namespaces[self._rows.space[row]].tenant
 
     def bytes(self) -> dict[str, int]:
         return {tag: tenant.bytes for tag, tenant in self._by_tag.items()}
 
-    def enter(self, row: int, name: str) -> Namespace:
+    def enter(self, row: int, name: str) -> Tenant:
         """A row belongs to the namespace `name` now."""
         number = self._numbers.get(name)
         if number is None:
             number = self._open(name)
         self._rows.space[row] = number
-        namespace = self._namespaces[number]
+        namespace = self.namespaces[number]
         namespace.rows += 1
-        return namespace
+        return namespace.tenant
 
     def renew(self, rows: Sequence[int]) -> None:
         """As `Ring.renew`, in the rings of the tenants, if there are any."""
         if self._links is None:
             return
-        space, namespaces = self._rows.space, self._namespaces
+        space = self._rows.space
         numbers = {space[row] for row in rows if row}
-        rings = {number: namespaces[number].tenant.ring for number in numbers}
+        rings = {number: self.namespaces[number].tenant.ring for number in numbers}
         for ring in dict.fromkeys(rings.values()):
             if ring is not None:
                 ring.renew(rows if len(numbers) == 1 else [row for row in rows if row and rings[space[row]] is ring])
 
-    def leave(self, row: int) -> None:
-        """A row is about to be given back."""
+    def leave(self, row: int, nbytes: int) -> None:
+        """A row of so many bytes is about to be given back."""
         if self._links is not None:
             self._links.take_out(row)
-        namespace = self.namespace(row)
+        namespace = self.namespaces[self._rows.space[row]]
+        namespace.tenant.bytes -= nbytes
         namespace.rows -= 1
         if not namespace.rows:
             self._close(namespace)
@@ -101,10 +110,10 @@ class Tenants:
         tenant.namespaces += 1
         if self._free:
             number = self._free.pop()
-            self._namespaces[number] = Namespace(name, tenant)
+            self.namespaces[number] = Namespace(name, tenant)
         else:
-            number = len(self._namespaces)
-            self._namespaces.append(Namespace(name, tenant))
+            number = len(self.namespaces)
+            self.namespaces.append(Namespace(name, tenant))
         self._numbers[name] = number
         return number
 
