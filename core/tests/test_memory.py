@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvloom.memory import Pool
+from kvloom.memory import Lease, Pool
 from kvloom.memory.extents import Extents
 from kvloom.runtime import SystemRuntime
 
@@ -97,21 +100,89 @@ def test_a_reservation_past_its_deadline_cannot_be_sealed(pool: Pool) -> None:
     assert pool.used_bytes == 0
 
 
-def test_what_is_forgotten_comes_back(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
-    pool.reserve(PAGE)
-    room = pool.reserve(PAGE)
-    assert room is not None
-    room.seal()
-    room = pool.reserve(PAGE)
+def line_of(function: Callable[..., object], text: str) -> str:
+    """`file:line` of the line with `text` in a function."""
+    lines, first = inspect.getsourcelines(function)
+    (index,) = (index for index, line in enumerate(lines) if text in line)
+    return f"{inspect.getsourcefile(function)}:{first + index} in {function.__name__}"
+
+
+def take_a_lease(pool: Pool) -> Lease:
+    room = pool.reserve(PAGE)  # the reservation
     assert room is not None
     block = room.seal()
     assert block is not None
-    block.lease()
-    block.drop()
-    del room, block
+    try:
+        return block.lease()  # the lease
+    finally:
+        block.drop()
+
+
+def test_what_is_forgotten_comes_back_and_is_said_to_have_been(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    def three() -> None:
+        pool.reserve(PAGE)  # forgotten at once
+        room = pool.reserve(2 * PAGE)  # sealed, then forgotten
+        assert room is not None
+        room.seal()
+        take_a_lease(pool)  # never released
+
+    three()
+    gc.collect()
+    assert pool.used_bytes == 0 and pool.leaked == 3
+    reservation, block, lease = (record.getMessage() for record in caplog.records)
+    assert reservation.startswith("a reservation of 4096 bytes") and line_of(three, "# forgotten at") in reservation
+    assert block.startswith("a block of 8192 bytes") and line_of(three, "# sealed") in block
+    assert lease.startswith("a lease of 4096 bytes")
+    assert lease.index(line_of(take_a_lease, "# the lease")) < lease.index(line_of(three, "# never"))
+    assert not any("kvloom/memory" in record.getMessage() for record in caplog.records), "where the user took it"
+    assert {record.name for record in caplog.records} == {"kvloom.memory.pool"}
+
+
+def test_a_lease_taken_again_is_named_after_who_took_it_again(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    lease = take_a_lease(pool)
+
+    def again() -> None:
+        lease.again()  # forgotten
+
+    again()
+    lease.release()
     gc.collect()
     assert pool.used_bytes == 0
-    assert "never released" in caplog.text, "a leaked lease is said to be one"
+    (record,) = caplog.records
+    assert f"It was taken at {line_of(again, '# forgotten')}" in record.getMessage()
+
+
+def test_what_was_given_back_is_no_leak(pool: Pool) -> None:
+    take_a_lease(pool).release()
+    room = pool.reserve(PAGE)
+    assert room is not None
+    room.abandon()
+    late = pool.reserve(PAGE, deadline=pool.now() - 1)
+    assert late is not None and late.seal() is None
+    del room, late
+    gc.collect()
+    assert pool.used_bytes == 0 and pool.leaked == 0
+
+
+def test_a_noted_origin_holds_no_local_variable(pool: Pool) -> None:
+    class Precious:
+        pass
+
+    def take() -> tuple[Lease, weakref.ref[Precious]]:
+        precious = Precious()
+        return take_a_lease(pool), weakref.ref(precious)
+
+    lease, precious = take()
+    assert precious() is None
+    lease.release()
+
+
+def test_leaks_are_found_at_the_latest_when_the_pool_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    pool = Pool(PAGE, SystemRuntime())
+    take_a_lease(pool)
+    gc.collect()
+    pool.close()
+    assert pool.leaked == 1 and "take_a_lease" in caplog.text
 
 
 def test_a_full_pool_says_no_and_recovers(pool: Pool) -> None:

@@ -24,7 +24,7 @@ from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.index import Index
 from kvloom.plugins import Registry
-from kvloom.runtime import Runtime, SystemRuntime, Workers
+from kvloom.runtime import Runtime, SystemRuntime, Workers, opened
 from kvloom.task import Task
 from kvloom.tiers.base import Layout
 from kvloom.tiers.build import asked_only, build_stack
@@ -36,8 +36,20 @@ Source = str | Path | Mapping[str, Any] | EngineConfig
 
 _MOST_TASKS = 1024
 
-_named: dict[str, Engine] = {}
-_named_lock = SystemRuntime().lock()
+
+class _Named:
+    """The engines of `get_or_create`. Those of a parent process count as closed."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.lock = SystemRuntime().lock()
+        opened(self)
+
+    def inherited(self, pid: int) -> None:
+        self.lock = SystemRuntime().lock()
+
+
+_named = _Named()
 
 
 class Engine(Index):
@@ -126,12 +138,18 @@ class Engine(Index):
         """
         if (spec.dtype, spec.blob_shape(1)) != (self.spec.dtype, self.spec.blob_shape(1)):
             raise ValueError("spec: a sibling's KV has the shape and dtype of the engine it stands beside")
+        self._check_open()
         resolved = resolve(self.config, self._registry)
         return Engine(
             self.config, spec, stack=self._stack, connector=resolved.connector.make(spec),
             tokens=resolved.tokens.make(spec), events=self._events, runtime=self._runtime, registry=self._registry,
             owner=self,
         )  # fmt: skip
+
+    def inherited(self, pid: int) -> None:
+        super().inherited(pid)
+        for task in tuple(self._tasks):
+            task.inherited(BackendError(self._gone))
 
     def close(self) -> None:
         """Write what was accepted, within the tiers' deadlines, and give everything back. Idempotent."""
@@ -155,10 +173,10 @@ class Engine(Index):
         Raises ValueError if there is one with another configuration or spec.
         """
         config = EngineConfig.load(config)
-        with _named_lock:
+        with _named.lock:
             engine = cls.get(instance_id)
             if engine is None:
-                engine = _named[instance_id] = cls.open(config, spec)
+                engine = _named.engines[instance_id] = cls.open(config, spec)
             if engine.config != config:
                 raise ValueError(f"instance_id: {instance_id!r} exists with another configuration; destroy it first")
             if engine.spec != spec:
@@ -168,14 +186,14 @@ class Engine(Index):
     @classmethod
     def get(cls, instance_id: str) -> Engine | None:
         """The engine that `get_or_create` made under that name, if there is one."""
-        engine = _named.get(instance_id)
+        engine = _named.engines.get(instance_id)
         return None if engine is None or engine._closed else engine
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
         """Close and forget the engine of that name. It is fine if there is none."""
-        with _named_lock:
-            engine = _named.pop(instance_id, None)
+        with _named.lock:
+            engine = _named.engines.pop(instance_id, None)
         if engine is not None:
             engine.close()
 
@@ -252,10 +270,12 @@ class Engine(Index):
 
     def clear(self, salt: str | None = None) -> None:
         """Delete all KV of this model that was stored under `salt`; with None, under any. Raises as `remove` does."""
+        self._check_open()
         self._stack.clear(f"{self.fingerprint}/" + ("" if salt is None else f"{keying.salt_tag(salt)}/"))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every accepted write is in its tier, or has failed; False if `timeout` seconds were not enough."""
+        self._check_here()
         return self._stack.flush(math.inf if timeout is None else self._runtime.now() + timeout)
 
     # -- the primitives ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvloom.contracts.observer import Event, Observer
+from kvloom.runtime import opened
 
 if TYPE_CHECKING:
     from kvloom.runtime import Runtime, Thread
@@ -55,8 +56,13 @@ class EventBus:
         self._busy = False
         self._closed = False
         self._thread: Thread | None = None
+        opened(self)
         if self._observers:
             self._thread = runtime.spawn(self._deliver, name="kvloom-events")
+
+    def inherited(self, pid: int) -> None:
+        self._changed = self._runtime.condition()
+        self._closed = True
 
     def emit(self, event: Event) -> None:
         """Count, and queue for the observers. Never waits for them, never raises because of one."""

@@ -13,7 +13,7 @@ from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.tokens import TokenDatabase
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
-from kvloom.runtime import Runtime
+from kvloom.runtime import Runtime, opened
 from kvloom.tiers.base import Tier
 from kvloom.tiers.stack import Stack
 from kvloom.types import Health, Hit, KVSpec, Segment
@@ -44,6 +44,13 @@ class Index:
         self._events = events
         self._runtime = runtime
         self._closed = False
+        self._gone = ""
+        opened(self)
+
+    def inherited(self, pid: int) -> None:
+        """In a forked child: refuse every verb, and have nothing to close."""
+        self._closed = True
+        self._gone = self._gone or f"this engine was opened in process {pid}; open one in this process"
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
@@ -63,6 +70,7 @@ class Index:
     @property
     def tiers(self) -> Mapping[str, Tier]:
         """The tiers by name, in the config's order, for work at the level of chunks."""
+        self._check_here()
         return self._stack.tiers
 
     @property
@@ -71,10 +79,12 @@ class Index:
 
     def health(self) -> Health:
         """How the tiers are: which are paused and why, what they hold, what hangs. Asks no backend."""
+        self._check_here()
         return self._stack.health()
 
     def counters(self) -> Mapping[Any, Any]:
         """What has happened so far: (event, tier, reason) to its totals."""
+        self._check_here()
         return self._events.counters()
 
     def lookup(
@@ -111,6 +121,7 @@ class Index:
 
     def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
         """Which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
+        self._check_open()
         self._check_names(search_range)
         located = self._stack.locate([segment.key for segment in segments], search_range)
         return torch.tensor([name is not None for name in located], dtype=torch.bool)
@@ -120,7 +131,11 @@ class Index:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise BackendError("the engine is closed")
+            raise BackendError(self._gone or "the engine is closed")
+
+    def _check_here(self) -> None:
+        if self._gone:
+            raise BackendError(self._gone)
 
     def _check_names(self, names: Sequence[str] | None) -> None:
         if isinstance(names, str):

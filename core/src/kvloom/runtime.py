@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -91,6 +92,42 @@ class SystemRuntime:
         thread = threading.Thread(target=run_nicely if low_priority else run, name=name, daemon=True)
         thread.start()
         return thread
+
+
+class Heir(Protocol):
+    """Something that is of no use in a forked child: its threads are not there, and whoever held its locks neither."""
+
+    def inherited(self, pid: int) -> None:
+        """Called in the child, where this was opened by process `pid`. Be harmless from now on; may come twice."""
+
+
+_heirs: weakref.WeakSet[Heir] = weakref.WeakSet()
+_pid = os.getpid()
+_forked = False
+
+
+def opened(heir: Heir) -> None:
+    """Have `heir.inherited` called in every child that this process is forked into.
+
+    That costs nothing afterwards, where comparing process ids would cost a system call each time.
+    """
+    _heirs.add(heir)
+
+
+def was_forked() -> bool:
+    """Whether this process is a fork of one that had imported this."""
+    return _forked
+
+
+def _in_child() -> None:
+    global _pid, _forked
+    parent, _pid, _forked = _pid, os.getpid(), True
+    for heir in tuple(_heirs):
+        heir.inherited(parent)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 class Call(Generic[T]):
@@ -184,6 +221,13 @@ class Workers:
         self._idle = 0
         self._given_up: set[Call[Any]] = set()
         self._closed = False
+        opened(self)
+
+    def inherited(self, pid: int) -> None:
+        self._changed = self._runtime.condition()
+        self._closed = True
+        self._queue.clear()
+        self._started.clear()
 
     @property
     def stuck(self) -> bool:

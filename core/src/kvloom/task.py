@@ -65,6 +65,12 @@ class Task:
         if give_up is not None:
             give_up()
 
+    def inherited(self, error: BaseException) -> None:
+        """End it in a forked child, where nobody works on it."""
+        self._touching, self._changed = self._runtime.lock(), self._runtime.condition()
+        self._give_up = None
+        self.fail(error)
+
     def on_cancel(self, give_up: Callable[[], None]) -> None:
         """Have `give_up` called when the task is cancelled; now, if it was already."""
         self._give_up = give_up

@@ -15,8 +15,9 @@ from types import TracebackType
 import torch
 
 from kvloom.memory.extents import Extents
+from kvloom.memory.origin import Origin, caller, in_words
 from kvloom.memory.pages import PAGE_BYTES, Pages
-from kvloom.runtime import Runtime
+from kvloom.runtime import Runtime, opened
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +30,11 @@ def pages_of(nbytes: int) -> int:
 class Reservation:
     """Memory that one writer may fill. Seal it or abandon it; it does so itself when it is forgotten."""
 
-    __slots__ = ("_pool", "deadline", "nbytes", "size", "start")
+    __slots__ = ("_pool", "deadline", "nbytes", "origin", "size", "start")
 
-    def __init__(self, pool: Pool, start: int, size: int, nbytes: int, deadline: float) -> None:
+    def __init__(self, pool: Pool, start: int, size: int, nbytes: int, deadline: float, origin: Origin) -> None:
         self._pool: Pool | None = pool
+        self.origin = origin
         self.start = start
         self.size = size
         """Bytes taken from the pool, a whole number of pages."""
@@ -59,7 +61,7 @@ class Reservation:
         if pool.now() > self.deadline:
             pool.free(self.start, self.size)
             return None
-        return Block(pool, self.start, self.size)
+        return Block(pool, self.start, self.size, self.origin)
 
     def abandon(self) -> None:
         """Give the memory back. Twice is fine."""
@@ -69,16 +71,17 @@ class Reservation:
 
     def __del__(self) -> None:
         if self._pool is not None:
-            self._pool.forgotten.append(self.abandon)
+            self._pool.forgotten.append((self.abandon, "a reservation", self.size, self.origin))
 
 
 class Block:
     """Sealed memory: owned by whoever holds this, read by whoever holds a lease."""
 
-    __slots__ = ("_leases", "_owned", "_pool", "size", "start")
+    __slots__ = ("_leases", "_owned", "_pool", "origin", "size", "start")
 
-    def __init__(self, pool: Pool, start: int, size: int) -> None:
+    def __init__(self, pool: Pool, start: int, size: int, origin: Origin) -> None:
         self._pool = pool
+        self.origin = origin
         self._owned = True
         self._leases = 0
         self.start = start
@@ -92,12 +95,12 @@ class Block:
         """The memory from byte `offset` as a tensor; valid while the block is owned or leased."""
         return self._pool.tensor(self.start + offset, shape, dtype)
 
-    def lease(self) -> Lease:
-        """Keep the memory from being reused until the lease is released."""
+    def lease(self, origin: Origin | None = None) -> Lease:
+        """Keep the memory from being reused until the lease is released. origin: `caller()`, once for many leases."""
         with self._pool.lock:
             assert self._owned or self._leases, "leased after its memory was given back"
             self._leases += 1
-        return Lease(self)
+        return Lease(self, caller() if origin is None else origin)
 
     def drop(self) -> None:
         """Give up ownership: the memory is free once the last lease is released. Twice is fine."""
@@ -119,21 +122,22 @@ class Block:
 
     def __del__(self) -> None:
         if self._owned:
-            self._pool.forgotten.append(self.drop)
+            self._pool.forgotten.append((self.drop, "a block", self.size, self.origin))
 
 
 class Lease:
     """The right to read a block. Release it, or use it as a context manager; it does not expire."""
 
-    __slots__ = ("block",)
+    __slots__ = ("block", "origin")
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, origin: Origin) -> None:
         self.block: Block | None = block
+        self.origin = origin
 
     def again(self) -> Lease:
         """Another lease on the same block."""
         assert self.block is not None, "leased again after its release"
-        return self.block.lease()
+        return self.block.lease(caller())
 
     def release(self) -> None:
         """Twice is fine."""
@@ -151,12 +155,7 @@ class Lease:
 
     def __del__(self) -> None:
         if self.block is not None:
-            self.block._pool.forgotten.append(self._release_leaked)
-
-    def _release_leaked(self) -> None:
-        assert self.block is not None
-        log.warning("a lease on %d bytes was never released; releasing it now", self.block.size)
-        self.release()
+            self.block._pool.forgotten.append((self.release, "a lease", self.block.size, self.origin))
 
 
 class Pool:
@@ -166,16 +165,28 @@ class Pool:
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
         self.pages = Pages(self.capacity, runtime)
         self.now = runtime.now
+        self._runtime = runtime
         # Held for a few dictionary operations, never across I/O, a copy or a call to anybody else.
         self.lock = runtime.lock()
+        self.leaked = 0
+        """How many leases, reservations and blocks were forgotten and not given back."""
         # What `__del__` wants done. The garbage collector may call it on a thread that holds the lock, so it must not
         # take one: the next `reserve` does the work.
-        self.forgotten: deque[Callable[[], None]] = deque()
+        self.forgotten: deque[tuple[Callable[[], None], str, int, Origin]] = deque()
         self.times_freed = 0
         """Grows whenever something is given back, or is in use no more."""
         self._freed = runtime.condition()
         self._waiting = 0
         self._extents = Extents(self.capacity)
+        self._gone = False
+        opened(self)
+
+    def inherited(self, pid: int) -> None:
+        """In a forked child, where the memory reads as zeros: there is no room, and nothing comes back."""
+        self._gone = True
+        self.lock, self._freed = self._runtime.lock(), self._runtime.condition()
+        self._extents = Extents(0)
+        self.forgotten.clear()
 
     @property
     def used_bytes(self) -> int:
@@ -196,7 +207,7 @@ class Pool:
         if start is None:
             return None
         self.pages.reach(start + size)
-        return Reservation(self, start, size, nbytes, deadline)
+        return Reservation(self, start, size, nbytes, deadline, caller())
 
     def wait_for_room(self, until: float, freed: int) -> None:
         """Block until `times_freed` is no longer `freed`, a moment has passed, or `until`."""
@@ -212,6 +223,8 @@ class Pool:
         return self.pages.bytes[start : start + nbytes].view(dtype).view(tuple(shape))
 
     def free(self, start: int, size: int) -> None:
+        if self._gone:
+            return
         with self.lock:
             self._extents.give(start, size)
         self.tell()
@@ -227,10 +240,19 @@ class Pool:
     def _collect(self) -> None:
         while self.forgotten:
             try:
-                self.forgotten.popleft()()
+                give_back, what, size, origin = self.forgotten.popleft()
             except IndexError:  # another thread was quicker
                 return
+            with self.lock:
+                self.leaked += 1
+            log.warning(
+                "%s of %d bytes was never given back; it is now. It was taken at %s", what, size, in_words(origin)
+            )
+            give_back()
 
     def close(self) -> None:
         """Stop the background thread. Memory still in use stays valid."""
+        if self._gone:
+            return
+        self._collect()
         self.pages.close()

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvloom.errors import BackendError
 from kvloom.memory import Lease
+from kvloom.runtime import opened
 from kvloom.types import EXACT, Chunk, ChunkKey, KVSpec, MemoryFormat, TierHealth
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class Tier(ABC):
         self.layout = layout
         self.dst_device = torch.device(dst_device)
         self._closed = False
+        self._gone = ""
+        opened(self)
         self._with_it: list[Callable[[], None]] = []
 
     @staticmethod
@@ -77,6 +81,15 @@ class Tier(ABC):
         from kvloom.tiers.build import open_tier
 
         return open_tier(block, spec, dst_device=dst_device, runtime=runtime)
+
+    def inherited(self, pid: int) -> None:
+        """In a forked child: refuse every verb, and have nothing to close."""
+        self._closed = True
+        self._gone = self._gone or f"this tier was opened in process {pid}; open one in this process"
+
+    def _check_here(self) -> None:
+        if self._gone:
+            raise BackendError(self._gone)
 
     # -- the seed's interface ----------------------------------------------------------------------------------------
 
@@ -98,6 +111,7 @@ class Tier(ABC):
 
     def get(self, key: ChunkKey) -> torch.Tensor | None:
         """The verified chunk on `dst_device`, the caller's to keep, or None."""
+        self._check_here()
         loaded = self._take(key)
         if loaded is None:
             return None
@@ -108,6 +122,7 @@ class Tier(ABC):
 
     def batched_put(self, keys_and_chunks: Iterable[tuple[ChunkKey, torch.Tensor]], blocking: bool = True) -> int:
         """Keep several chunks; how many were stored (with blocking=False: how many were accepted)."""
+        self._check_here()
         pending = []
         for key, tensor in keys_and_chunks:
             token = self._accept(key, tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 
 from kvloom.contracts.observer import Event, EventName
 from kvloom.events import EventBus
-from kvloom.memory import Block, Pool, Reservation, pages_of
+from kvloom.memory import Block, Origin, Pool, Reservation, caller, pages_of
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.held import Holdings
@@ -18,6 +19,8 @@ from kvloom.tiers.purges import Purges
 from kvloom.tiers.recency import Held
 from kvloom.tiers.visit import Visit
 from kvloom.types import Chunk, ChunkKey, TierHealth
+
+log = logging.getLogger(__name__)
 
 _CLEAN_PART = 8
 """One part in eight of the pool is kept free, clean or on its way to a lower tier, so that nobody waits for room."""
@@ -60,6 +63,11 @@ class MemoryTier(Tier):
         self._offered: list[ChunkKey] = []
         self._answered = runtime.condition()
 
+    def inherited(self, pid: int) -> None:
+        super().inherited(pid)
+        self._lock, self._answered = self._runtime.lock(), self._runtime.condition()
+        self._held = Holdings()  # what the chunks were in is not the child's
+
     def __len__(self) -> int:
         return len(self._held.entries)
 
@@ -76,6 +84,7 @@ class MemoryTier(Tier):
 
     def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None, *, exact: bool = False) -> list[bool]:
         """Which keys are held (with `exact`: exactly)."""
+        self._check_here()
         entries = self._held.entries
         with self._lock:
             if self._held.ttl is not None:
@@ -89,17 +98,21 @@ class MemoryTier(Tier):
             return [(held := entries.get(key)) is not None and held.chunk.exact for key in keys]
 
     def contains(self, key: ChunkKey) -> bool:
+        self._check_here()
         return key in self._held.entries if self._held.ttl is None else self.find([key])[0]
 
     def lease(self, keys: Sequence[ChunkKey]) -> list[Loaded | None]:
         """The chunks of `keys`, each leased, or None where there is none."""
         entries = self._held.entries
+        origin = caller()
         after = -math.inf if self._held.ttl is None else self._runtime.wall() - self._held.ttl
         with self._lock:
             found = [entries.get(key) for key in keys]
             # Leased under the lock: between the look and the lease nobody may evict.
             return [
-                None if held is None or held.written <= after else Loaded(held.chunk, held.block.lease(), held.written)
+                None
+                if held is None or held.written <= after
+                else Loaded(held.chunk, held.block.lease(origin), held.written)
                 for held in found
             ]
 
@@ -107,11 +120,6 @@ class MemoryTier(Tier):
         """Note that a chain was used: its head becomes the most recent, its tail the least."""
         with self._lock:
             self._held.touch(chain)
-
-    def written(self, key: ChunkKey) -> float | None:
-        """When the chunk was first stored, in seconds since the epoch; None if it is not held."""
-        held = self._held.entries.get(key)
-        return None if held is None else held.written
 
     def chunks(self) -> list[ChunkKey]:
         """The keys held, least recently used first, the pinned ones last."""
@@ -133,7 +141,8 @@ class MemoryTier(Tier):
         wall = self._runtime.wall()
         dirty = dirty and chunk.exact and self.write_back is not None
         new = Held(chunk, block, wall if written is None else min(written, wall), dirty)
-        loaded = self._keep(key, new, wall, self.purges.mark() if since is None else since)
+        since = self.purges.mark() if since is None else since
+        loaded = self._keep(key, new, wall, since, caller())
         if self._held.restless:
             for _ in range(_SWEPT_EACH_TIME):
                 self._let_go(partial(self._held.due, wall), reason="expired")
@@ -142,12 +151,12 @@ class MemoryTier(Tier):
             self._write_ahead(clean_bytes - self.pool.free_bytes)
         return loaded
 
-    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int) -> Loaded:
+    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int, origin: Origin) -> Loaded:
         kept = self.keep and not self._held.expired(new, wall)
         while True:
             with self._lock:
                 gone = self.purges.hit(key, since)
-                settled = self._settle(key, new, wall, kept=kept and not gone)
+                settled = self._settle(key, new, wall, origin, kept=kept and not gone)
             if settled is not None:
                 break
             kept = self._let_go(partial(self._held.coldest_of_tenant, key), reason="quota")
@@ -158,7 +167,9 @@ class MemoryTier(Tier):
             surplus.drop()
         return loaded
 
-    def _settle(self, key: ChunkKey, new: Held, wall: float, *, kept: bool) -> tuple[Loaded, Block | None] | None:
+    def _settle(
+        self, key: ChunkKey, new: Held, wall: float, origin: Origin, *, kept: bool
+    ) -> tuple[Loaded, Block | None] | None:
         """Which of two chunks stays, leased, and the block that does not; None if the tenant must make room first."""
         present = self._held.entries.get(key)
         if (
@@ -166,10 +177,10 @@ class MemoryTier(Tier):
             and (present.chunk.exact or not new.chunk.exact)
             and not (present.leaving or self._held.expired(present, wall))
         ):
-            return Loaded(present.chunk, present.block.lease(), present.written), new.block
+            return Loaded(present.chunk, present.block.lease(origin), present.written), new.block
         if kept and not self._held.fits(key, new.block.size):
             return None
-        loaded = Loaded(new.chunk, new.block.lease(), new.written)
+        loaded = Loaded(new.chunk, new.block.lease(origin), new.written)
         if not kept:
             return loaded, new.block
         self._held.forget(key)
@@ -298,32 +309,35 @@ class MemoryTier(Tier):
             pass
 
     def _offer(self, key: ChunkKey, held: Held, loaded: Loaded, *, leave: str) -> bool:
-        assert self.write_back is not None
-        verdict = None
-        try:
-            verdict = self.write_back(key, loaded)
-        finally:
-            if verdict is not True:
-                loaded.release()
-            with self._lock:
-                self._offered.remove(key)
-                if verdict is None:
-                    self._held.still_dirty(key, held)
-                elif verdict and leave:
-                    self._held.leave(key, held, leave)
-            with self._answered:
-                self._answered.notify_all()
+        verdict = self._ask(key, loaded)
+        with self._lock:
+            self._offered.remove(key)
+            if verdict is None:
+                self._held.still_dirty(key, held)
+            elif verdict and leave:
+                self._held.leave(key, held, leave)
+        with self._answered:
+            self._answered.notify_all()
         return verdict is not None
 
     def _pass_on(self, key: ChunkKey, loaded: Loaded) -> None:
         """Offer a chunk that memory does not keep."""
-        assert self.write_back is not None
-        verdict = self.write_back(key, copy := loaded.again())
-        if verdict is not True:
-            copy.release()
-        if verdict is None:
+        if self._ask(key, loaded.again()) is None:
             chunk, reason = loaded.chunk, "not kept in memory, and no room to write it"
             self._events.emit(Event("dropped", self.name, chunk.num_tokens, 1, chunk.nbytes, reason=reason))
+
+    def _ask(self, key: ChunkKey, loaded: Loaded) -> bool | None:
+        """What `write_back` says; the lease is released unless it took it."""
+        assert self.write_back is not None
+        verdict = None
+        try:
+            verdict = self.write_back(key, loaded)
+        except Exception:  # whoever stores or retrieves has nothing to do with it
+            log.exception("tier=%s a chunk could not be handed on", self.name)
+        finally:
+            if verdict is not True:
+                loaded.release()
+        return verdict
 
     def _await_answers(self, keys: Collection[ChunkKey]) -> None:
         until = self._runtime.now() + self.deadline

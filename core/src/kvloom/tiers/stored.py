@@ -112,6 +112,7 @@ class StoredTier(Tier):
 
     def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
+        self._check_here()
         return self._presence.find(keys, visit or self._visit())
 
     def satisfied(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
@@ -133,6 +134,7 @@ class StoredTier(Tier):
         return self._writes.has_room(nbytes)
 
     def contains(self, key: ChunkKey) -> bool:
+        self._check_here()
         return self._writes.pending(key) or self.find([key])[0]
 
     def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:
@@ -300,6 +302,7 @@ class StoredTier(Tier):
 
     def health(self) -> TierHealth:
         """How the tier is, from what is known here: nothing is asked of the backend."""
+        self._check_here()
         calls = self.calls
         breaker = calls.reading if calls.reading.open else calls.writing
         state = "stuck" if calls.stuck else "paused" if calls.reading.open else "ok"
