@@ -53,7 +53,7 @@ class Upkeep:
         self._round: Call[None] | None = None
         self._list_at = 0.0
         self._closed = False
-        self.evicts = bounded and not backend.shared
+        self.evicts = bounded and (not backend.shared or self._elected())
         """This process deletes what is over a bound."""
         ledger.enforced = self.evicts
         ledger.complete = not (backend.persistent or backend.shared)
@@ -105,6 +105,13 @@ class Upkeep:
         for reason in dict.fromkeys(victim.reason for victim in victims):
             sizes = [victim.bytes for victim in victims if victim.reason == reason]
             self._events.emit(Event("evicted", self.name, chunks=len(sizes), bytes=sum(sizes), reason=reason))
+
+    def _elected(self) -> bool:
+        """Whether this process may evict from the start; waits a deadline at most."""
+        try:
+            return self._calls.chore("hold", lambda: self._backend.hold(EVICT), seconds=self._calls.deadline).result()
+        except Exception:  # told of already, if it did not hang; the rounds go on asking
+            return False
 
     # -- now and then --------------------------------------------------------------------------------------------------
 
