@@ -28,6 +28,7 @@ LAYERS = (
     {"tiers"},
     {"index"},
     {"engine"},
+    {"warming"},
     {"cli", "__main__"},
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}

@@ -15,6 +15,8 @@ _HOME = {
     "Engine": "engine",
     "Index": "index",
     "Task": "task",
+    "warm": "warming",
+    "Warmed": "warming",
     "EngineConfig": "config",
     "Registry": "plugins",
     "Tier": "tiers",
@@ -133,3 +135,5 @@ if TYPE_CHECKING:
     from kvloom.types import MemoryFormat as MemoryFormat
     from kvloom.types import Segment as Segment
     from kvloom.types import TierHealth as TierHealth
+    from kvloom.warming import Warmed as Warmed
+    from kvloom.warming import warm as warm

@@ -17,6 +17,10 @@ class Step(Protocol):
     def __call__(self) -> None: ...
 
 
+class ByteStep(Protocol):
+    def __call__(self, num_bytes: int) -> None: ...
+
+
 def console(*, stderr: bool = False) -> Console:
     """Where tables go. No markup: brackets in a path or a message are brackets."""
     from rich.console import Console
@@ -49,6 +53,48 @@ def progress(what: str, total: int | None = None) -> Iterator[Step]:
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+@contextmanager
+def byte_progress(what: str, total_bytes: int | None = None) -> Iterator[ByteStep]:
+    """As `progress`, for blobs of some bytes each: how many bytes, and how fast in bytes and in blobs."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    screen = console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(what, total=total_bytes, done="")
+        blobs = 0
+
+        def step(num_bytes: int) -> None:
+            nonlocal blobs
+            blobs += 1
+            at = bar.tasks[0]
+            nbytes, seconds = int(at.completed) + num_bytes, max(at.elapsed or 0.0, 1e-3)
+            rates = f"{rate(nbytes / seconds)}, {blobs / seconds:,.0f} blobs/s"
+            bar.update(task, advance=num_bytes, done=f"{size(nbytes)}, {rates}")
+
+        yield step
+
+
+def watched() -> bool:
+    """Whether somebody sees the bars."""
+    return console(stderr=True).is_terminal
+
+
+def rate(bytes_per_second: float) -> str:
+    """`1.5GiB/s`"""
+    return f"{size(round(bytes_per_second))}/s"
+
+
+def seconds(value: float) -> str:
+    """`12.5 ms`: in a unit that leaves few digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-6:.3g} µs"
 
 
 def size(num_bytes: int | None) -> str:

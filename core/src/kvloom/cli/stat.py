@@ -1,8 +1,9 @@
-"""`kvloom stat`: what the stored tiers hold, by tier, model and tenant. Reads listings, no KV."""
+"""`kvloom stat`: whether the stored tiers answer, and what they hold, by tier, model and tenant. Reads no KV."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +11,12 @@ import typer
 
 from kvloom.cli import output
 from kvloom.cli.config import File, load
+from kvloom.errors import BackendError, DeadlineExceeded
 from kvloom.plugins import Registry
 
 if TYPE_CHECKING:
     from kvloom.cli.store import Store
+    from kvloom.config import TierChoice
 
 
 @dataclass(slots=True)
@@ -33,6 +36,15 @@ class Summary:
     tier: str
     type: str
     capacity: int | None
+    state: str = "ok"
+    """Or `no answer`, `failed`, `not opened`."""
+    reason: str = ""
+    """Why it is not ok."""
+    answer_seconds: float | None = None
+    """How long a question took; None if there was no answer."""
+    evicts: str = "unknown"
+    """Who keeps the tier within its capacity: `store` (by itself), `owner` (the one process that uses it), `a process`
+    (of those that share it), `nobody` (now), or `unknown`."""
     blobs: int = 0
     bytes: int = 0
     oldest: float | None = None
@@ -46,31 +58,68 @@ class Summary:
 def add(commands: typer.Typer, registry: Registry) -> None:
     @commands.command("stat")
     def stat(file: File, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-        """Show what the stored tiers hold."""
-        from kvloom.cli.store import stores
+        """Show whether the stored tiers answer, and what they hold. Exit status 1 if one fails."""
+        from kvloom.cli.store import stored
 
-        _, resolved = load(file)
-        with stores(resolved) as opened:
-            summaries = [_summary(store) for store in opened]
+        summaries = [_summary(choice) for choice in stored(load(file)[1])]
         if as_json:
             print(json.dumps([asdict(summary) for summary in summaries], indent=2))
         else:
             _print(summaries)
+        failed = [summary for summary in summaries if summary.state != "ok"]
+        for summary in failed:
+            print(f"kvloom: tier {summary.tier}: {summary.reason}", file=sys.stderr)
+        raise typer.Exit(1 if failed else 0)
 
 
-def _summary(store: Store) -> Summary:
-    from kvloom.types import ChunkKey
+def _summary(choice: TierChoice) -> Summary:
+    """What can be said of a tier, as far as it answers."""
+    from kvloom.cli.store import opened, said
 
-    summary = Summary(store.name, store.backend.type, store.choice.capacity)
+    assert choice.backend is not None
+    summary = Summary(choice.name, choice.backend.cls.type, choice.capacity, state="not opened")
+    try:
+        with opened(choice) as store:
+            summary.state = "failed"
+            _ask(store, summary)
+            _count(store, summary)
+            summary.evicts = _evictor(store)
+            summary.state = "ok"
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, BackendError) and error.__cause__ else error
+        summary.state = "no answer" if isinstance(cause, DeadlineExceeded) else summary.state
+        summary.reason = said(cause)
+    return summary
+
+
+def _ask(store: Store, summary: Summary) -> None:
+    from kvloom.cli.store import RECORDS, RUNTIME
+
+    began = RUNTIME.now()
+    store.ask(lambda: store.backend.contains(f"{RECORDS}0.json"))
+    summary.answer_seconds = RUNTIME.now() - began
+
+
+def _evictor(store: Store) -> str:
+    """The last question: a right that nobody had is this process's until the store is closed, which is next."""
+    from kvloom.contracts.storage import StorageBackend
+
+    backend = store.backend
+    if backend.bounded:
+        return "store"
+    if not backend.shared:
+        return "owner"
+    if type(backend).hold is StorageBackend.hold:
+        return "unknown"
+    return "nobody" if store.ask(lambda: backend.hold("evict")) else "a process"
+
+
+def _count(store: Store, summary: Summary) -> None:
     for fingerprint, record in store.records().items():
         spec = record["spec"]
         summary.fingerprints[fingerprint] = Held(str(spec.get("model", "?")), str(spec.get("revision", "")))
-    with store.errors(), output.progress(f"listing {store.name}") as step:
-        for entry in store.backend.scan():
-            try:
-                key = ChunkKey.parse(entry.key)
-            except ValueError:
-                continue
+    with output.progress(f"listing {store.name}") as step:
+        for key, entry in store.blobs():
             step()
             fingerprint, _, tenant = key.namespace.partition("/")
             held = summary.fingerprints.setdefault(fingerprint, Held())
@@ -80,10 +129,23 @@ def _summary(store: Store) -> Summary:
             if entry.modified:
                 summary.oldest = min(summary.oldest or entry.modified, entry.modified)
                 summary.newest = max(summary.newest or entry.modified, entry.modified)
-    return summary
 
 
 def _print(summaries: list[Summary]) -> None:
+    output.print_table(
+        "now",
+        ("tier", "state", "answers in", "evicts"),
+        [
+            (
+                one.tier,
+                one.state,
+                "-" if one.answer_seconds is None else output.seconds(one.answer_seconds),
+                one.evicts,
+            )
+            for one in summaries
+        ],
+        right=("answers in",),
+    )
     output.print_table(
         "tiers",
         ("tier", "type", "blobs", "bytes", "capacity", "oldest", "newest", "tenants", "models"),

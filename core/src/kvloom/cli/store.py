@@ -1,44 +1,79 @@
-"""What the verbs that look into tiers share: the backends of a configuration, and the records of what they hold."""
+"""What the verbs that look into tiers share: the backends, asked with deadlines, and the records of what they hold."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvloom.errors import BackendError, ConfigError
+from kvloom.runtime import Call, SystemRuntime, Workers
+from kvloom.types import ChunkKey, Entry
 
 if TYPE_CHECKING:
     from kvloom.config import Resolved, TierChoice
     from kvloom.contracts.storage import StorageBackend
     from kvloom.types import KVSpec
 
+T = TypeVar("T")
+K = TypeVar("K")
+
 RECORDS = "spec/"
 """Where a tier keeps, for each fingerprint, what it is a digest of."""
+QUARANTINE = "quarantine/"
+"""Where `kvloom scrub` puts corrupt blobs: in front of their key."""
+PROBES = "plan/"
+"""Where `kvloom plan` puts what it measures with, for as long as that takes."""
+
+RUNTIME = SystemRuntime()
+_BATCH = 1000
+"""Entries of a listing that have to come within one deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A stored tier, open."""
+    """A stored tier, open. No call of its backend takes longer than the tier's deadline, as far as the caller waits."""
 
     choice: TierChoice
     backend: StorageBackend
+    workers: Workers = field(repr=False)
 
     @property
     def name(self) -> str:
         return self.choice.name
 
+    def ask(self, function: Callable[[], T]) -> T:
+        """What `function`, which calls the backend, returns. BackendError if it raises or is too slow."""
+        with self.errors():
+            return self.workers.run(function, seconds=self.choice.deadline)
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """The listing. BackendError as `ask` raises it."""
+        listing = self.ask(lambda: iter(self.backend.scan(prefix)))
+        while batch := self.ask(lambda: list(islice(listing, _BATCH))):
+            yield from batch
+
+    def blobs(self) -> Iterator[tuple[ChunkKey, Entry]]:
+        """The listing, of chunks only."""
+        for entry in self.entries():
+            key = chunk_key(entry.key)
+            if key is not None:
+                yield key, entry
+
     def records(self) -> dict[str, dict[str, Any]]:
         """`{"identity": ..., "spec": ...}` for each fingerprint; what is no such record is left out."""
         found = {}
-        with self.errors():
-            for entry in self.backend.scan(RECORDS):
-                blob = self.backend.get(entry.key)
-                record = _parsed(bytes(blob)) if blob is not None else None
-                if record is not None:
-                    found[entry.key.removeprefix(RECORDS).removesuffix(".json")] = record
+        for entry in self.entries(RECORDS):
+            name = entry.key
+            blob = self.ask(lambda name=name: self.backend.get(name))  # type: ignore[misc]
+            record = _parsed(bytes(blob)) if blob is not None else None
+            if record is not None:
+                found[name.removeprefix(RECORDS).removesuffix(".json")] = record
         return found
 
     @contextmanager
@@ -47,23 +82,86 @@ class Store:
         try:
             yield
         except Exception as error:
-            raise BackendError(f"tier {self.name}: {type(error).__name__}: {error}") from error
+            raise BackendError(f"tier {self.name}: {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """An error in a few words."""
+    return f"{type(error).__name__}: {error}"
+
+
+def chunk_key(text: str) -> ChunkKey | None:
+    """The key, unless `text` is something else that lies in a store."""
+    try:
+        return ChunkKey.parse(text)
+    except ValueError:
+        return None
 
 
 @contextmanager
-def stores(resolved: Resolved, spec: KVSpec | None = None) -> Iterator[list[Store]]:
-    """The stored tiers, in order. ConfigError if there is none to look into."""
+def opened(choice: TierChoice, spec: KVSpec | None = None, *, threads: int = 1) -> Iterator[Store]:
+    """One stored tier. Raises ConfigError if it cannot be opened, BackendError if that takes too long."""
+    assert choice.backend is not None
+    make, seconds = choice.backend.make, choice.deadline
+    workers = Workers(RUNTIME, name=f"tier {choice.name}", threads=threads)
+    backend: StorageBackend = workers.run(lambda: make(spec), seconds=seconds)
+    try:
+        yield Store(choice, backend, workers)
+    finally:
+        # A call that hangs may have every thread; closing gets one of its own, and the process does not wait for it.
+        with contextlib.suppress(Exception):
+            Workers(RUNTIME, name=f"tier {choice.name}", threads=1).run(backend.close, seconds=seconds)
+        workers.close(0.0)
+
+
+@contextmanager
+def stores(
+    resolved: Resolved, spec: KVSpec | None = None, *, only: str | None = None, threads: int = 1
+) -> Iterator[list[Store]]:
+    """The stored tiers, in order, or the one that is called `only`. ConfigError if there is none to look into."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(opened(one, spec, threads=threads)) for one in stored(resolved, only)]
+
+
+def at_once(
+    calls: Iterable[tuple[K, Callable[[], T]]], *, seconds: float, threads: int
+) -> Iterator[tuple[K, T | Exception]]:
+    """What the calls return or raise, in order, each within `seconds`; few are begun ahead.
+
+    Raises BackendError once every thread is held by a call that is too late.
+    """
+    workers = Workers(RUNTIME, name="kvloom-command", threads=threads)
+    waiting: deque[tuple[K, Call[T]]] = deque()
+
+    def first() -> tuple[K, T | Exception]:
+        name, call = waiting.popleft()
+        try:
+            return name, call.result()
+        except Exception as error:
+            return name, error
+
+    try:
+        for name, function in calls:
+            waiting.append((name, workers.submit(function, seconds=seconds)))
+            if len(waiting) >= 2 * threads:
+                yield first()
+        while waiting:
+            yield first()
+    finally:
+        workers.close(0.0)
+
+
+def stored(resolved: Resolved, only: str | None = None) -> list[TierChoice]:
+    """The stored tiers of a configuration. ConfigError if there is none to look into."""
     choices = [choice for choice in resolved.tiers if choice.backend is not None]
     if not choices:
         raise ConfigError("tiers", "only memory, which no other process can see; there is nothing to look into")
-    with ExitStack() as opened:
-        found = []
-        for choice in choices:
-            assert choice.backend is not None
-            backend = choice.backend.make(spec)
-            opened.callback(backend.close)
-            found.append(Store(choice, backend))
-        yield found
+    if only is not None:
+        names = ", ".join(choice.name for choice in choices)
+        choices = [choice for choice in choices if choice.name == only]
+        if not choices:
+            raise ConfigError("--tier", f"no stored tier is called {only!r}; there are: {names}")
+    return choices
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

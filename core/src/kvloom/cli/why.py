@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +13,7 @@ import typer
 
 from kvloom.cli import output
 from kvloom.cli.config import File, load
+from kvloom.cli.model import Keys, read_json, read_spec
 from kvloom.errors import ConfigError
 from kvloom.plugins import Registry
 
@@ -20,11 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvloom.cli.store import Store
-    from kvloom.config import EngineConfig, Resolved
-    from kvloom.types import KVSpec, Segment
-
-Keys = Callable[[str, str], "list[Segment]"]
-"""(fingerprint, salt) to the segments of the prompt."""
+    from kvloom.types import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,79 +53,42 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         from kvloom.cli.store import stores
 
         config, resolved = load(file)
-        prompt, kv = _prompt(tokens), _spec(spec)
-        keys, identity, fingerprint = _keys(config, resolved, prompt, kv)
+        prompt, kv = _prompt(tokens), read_spec(spec)
+        keys = Keys(config, resolved, kv)
         with stores(resolved, kv) as opened:
-            verdicts = _verdicts(opened, keys, identity, fingerprint, salts=salt or [config.salt])
+            verdicts = _verdicts(opened, keys, prompt, salts=salt or [config.salt])
         covered = verdicts[-1].end if verdicts else 0
         if covered < len(prompt):
             verdicts.append(Verdict(covered, len(prompt), "", f"too short for a chunk of {config.chunk_tokens} tokens"))
-        _print(verdicts, fingerprint)
+        _print(verdicts, keys.fingerprint)
 
 
 def _prompt(path: Path) -> torch.Tensor:
     import torch
 
-    value = _json(path)
+    value = read_json(path)
     if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
         raise ConfigError(str(path), "should be a JSON list of token ids")
     return torch.tensor(value, dtype=torch.int32)
 
 
-def _spec(path: Path) -> KVSpec:
-    from kvloom.types import KVSpec
-
-    value = _json(path)
-    try:
-        return KVSpec(**value.get("spec", value))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(str(path), f"should be what KVSpec.to_json() gives: {error}") from None
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(str(path), f"not JSON: {error}") from None
-
-
-def _keys(
-    config: EngineConfig, resolved: Resolved, prompt: torch.Tensor, spec: KVSpec
-) -> tuple[Keys, dict[str, Any], str]:
-    """The prompt's keys under any fingerprint and salt, and the identity and fingerprint that `spec` has."""
-    from kvloom import keys as keying
-
-    connector = resolved.connector.make(spec)
-    database = resolved.tokens.make(spec)
-    database.chunk_tokens = config.chunk_tokens
-    about = (spec, connector.format, connector.representation)
-
-    def keys(fingerprint: str, salt: str) -> list[Segment]:
-        database.fingerprint = fingerprint
-        segments: list[Segment] = database.segments(prompt, salt=salt)
-        return segments
-
-    return keys, keying.identity(*about), keying.fingerprint(*about)
-
-
-def _verdicts(
-    opened: Sequence[Store], keys: Keys, identity: Mapping[str, Any], fingerprint: str, *, salts: Sequence[str]
-) -> list[Verdict]:
+def _verdicts(opened: Sequence[Store], keys: Keys, prompt: torch.Tensor, *, salts: Sequence[str]) -> list[Verdict]:
     salt, *other_salts = salts
-    segments = keys(fingerprint, salt)
+    fingerprint = keys.fingerprint
+    segments = keys.segments(prompt, salt)
     held = _held(opened, segments)
     # What else it might be stored under, most telling first: (key space, what to say of a chunk found there).
     elsewhere = [(fingerprint, other, f"stored under another salt, {other!r}") for other in other_salts]
     for found, record in {name: record for store in opened for name, record in store.records().items()}.items():
         if found != fingerprint:
-            differences = "; ".join(_differences(record["identity"], identity)) or "another version of kvloom"
+            differences = "; ".join(_differences(record["identity"], keys.identity)) or "another version of kvloom"
             elsewhere.append((found, salt, f"stored under another fingerprint, {found[:8]}: {differences}"))
     reasons = [""] * len(segments)
     with output.progress("looking elsewhere", len(elsewhere)) as step:
         for other_fingerprint, other_salt, text in elsewhere:
-            for index, tiers in enumerate(_held(opened, keys(other_fingerprint, other_salt))):
+            for index, tiers in enumerate(
+                _held(opened, keys.segments(prompt, other_salt, fingerprint=other_fingerprint))
+            ):
                 if tiers and not reasons[index]:
                     reasons[index] = f"{text} (in {tiers})"
             step()
@@ -143,10 +103,10 @@ def _held(opened: Sequence[Store], segments: Sequence[Segment]) -> list[str]:
     names: list[list[str]] = [[] for _ in segments]
     keys = [str(segment.key) for segment in segments]
     for store in opened:
-        with store.errors():
-            for index, there in enumerate(store.backend.contains_many(keys)):
-                if there:
-                    names[index].append(store.name)
+        backend = store.backend
+        for index, there in enumerate(store.ask(lambda backend=backend: backend.contains_many(keys))):  # type: ignore[misc]
+            if there:
+                names[index].append(store.name)
     return [", ".join(tiers) for tiers in names]
 
 

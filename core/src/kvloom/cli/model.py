@@ -1,0 +1,94 @@
+"""What the verbs know of a model: the spec of its KV, from a file or a store's records, and the keys of its prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvloom.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvloom.cli.store import Store
+    from kvloom.config import EngineConfig, Resolved
+    from kvloom.types import KVSpec, Segment
+
+
+class Keys:
+    """How a configuration calls the KV of a model."""
+
+    def __init__(self, config: EngineConfig, resolved: Resolved, spec: KVSpec) -> None:
+        from kvloom import keys
+
+        connector = resolved.connector.make(spec)
+        about = (spec, connector.format, connector.representation)
+        self.spec = spec
+        self.identity: dict[str, Any] = keys.identity(*about)
+        self.fingerprint = keys.fingerprint(*about)
+        self._salt = config.salt
+        self._database = resolved.tokens.make(spec)
+        self._database.chunk_tokens = config.chunk_tokens
+
+    def segments(
+        self, tokens: torch.Tensor, salt: str | None = None, *, fingerprint: str | None = None
+    ) -> list[Segment]:
+        """The segments of a prompt, under this fingerprint and the configuration's salt unless others are given."""
+        self._database.fingerprint = fingerprint or self.fingerprint
+        found: list[Segment] = self._database.segments(tokens, salt=self._salt if salt is None else salt)
+        return found
+
+
+def read_json(path: Path) -> Any:
+    """Raises ConfigError with the path."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(str(path), f"not JSON: {error}") from None
+
+
+def read_spec(path: Path) -> KVSpec:
+    """The spec in a file: what `KVSpec.to_json()` gives, or a tier's record. Raises ConfigError with the path."""
+    from kvloom.types import KVSpec
+
+    value = read_json(path)
+    try:
+        return KVSpec(**value.get("spec", value))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(str(path), f"should be what KVSpec.to_json() gives: {error}") from None
+
+
+def recorded(
+    opened: Sequence[Store], config: EngineConfig, resolved: Resolved, *, model: str | None = None
+) -> list[Keys]:
+    """The model of which the tiers have records that this configuration could have made: every rank of it.
+
+    model: its name, where there are several. Raises ConfigError if there is none, or more than one.
+    """
+    found: dict[str, Keys] = {}
+    for store in opened:
+        for fingerprint, record in store.records().items():
+            keys = _made_of(config, resolved, record["spec"])
+            if keys is not None and keys.fingerprint == fingerprint and model in (None, keys.spec.model):
+                found[fingerprint] = keys
+    if not found:
+        about = f"of {model!r} " if model else ""
+        raise ConfigError("--spec", f"no tier has a record {about}that this configuration could have made; give a spec")
+    if len({replace(keys.spec, rank=0).to_json() for keys in found.values()}) > 1:
+        names = sorted({f"{keys.spec.model} {keys.spec.revision}".strip() for keys in found.values()})
+        raise ConfigError("--spec", f"the tiers hold KV of several: {', '.join(names)}; give the spec of one")
+    return sorted(found.values(), key=lambda keys: keys.spec.rank)
+
+
+def _made_of(config: EngineConfig, resolved: Resolved, spec: dict[str, Any]) -> Keys | None:
+    from kvloom.types import KVSpec
+
+    try:
+        return Keys(config, resolved, KVSpec(**spec))
+    except (TypeError, ValueError):
+        return None  # of a later version, or of another connector

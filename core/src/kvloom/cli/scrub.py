@@ -1,0 +1,212 @@
+"""`kvloom scrub`: read every blob of every stored tier, verify it, and put the corrupt ones aside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvloom.cli import output
+from kvloom.cli.config import load
+from kvloom.errors import BackendError, ConfigError
+from kvloom.plugins import Registry
+
+if TYPE_CHECKING:
+    from kvloom.cli.store import Store
+    from kvloom.cli.verify import Examiner, Finding
+    from kvloom.config import Resolved, TierChoice
+
+_CALLS = 6
+"""Calls of the backend for one blob, at most; each may take the tier's deadline."""
+_SHOWN = 20
+"""Blobs that are named on the screen."""
+_NAMED = 10_000
+"""Blobs that --json names, for each tier."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found in one tier."""
+
+    tier: str
+    type: str
+    blobs: int = 0
+    bytes: int = 0
+    """Read and checked."""
+    ok: int = 0
+    corrupt: int = 0
+    unreadable: int = 0
+    failed: int = 0
+    gone: int = 0
+    foreign: int = 0
+    """What is in the listing and neither a chunk nor kvloom's own record."""
+    in_quarantine: int = 0
+    """Blobs that lie in quarantine now."""
+    seconds: float = 0.0
+    error: str = ""
+    """Why the tier was not read to its end."""
+    problems: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        return not (self.corrupt or self.failed or self.error)
+
+
+def add(commands: typer.Typer, registry: Registry) -> None:
+    @commands.command("scrub")
+    def scrub(
+        path: Annotated[Path, typer.Argument(metavar="PATH", help="A YAML configuration, or a disk tier's directory.")],
+        quarantine: Annotated[
+            bool, typer.Option("--quarantine", help="Move corrupt blobs to quarantine/ in the same store (default).")
+        ] = False,
+        delete: Annotated[bool, typer.Option("--delete", help="Delete corrupt blobs.")] = False,
+        keep: Annotated[bool, typer.Option("--keep", help="Leave corrupt blobs where they are: only report.")] = False,
+        tier: Annotated[str | None, typer.Option(help="Only the tier of this name.")] = None,
+        threads: Annotated[int, typer.Option(min=1, max=64, help="Blobs to read at a time, in each tier.")] = 4,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ) -> None:
+        """Verify every blob of the stored tiers. Exit status 1 if one is corrupt or could not be read."""
+        from kvloom.cli.store import opened, stored
+
+        if quarantine + delete + keep > 1:
+            raise ConfigError("--quarantine, --delete, --keep", "choose one of them")
+        action = "delete" if delete else "keep" if keep else "quarantine"
+        resolved, known = _resolved(path)
+        reports = []
+        for choice in stored(resolved, tier):
+            with opened(choice) as store:
+                reader = Reader(store, _serializers(choice) if known else None, action, threads)
+                reports.append(_scrubbed(reader))
+        if as_json:
+            print(json.dumps([asdict(report) | {"clean": report.clean} for report in reports], indent=2))
+        else:
+            _print(reports)
+        raise typer.Exit(0 if all(report.clean for report in reports) else 1)
+
+
+def _resolved(path: Path) -> tuple[Resolved, bool]:
+    """The configuration, and whether it says which serializers are whose."""
+    if not path.is_dir():
+        return load(path)[1], True
+    from kvloom.config import EngineConfig, resolve
+
+    config = EngineConfig.load({"tiers": [{"type": "disk", "path": str(path.absolute())}]})
+    return resolve(config, Registry.discover()), False
+
+
+def _serializers(choice: TierChoice) -> set[str]:
+    assert choice.serializer is not None
+    return {choice.serializer.cls.type, "raw"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How one tier is gone through."""
+
+    store: Store
+    serializers: set[str] | None
+    """Those whose blobs belong here; None for any."""
+    action: str
+    threads: int
+
+    @property
+    def keeps(self) -> bool:
+        """Corrupt blobs stay: so it was asked, or the configuration says that this tier is only read."""
+        return self.action == "keep" or self.store.choice.write == "never"
+
+
+def _scrubbed(reader: Reader) -> Report:
+    from kvloom.cli.store import QUARANTINE, RUNTIME
+
+    store = reader.store
+    report = Report(store.name, store.backend.type)
+    began = RUNTIME.now()
+    try:
+        total = sum(entry.bytes for _, entry in store.blobs()) if output.watched() else None
+        began = RUNTIME.now()
+        with output.byte_progress(f"verifying {store.name}", total) as step:
+            for finding in _findings(reader, report):
+                _count(report, finding)
+                step(finding.bytes)
+        report.in_quarantine = sum(1 for _ in store.entries(QUARANTINE))
+    except BackendError as error:
+        report.error = str(error)
+    report.seconds = RUNTIME.now() - began
+    return report
+
+
+def _findings(reader: Reader, report: Report) -> Iterator[Finding]:
+    """The verdicts on all blobs, in the order of the listing; what else is listed is counted in `report`."""
+    from kvloom.cli.store import at_once, said
+    from kvloom.cli.verify import Examiner, Finding, Verdict
+
+    store = reader.store
+    examiner = Examiner(store.backend, reader.serializers)
+    calls = ((key, partial(_treated, reader, examiner, key)) for key in _keys(store, report))
+    for key, finding in at_once(calls, seconds=_CALLS * store.choice.deadline, threads=reader.threads):
+        yield Finding(key, Verdict.FAILED, reason=said(finding)) if isinstance(finding, Exception) else finding
+
+
+def _keys(store: Store, report: Report) -> Iterator[str]:
+    from kvloom.cli.store import PROBES, QUARANTINE, RECORDS, chunk_key
+
+    for entry in store.entries():
+        if chunk_key(entry.key) is not None:
+            yield entry.key
+        elif not entry.key.startswith((RECORDS, QUARANTINE, PROBES)):
+            report.foreign += 1
+
+
+def _treated(reader: Reader, examiner: Examiner, key: str) -> Finding:
+    from kvloom.cli.store import said
+    from kvloom.cli.verify import Verdict, put_aside
+
+    finding = examiner.examine(key)
+    if finding.verdict is not Verdict.CORRUPT:
+        return finding
+    if reader.keeps:
+        return replace(finding, action="kept")
+    try:
+        return replace(finding, action=put_aside(reader.store.backend, key, copy=reader.action == "quarantine"))
+    except Exception as error:
+        return replace(finding, action=f"kept: {said(error)}")
+
+
+def _count(report: Report, finding: Finding) -> None:
+    word = finding.verdict.value
+    setattr(report, word, getattr(report, word) + 1)
+    report.blobs += 1
+    report.bytes += finding.bytes
+    if word in ("corrupt", "failed", "unreadable") and len(report.problems) < _NAMED:
+        report.problems.append(
+            {"key": finding.key, "verdict": word, "reason": finding.reason, "action": finding.action}
+        )
+
+
+def _print(reports: list[Report]) -> None:
+    columns = ("blobs", "bytes", "ok", "corrupt", "unreadable", "failed", "foreign")
+    rows = []
+    for one in reports:
+        counts = (one.ok, one.corrupt, one.unreadable, one.failed, one.foreign)
+        rows.append((one.tier, str(one.blobs), output.size(one.bytes), *map(str, counts)))
+    output.print_table("", ("tier", *columns), rows, right=columns)
+    for one in reports:
+        seconds = max(one.seconds, 1e-3)
+        line = f"{one.tier}: {output.rate(one.bytes / seconds)}, {one.blobs / seconds:,.0f} blobs/s"
+        line += f"; {one.gone} deleted before they were read" if one.gone else ""
+        print(line + (f"; {one.in_quarantine} in quarantine" if one.in_quarantine else ""))
+    for one in reports:
+        shown = [problem for problem in one.problems if problem["verdict"] != "unreadable"]
+        for problem in shown[:_SHOWN]:
+            end = f": {problem['action']}" if problem["action"] else ""
+            print(f"{one.tier}: {problem['verdict']}: {problem['key']}: {problem['reason']}{end}")
+        more = one.corrupt + one.failed - _SHOWN
+        if more > 0:
+            print(f"{one.tier}: and {more} more; --json names up to {_NAMED}")
+        if one.error:
+            print(f"{one.tier}: not read to the end: {one.error}")

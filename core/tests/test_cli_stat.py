@@ -1,0 +1,129 @@
+"""`kvloom stat` about tiers as they are now: which answer, and who evicts. What they hold is in test_cli."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_support import CHUNK, Rack, fill, rack_installed, run
+
+HOLDER = """
+import sys
+from kvloom_backend_disk.backend import DiskBackend
+backend = DiskBackend(DiskBackend.Config(path=sys.argv[1]))
+print(backend.hold("evict"), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def racks(tmp_path: Path) -> Iterator[Path]:
+    """A configuration of two stores in memory, the first of which does what a test says."""
+    path = tmp_path / "racks.yaml"
+    path.write_text(
+        f"chunk_tokens: {CHUNK}\n"
+        "tiers: [{type: rack, deadline: 300ms}, {type: rack, name: other, label: two, capacity: 1MiB}]\n"
+    )
+    with rack_installed(tmp_path):
+        fill(path, 3)
+        yield path
+
+
+@pytest.mark.parametrize("verb", ["open", "contains", "scan"])
+def test_a_tier_that_hangs_is_said_to_and_the_others_are_shown(racks: Path, verb: str) -> None:
+    release = threading.Event()
+    Rack.before["one"] = lambda at, key: (release.wait(60) and None) if at == verb else None
+    try:
+        done = run("stat", racks, "--json", status=1)
+    finally:
+        release.set()
+    first, second = done.json
+    assert (first["tier"], first["state"], first["blobs"]) == ("rack", "no answer", 0)
+    assert (first["answer_seconds"] is None) == (verb != "scan")
+    assert done.err.startswith("kvloom: tier rack: DeadlineExceeded: ")
+    assert (second["tier"], second["state"], second["reason"], second["blobs"]) == ("other", "ok", "", 3)
+    assert second["answer_seconds"] < 10
+
+
+@pytest.mark.parametrize(("verb", "state"), [("open", "not opened"), ("contains", "failed"), ("scan", "failed")])
+def test_a_tier_that_fails_is_said_to(racks: Path, verb: str, state: str) -> None:
+    def fail(at: str, key: str) -> None:
+        if at == verb:
+            raise OSError("Connection refused")
+
+    Rack.before["one"] = fail
+    done = run("stat", racks, status=1)
+    assert re.search(rf"rack\s+{state}\s", done.out) and re.search(r"other\s+ok\s+\S+ \S+\s+unknown", done.out)
+    assert done.err.startswith("kvloom: tier rack: ") and done.err.endswith("Connection refused\n")
+
+
+def test_a_tier_that_does_not_close_keeps_nobody(racks: Path) -> None:
+    release = threading.Event()
+    Rack.before["one"] = lambda at, key: (release.wait(60) and None) if at == "close" else None
+    try:
+        first, _ = run("stat", racks, "--json").json
+    finally:
+        release.set()
+    assert (first["state"], first["blobs"]) == ("ok", 3)
+
+
+# -- who evicts --------------------------------------------------------------------------------------------------------
+
+
+def evicts(config: Path) -> str:
+    return str(run("stat", config, "--json").json[0]["evicts"])
+
+
+def test_the_process_that_evicts_is_seen_and_keeps_its_right(tmp_path: Path) -> None:
+    config, store = tmp_path / "engine.yaml", tmp_path / "store"
+    config.write_text(f"tiers: [{{type: disk, path: {store}, capacity: 1GiB}}]\n")
+    assert evicts(config) == "nobody"
+    command = [sys.executable, "-c", HOLDER, str(store)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == "True\n", "the command has given back what it took to see"
+        assert evicts(config) == "a process"
+        holder.kill()
+        holder.wait()
+    assert evicts(config) == "nobody"
+
+
+def test_stores_that_nobody_holds(racks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evicts(racks) == "unknown", "it has no hold of its own"
+    monkeypatch.setattr(Rack, "bounded", True)
+    assert evicts(racks) == "store"
+    monkeypatch.setattr(Rack, "bounded", False)
+    monkeypatch.setattr(Rack, "shared", False)
+    assert evicts(racks) == "owner"
+
+
+def test_the_real_command_with_a_store_that_hangs(tmp_path: Path) -> None:
+    """Python must be able to exit while a thread of the backend waits for ever."""
+    (tmp_path / "hangs.py").write_text(
+        "import threading\n"
+        "from kvloom import StorageBackend, hookimpl\n"
+        "class Hangs(StorageBackend):\n"
+        "    type = 'hangs'\n"
+        "    shared = True\n"
+        "    put = get = delete = lambda self, *rest: None\n"
+        "    close = contains = lambda self, *rest: threading.Event().wait()\n"
+        "@hookimpl\n"
+        "def kvloom_storage_backends():\n"
+        "    return [Hangs]\n"
+    )
+    metadata = tmp_path / "hangs-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hangs\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[kvloom.v1]\nhangs = hangs\n")
+    config = tmp_path / "engine.yaml"
+    config.write_text("plugins: {only: [hangs]}\ntiers: [{type: hangs, deadline: 200ms}]\n")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvloom.cli.main import main; main()"
+    command = [sys.executable, "-c", script, "stat", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done
+    assert "no answer within the deadline" in done.stderr
