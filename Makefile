@@ -14,7 +14,7 @@ BENCHES = $(filter-out bench/lmcache_peer.py,$(shell grep -l __main__ bench/*.py
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint bench bench-lmcache wheels check-wheels clean
+.PHONY: help setup demo test test-full soak lint bench bench-lmcache wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,9 @@ test: lint ## lint, types and every test that is not slow
 
 test-full: $(READY) ## the slow tests
 	$(BIN)/pytest -m slow
+
+soak: $(READY) ## mixed load for MINUTES=10: memory, threads and files must stay flat
+	$(BIN)/python tests/reliability/soak.py --minutes $(or $(MINUTES),10)
 
 bench: $(READY) ## every script in bench/, results into bench/results/
 	@set -e; for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script; done

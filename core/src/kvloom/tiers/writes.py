@@ -114,10 +114,11 @@ class WriteQueue:
         return write.outcome is True
 
     def flush(self, until: float) -> bool:
-        """Wait until nothing is under way; False if `until` came first."""
-        for write in list(self._open.values()):
+        """Wait until what was accepted so far is written or has failed; False if `until` came first."""
+        accepted = list(self._open.values())
+        for write in accepted:
             self.wait(write, until)
-        return not self._open
+        return all(write.outcome is not None for write in accepted)
 
     def flush_one(self, key: ChunkKey, until: float) -> bool:
         """Wait for the write of `key`, if there is one; False if it failed or `until` came first."""

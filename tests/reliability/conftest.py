@@ -1,0 +1,56 @@
+"""Fixtures of the reliability tests, and the count of what each did, printed behind the results."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+COUNTS = pytest.StashKey[Counter[str]]()
+Tally = Callable[..., None]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[COUNTS] = Counter()
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Tally:
+    """Call it with the counts of what was done: `tally(reads=1)`."""
+    test = request.function.__name__
+
+    def add(**counts: int) -> None:
+        for name, number in counts.items():
+            request.config.stash[COUNTS][f"{test}: {name.replace('_', ' ')}"] += number
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash[COUNTS]:
+        terminalreporter.section("what the reliability tests did")
+        for name, number in config.stash[COUNTS].items():
+            terminalreporter.write_line(f"{number:>10,}  {name}")
+
+
+@pytest.fixture
+def ram_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory (tmpfs), where there is such a thing."""
+    if not os.path.isdir("/dev/shm"):
+        yield tmp_path
+        return
+    path = Path(tempfile.mkdtemp(prefix="kvloom-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(params=["disk", "ram"])
+def store_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A directory on a disk's file system, then one in memory."""
+    path: Path = tmp_path if request.param == "disk" else request.getfixturevalue("ram_path")
+    return path
