@@ -224,6 +224,8 @@ def test_nothing_is_kept_of_namespaces_that_are_gone(clock: Clock) -> None:
     ledger = Ledger(clock, capacity=4, quota={"*": 3}, ttl=60.0)
     for tag in range(10_000):
         write(ledger, key("a", tag=str(tag)))
+        if tag % 100 == 0:
+            assert len(ledger.names()) == len(ledger)
     assert len(ledger.tenants()) == len(ledger) == 4
     assert len(ledger._held.tenants.namespaces) <= 8
     assert ledger._rows.end < 100
@@ -381,6 +383,16 @@ def test_what_is_listed_at_first_is_older_than_what_was_used_since(clock: Clock)
     assert ledger.names() == [key("a"), key("b"), key("c"), key("expected"), key("used")]
     assert ledger.known([key("a"), key("used"), key("expected")]) == [Fidelity.UNKNOWN, EXACT, None]
     assert len(ledger) == 4
+
+
+def test_what_is_listed_at_first_is_older_than_what_was_passed_over(clock: Clock) -> None:
+    ledger = Ledger(clock)
+    ledger.expect(key("expected"))
+    write(ledger, key("a"))
+    assert ledger.release(1) == [Victim(key("a"), 1, "capacity")]
+    ledger.recover([entry(key("listed"), START - 100)])
+    assert ledger.names() == [key("listed"), key("expected")]
+    assert ledger.release(1) == [Victim(key("listed"), 1, "capacity")]
 
 
 def test_of_one_minute_the_deeper_is_the_older(clock: Clock) -> None:

@@ -63,6 +63,7 @@ _HOME = {
             "CorruptBlobError",
             "DeadlineExceeded",
             "KVLoomError",
+            "LaterVersionError",
             "PluginError",
             "UnreadableBlobError",
         ],
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
     from kvloom.errors import CorruptBlobError as CorruptBlobError
     from kvloom.errors import DeadlineExceeded as DeadlineExceeded
     from kvloom.errors import KVLoomError as KVLoomError
+    from kvloom.errors import LaterVersionError as LaterVersionError
     from kvloom.errors import PluginError as PluginError
     from kvloom.errors import UnreadableBlobError as UnreadableBlobError
     from kvloom.hookspecs import hookimpl as hookimpl

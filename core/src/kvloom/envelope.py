@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from kvloom.errors import CorruptBlobError, UnreadableBlobError
+from kvloom.errors import CorruptBlobError, LaterVersionError
 from kvloom.types import EXACT, Buffer, Buffers, canonical_json
 
 MAGIC = b"KVLOOM\r\n"
@@ -99,7 +99,7 @@ def header_bytes(page: memoryview) -> int:
 def parse(data: memoryview, *, key: str) -> Header | None:
     """The header at the start of `data`, or None if `data` is too short to tell.
 
-    Raises CorruptBlobError if it is no header, fails its checksum or belongs to another key; UnreadableBlobError if a
+    Raises CorruptBlobError if it is no header, fails its checksum or belongs to another key; LaterVersionError if a
     later version of kvloom wrote it.
     """
     if len(data) < _FIXED.size:
@@ -119,7 +119,7 @@ def parse(data: memoryview, *, key: str) -> Header | None:
     if state.digest() != checksum:
         raise CorruptBlobError("header checksum")
     if version > VERSION:
-        raise UnreadableBlobError(f"format version {version}; this process reads up to {VERSION}")
+        raise LaterVersionError(f"format version {version}; this process reads up to {VERSION}")
     description = _describe(bytes(data[_FIXED.size : table_at]))
     if description.key != key:
         raise CorruptBlobError("the blob of another key")
@@ -137,7 +137,7 @@ def _describe(text: bytes) -> Description:
         fields = {name: value for name, value in json.loads(text).items() if name in Description.__slots__}
         return Description(**{**fields, "shape": tuple(fields["shape"])})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnreadableBlobError("a description that this process cannot read") from error
+        raise LaterVersionError("a description that this process cannot read") from error
 
 
 class Verifier:

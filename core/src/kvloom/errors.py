@@ -34,3 +34,7 @@ class CorruptBlobError(KVLoomError):
 
 class UnreadableBlobError(KVLoomError):
     """An intact blob that this process has no reader for (later version, other serializer): a plain miss."""
+
+
+class LaterVersionError(UnreadableBlobError):
+    """An intact blob in the words of a later release, which is left as it is."""

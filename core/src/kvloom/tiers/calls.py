@@ -66,7 +66,7 @@ class Calls:
 
     @property
     def write_paused(self) -> bool:
-        """Nothing is to be written now. A write is its own probe: it keeps nobody waiting."""
+        """Nothing is to be written now. A write may be the probe: it keeps nobody waiting."""
         return self.paused or (self.writing.open and not self.writing.probe_is_due)
 
     def _begin_probe(self) -> None:
@@ -90,6 +90,13 @@ class Calls:
             self._probe = self.questions.submit(self._reported("probe", ask), seconds=self.deadline)
         except BackendError as error:
             self.last_error = str(error)
+
+    def try_writing(self) -> None:
+        """Find out whether a store that could not be written can be again, if that is due. On the caller's thread."""
+        if self.writing.open and not self.paused and self.writing.take_probe():
+            self._backend.put(PROBE_KEY, [b"probe"])
+            self._backend.delete(PROBE_KEY)
+            self._resumed(self.writing.answered(), "writing")
 
     # -- calling -------------------------------------------------------------------------------------------------------
 

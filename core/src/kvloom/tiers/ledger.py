@@ -29,12 +29,14 @@ class Fidelity(enum.Enum):
     EXACT = "exact"
     LOSSY = "lossy"
     UNREADABLE = "unreadable"
-    """Intact, but not for this process."""
+    """Nothing that this process could use."""
+    LATER = "later"
+    """In the words of a later release: not for this process, and not for it to replace."""
     EXPIRED = "expired"
     """There, and past its time."""
 
 
-_THERE = (Fidelity.UNKNOWN, Fidelity.EXACT, Fidelity.LOSSY, Fidelity.UNREADABLE)
+_THERE = (Fidelity.UNKNOWN, Fidelity.EXACT, Fidelity.LOSSY, Fidelity.UNREADABLE, Fidelity.LATER)
 _FIDELITIES = (None, *_THERE, None, None, *_THERE)
 """By state: a blob that is written over is there until then."""
 _STATES = {fidelity: state for state, fidelity in enumerate(_THERE, states.UNKNOWN)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvloom import envelope
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import CorruptBlobError, UnreadableBlobError
+from kvloom.errors import CorruptBlobError, LaterVersionError
 from kvloom.memory import pages_of
 from kvloom.tiers.calls import Calls
 from kvloom.tiers.ledger import Fidelity, Ledger
@@ -62,9 +62,10 @@ class Presence:
 
     def known_enough(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """`enough`, as far as is known here and now."""
+        known = self._ledger.known(keys)
         if self._lossless:
-            return [fidelity is Fidelity.EXACT for fidelity in self._ledger.known(keys)]
-        return [self._usable(fidelity) for fidelity in self._ledger.known(keys)]
+            return [fidelity is Fidelity.EXACT or fidelity is Fidelity.LATER for fidelity in known]
+        return [fidelity is Fidelity.LATER or self._usable(fidelity) for fidelity in known]
 
     def header(self, key: ChunkKey) -> envelope.Header | None:
         """The header of a blob, or None if there is no such blob. Raises as `envelope.parse` does. Asks the store."""
@@ -107,7 +108,10 @@ class Presence:
         for key, here in zip(keys, self._backend.contains_many([str(key) for key in keys]), strict=True):
             try:
                 header = self.header(key) if here else None
-            except (CorruptBlobError, UnreadableBlobError):
+            except LaterVersionError:
+                self._ledger.note(key, Fidelity.LATER, since=since)
+                continue
+            except CorruptBlobError:
                 self._ledger.note(key, Fidelity.UNREADABLE, since=since)
                 continue
             except Exception as error:

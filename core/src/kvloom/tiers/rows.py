@@ -9,8 +9,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-FREE, UNKNOWN, EXACT, LOSSY, UNREADABLE, PENDING, WRITING, CURSOR = 0, 1, 2, 3, 4, 5, 6, 11
-"""States of a row. UNKNOWN to UNREADABLE: the blob is there. WRITING + one of these, or + FREE: it is being written,
+FREE, UNKNOWN, EXACT, LOSSY, UNREADABLE, LATER, PENDING, WRITING, CURSOR = 0, 1, 2, 3, 4, 5, 6, 7, 13
+"""States of a row. UNKNOWN to LATER: the blob is there. WRITING + one of these, or + FREE: it is being written,
 over a blob of that kind or over none. CURSOR: no blob, but a place in a ring. From PENDING on a row must not go."""
 
 _STEP = 1024

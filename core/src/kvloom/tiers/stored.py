@@ -13,7 +13,7 @@ from kvloom import envelope
 from kvloom.contracts.observer import Event
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, LaterVersionError, UnreadableBlobError
 from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
@@ -31,6 +31,8 @@ from kvloom.types import Chunk, ChunkKey, TierHealth
 
 log = logging.getLogger(__name__)
 
+QUARANTINE = "quarantine/"
+"""Where `kvloom scrub` puts corrupt blobs, under their keys."""
 OPERATOR_SECONDS = 60.0
 """How long an operator's verb may take, if the deadline is shorter: it may have many blobs to delete."""
 
@@ -194,7 +196,8 @@ class StoredTier(Tier):
         reason = "no room in memory"
         if isinstance(error, UnreadableBlobError):
             reason = f"unreadable: {error}"
-            self.ledger.note(key, Fidelity.UNREADABLE, since=since)
+            later = isinstance(error, LaterVersionError)
+            self.ledger.note(key, Fidelity.LATER if later else Fidelity.UNREADABLE, since=since)
         elif isinstance(error, ExpiredBlobError):
             reason = "expired"
             self._delete_one(key)
@@ -254,7 +257,8 @@ class StoredTier(Tier):
         """Delete blobs; they are gone on return. Raises BackendError if that cannot be said."""
 
         def delete() -> None:
-            self.backend.delete_many([str(key) for key in keys])
+            names = [str(key) for key in keys]
+            self.backend.delete_many([*names, *(QUARANTINE + name for name in names)])
             self.ledger.forget(keys)
 
         self._delete("remove", delete)
@@ -264,7 +268,7 @@ class StoredTier(Tier):
 
         def delete() -> None:
             known = self.ledger.names(prefix)
-            found = [entry.key for entry in self.backend.scan(prefix)]
+            found = [entry.key for place in (prefix, QUARANTINE + prefix) for entry in self.backend.scan(place)]
             self.backend.delete_many([*dict.fromkeys([*found, *map(str, known)])])
             self.ledger.forget(known)
 

@@ -57,7 +57,7 @@ class Upkeep:
         """This process deletes what is over a bound."""
         ledger.enforced = self.evicts
         ledger.complete = not (backend.persistent or backend.shared)
-        if bounded:
+        if bounded or backend.persistent or backend.shared:
             # A listing runs as a call like any other, but unhurried and with nobody waiting.
             self._begin_round()
             runtime.spawn(self._keep_time, name=f"kvloom-{name}-upkeep")
@@ -142,6 +142,7 @@ class Upkeep:
         while not self._closed and (victims := self._ledger.expire()):
             if self.evicts:
                 self.delete(victims)
+        self._calls.try_writing()
         used = self._ledger.unsaid(TELL_SECONDS, 1024)
         if used:
             self._backend.touch_many([str(key) for key in used])

@@ -59,12 +59,21 @@ class Holds:
 
     def _locked(self, path: Path) -> int | None:
         try:
-            fd = _open(path)
+            fd = _open(path, os.O_RDONLY)
         except PermissionError as error:
             self._warn(f"cannot open {path} ({error.strerror}): this process will never have the right")
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno != errno.EBADF:
+                    raise
+                # NFS locks only what is open for writing; elsewhere that would keep the file system from becoming
+                # read-only for as long as the right is held.
+                os.close(fd)
+                fd = _open(path, os.O_RDWR)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             return None
@@ -89,13 +98,13 @@ class Holds:
                 _close(self._held.popitem()[1])
 
 
-def _open(path: Path) -> int:
-    flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+def _open(path: Path, mode: int) -> int:
+    flags = mode | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(path, os.O_RDWR | flags, 0o666)
+        return os.open(path, flags, 0o666)
     except FileNotFoundError:
         os.makedirs(path.parent, exist_ok=True)
-        return os.open(path, os.O_RDWR | flags, 0o666)
+        return os.open(path, flags, 0o666)
     except PermissionError:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)  # another user's, which is good enough
 
