@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,9 @@ from kvloom import (
     Buffer,
     Buffers,
     Chunk,
+    ChunkKey,
     Config,
+    Entry,
     GPUConnector,
     KVSpec,
     MemoryFormat,
@@ -23,6 +25,7 @@ from kvloom import (
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.builtin.plain import PlainConnector
 from kvloom.builtin.raw import RawSerializer
+from kvloom.tiers.ledger import Ledger, Victim
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
 CHUNK = 4
@@ -136,6 +139,30 @@ class PagesConnector(PlainConnector):
 
     type = "pages"
     format = MemoryFormat.KV_PAGES
+
+
+class PromptLedger(Ledger):
+    """The ledger of a store that deletes victims as soon as they are named."""
+
+    def admit(self, key: ChunkKey, nbytes: int) -> list[Victim] | None:
+        victims = super().admit(key, nbytes)
+        self.deleted(victims or ())
+        return victims
+
+    def release(self, nbytes: int) -> list[Victim]:
+        victims = super().release(nbytes)
+        self.deleted(victims)
+        return victims
+
+    def expire(self, limit: int = 256) -> list[Victim]:
+        victims = super().expire(limit)
+        self.deleted(victims)
+        return victims
+
+    def recover(self, entries: Iterable[Entry]) -> list[Victim]:
+        victims = super().recover(entries)
+        self.deleted(victims)
+        return victims
 
 
 @hookimpl

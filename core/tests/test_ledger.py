@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
 import pytest
+from core_support import PromptLedger as Ledger
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom import ChunkKey, Entry
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.ledger import Fidelity, Ledger, Victim
+from kvloom.tiers.ledger import Fidelity, Victim
+from kvloom.tiers.ledger import Ledger as SlowLedger
 
 NAMESPACE = f"{'f' * 32}/-"
 START = 1_000_000.0
@@ -748,3 +750,29 @@ def test_keys_come_in_any_sequence(clock: Clock, lengths: type) -> None:
         write(ledger, one)
     ledger.touch(chain)
     assert ledger.known(chain) == [EXACT] * 3 and ledger.names() == list(reversed(chain))
+
+
+# -- what is being deleted ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_learnt_of_a_victim_until_it_is_deleted(clock: Clock) -> None:
+    ledger = SlowLedger(clock, capacity=3)
+    a, b = key("a"), key("b")
+    write(ledger, a, 2)
+    (victim,) = ledger.admit(b, 2) or []
+    assert victim.key == a
+    ledger.note(a, EXACT, nbytes=2, since=ledger.mark())
+    assert ledger.known([a]) == [None] and ledger.bytes == 2, "a read saw it while it was on its way out"
+    assert ledger.admit(a, 1) is None, "it would be deleted as soon as it was written"
+    ledger.deleted([victim])
+    assert ledger.admit(a, 1) == []
+    ledger.note(a, EXACT, nbytes=1)
+    assert ledger.known([a]) == [EXACT] and ledger.bytes == 3
+
+
+def test_a_victim_that_could_not_be_deleted_counts_again(clock: Clock) -> None:
+    ledger = SlowLedger(clock, capacity=3)
+    write(ledger, key("a"), 2)
+    victims = ledger.admit(key("b"), 2) or []
+    ledger.kept(victims)
+    assert ledger.known([key("a")]) == [Fidelity.UNKNOWN] and ledger.bytes == 4

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 import pytest
+from core_support import PromptLedger as Ledger
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom import ChunkKey, Entry
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.ledger import Fidelity, Ledger, Victim
+from kvloom.tiers.ledger import Fidelity, Victim
 
 TAGS = ("-", "t", "u")
 KEYS = [

@@ -47,7 +47,7 @@ class BlobWriter:
             return Written(nbytes, fits=True, kept=False)
         fidelity = Fidelity.EXACT if self._serializer.fidelity == EXACT else Fidelity.LOSSY
         self._ledger.note(key, fidelity, nbytes=pages_of(nbytes), written=loaded.written or None)
-        self._upkeep.delete(self._ledger.excess(key))
+        self._upkeep.trim(key)
         return Written(nbytes, fits=True, kept=True)
 
     def _framed(self, key: ChunkKey, loaded: Loaded) -> Buffers:

@@ -53,6 +53,8 @@ class Holdings:
         """How many blobs have been forgotten so far."""
         self._lately: OrderedDict[bytes, int] = OrderedDict()
         self._not_lately = 0
+        self.leaving: set[bytes] = set()
+        """Victims that may still be there: until they are deleted nothing is learnt of them, and nothing written."""
         self.gone: OrderedDict[bytes, float] = OrderedDict()
         """When blobs were forgotten: a listing that is under way may have seen them before."""
 
@@ -147,7 +149,12 @@ class Holdings:
 
     def evict(self, row: int, reason: str) -> Victim:
         nbytes = self.rows.bytes[row]
-        return Victim(self.forget(row), nbytes, reason)
+        return self.doomed(self.forget(row), nbytes, reason)
+
+    def doomed(self, key: ChunkKey, nbytes: int, reason: str) -> Victim:
+        """A blob that is in no row, and is to be deleted."""
+        self.leaving.add(key.digest)
+        return Victim(key, nbytes, reason)
 
     # -- who goes ------------------------------------------------------------------------------------------------------
 

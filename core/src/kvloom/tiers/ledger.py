@@ -169,13 +169,16 @@ class Ledger:
     def admit(self, key: ChunkKey, nbytes: int) -> list[Victim] | None:
         """Count a blob that is about to be written; the ones that must be deleted first to make room.
 
-        None if it can never fit. The blob counts from now on; `forget` it if writing fails.
+        None if it can never fit, or is being deleted just now. The blob counts from now on; `forget` it if writing
+        fails. Tell `deleted` or `kept` what became of victims, of this and the other methods that name some.
         """
         held = self._held
         quota = held.tenants.quota_of(key.namespace)
         if (self.capacity is not None and nbytes > self.capacity) or (quota is not None and nbytes > quota):
             return None
         with self._lock:
+            if key.digest in held.leaving:
+                return None
             row = held.find(key)
             if row:
                 state = self._rows.state[row]
@@ -186,6 +189,17 @@ class Ledger:
             else:
                 row = held.create(key, WRITING, nbytes)
             return held.shrink((held.tenants.tenant(row),) if quota is not None else ())
+
+    def deleted(self, victims: Iterable[Victim]) -> None:
+        """Victims are gone from the store."""
+        with self._lock:
+            self._held.leaving.difference_update([victim.key.digest for victim in victims])
+
+    def kept(self, victims: Iterable[Victim]) -> None:
+        """Victims could not be deleted: they count again."""
+        for victim in victims:
+            self.deleted([victim])
+            self.note(victim.key, Fidelity.UNKNOWN, nbytes=victim.bytes)
 
     def mark(self) -> int:
         """Now, for `note`."""
@@ -209,7 +223,8 @@ class Ledger:
         """
         held, rows = self._held, self._rows
         with self._lock:
-            if since is not None and not held.find(key) and held.may_be_forgotten(key, since):
+            gone = key.digest in held.leaving or (since is not None and held.may_be_forgotten(key, since))
+            if since is not None and gone and not held.find(key):
                 return
             now = self._wall()
             row = held.find(key) or held.create(key, PENDING)

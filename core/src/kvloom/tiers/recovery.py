@@ -68,7 +68,7 @@ class Recovery:
                 if digest in gone and gone[digest] >= written:
                     continue  # forgotten since it was listed
                 if holdings.enforced and ages is not None and written and written + ages.ttl <= now:
-                    victims.append(Victim(ChunkKey(namespace, depth, digest), nbytes, "expired"))
+                    victims.append(holdings.doomed(ChunkKey(namespace, depth, digest), nbytes, "expired"))
                     continue
                 row = holdings.create((namespace, depth, digest), UNKNOWN, nbytes, newest=newest)
                 tenants[holdings.tenants.tenant(row)] = None

@@ -12,7 +12,7 @@ from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.calls import Calls
-from kvloom.tiers.ledger import Fidelity, Ledger, Victim
+from kvloom.tiers.ledger import Ledger, Victim
 from kvloom.types import ChunkKey, Entry
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,13 @@ class Upkeep:
             raise
         return True
 
+    def trim(self, key: ChunkKey) -> None:
+        """After a write: delete what is too much now. That the blob was written stands, whatever becomes of it."""
+        try:
+            self.delete(self._ledger.excess(key))
+        except Exception as error:
+            self._calls.report("delete", error)
+
     def make_room(self, error: Exception, nbytes: int) -> bool:
         """After a write failed: whether the store was full and something could be deleted."""
         if not (isinstance(error, OSError) and error.errno in _FULL and self.evicts):
@@ -99,9 +106,9 @@ class Upkeep:
         try:
             self._backend.delete_many([str(victim.key) for victim in victims])
         except BaseException:
-            for victim in victims:
-                self._ledger.note(victim.key, Fidelity.UNKNOWN, nbytes=victim.bytes)
+            self._ledger.kept(victims)
             raise
+        self._ledger.deleted(victims)
         for reason in dict.fromkeys(victim.reason for victim in victims):
             sizes = [victim.bytes for victim in victims if victim.reason == reason]
             self._events.emit(Event("evicted", self.name, chunks=len(sizes), bytes=sum(sizes), reason=reason))
@@ -142,6 +149,8 @@ class Upkeep:
         while not self._closed and (victims := self._ledger.expire()):
             if self.evicts:
                 self.delete(victims)
+            else:
+                self._ledger.deleted(victims)
         self._calls.try_writing()
         used = self._ledger.unsaid(TELL_SECONDS, 1024)
         if used:
@@ -152,8 +161,13 @@ class Upkeep:
         victims = self._ledger.recover(self._entries())
         took = self._runtime.now() - began
         self._list_at = began + max(RELIST_SECONDS, 20 * took) if self._backend.shared else float("inf")
-        for start in range(0, len(victims), 256):
-            self.delete(victims[start : start + 256])
+        while victims:
+            some, victims = victims[:256], victims[256:]
+            try:
+                self.delete(some)
+            except BaseException:
+                self._ledger.kept(victims)
+                raise
 
     def _entries(self) -> Iterator[Entry]:
         for entry in self._backend.scan():
