@@ -159,6 +159,7 @@ def test_a_lease_is_harmless_in_a_child_and_shows_no_kv(engine: Engine) -> None:
 def _read_and_release(memory: Any, loaded: Any, key: Any) -> None:
     if sys.platform == "linux":
         assert not loaded.chunk.tensor.any(), "the parent's KV is not the child's"
+    assert memory.lease([key]) == [None], "no zeros in its place either"
     loaded.release()
     assert memory.pool.reserve(4096) is None
     with pytest.raises(BackendError, match="this tier was opened in process"):

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.memory import Lease, Pool
 from kvloom.memory.extents import Extents
@@ -26,15 +26,28 @@ class ExtentsAgainstAByteMap(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.extents = Extents(64)
+        self.cuts: set[int] = set()
         self.free = [True] * 64
         self.taken: list[tuple[int, int]] = []
+
+    @initialize(cuts=st.sets(st.integers(1, 63), max_size=3))
+    def cut(self, cuts: set[int]) -> None:
+        self.cuts = cuts
+        self.extents = Extents(64, cuts)
+
+    def runs(self) -> list[int]:
+        """The lengths of what is free and in one piece."""
+        text = ""
+        for index, free in enumerate(self.free):
+            text += (" " if index in self.cuts else "") + ("f" if free else " ")
+        return [len(run) for run in text.split()] or [0]
 
     @rule(size=st.integers(1, 40))
     def take(self, size: int) -> None:
         start = self.extents.take(size)
-        runs = "".join("f" if free else "." for free in self.free).split(".")
-        assert (start is None) == (max(map(len, runs)) < size)
+        assert (start is None) == (max(self.runs()) < size)
         if start is not None:
+            assert not any(start < cut < start + size for cut in self.cuts)
             assert all(self.free[start : start + size])
             self.free[start : start + size] = [False] * size
             self.taken.append((start, size))
@@ -48,9 +61,10 @@ class ExtentsAgainstAByteMap(RuleBasedStateMachine):
 
     @invariant()
     def accounts_agree(self) -> None:
-        runs = "".join("f" if free else "." for free in self.free).split(".")
         assert self.extents.free_bytes == sum(self.free)
-        assert self.extents.largest == max(map(len, runs)), "neighbours are merged"
+        assert self.extents.largest == max(self.runs()), "neighbours are merged"
+        start, end = self.extents.widest
+        assert end - start == self.extents.largest and all(self.free[start:end])
 
 
 TestExtents = ExtentsAgainstAByteMap.TestCase
@@ -193,6 +207,26 @@ def test_a_full_pool_says_no_and_recovers(pool: Pool) -> None:
         room.abandon()
     whole = pool.reserve(16 * PAGE)
     assert whole is not None, "fragments were merged"
+
+
+@given(nbytes=st.integers(1, 1 << 30), capacity=st.integers(1 << 20, 1 << 38))
+def test_rounding_takes_little_and_never_what_cannot_be_had(nbytes: int, capacity: int) -> None:
+    pool = unopened(capacity)
+    taken = pool.taken_by(nbytes)
+    assert taken % PAGE == 0 and nbytes <= taken <= max(PAGE, nbytes + max(PAGE, nbytes // 60))
+    assert taken == -(-nbytes // PAGE) * PAGE or taken <= pool.largest_bytes
+
+
+@given(power=st.integers(22, 30), header=st.integers(0, 16 << 10))
+def test_a_chunk_is_as_long_as_the_same_chunk_with_a_header(power: int, header: int) -> None:
+    pool = unopened(1 << 38)
+    assert pool.taken_by((1 << power) + header) == pool.taken_by(1 << power)
+
+
+def unopened(capacity: int) -> Pool:
+    pool = Pool.__new__(Pool)  # without the address space
+    pool.capacity = pool.largest_bytes = capacity // PAGE * PAGE
+    return pool
 
 
 def test_a_large_pool_opens_without_touching_its_memory() -> None:

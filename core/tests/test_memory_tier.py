@@ -333,6 +333,34 @@ def test_passing_over_many_pinned_or_used_chunks_is_not_done_again_for_each(make
         loaded.release()
 
 
+def test_one_long_piece_does_not_empty_memory_all_over(make: Make) -> None:
+    """Every second page is free or cold; a piece of four pages needs four that lie beside each other."""
+    one = make(pages=64)
+    keys = [key_of(number) for number in range(64)]
+    for key in keys:
+        one.put(key)
+    one.tier.touch(keys[1::2])
+    room = one.tier.reserve(4 * PAGE)
+    assert room is not None
+    assert 64 - len(one.tier) <= 4 + 4, "by age alone it takes 33"
+    room.abandon()
+
+
+def test_what_lies_beside_the_gap_stays_if_it_may_not_go(make: Make) -> None:
+    one = make(pages=64)
+    keys = [key_of(number) for number in range(64)]
+    for key in keys:
+        one.put(key)
+    one.tier.touch(keys[1::2])
+    one.tier.pin(keys[1:32:4], True)
+    held = one.tier.lease(keys[3:32:4])
+    room = one.tier.reserve(8 * PAGE)
+    assert room is not None and all(one.has(*keys[1:32:2]))
+    room.abandon()
+    for loaded in held:
+        loaded.release()
+
+
 def test_what_is_free_again_is_found_however_many_are_in_use(make: Make) -> None:
     one = make(pages=60)
     for number in range(60):
@@ -793,6 +821,8 @@ class MemoryTierRules(RuleBasedStateMachine):
         assert held.pinned_bytes == sum(one.block.size for one in entries.values() if one.pinned)
         assert sorted(held.recency.keys()) == sorted(key for key, one in entries.items() if not one.pinned)
         assert sorted(held.keys()) == sorted(entries)
+        assert {one.block.start: key for key, one in entries.items()} == held._starts
+        assert {one.block.start + one.block.size: key for key, one in entries.items()} == held._ends
         aside = held.recency._aside.values()
         assert held.recency.aside_bytes == sum(one.block.size for one in aside)
         assert not any(one.dirty for one in aside)

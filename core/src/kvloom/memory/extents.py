@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 
 class Extents:
-    """Free extents of `[0, size)`. Not thread-safe: the pool holds its lock."""
+    """Free extents of `[0, size)`; none crosses one of `cuts`. Not thread-safe: the pool holds its lock."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, cuts: Iterable[int] = ()) -> None:
         self.size = size
+        self._cuts = frozenset(cuts)
         self.free_bytes = 0
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         # For each length that occurs, the starts of that length; a dict, because it is an ordered set.
         self._starts: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []
-        if size:
-            self._add(0, size)
+        # From the end, so that of equal ones the first is taken first: what was never used has no pages yet.
+        for start in sorted({0, *self._cuts}, reverse=True):
+            if size > start:
+                self._add(start, size - start)
+                size = start
 
     @property
     def largest(self) -> int:
         """The longest free extent."""
         return self._lengths[-1] if self._lengths else 0
+
+    @property
+    def widest(self) -> tuple[int, int]:
+        """Start and end of one of the longest free extents; (0, 0) if there is none."""
+        if not self._lengths:
+            return 0, 0
+        start = next(iter(self._starts[self._lengths[-1]]))
+        return start, self._end_of[start]
 
     def take(self, size: int) -> int | None:
         """The start of `size` bytes that were free and no longer are, or None."""
@@ -41,11 +54,11 @@ class Extents:
         """Make `[start, start + size)` free again."""
         end = start + size
         assert 0 <= start < end <= self.size and start not in self._end_of
-        before = self._start_of.get(start)
+        before = None if start in self._cuts else self._start_of.get(start)
         if before is not None:
             self._remove(before, start - before)
             start = before
-        after = self._end_of.get(end)
+        after = None if end in self._cuts else self._end_of.get(end)
         if after is not None:
             self._remove(end, after - end)
             end = after

@@ -8,6 +8,8 @@ import logging
 import mmap
 import sys
 from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -47,7 +49,8 @@ class Pages:
         self.pinned_bytes = 0
         self._pinner = pinner
         self._pinning = False
-        self._pinned: list[int] = []
+        self._pinned: list[Callable[[], None]] = []
+        """For each slab that is pinned, from the first on, how it is unpinned."""
         self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
         self._wake = runtime.condition()
         self._wanted = 0
@@ -81,7 +84,7 @@ class Pages:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        if self._pinning and self._thread is not None:
+        if self._pinned and self._thread is not None:
             self._thread.join(10.0)
 
     def _to_pin(self) -> bool:
@@ -100,9 +103,8 @@ class Pages:
                 self._pin_next()
             else:
                 self._populate_next()
-        for address in self._pinned:
-            assert self._pinner is not None
-            self._pinner.unregister(address)
+        for unpin in reversed(self._pinned):
+            unpin()
         self.pinned_bytes = 0
 
     def _populate_next(self) -> None:
@@ -120,10 +122,10 @@ class Pages:
         start = self.pinned_bytes
         address = self.bytes.data_ptr() + start
         if self._pinner.register(address, end - start):
-            self._pinned.append(address)
+            self._pinned.append(partial(self._pinner.unregister, address))
             self.pinned_bytes = end
         else:
-            self._pinning, self.slab_ends = False, self.slab_ends
+            self._pinning, self._pinner = False, None
             log.warning(
                 "%d of %d bytes of the pool are pinned, and no more can be: copies to and from the GPU are slower",
                 start,

@@ -8,12 +8,14 @@ was opened, and asks nothing of the driver before; `torch.cuda.is_available()` a
 from __future__ import annotations
 
 import logging
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 log = logging.getLogger(__name__)
 
+_cuda: Any = torch.cuda
+_backend: Any = torch.backends.cuda
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
@@ -36,27 +38,26 @@ class CudaPinner:
         self._device = -1
 
     def ready(self) -> bool:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not _cuda.is_initialized():
             return False
         # The thread that registers is another one, and must not make a context on a device that nobody uses.
-        self._device = torch.cuda.current_device()
+        self._device = int(_cuda.current_device())
         return True
 
     def register(self, address: int, nbytes: int) -> bool:
-        with torch.cuda.device(self._device):
-            error = torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)  # type: ignore[no-untyped-call]
+        with _cuda.device(self._device):
+            error = _cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
         if int(error):
             log.debug("cudaHostRegister of %d bytes: error %d", nbytes, int(error))
         return not int(error)
 
     def unregister(self, address: int) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        with _cuda.device(self._device):
+            _cuda.cudart().cudaHostUnregister(address)
 
 
 def pinner_for(pin: Literal["auto"] | bool | Pinner) -> Pinner | None:
     """None if nothing will ever be pinned, as where torch was built without CUDA."""
     if isinstance(pin, bool) or pin == "auto":
-        built = bool(torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
-        return CudaPinner() if pin and built else None
+        return CudaPinner() if pin and _backend.is_built() else None
     return pin

@@ -2,6 +2,9 @@
 
 A reservation belongs to one writer. Sealing makes it a block: from then on its bytes do not change, and readers take
 leases. The memory is free again when its owner has dropped the block and the last lease is released.
+
+Where a device copies from or to the memory while nobody waits, whoever gives it back says when that is over: record an
+event on the stream behind the last use and pass it as `after`. Until its `query()` is true, the memory is in use.
 """
 
 from __future__ import annotations
@@ -11,19 +14,26 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Literal
 
 import torch
 
+from kvloom.memory.device import DevicePages, Done
 from kvloom.memory.extents import Extents
 from kvloom.memory.origin import Origin, caller, in_words
 from kvloom.memory.pages import PAGE_BYTES, Pages
+from kvloom.memory.pinning import Pinner, pinner_for
 from kvloom.runtime import Runtime, opened
 
 log = logging.getLogger(__name__)
 
+_LARGE_BYTES = 4 << 20
+_HEADROOM_BYTES = 16 << 10
+_MANY = 32
+
 
 def pages_of(nbytes: int) -> int:
-    """Bytes that a reservation of `nbytes` takes: whole pages, at least one."""
+    """`nbytes` in whole pages, at least one."""
     return max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
 
 
@@ -37,7 +47,7 @@ class Reservation:
         self.origin = origin
         self.start = start
         self.size = size
-        """Bytes taken from the pool, a whole number of pages."""
+        """Bytes taken from the pool, see `Pool.taken_by`."""
         self.nbytes = nbytes
         """Bytes asked for."""
         self.deadline = deadline
@@ -63,11 +73,11 @@ class Reservation:
             return None
         return Block(pool, self.start, self.size, self.origin)
 
-    def abandon(self) -> None:
-        """Give the memory back. Twice is fine."""
+    def abandon(self, after: Done | None = None) -> None:
+        """Give the memory back (once `after` is over). Twice is fine."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.free(self.start, self.size)
+            pool.free(self.start, self.size, () if after is None else (after,))
 
     def __del__(self) -> None:
         if self._pool is not None:
@@ -77,13 +87,14 @@ class Reservation:
 class Block:
     """Sealed memory: owned by whoever holds this, read by whoever holds a lease."""
 
-    __slots__ = ("_leases", "_owned", "_pool", "origin", "size", "start")
+    __slots__ = ("_after", "_leases", "_owned", "_pool", "origin", "size", "start")
 
     def __init__(self, pool: Pool, start: int, size: int, origin: Origin) -> None:
         self._pool = pool
         self.origin = origin
         self._owned = True
         self._leases = 0
+        self._after: tuple[Done, ...] = ()
         self.start = start
         self.size = size
 
@@ -108,17 +119,21 @@ class Block:
             owned, self._owned = self._owned, False
             free = owned and not self._leases
         if free:
-            self._pool.free(self.start, self.size)
+            self._pool.free(self.start, self.size, self._after)
 
-    def _release(self) -> None:
+    def _release(self, after: Done | None) -> None:
+        known = self._after
+        ahead = () if after is None else (*(one for one in known if not one.query()), after)
         with self._pool.lock:
+            if after is not None:
+                self._after = ahead if self._after is known else (*self._after, after)
             self._leases -= 1
             idle, owned = not self._leases, self._owned
         if idle:
             if owned:
                 self._pool.tell()  # its owner may give it up now
             else:
-                self._pool.free(self.start, self.size)
+                self._pool.free(self.start, self.size, self._after)
 
     def __del__(self) -> None:
         if self._owned:
@@ -139,11 +154,11 @@ class Lease:
         assert self.block is not None, "leased again after its release"
         return self.block.lease(caller())
 
-    def release(self) -> None:
-        """Twice is fine."""
+    def release(self, after: Done | None = None) -> None:
+        """Give it back; the memory is not reused before `after` is over. Twice is fine."""
         block, self.block = self.block, None
         if block is not None:
-            block._release()
+            block._release(after)
 
     def __enter__(self) -> Lease:
         return self
@@ -159,11 +174,27 @@ class Lease:
 
 
 class Pool:
-    """`capacity` bytes of host memory in page-aligned pieces. Allocation is O(log n) and scans nothing."""
+    """`capacity` bytes of memory in page-aligned pieces. Allocation is O(log n) and scans nothing."""
 
-    def __init__(self, capacity: int, runtime: Runtime) -> None:
+    def __init__(
+        self, capacity: int, runtime: Runtime, *, device: str | torch.device = "cpu",
+        pin: Literal["auto"] | bool | Pinner = "auto", piece_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """device: where the memory is; all but the host's is taken at once, and has no `view`.
+
+        pin: whether host memory is pinned, once the process has initialised CUDA (see `kvloom.memory.pinning`; False:
+        never), in slabs of at least 256 MiB and 32 times `piece_bytes`, the largest piece that will be asked for.
+        """
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
-        self.pages = Pages(self.capacity, runtime)
+        where = torch.device(device)
+        self.pages = (
+            Pages(self.capacity, runtime, pinner=pinner_for(pin), piece_bytes=piece_bytes)
+            if where.type == "cpu"
+            else DevicePages(self.capacity, where)
+        )
+        ends = self.pages.slab_ends
+        self.largest_bytes = max(end - start for start, end in zip((0, *ends), ends, strict=False))
+        """The most that can be reserved in one piece."""
         self.now = runtime.now
         self._runtime = runtime
         # Held for a few dictionary operations, never across I/O, a copy or a call to anybody else.
@@ -177,7 +208,9 @@ class Pool:
         """Grows whenever something is given back, or is in use no more."""
         self._freed = runtime.condition()
         self._waiting = 0
-        self._extents = Extents(self.capacity)
+        self._extents = Extents(self.capacity, ends[:-1])
+        # Given back, and still in use by a device.
+        self._later: deque[tuple[int, int, tuple[Done, ...]]] = deque()
         self._gone = False
         opened(self)
 
@@ -187,6 +220,26 @@ class Pool:
         self.lock, self._freed = self._runtime.lock(), self._runtime.condition()
         self._extents = Extents(0)
         self.forgotten.clear()
+        self._later.clear()
+
+    def taken_by(self, nbytes: int) -> int:
+        """Bytes that a reservation of `nbytes` takes.
+
+        Large pieces are rounded up by less than a part in 60, so that a chunk and the same chunk with a header before
+        it are of one length: otherwise each gap that one leaves is too short for the other. Not where few fit.
+        """
+        size = pages_of(nbytes)
+        if size < _LARGE_BYTES or size * _MANY > self.capacity:
+            return size
+        unit = 1 << (size.bit_length() - 8)
+        rounded = -(-(size + _HEADROOM_BYTES) // unit) * unit
+        return rounded if rounded <= self.largest_bytes else size
+
+    @property
+    def widest(self) -> tuple[int, int]:
+        """Where the longest free extent begins and ends; (0, 0) if there is none."""
+        with self.lock:
+            return self._extents.widest
 
     @property
     def used_bytes(self) -> int:
@@ -201,7 +254,7 @@ class Pool:
     def reserve(self, nbytes: int, *, deadline: float = math.inf) -> Reservation | None:
         """Memory for `nbytes` bytes, or None if there is no free extent that long."""
         self._collect()
-        size = pages_of(nbytes)
+        size = self.taken_by(nbytes)
         with self.lock:
             start = self._extents.take(size)
         if start is None:
@@ -215,15 +268,19 @@ class Pool:
             self._waiting += 1
             left = until - self.now()
             if left > 0 and self.times_freed == freed:
-                self._freed.wait(min(left, 0.05))  # what was forgotten tells nobody
+                # What was forgotten tells nobody, nor does a device.
+                self._freed.wait(min(left, 0.001 if self._later else 0.05))
             self._waiting -= 1
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         return self.pages.bytes[start : start + nbytes].view(dtype).view(tuple(shape))
 
-    def free(self, start: int, size: int) -> None:
+    def free(self, start: int, size: int, after: tuple[Done, ...] = ()) -> None:
         if self._gone:
+            return
+        if not all(one.query() for one in after):
+            self._later.append((start, size, after))
             return
         with self.lock:
             self._extents.give(start, size)
@@ -238,6 +295,11 @@ class Pool:
                 self._freed.notify_all()
 
     def _collect(self) -> None:
+        for _ in range(len(self._later)):
+            try:
+                self.free(*self._later.popleft())
+            except IndexError:
+                break
         while self.forgotten:
             try:
                 give_back, what, size, origin = self.forgotten.popleft()

@@ -42,7 +42,7 @@ def build_stack(
         _check_capacity(choice, chunk_bytes)
     if first is None:
         capacity = max(capacity, 2 * chunk_bytes + (64 << 10)) if moves else 0
-    pool = Pool(capacity, runtime)
+    pool = Pool(capacity, runtime, piece_bytes=chunk_bytes)
     memory = MemoryTier(
         layout, pool, events, runtime, keep=first is not None, dst_device=dst_device,
         name="memory" if first is None else first.name, deadline=10.0 if first is None else first.deadline,

@@ -26,10 +26,14 @@ class Holdings:
         self._ages = None if ttl is None else Ages(ttl)
         self._tenants = Tenants(quota) if quota else None
         self._leaving: deque[tuple[ChunkKey, Held]] = deque()
+        # Who is beside a gap: by the address where a chunk begins, and where it ends.
+        self._starts: dict[int, ChunkKey] = {}
+        self._ends: dict[int, ChunkKey] = {}
 
     def add(self, key: ChunkKey, held: Held) -> None:
         """Hold a chunk, as the most recently used one. The key is not held already."""
         self.entries[key] = held
+        self._starts[held.block.start] = self._ends[held.block.start + held.block.size] = key
         if held.pinned:
             self.pinned_bytes += held.block.size
         else:
@@ -43,6 +47,7 @@ class Holdings:
         held = self.entries.pop(key, None)
         if held is None:
             return None
+        del self._starts[held.block.start], self._ends[held.block.start + held.block.size]
         if held.pinned:
             self.pinned_bytes -= held.block.size
         else:
@@ -78,6 +83,15 @@ class Holdings:
     def keys(self) -> list[ChunkKey]:
         """All keys, least recently used first, the pinned ones last. O(n)."""
         return self.recency.keys() + [key for key, held in self.entries.items() if held.pinned]
+
+    def beside(self, start: int, end: int) -> ChunkKey | None:
+        """A chunk that lies against the gap from `start` to `end` and may go now."""
+        for key in (self._starts.get(end), self._ends.get(start)):
+            if key is not None:
+                held = self.entries[key]
+                if not (held.pinned or held.dirty or held.block.leased):
+                    return key
+        return None
 
     # -- quotas --------------------------------------------------------------------------------------------------------
 

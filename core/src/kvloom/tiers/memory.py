@@ -11,7 +11,7 @@ import torch
 
 from kvloom.contracts.observer import Event, EventName
 from kvloom.events import EventBus
-from kvloom.memory import Block, Origin, Pool, Reservation, caller, pages_of
+from kvloom.memory import Block, Pool, Reservation, caller
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.held import Holdings
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _CLEAN_PART = 8
 """One part in eight of the pool is kept free, clean or on its way to a lower tier, so that nobody waits for room."""
+_SCATTERED = 4
+"""How many chunks make room by their age before others do by where they lie."""
 _SWEPT_EACH_TIME = 2
 """How many chunks that are due to go are let go by each insert."""
 
@@ -142,7 +144,7 @@ class MemoryTier(Tier):
         dirty = dirty and chunk.exact and self.write_back is not None
         new = Held(chunk, block, wall if written is None else min(written, wall), dirty)
         since = self.purges.mark() if since is None else since
-        loaded = self._keep(key, new, wall, since, caller())
+        loaded = self._keep(key, new, wall, since)
         if self._held.restless:
             for _ in range(_SWEPT_EACH_TIME):
                 self._let_go(partial(self._held.due, wall), reason="expired")
@@ -151,12 +153,12 @@ class MemoryTier(Tier):
             self._write_ahead(clean_bytes - self.pool.free_bytes)
         return loaded
 
-    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int, origin: Origin) -> Loaded:
+    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int) -> Loaded:
         kept = self.keep and not self._held.expired(new, wall)
         while True:
             with self._lock:
                 gone = self.purges.hit(key, since)
-                settled = self._settle(key, new, wall, origin, kept=kept and not gone)
+                settled = self._settle(key, new, wall, kept=kept and not gone)
             if settled is not None:
                 break
             kept = self._let_go(partial(self._held.coldest_of_tenant, key), reason="quota")
@@ -167,10 +169,9 @@ class MemoryTier(Tier):
             surplus.drop()
         return loaded
 
-    def _settle(
-        self, key: ChunkKey, new: Held, wall: float, origin: Origin, *, kept: bool
-    ) -> tuple[Loaded, Block | None] | None:
+    def _settle(self, key: ChunkKey, new: Held, wall: float, *, kept: bool) -> tuple[Loaded, Block | None] | None:
         """Which of two chunks stays, leased, and the block that does not; None if the tenant must make room first."""
+        origin = new.block.origin  # where it was reserved says enough about who inserts it
         present = self._held.entries.get(key)
         if (
             present is not None
@@ -183,8 +184,9 @@ class MemoryTier(Tier):
         loaded = Loaded(new.chunk, new.block.lease(origin), new.written)
         if not kept:
             return loaded, new.block
-        self._held.forget(key)
-        new.pinned = present is not None and present.pinned
+        if present is not None:
+            self._held.forget(key)
+            new.pinned = present.pinned
         self._held.add(key, new)
         return loaded, None if present is None else present.block
 
@@ -217,9 +219,11 @@ class MemoryTier(Tier):
 
         The reservation must be sealed by `deadline`.
         """
+        evicted = 0
         while (reservation := self.pool.reserve(nbytes, deadline=deadline)) is None:
-            if nbytes > self.pool.capacity or not (self._evict_one() or self._clean_and_evict(nbytes)):
+            if nbytes > self.pool.largest_bytes or not self._make_room(nbytes, evicted):
                 return None
+            evicted += 1
         return reservation
 
     def reserve_by(self, nbytes: int, until: float, *, deadline: float = math.inf) -> Reservation | None:
@@ -242,7 +246,16 @@ class MemoryTier(Tier):
     def _may_get(self, nbytes: int) -> bool:
         """Whether waiting can help: something in use, other than what is pinned, is still to be given back."""
         pinned = self._held.pinned_bytes
-        return nbytes <= self.pool.capacity - pinned and self.pool.used_bytes > pinned
+        return nbytes <= min(self.pool.capacity - pinned, self.pool.largest_bytes) and self.pool.used_bytes > pinned
+
+    def _make_room(self, nbytes: int, evicted: int) -> bool:
+        if evicted >= _SCATTERED and self._widen_gap():
+            return True
+        return self._evict_one() or self._clean_and_evict(nbytes)
+
+    def _widen_gap(self) -> bool:
+        """Evict what lies beside the widest gap, as going on by age would empty memory all over for one long piece."""
+        return self._let_go(partial(self._held.beside, *self.pool.widest))
 
     def _evict_one(self) -> bool:
         due = partial(self._held.due, self._runtime.wall())
@@ -254,7 +267,9 @@ class MemoryTier(Tier):
     def _clean_and_evict(self, nbytes: int) -> bool:
         if self.write_back is None:
             return False
-        self._write_ahead(self._held.recency.aside_bytes + max(self.pool.capacity // _CLEAN_PART, pages_of(nbytes)))
+        self._write_ahead(
+            self._held.recency.aside_bytes + max(self.pool.capacity // _CLEAN_PART, self.pool.taken_by(nbytes))
+        )
         return self._let_go(self._held.recency.coldest)
 
     def _let_go(self, pick: Callable[[], ChunkKey | None], *, reason: str = "", dirty: bool = False) -> bool:

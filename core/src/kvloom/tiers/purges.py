@@ -47,7 +47,7 @@ class Purges:
 
     def hit(self, key: ChunkKey, since: int) -> bool:
         """Whether `key` was removed after `since`, or is being; if that is too long ago to tell, yes."""
-        if any(match(key) for match in self._under_way):
+        if self._under_way and any(match(key) for match in self._under_way):
             return True
         if since == self._count:
             return False

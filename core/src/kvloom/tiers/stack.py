@@ -10,7 +10,7 @@ from kvloom.contracts.observer import Event
 from kvloom.envelope import ALIGN_BYTES
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
-from kvloom.memory import Reservation, pages_of
+from kvloom.memory import Reservation
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.claims import Claims
@@ -255,7 +255,9 @@ class Stack:
         if not any(tiers for _, tiers in todo):
             # Memory is all there is: a tail that would push out its own head is not worth copying.
             room, fits = self.memory.pool.capacity, 0
-            while fits < len(todo) and (room := room - pages_of(self._nbytes(todo[fits][0], shape))) >= 0:
+            while (
+                fits < len(todo) and (room := room - self.memory.pool.taken_by(self._nbytes(todo[fits][0], shape))) >= 0
+            ):
                 fits += 1
             todo = todo[:fits]
         while todo:

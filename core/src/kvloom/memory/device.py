@@ -1,0 +1,35 @@
+"""Memory of a torch device behind the same pool: for staging on the way between an engine's KV and the host."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Done(Protocol):
+    """What tells when work that was queued on a device is over; `torch.cuda.Event` does."""
+
+    def query(self) -> bool: ...
+
+
+class DevicePages:
+    """`size` bytes on `device`, taken at once. Not zeroed."""
+
+    settled = True
+    pinned_bytes = 0
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.slab_ends = (size,)
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+
+    @property
+    def view(self) -> memoryview:
+        raise TypeError(f"memory of {self.bytes.device} has no bytes that Python can see; use `tensor`")
+
+    def reach(self, end: int) -> None:
+        """It is all there."""
+
+    def close(self) -> None:
+        """The memory goes when nobody refers to it any more."""

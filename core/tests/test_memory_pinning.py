@@ -1,0 +1,342 @@
+"""Memory for devices: the host pool pinned slab by slab, and pools on a device whose reuse waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.memory import Pool, pages, pinning
+from kvloom.memory.device import DevicePages
+from kvloom.runtime import SystemRuntime
+
+PAGE = 4096
+SLAB = 16 * PAGE
+RUNTIME = SystemRuntime()
+
+
+class Registrar:
+    """Keeps what it is told to pin, and says no after `limit` slabs."""
+
+    def __init__(self, *, ready: bool = True, limit: int = 1000) -> None:
+        self.is_ready = ready
+        self.limit = limit
+        self.slabs: list[tuple[int, int]] = []
+        self.gone: list[int] = []
+        self.present: Callable[[int], bool] = lambda end: True
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def register(self, address: int, nbytes: int) -> bool:
+        assert self.present(address + nbytes), "only pages that are there"
+        if len(self.slabs) == self.limit:
+            return False
+        self.slabs.append((address, nbytes))
+        return True
+
+    def unregister(self, address: int) -> None:
+        self.gone.append(address)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "SLAB_BYTES", SLAB)
+    monkeypatch.setattr(pages, "_AHEAD_BYTES", 2 * PAGE)
+    monkeypatch.setattr(pages, "_STEP_BYTES", PAGE)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Pool]]:
+    made: list[Pool] = []
+
+    def make(registrar: Registrar, slabs: int = 4) -> Pool:
+        made.append(Pool(slabs * SLAB, RUNTIME, pin=registrar))
+        one, base = made[-1].pages, made[-1].pages.bytes.data_ptr()
+        registrar.present = lambda end: one._present >= end - base  # type: ignore[union-attr]
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def settle(pool: Pool) -> None:
+    until = RUNTIME.now() + 20
+    while not pool.pages.settled:
+        assert RUNTIME.now() < until
+        RUNTIME.sleep(0.001)
+
+
+Make = Callable[..., Pool]
+linux = pytest.mark.skipif("sys.platform != 'linux'", reason="pages are made present on Linux only")
+
+
+@linux
+def test_slabs_are_pinned_in_order_as_they_come_into_use(make: Make) -> None:
+    registrar = Registrar()
+    pool = make(registrar)
+    settle(pool)
+    base = pool.pages.bytes.data_ptr()
+    assert registrar.slabs == [(base, SLAB)] and pool.pages.pinned_bytes == SLAB
+    rooms = [pool.reserve(SLAB) for _ in range(2)]
+    settle(pool)
+    assert registrar.slabs == [(base, SLAB), (base + SLAB, SLAB), (base + 2 * SLAB, SLAB)], "a little ahead"
+    for room in rooms:
+        assert room is not None
+        room.abandon()
+    pool.close()
+    assert registrar.gone == [base + 2 * SLAB, base + SLAB, base] and pool.pages.pinned_bytes == 0
+
+
+@linux
+def test_what_was_in_use_before_cuda_was_is_pinned_afterwards(make: Make) -> None:
+    registrar = Registrar(ready=False)
+    pool = make(registrar)
+    room = pool.reserve(SLAB)
+    settle(pool)
+    assert registrar.slabs == []
+    registrar.is_ready = True
+    more = pool.reserve(PAGE)
+    settle(pool)
+    assert [nbytes for _, nbytes in registrar.slabs] == [SLAB, SLAB]
+    for one in (room, more):
+        assert one is not None
+        one.abandon()
+
+
+@linux
+def test_pinning_that_fails_is_said_once_and_harms_nobody(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    registrar = Registrar(limit=2)
+    pool = make(registrar)
+    rooms = [pool.reserve(SLAB) for _ in range(4)]
+    assert all(rooms)
+    settle(pool)
+    assert pool.pages.pinned_bytes == 2 * SLAB and pool.pages._present == 4 * SLAB
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{2 * SLAB} of {4 * SLAB} bytes of the pool are pinned, and no more can be")
+    for room in rooms:
+        assert room is not None
+        room.abandon()
+    pool.close()
+    assert len(registrar.gone) == 2
+
+
+@linux
+def test_closing_waits_for_a_slab_that_is_being_pinned_and_unpins_it(make: Make) -> None:
+    registrar, begun, go_on = Registrar(), threading.Event(), threading.Event()
+    register = registrar.register
+
+    def slowly(address: int, nbytes: int) -> bool:
+        if registrar.slabs:
+            begun.set()
+            assert go_on.wait(20)
+        return register(address, nbytes)
+
+    registrar.register = slowly  # type: ignore[method-assign]
+    pool = make(registrar)
+    room = pool.reserve(SLAB)
+    assert room is not None and begun.wait(20)
+    threading.Timer(0.05, go_on.set).start()
+    pool.close()
+    assert sorted(registrar.gone) == sorted(address for address, _ in registrar.slabs)
+    assert len(registrar.gone) == 2
+
+
+def test_no_reservation_spans_two_slabs(make: Make) -> None:
+    pool = make(Registrar())
+    assert pool.largest_bytes == SLAB and pool.reserve(SLAB + 1) is None
+    rooms = []
+    while (room := pool.reserve(5 * PAGE)) is not None:
+        assert room.start // SLAB == (room.start + room.size - 1) // SLAB
+        rooms.append(room)
+    assert len(rooms) == 12
+    for room in rooms:
+        room.abandon()
+    whole = [pool.reserve(SLAB) for _ in range(4)]
+    assert all(whole), "each slab is one piece again"
+    for room in whole:
+        room.abandon()
+
+
+def test_without_a_pinner_there_are_no_slabs() -> None:
+    pool = Pool(4 * SLAB, RUNTIME, pin=False)
+    assert pool.largest_bytes == 4 * SLAB
+    pool.close()
+
+
+@given(size=st.integers(0, 1 << 40), piece=st.integers(0, 1 << 30))
+def test_slabs_are_long_enough_for_what_is_put_into_them(size: int, piece: int) -> None:
+    size = size // PAGE * PAGE
+    ends = pages._slab_ends(size, piece)
+    lengths = [end - start for start, end in zip((0, *ends), ends, strict=False)]
+    assert sum(lengths) == size and ends[-1] == size and all(end % PAGE == 0 for end in ends)
+    assert len(ends) == 1 or min(lengths) >= max(SLAB, 32 * piece) - PAGE
+    assert max(lengths) < 2 * max(SLAB, 32 * piece) + len(ends) * PAGE
+
+
+# -- CUDA, as far as it can be tried without ---------------------------------------------------------------------------
+
+
+class Cuda(SimpleNamespace):
+    """What `torch.cuda` has that may be used; anything else is an AttributeError."""
+
+    def __init__(self) -> None:
+        super().__init__(initialized=False, calls=[], error=0)
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def current_device(self) -> int:
+        assert self.initialized, "this would initialise it"
+        return 3
+
+    def device(self, index: int) -> Any:
+        self.calls.append(("device", index))
+        return torch.device("cpu")
+
+    def cudart(self) -> Any:
+        assert self.initialized
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append(("register", address, nbytes, flags))
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+def test_cuda_is_used_only_once_somebody_else_has_initialised_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(pinning, "_cuda", cuda)
+    pinner = pinning.CudaPinner()
+    assert not pinner.ready() and cuda.calls == []
+    cuda.initialized = True
+    assert pinner.ready()
+    assert pinner.register(8192, 4096)
+    cuda.error = 2
+    assert not pinner.register(8192, 4096)
+    pinner.unregister(8192)
+    on = ("device", 3)
+    assert cuda.calls == [on, ("register", 8192, 4096, 1), on, ("register", 8192, 4096, 1), on, ("unregister", 8192)]
+
+
+def test_torch_without_cuda_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SimpleNamespace(is_built=lambda: False)
+    monkeypatch.setattr(pinning, "_backend", backend)
+    assert pinning.pinner_for("auto") is None and pinning.pinner_for(True) is None
+    backend.is_built = lambda: True
+    assert isinstance(pinning.pinner_for("auto"), pinning.CudaPinner) and pinning.pinner_for(False) is None
+
+
+# -- a pool on a device ------------------------------------------------------------------------------------------------
+
+
+class Copy:
+    """Work that was queued on a device."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def query(self) -> bool:
+        return self.over
+
+
+@pytest.fixture
+def device() -> Iterator[Pool]:
+    pool = Pool(4 * PAGE, RUNTIME, device="meta")
+    yield pool
+    pool.close()
+    assert pool.leaked == 0
+
+
+def test_device_memory_is_handed_out_as_tensors(device: Pool) -> None:
+    room = device.reserve(2 * PAGE)
+    assert room is not None
+    tensor = room.tensor((2, 16), torch.bfloat16, offset=64)
+    assert tensor.device.type == "meta" and tensor.shape == (2, 16) and tensor.dtype is torch.bfloat16
+    with pytest.raises(TypeError, match="memory of meta has no bytes that Python can see; use `tensor`"):
+        _ = room.view
+    block = room.seal()
+    assert block is not None
+    with block.lease():
+        block.drop()
+        assert device.used_bytes == 2 * PAGE
+    assert device.used_bytes == 0
+
+
+def test_tensors_of_one_piece_of_a_device_share_its_memory() -> None:
+    memory = DevicePages(2 * PAGE, torch.device("cpu"))
+    memory.bytes[:8].view(torch.int64).fill_(7)
+    assert memory.bytes[0] == 7 and memory.settled and memory.slab_ends == (2 * PAGE,)
+
+
+def test_memory_is_reused_only_after_the_device_is_done_with_it(device: Pool) -> None:
+    copies = [Copy() for _ in range(4)]
+    rooms = [device.reserve(PAGE) for _ in range(4)]
+    for room, copy in zip(rooms, copies, strict=True):
+        assert room is not None
+        room.abandon(after=copy)
+    assert device.reserve(PAGE) is None and device.used_bytes == 4 * PAGE
+    copies[2].over = True
+    room = device.reserve(PAGE)
+    assert room is not None and room.start == 2 * PAGE, "the others are still being copied"
+    assert device.reserve(PAGE) is None
+    room.abandon()
+    for copy in copies:
+        copy.over = True
+    assert device.used_bytes == 0
+
+
+def test_a_block_waits_for_every_copy_of_every_reader(device: Pool) -> None:
+    room = device.reserve(PAGE)
+    assert room is not None
+    block = room.seal()
+    assert block is not None
+    first, second, third = Copy(), Copy(), Copy()
+    block.lease().release(after=first)
+    lease, other = block.lease(), block.lease()
+    block.drop()
+    lease.release(after=second)
+    other.release(after=third)
+    for copy in (second, first):
+        assert device.used_bytes == PAGE
+        copy.over = True
+    assert device.used_bytes == PAGE
+    third.over = True
+    assert device.used_bytes == 0
+
+
+def test_copies_that_are_over_are_not_remembered(device: Pool) -> None:
+    room = device.reserve(PAGE)
+    assert room is not None
+    block = room.seal()
+    assert block is not None
+    for _ in range(100):
+        copy = Copy()
+        block.lease().release(after=copy)
+        copy.over = True
+    assert len(block._after) == 1
+    block.drop()
+    assert device.used_bytes == 0
+
+
+def test_who_waits_for_room_sees_that_a_device_is_done(device: Pool) -> None:
+    copy = Copy()
+    room = device.reserve(4 * PAGE)
+    assert room is not None
+    room.abandon(after=copy)
+    threading.Timer(0.05, lambda: setattr(copy, "over", True)).start()
+    until = RUNTIME.now() + 20
+    while (room := device.reserve(PAGE)) is None:
+        assert RUNTIME.now() < until
+        device.wait_for_room(until, device.times_freed)
+    room.abandon()
