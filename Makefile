@@ -14,7 +14,7 @@ BENCHES = $(filter-out bench/lmcache_peer.py,$(shell grep -l __main__ bench/*.py
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full soak lint bench bench-lmcache wheels check-wheels clean
+.PHONY: help setup demo test test-full simulate soak lint bench bench-lmcache wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,11 @@ test-full: $(READY) ## the slow tests
 
 soak: $(READY) ## mixed load for MINUTES=10: memory, threads and files must stay flat
 	$(BIN)/python tests/reliability/soak.py --minutes $(or $(MINUTES),10)
+SEED ?= 0
+OPS ?= 400
+
+simulate: $(READY) ## one seed of the deterministic simulation: SEED=, OPS=, ARGS=--trace
+	cd core/tests && ../../$(BIN)/python -m simulation --seed $(SEED) --ops $(OPS) $(ARGS)
 
 bench: $(READY) ## every script in bench/, results into bench/results/
 	@set -e; for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script; done

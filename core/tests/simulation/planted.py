@@ -1,0 +1,223 @@
+"""Bugs put into the core on purpose. The simulation is worth what it finds of them.
+
+Each is a context manager that breaks one line of the core, as if it had been written so; `PLANTS` says as what
+the oracle may report it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from kvloom import envelope
+from kvloom.memory import pool
+from kvloom.runtime import Call, Workers
+from kvloom.tiers import flights, holdings, ledger, memory, purges, reader, visit
+from kvloom.tiers.base import Loaded
+from simulation import plugin
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+class _NoDigest:
+    """Equal to every other digest."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def checksum_not_checked() -> AbstractContextManager[Any]:
+    """The payload of a blob is read and never compared with its digest."""
+    real = envelope.parse
+
+    def parse(data: memoryview, *, key: str) -> Any:
+        header = real(data, key=key)
+        if header is not None:
+            object.__setattr__(header, "digests", tuple(_NoDigest() for _ in header.digests))
+        return header
+
+    return patch.object(envelope, "parse", parse)
+
+
+@contextmanager
+def eviction_of_a_leased_buffer() -> Iterator[None]:
+    """Memory is given back when its owner drops it, whoever still reads it."""
+
+    def drop(self: pool.Block) -> None:
+        owned, self._owned = self._owned, False
+        if owned:
+            self._pool.free(self.start, self.size)
+
+    def release(self: pool.Block) -> None:
+        self._leases -= 1
+
+    with (
+        patch.object(pool.Block, "leased", property(lambda self: False)),
+        patch.object(pool.Block, "drop", drop),
+        patch.object(pool.Block, "_release", release),
+    ):
+        yield
+
+
+def lost_wake_up() -> AbstractContextManager[Any]:
+    """A call that has ended does not say so."""
+
+    def finish(self: Workers, call: Call[Any], function: Callable[[], Any]) -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            given_up = call._given_up
+            self._given_up.discard(call)
+            call._state = "done"
+            if not given_up:
+                call._value, call._error = value, error
+        if given_up and value is not None and call._discard is not None:
+            call._discard(value)
+
+    return patch.object(Workers, "_finish", finish)
+
+
+def double_free() -> AbstractContextManager[Any]:
+    """Two threads that evict may choose one chunk, and both give its memory back."""
+    real = memory.MemoryTier._let_go
+
+    def let_go(self: memory.MemoryTier, pick: Callable[[], Any], *, reason: str = "", dirty: bool = False) -> bool:
+        key = pick()
+        held = self._held.entries.get(key)
+        if held is None or (held.dirty and not dirty):
+            return real(self, pick, reason=reason, dirty=dirty)
+        with self._lock:
+            self._held.forget(key)
+        held.block._owned = False
+        self.pool.free(held.block.start, held.block.size)
+        return True
+
+    return patch.object(memory.MemoryTier, "_let_go", let_go)
+
+
+@contextmanager
+def abandoned_memory_reused_at_once() -> Iterator[None]:
+    """Whoever gives up waiting for a read gives its memory back, though the read may still arrive."""
+    rooms: dict[str, Any] = {}
+    reserve, give_up = reader._Landing.reserve, flights.Flights.give_up
+
+    def remember(self: Any, num_bytes: int) -> memoryview:
+        view = reserve(self, num_bytes)
+        rooms[self._key] = self._room
+        return view
+
+    def give_back(self: flights.Flights, read: flights.Read) -> None:
+        give_up(self, read)
+        room = rooms.pop(str(read.flight.key), None)
+        if room is not None and room._pool is not None and not read.flight.shares:
+            room._pool.free(room.start, room.size)
+
+    with patch.object(flights.Flights, "give_up", give_back), patch.object(reader._Landing, "reserve", remember):
+        yield
+
+
+def late_write_resurrects() -> AbstractContextManager[Any]:
+    """What was under way when its key was removed arrives and stays."""
+    return patch.object(purges.Purges, "hit", lambda self, name, since: False)
+
+
+def deadline_not_enforced() -> AbstractContextManager[Any]:
+    """Whoever waits for a call waits until it is done."""
+
+    def wait(self: Call[Any], until: float | None = None, *, stopped: Callable[[], bool] = lambda: False) -> bool:
+        with self._workers._changed:
+            while not self.done and not stopped():
+                self._workers._changed.wait()
+        return self.done
+
+    return patch.object(Call, "wait", wait)
+
+
+def deadline_for_each_call() -> AbstractContextManager[Any]:
+    """Every call may take a deadline, however long the operation has waited already."""
+    return patch.object(visit.Visit, "patience", lambda self, seconds: self._now() + seconds)
+
+
+def expired_is_served() -> AbstractContextManager[Any]:
+    """Memory looks how old a chunk is when it makes room, and not when it is asked."""
+
+    def lease(self: memory.MemoryTier, keys: Any) -> list[Loaded | None]:
+        with self._lock:
+            found = [self._held.entries.get(key) for key in keys]
+            return [None if held is None else Loaded(held.chunk, held.block.lease(), held.written) for held in found]
+
+    return patch.object(memory.MemoryTier, "lease", lease)
+
+
+def removal_not_counted() -> AbstractContextManager[Any]:
+    """What was evicted for a salt's sake is deleted, and one of the two that delete forgets to say so."""
+    return patch.object(ledger.Ledger, "forget", lambda self, keys: None)
+
+
+def capacity_ignored_by_writes() -> AbstractContextManager[Any]:
+    """Room is made at a restart and for nothing else."""
+    return patch.object(holdings.Holdings, "shrink", lambda self, tenants, **limits: [])
+
+
+def everybody_evicts() -> AbstractContextManager[Any]:
+    """A process takes itself for the one that keeps a shared store within its bounds."""
+    return patch.object(plugin.SimBackend, "hold", lambda self, name: True)
+
+
+def pinned_is_evicted() -> AbstractContextManager[Any]:
+    """A pin is noted, and the chunk stays among those that may go."""
+
+    def pin(self: memory.MemoryTier, keys: Any, pinned: bool) -> int:
+        return sum(self.find(list(keys)))
+
+    return patch.object(memory.MemoryTier, "pin", pin)
+
+
+def lease_forgotten() -> AbstractContextManager[Any]:
+    """Of two that wait for one read, the first to go takes no lease back."""
+    real = flights.Flights._share
+
+    def share(self: flights.Flights, flight: flights.Flight, wants: visit.Visit) -> Loaded | None:
+        loaded = real(self, flight, wants)
+        if loaded is not None and flight.shares:
+            loaded.again().lease.block = None
+        return loaded
+
+    return patch.object(flights.Flights, "_share", share)
+
+
+class Planted(NamedTuple):
+    """What is known of a planted bug."""
+
+    kinds: tuple[str, ...]
+    """The kinds of violation that say what it is."""
+    seed: int
+    """Where to look first: finding it takes a few seeds at most from there."""
+
+
+PLANTS: dict[Plant, Planted] = {
+    checksum_not_checked: Planted(("wrong bytes",), 2000),
+    eviction_of_a_leased_buffer: Planted(("wrong bytes", "memory reused"), 2000),
+    lost_wake_up: Planted(("past deadline", "deadlock", "no progress"), 2000),
+    double_free: Planted(("double free",), 2005),
+    abandoned_memory_reused_at_once: Planted(("late write",), 2002),
+    late_write_resurrects: Planted(("resurrected", "served after removal"), 2008),
+    deadline_not_enforced: Planted(("past deadline", "deadlock"), 2000),
+    deadline_for_each_call: Planted(("past deadline",), 2000),
+    expired_is_served: Planted(("served expired",), 2009),
+    removal_not_counted: Planted(("accounts",), 2000),
+    capacity_ignored_by_writes: Planted(("over a bound",), 2000),
+    everybody_evicts: Planted(("evictors",), 2013),
+    pinned_is_evicted: Planted(("lost pin",), 2001),
+    lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
+}

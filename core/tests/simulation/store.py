@@ -1,0 +1,358 @@
+"""Simulated stores: dictionaries that outlive engines, whose calls take virtual time and go wrong as told.
+
+Every write to memory that the core lent, and every read of it, is checked: a call that was given up long ago must
+still find the memory its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from kvloom import Buffers, Entry, Sink
+from simulation.fibers import EPOCH, Fiber, Process, Scheduler, Violation
+
+
+class SimFault(OSError):
+    """What a simulated store raises: so that the oracle can tell it from a mistake of the core."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often a call goes wrong, each as a probability, and how long calls take."""
+
+    latency_seconds: float = 3e-4
+    slow: float = 0.0
+    """The call takes about as long as the deadline."""
+    slow_seconds: float = 0.5
+    fail: float = 0.0
+    fail_after: float = 0.0
+    """It fails, yet what it was asked for was done."""
+    hang: float = 0.0
+    """It hangs for a multiple of the deadline, then goes on."""
+    hang_for_good: float = 0.0
+    """It hangs until faults stop."""
+    flip: float = 0.0
+    """One read gives wrong bytes."""
+    rot: float = 0.0
+    """The blob is wrong from now on."""
+    lose: float = 0.0
+    """A write is said to be done, and is not."""
+    late: float = 0.0
+    """A write is said to be done, and is later."""
+    twice: float = 0.0
+    """A write is done, and done once more later."""
+    partial: float = 0.0
+    """A listing leaves entries out, or breaks off."""
+
+    @property
+    def honest(self) -> bool:
+        """Nothing ever goes wrong, though calls take time."""
+        return not any(getattr(self, one.name) for one in fields(self) if not one.name.endswith("_seconds"))
+
+
+class Blob(NamedTuple):
+    data: bytes
+    modified: float
+    used: float
+
+    @property
+    def space(self) -> int:
+        """What it takes up: whole pages, as in a file system."""
+        return -(-len(self.data) // 4096) * 4096
+
+
+@dataclass(eq=False)
+class _Put:
+    process: Process
+    key: str
+    data: bytes
+
+
+@dataclass(eq=False)
+class SimStore:
+    """What one or several backends share."""
+
+    name: str
+    scheduler: Scheduler
+    rng: random.Random
+    faults: Faults
+    limit_bytes: int | None = None
+    """It evicts by itself beyond this."""
+    on_stray: Callable[[str], None] = lambda key: None
+    """A blob came to be that no client of the core can be blamed for."""
+    say: Callable[[str], None] = lambda line: None
+    blobs: dict[str, Blob] = field(default_factory=dict)
+    holders: dict[str, Process] = field(default_factory=dict)
+    faulty: bool = True
+    injected: int = 0
+    """How many faults there were."""
+    partial_listings: int = 0
+    frozen: bool = False
+    changes: int = 0
+    """How often a blob came or went."""
+    _waiting: list[Fiber] = field(default_factory=list)
+    _puts: list[_Put] = field(default_factory=list)
+
+    @property
+    def honest(self) -> bool:
+        """Nothing went wrong here so far."""
+        return self.injected == 0
+
+    @property
+    def chunk_blobs(self) -> dict[str, Blob]:
+        return {key: blob for key, blob in self.blobs.items() if not key.startswith("spec/")}
+
+    # -- what the world does to it -------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        self.frozen = True
+        self.injected += 1
+
+    def thaw(self) -> None:
+        """Whoever hangs goes on."""
+        self.frozen = False
+        waiting, self._waiting = self._waiting, []
+        for fiber in waiting:
+            self.scheduler.wake(fiber)
+
+    def heal(self) -> None:
+        """From now on nothing goes wrong, and whoever hangs goes on."""
+        self.faulty = False
+        self.thaw()
+
+    def crash(self, process: Process) -> None:
+        """A process died: what it was writing arrives or does not."""
+        for put in [put for put in self._puts if put.process is process]:
+            self._puts.remove(put)
+            if self.rng.random() < 0.5:
+                self.land(put.key, put.data)
+            self.on_stray(put.key)
+
+    # -- what backends do with it --------------------------------------------------------------------------------------
+
+    def fault(self, *names: str) -> str:
+        """Which of these faults this call has; empty: none."""
+        if not self.faulty:
+            return ""
+        roll = self.rng.random()
+        for name in names:
+            roll -= getattr(self.faults, name)
+            if roll < 0:
+                self.injected += 1
+                return name
+        return ""
+
+    def take_time(self) -> None:
+        """The latency of one round trip, and whatever holds it up. Raises SimFault."""
+        seconds = self.rng.expovariate(1 / self.faults.latency_seconds)
+        fault = self.fault("slow", "hang", "hang_for_good", "fail")
+        if fault == "slow":
+            seconds += self.faults.slow_seconds * self.rng.uniform(0.3, 1.3)
+        elif fault == "hang":
+            seconds += self.faults.slow_seconds * self.rng.uniform(1.0, 6.0)
+        self.scheduler.park(self.scheduler.time + seconds, f"store {self.name}")
+        if fault == "fail":
+            raise SimFault(5, "simulated: input/output error")
+        while self.faulty and (self.frozen or fault == "hang_for_good"):
+            self._waiting.append(self.scheduler.current)
+            self.scheduler.park(float("inf"), f"store {self.name}, which hangs")
+            if not self.frozen and self.rng.random() < 0.3:
+                raise SimFault(110, "simulated: connection timed out")
+
+    def land(self, key: str, data: bytes) -> None:
+        now = EPOCH + self.scheduler.time
+        self.say(f"{self.scheduler.time:.6f} {self.name} now has {key[33:58]}")
+        self.changes += 1
+        self.blobs.pop(key, None)
+        self.blobs[key] = Blob(data, now, now)
+        while self.limit_bytes is not None and sum(len(b.data) for b in self.blobs.values()) > self.limit_bytes:
+            del self.blobs[self.rng.choice(list(self.blobs))]
+
+    def land_later(self, key: str, data: bytes) -> None:
+        def later() -> None:
+            seconds = self.rng.expovariate(1 / (2 * self.faults.slow_seconds))
+            self.scheduler.park(self.scheduler.time + seconds, "a late write")
+            if self.faulty:
+                self.land(key, data)
+                self.on_stray(key)
+
+        self.on_stray(key)
+        self.scheduler.spawn(Process(f"store {self.name}"), later, "late write")
+
+    def damaged(self, data: bytes) -> bytes:
+        """Wrong bytes instead of `data`."""
+        kind = self.rng.randrange(5)
+        if not data:
+            return b"?"
+        if kind == 0:
+            return data[: self.rng.randrange(len(data))]
+        if kind == 1:
+            return data + bytes(self.rng.randrange(1, 5000))
+        others = [blob.data for blob in self.blobs.values() if blob.data != data]
+        if kind == 2 and others:
+            return self.rng.choice(others)
+        # The header has zeros that nothing depends on, but its checksum covers them too.
+        at = self.rng.randrange(len(data)) if kind == 3 else self.rng.randrange(max(0, len(data) - 200), len(data))
+        return data[:at] + bytes([data[at] ^ (1 << self.rng.randrange(8))]) + data[at + 1 :]
+
+
+class Guard:
+    """Says whether memory that was lent still belongs to whom it was lent. See `peek.PoolGuard`."""
+
+    def mark(self, view: memoryview) -> int:
+        return 0
+
+    def owned(self, view: memoryview, mark: int) -> bool:
+        return True
+
+
+class Client:
+    """One process's connection to a store: the methods of a StorageBackend, with the process that calls them."""
+
+    def __init__(self, store: SimStore, process: Process, guard: Callable[[], Guard]) -> None:
+        self.store = store
+        self.process = process
+        self._guard = guard
+        self.running: dict[str, int] = {}
+        self.most: dict[str, int] = {}
+
+    def _count(self, verb: str, by: int) -> None:
+        now = self.running[verb] = self.running.get(verb, 0) + by
+        self.most[verb] = max(self.most.get(verb, 0), now)
+
+    def put(self, key: str, blob: Buffers) -> None:
+        store = self.store
+        data = b"".join(blob)
+        put = _Put(self.process, key, data)
+        store._puts.append(put)
+        self._count("put", 1)
+        try:
+            store.take_time()
+            if b"".join(blob) != data:
+                store.scheduler.stop(Violation("memory reused", f"{key} changed in memory while it was being written"))
+        finally:
+            self._count("put", -1)
+            if put in store._puts:
+                store._puts.remove(put)
+        fault = "" if key.startswith("spec/") else store.fault("lose", "late", "twice", "rot", "fail_after")
+        if fault == "rot":
+            data = store.damaged(data)
+        if fault not in ("lose", "late"):
+            store.land(key, data)
+        if fault in ("late", "twice"):
+            store.land_later(key, data)
+        if fault == "fail_after":
+            raise SimFault(5, "simulated: failed after the write")
+
+    def get(self, key: str) -> bytes | None:
+        self._count("get", 1)
+        try:
+            self.store.take_time()
+        finally:
+            self._count("get", -1)
+        return self._read(key)
+
+    def _read(self, key: str) -> bytes | None:
+        store = self.store
+        blob = store.blobs.get(key)
+        if blob is None:
+            return None
+        fault = "" if key.startswith("spec/") else store.fault("flip", "rot")
+        if not fault:
+            return blob.data
+        data = store.damaged(blob.data)
+        if fault == "rot":
+            store.blobs[key] = blob._replace(data=data)
+        return data
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        store, rng = self.store, self.store.rng
+        self._count("get", 1)
+        try:
+            store.take_time()
+            data = self._read(key)
+            if data is None:
+                return False
+            guard = self._guard()
+            view = sink.reserve(len(data))
+            mark = guard.mark(view)
+            # It arrives in parts, and any of them may take long.
+            cuts = [0, *sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(3))), len(data)]
+            for start, end in itertools.pairwise(cuts):
+                if start:
+                    store.take_time()
+                if not guard.owned(view, mark):
+                    store.scheduler.stop(Violation("late write", f"{key} arrived in memory that has a new owner"))
+                view[start:end] = data[start:end]
+                sink.filled(end)
+            return True
+        finally:
+            self._count("get", -1)
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        self.store.take_time()
+        data = self._read(key)
+        if data is None or offset + len(into) > len(data):
+            return False
+        into[:] = data[offset : offset + len(into)]
+        return True
+
+    def contains_many(self, keys: list[str]) -> list[bool]:
+        self.store.take_time()
+        return [key in self.store.blobs for key in keys]
+
+    def delete_many(self, keys: list[str]) -> None:
+        store = self.store
+        store.take_time()
+        fault = store.fault("fail_after")
+        for at, key in enumerate(keys):
+            if fault and at * 2 >= len(keys):
+                break
+            store.say(f"{store.scheduler.time:.6f} {store.name} deletes {key[33:58]} ({key in store.blobs})")
+            store.changes += 1
+            store.blobs.pop(key, None)
+        if fault:
+            raise SimFault(5, "simulated: failed half-way through the deletes")
+
+    def scan(self, prefix: str) -> Iterator[Entry]:
+        store = self.store
+        store.take_time()
+        found = [(key, blob) for key, blob in list(store.blobs.items()) if key.startswith(prefix)]
+        if fault := store.fault("partial"):
+            store.partial_listings += 1
+            found = found[: store.rng.randrange(len(found) + 1)]
+        for at, (key, blob) in enumerate(found):
+            if at % 8 == 7:
+                store.take_time()
+            yield _entry(key, blob)
+        if fault and store.rng.random() < 0.5:
+            raise SimFault(5, "simulated: the listing broke off")
+
+    def touch_many(self, keys: Any) -> None:
+        self.store.take_time()
+        now = EPOCH + self.store.scheduler.time
+        for key in keys:
+            blob = self.store.blobs.get(key)
+            if blob is not None:
+                self.store.blobs[key] = blob._replace(used=now)
+
+    def hold(self, name: str) -> bool:
+        self.store.take_time()
+        holder = self.store.holders.get(name)
+        if holder is None or not holder.alive:
+            self.store.holders[name] = holder = self.process
+        return holder is self.process
+
+    def close(self) -> None:
+        for name in [name for name, holder in self.store.holders.items() if holder is self.process]:
+            del self.store.holders[name]
+        self.store.take_time()
+
+
+def _entry(key: str, blob: Blob) -> Entry:
+    values = {"key": key, "bytes": blob.space, "modified": blob.modified, "used": blob.used}
+    return Entry(**{name: values[name] for name in Entry._fields})

@@ -1,0 +1,71 @@
+"""Deterministic simulation of whole engines: see the package `simulation` for what is simulated and what must hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulation.campaign import Tally, fresh_base, known_seeds, run_until
+from simulation.planted import PLANTS, Plant
+from simulation.world import run_seed
+
+HERE = Path(__file__).parent
+SHORT_SECONDS = 20.0
+LONG_OPS = 1_000_000
+
+
+def digests(hash_seed: str) -> list[str]:
+    """Of a few seeds, run in a process of their own."""
+    command = [sys.executable, "-m", "simulation", "--seed", "300", "--count", "8", "--ops", "100"]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.findall(r"digest (\w+)", done.stdout)
+
+
+def test_a_seed_replays_its_run() -> None:
+    """Everything is in the digest: each choice of the scheduler, each time, each outcome."""
+    first = digests("1")
+    assert len(set(first)) == 8
+    assert digests("2") == first
+    again = [run_seed(seed, 100).digest for seed in range(300, 308)]
+    assert again == first
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant: Plant) -> None:
+    planted = PLANTS[plant]
+    seen = []
+    for seed in range(planted.seed, planted.seed + 30):
+        with plant():
+            violation = run_seed(seed).violation
+        seen.append("" if violation is None else violation.kind)
+        if seen[-1] in planted.kinds:
+            return
+    pytest.fail(f"not found in 30 seeds, which said {seen}")
+
+
+def test_nothing_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    """The seeds that once failed, then fresh ones for the rest of some twenty seconds."""
+    tally, base = Tally(), fresh_base()
+    for known in known_seeds():
+        tally.add(run_seed(known.seed, known.ops), known.ops)
+    run_until(lambda tally: tally.seconds > SHORT_SECONDS, base, tally=tally)
+    with capsys.disabled():
+        print(f"\nsimulation: {tally}, from seed {base}")
+    assert not tally.failed, "\n".join(tally.failed)
+
+
+@pytest.mark.slow
+def test_nothing_is_wrong_in_a_million_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    base = fresh_base()
+    with capsys.disabled():
+        print(f"\nsimulation: fresh seeds from {base}", flush=True)
+        jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        tally = run_until(lambda tally: tally.ops >= LONG_OPS, base, jobs=jobs, total=LONG_OPS)
+        print(f"\nsimulation: {tally}")
+    assert not tally.failed, "\n".join(tally.failed)
