@@ -26,7 +26,7 @@ LAYERS = (
     {"config", "legacy"},
     {"runtime", "task", "keys", "envelope", "memory", "events", "native"},
     {"tiers"},
-    {"index"},
+    {"index", "layers"},
     {"engine"},
     {"warming"},
     {"cli", "__main__"},

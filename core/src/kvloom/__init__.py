@@ -17,6 +17,7 @@ _HOME = {
     "Task": "task",
     "warm": "warming",
     "Warmed": "warming",
+    **dict.fromkeys(["Loading", "Storing"], "layers"),
     "EngineConfig": "config",
     "Registry": "plugins",
     "Tier": "tiers",
@@ -122,6 +123,8 @@ if TYPE_CHECKING:
     from kvloom.index import Index as Index
     from kvloom.keys import chain as chain
     from kvloom.keys import select as select
+    from kvloom.layers import Loading as Loading
+    from kvloom.layers import Storing as Storing
     from kvloom.plugins import Registry as Registry
     from kvloom.task import Task as Task
     from kvloom.tiers import Tier as Tier

@@ -23,6 +23,7 @@ from kvloom.contracts.tokens import TokenDatabase
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.index import Index
+from kvloom.layers import Loading, Storing, check_connector
 from kvloom.plugins import Registry
 from kvloom.runtime import Runtime, SystemRuntime, Workers, opened
 from kvloom.task import Task
@@ -69,6 +70,7 @@ class Engine(Index):
         self._registry = registry
         self._owner = owner
         self._tasks: dict[Task, None] = {}
+        self._by_layer: dict[Loading | Storing, None] = {}
         self._workers = Workers(runtime, name="kvloom-engine", threads=4)
         identity = keying.identity(spec, connector.format, connector.representation)
         record = canonical_json({"identity": identity, "spec": json.loads(spec.to_json())}).encode()
@@ -150,12 +152,16 @@ class Engine(Index):
         super().inherited(pid)
         for task in tuple(self._tasks):
             task.inherited(BackendError(self._gone))
+        for handle in tuple(self._by_layer):
+            handle.inherited(BackendError(self._gone))
 
     def close(self) -> None:
         """Write what was accepted, within the tiers' deadlines, and give everything back. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        for handle in tuple(self._by_layer):
+            handle.close()
         self._workers.close(self._stack.deadline)
         for task in tuple(self._tasks):
             task.cancel()
@@ -234,6 +240,49 @@ class Engine(Index):
         self._stack.touch([segment.key for segment in whole])
         self._tokens.learn(tokens, salt=self._salt(salt))
 
+    def retrieve_layer(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
+    ) -> Loading:
+        """`retrieve`, layer by layer: returns once the tiers were asked what they hold, and goes on by itself.
+
+        `Loading.wait(layer)` gives the mask of that layer. Close it, or use it as a context manager. Raises
+        NotImplementedError if the connector does not move single layers.
+        """
+        check_connector(self.connector, "write_layer")
+        whole, first = self._selected(tokens, mask, salt)
+        self._check_where(whole[first:], where)
+        self._stack.touch([segment.key for segment in whole])
+        loading = Loading(
+            whole[first:], tokens.numel(), where, chain=whole, stack=self._stack, connector=self.connector,
+            events=self._events, runtime=self._runtime, on_end=self._ended,
+        )  # fmt: skip
+        self._by_layer[loading] = None
+        loading.begin()
+        return loading
+
+    def store_layer(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
+    ) -> Storing:
+        """`store`, layer by layer, while the KV is being computed: it need not be there yet.
+
+        Call `Storing.layer(layer)` for each layer, then `Storing.finish()`. Close it, or use it as a context manager:
+        until then it holds memory, and without `finish` nothing is stored. Raises NotImplementedError if the connector
+        does not move single layers.
+        """
+        check_connector(self.connector, "read_layer")
+        whole, first = self._selected(tokens, mask, salt)
+
+        def finished() -> None:
+            self._stack.touch([segment.key for segment in whole])
+            self._tokens.learn(tokens, salt=self._salt(salt))
+
+        storing = Storing(
+            whole[first:], tokens.numel(), where, stack=self._stack, connector=self.connector, events=self._events,
+            runtime=self._runtime, finished=finished, on_end=self._ended,
+        )  # fmt: skip
+        self._by_layer[storing] = None
+        return storing
+
     def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None) -> Task:
         """Bring chunks from the lower tiers into memory, in the background.
 
@@ -303,6 +352,9 @@ class Engine(Index):
 
         self._workers.submit(run)
         return task
+
+    def _ended(self, handle: Loading | Storing) -> None:
+        self._by_layer.pop(handle, None)
 
     def _selected(self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None) -> tuple[list[Segment], int]:
         """All segments of the tokens, because the whole chain is touched, and the first that the mask selects."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 
 from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
-from kvloom_connector_transformers import RestoredKV, TransformersConnector
+from kvloom_connector_transformers import RestoredKV, TransformersConnector, set_length
 
 KEY = ChunkKey("f/-", 0, bytes(32))
 
@@ -79,6 +79,50 @@ def test_read_then_write_is_the_identity(
         assert torch.equal(ours[row, :, : ends[-1]], theirs[row, :, : ends[-1]])
         assert bool((ours[row, :, ends[-1] :] == -1).all())
         assert bool((ours[torch.arange(rows) != row] == -1).all())
+
+
+def test_layers_one_by_one_are_the_whole(make: Callable[..., PreTrainedModel]) -> None:
+    what, source = connector(), dynamic(2, 12)
+    segments = [Segment(0, 4, KEY), Segment(4, 12, KEY)]
+    whole, parts = chunks_for(what, segments), chunks_for(what, segments)
+    what.read(segments, whole, cache=source, row=1)
+    targets = [RestoredKV.allocate(what.spec, 12, rows=2), dynamic(2, 12), static(make, rows=2, room=12)]
+    for layer in (1, 0, 2):
+        views = [Chunk(one.tensor[:, layer : layer + 1], one.format, one.num_tokens) for one in parts]
+        what.read_layer(layer, segments, views, cache=source, row=1)
+        for target in targets:
+            what.write_layer(layer, segments, views, cache=target, row=1)
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert torch.equal(ours.tensor, theirs.tensor)
+    for target in targets:
+        back = chunks_for(what, segments)
+        if isinstance(target, StaticCache):
+            assert int(target.get_seq_length()) == 0, "only a mask says how many tokens count"
+            set_length(target, 12)
+        what.read(segments, back, cache=target, row=1)
+        for ours, theirs in zip(back, whole, strict=True):
+            assert torch.equal(ours.tensor, theirs.tensor)
+
+
+def test_a_layer_is_read_while_later_ones_are_not_there(make: Callable[..., PreTrainedModel]) -> None:
+    what, segments = connector(), [Segment(0, 4, KEY)]
+    views = [Chunk(one.tensor[:, :1], one.format, one.num_tokens) for one in chunks_for(what, segments)]
+    cache = DynamicCache()
+    for where, problem in (
+        ({}, "cache: missing"),
+        ({"cache": cache}, "layer 0 of the DynamicCache holds nothing yet"),
+        ({"cache": dynamic(1, 3)}, "cache: layer 0 holds 3 tokens, not 4"),
+        ({"cache": dynamic(1, 4), "row": 1}, "row: 1 of a cache with 1 rows"),
+        ({"cache": static(make)}, "cache: layer 0 holds 0 tokens, not 4"),
+        ({"cache": [1]}, "cache: list, not a DynamicCache"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            what.read_layer(0, segments, views, **where)
+    cache.update(torch.ones(1, 2, 4, 4), torch.ones(1, 2, 4, 4), 0)
+    what.read_layer(0, segments, views, cache=cache)
+    assert bool((views[0].tensor == 1).all())
+    with pytest.raises(ValueError, match="layer 1 of the DynamicCache holds nothing yet"):
+        what.read_layer(1, segments, views, cache=cache)
 
 
 def test_chunk_layout_is_kv_blob() -> None:

@@ -43,3 +43,14 @@ class PlainConnector(GPUConnector):
         kv: torch.Tensor = where["kv"]
         for segment, chunk in zip(segments, chunks, strict=True):
             kv[:, :, segment.start : segment.end].copy_(chunk.tensor)
+
+    def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        self.check(where, max(segment.end for segment in segments))
+        kv: torch.Tensor = where["kv"]
+        for segment, chunk in zip(segments, chunks, strict=True):
+            chunk.tensor.copy_(kv[:, layer : layer + 1, segment.start : segment.end])
+
+    def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        kv: torch.Tensor = where["kv"]
+        for segment, chunk in zip(segments, chunks, strict=True):
+            kv[:, layer : layer + 1, segment.start : segment.end].copy_(chunk.tensor)

@@ -51,11 +51,20 @@ class GPUConnector(Component):
     def read_layer(
         self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any
     ) -> Fence | None:
-        """Optional: `read` of one layer only, for pipelining."""
+        """Optional: `read` of one layer only, while later layers are still being computed.
+
+        chunks: of this layer only, `[planes, 1, tokens, hidden]`, a view: each plane is contiguous, but they do not
+        lie side by side. `check` was not called, since later layers may not be there yet: raise ValueError as it
+        does, for this layer.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not move single layers")
 
     def write_layer(
         self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any
     ) -> Fence | None:
-        """Optional: `write` of one layer only, for pipelining."""
+        """Optional: `write` of one layer only, while earlier layers are already in use.
+
+        chunks: as for `read_layer`. Called on a thread of its own; layers come in order for each segment, but not all
+        segments come in one call.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not move single layers")

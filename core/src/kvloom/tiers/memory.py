@@ -233,7 +233,7 @@ class MemoryTier(Tier):
         """
         while True:
             freed = self.pool.times_freed
-            if (reservation := self.reserve(nbytes, deadline=deadline)) is not None or not self._may_get(nbytes):
+            if (reservation := self.reserve(nbytes, deadline=deadline)) is not None or not self.may_get(nbytes):
                 return reservation
             if self._runtime.now() >= until:
                 break
@@ -243,7 +243,7 @@ class MemoryTier(Tier):
                 return None
         return reservation
 
-    def _may_get(self, nbytes: int) -> bool:
+    def may_get(self, nbytes: int) -> bool:
         """Whether waiting can help: something in use, other than what is pinned, is still to be given back."""
         pinned = self._held.pinned_bytes
         return nbytes <= min(self.pool.capacity - pinned, self.pool.largest_bytes) and self.pool.used_bytes > pinned

@@ -57,7 +57,7 @@ class BlobReader:
             if not backend.get_into(str(key), landing):
                 return None
             header = landing.finish()
-            serializer = self._check(header, shape, num_tokens)
+            serializer = self.check(header, shape, num_tokens)
             loaded = self._decode(key, header, landing, serializer, until=until, room_by=room_by, since=since)
             return header, loaded
         finally:
@@ -68,7 +68,8 @@ class BlobReader:
         written = header.description.written
         return self._ttl is not None and written > 0 and written + self._ttl <= self._wall()
 
-    def _check(self, header: envelope.Header, shape: tuple[int, ...], num_tokens: int) -> Serializer:
+    def check(self, header: envelope.Header, shape: tuple[int, ...], num_tokens: int) -> Serializer:
+        """What decodes the blob. Raises CorruptBlobError, ExpiredBlobError or UnreadableBlobError if nothing may."""
         about = header.description
         here = (shape, str(self._layout.dtype).removeprefix("torch."), self._layout.format.value, num_tokens)
         if (about.shape, about.dtype, about.format, about.num_tokens) != here:

@@ -16,6 +16,7 @@ from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.claims import Claims
 from kvloom.tiers.flights import Read
 from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.rooms import Room, Rooms
 from kvloom.tiers.stored import StoredTier
 from kvloom.tiers.visit import Visit
 from kvloom.types import EXACT, Chunk, ChunkKey, Health, Segment
@@ -64,6 +65,7 @@ class Stack:
         self.tiers = {tier.name: tier for tier in [*kept, *stored]}
         """The tiers of the config by name, in its order."""
         self.layout = layout
+        self.rooms = Rooms(memory, runtime)
         self._events = events
         self._runtime = runtime
         self._through = tuple(tier for tier in stored if tier.policy.write == "through")
@@ -192,7 +194,7 @@ class Stack:
             loaded = source.collect(read)
             if loaded is not None:
                 visit.progress()
-                self._promote(arrival.segment, loaded, visit, below=source)
+                self.promote(arrival.segment, loaded, visit, below=source)
                 return loaded
             self._start(arrival, shape, visit)
         if arrival.loaded is None:
@@ -200,7 +202,7 @@ class Stack:
             self._events.emit(Event("missed", tokens=num_tokens, chunks=1, reason="in no tier"))
         return arrival.loaded
 
-    def _promote(self, segment: Segment, loaded: Loaded, visit: Visit, *, below: StoredTier) -> None:
+    def promote(self, segment: Segment, loaded: Loaded, visit: Visit, *, below: StoredTier) -> None:
         """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""
         if self.memory.keep:
             self._events.emit(Event("promoted", self.memory.name, loaded.chunk.num_tokens, 1, loaded.chunk.nbytes))
@@ -228,6 +230,15 @@ class Stack:
                 return
 
     def _keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, visit: Visit) -> None:
+        todo = self.missing(segments, visit)
+        if todo:
+            self._copy_in(todo, shape, copy, visit)
+
+    def missing(self, segments: Sequence[Segment], visit: Visit) -> list[tuple[Segment, list[StoredTier]]]:
+        """Those segments whose KV must be read from the engine, each with the stored tiers to write it to.
+
+        What memory holds and a stored tier lacks is written to it at once.
+        """
         keys = [segment.key for segment in segments]
         in_memory = self.memory.find(keys, exact=True)
         lacking: list[list[StoredTier]] = [[] for _ in keys]
@@ -241,8 +252,7 @@ class Stack:
                 todo.append((segment, tiers))
             elif tiers:
                 self._write_from_memory(segment.key, tiers, visit)
-        if todo:
-            self._copy_in(todo, shape, copy, visit)
+        return todo
 
     def _write_from_memory(self, key: ChunkKey, tiers: Sequence[StoredTier], visit: Visit) -> None:
         loaded = self.memory.lease([key])[0]
@@ -287,12 +297,13 @@ class Stack:
             if not copied:
                 return
             visit.progress()
-            self._insert(now, chunks, batch, visit, seconds=self._runtime.now() - began)
+            self.insert(now, chunks, batch, visit, seconds=self._runtime.now() - began)
 
-    def _insert(
-        self, now: Sequence[tuple[Segment, list[StoredTier]]], chunks: Sequence[Chunk], rooms: Sequence[Reservation],
-        visit: Visit, *, seconds: float,
+    def insert(
+        self, now: Sequence[tuple[Segment, list[StoredTier]]], chunks: Sequence[Chunk],
+        rooms: Sequence[Reservation | Room], visit: Visit, *, seconds: float,
     ) -> None:  # fmt: skip
+        """Take chunks that were filled into memory, and write them to the stored tiers that lack them."""
         written = self._runtime.wall()
         for (segment, tiers), chunk, room in zip(now, chunks, rooms, strict=True):
             block = room.seal()

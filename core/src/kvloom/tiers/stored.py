@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.blobs import BlobWriter
 from kvloom.tiers.calls import Calls, NoRoomError
 from kvloom.tiers.flights import Flights, Read, release
+from kvloom.tiers.layer_blobs import has_layers
 from kvloom.tiers.ledger import Fidelity, Ledger
 from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.presence import Presence
@@ -30,6 +32,7 @@ from kvloom.tiers.writes import Write, WriteQueue
 from kvloom.types import Chunk, ChunkKey, TierHealth
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 QUARANTINE = "quarantine/"
 """Where `kvloom scrub` puts corrupt blobs, under their keys."""
@@ -163,6 +166,30 @@ class StoredTier(Tier):
     def give_up(self, read: Read) -> None:
         """Nobody will collect it."""
         self._flights.give_up(read)
+
+    def begin(self, read: Callable[[], T]) -> Call[T] | None:
+        """Have a thread for reads run `read`, which reads part of a blob; None if the tier cannot take the call."""
+        if self.calls.paused:
+            return None
+        try:
+            judged = self.calls.judged("read", read, self.calls.reading)
+            return self.calls.reads.submit(judged, seconds=self.deadline)
+        except BackendError as error:
+            self.calls.failed("read", error, self.calls.reading)
+            return None
+
+    def open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> envelope.Header | None:
+        """The header of a blob that can be read layer by layer; None if there is none such. Within `begin`."""
+        known_since = self.ledger.mark()
+        try:
+            header = self._presence.header(key)
+            if header is None:
+                return None
+            self._reader.check(header, shape, num_tokens)
+        except (CorruptBlobError, UnreadableBlobError, ExpiredBlobError):
+            return None  # reading it whole says so, and does what is to be done about it
+        self._presence.note(key, header, since=known_since)
+        return header if has_layers(header, shape, self.layout.dtype) else None
 
     def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> Loaded | None:
         began = self._runtime.now()

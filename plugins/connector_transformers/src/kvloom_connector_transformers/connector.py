@@ -18,8 +18,10 @@ from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
 
 from .restored import RestoredKV, set_length
 
-Planes = list[tuple[torch.Tensor, torch.Tensor]]
-"""(K, V) of each layer, `[rows, kv_heads, tokens, head_size]`."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""(K, V) of a layer, each `[rows, kv_heads, tokens, head_size]`."""
+Planes = list[Pair]
+"""Of each layer."""
 
 
 class TransformersConnector(GPUConnector):
@@ -36,17 +38,11 @@ class TransformersConnector(GPUConnector):
 
     def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
         """Raise ValueError, by name, unless `where` has room for `num_tokens` tokens of this model's KV."""
-        unknown = sorted(set(where) - {"cache", "row"})
-        if unknown:
-            raise ValueError(f"{unknown[0]}: the transformers connector takes cache= and row=")
-        if "cache" not in where:
-            raise ValueError("cache: missing; pass cache=, a DynamicCache, StaticCache or RestoredKV")
-        cache, row = where["cache"], where.get("row", 0)
+        cache = _cache_of(where)
         planes = _planes(cache)
         self._check_layers(planes)
-        rows, tokens = planes[0][0].shape[0], planes[0][0].shape[2]
-        if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < rows:
-            raise ValueError(f"row: {row!r} of a cache with {rows} rows")
+        _check_row(where, planes[0])
+        tokens = planes[0][0].shape[2]
         if num_tokens > tokens:
             dynamic = type(cache).__name__ == "DynamicCache"
             hint = "; to restore, write into a RestoredKV and install it" if dynamic else ""
@@ -58,12 +54,17 @@ class TransformersConnector(GPUConnector):
         if len(planes) != spec.num_layers:
             raise ValueError(f"cache: {len(planes)} layers, the model has {spec.num_layers}")
         for number, pair in enumerate(planes):
-            for name, tensor in zip(("K", "V"), pair, strict=True):
-                shape, expected = (tensor.shape[1], tensor.shape[3]), (spec.num_kv_heads, spec.head_size)
-                if shape != expected:
-                    raise ValueError(f"cache: {name} of layer {number} has (heads, head size) {shape}, not {expected}")
-                if tensor.dtype != spec.torch_dtype:
-                    raise ValueError(f"cache: {name} of layer {number} is {tensor.dtype}, not {spec.torch_dtype}")
+            self._check_layer(number, pair)
+
+    def _check_layer(self, number: int, pair: Pair) -> None:
+        spec = self.spec
+        assert spec is not None
+        for name, tensor in zip(("K", "V"), pair, strict=True):
+            shape, expected = (tensor.shape[1], tensor.shape[3]), (spec.num_kv_heads, spec.head_size)
+            if shape != expected:
+                raise ValueError(f"cache: {name} of layer {number} has (heads, head size) {shape}, not {expected}")
+            if tensor.dtype != spec.torch_dtype:
+                raise ValueError(f"cache: {name} of layer {number} is {tensor.dtype}, not {spec.torch_dtype}")
 
     @torch.inference_mode()
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, cache: Any, row: int = 0) -> None:
@@ -88,6 +89,38 @@ class TransformersConnector(GPUConnector):
             set_length(cache, segments[-1].end)
         _finish(planes)
 
+    @torch.inference_mode()
+    def read_layer(
+        self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], *, cache: Any = None, row: int = 0
+    ) -> None:
+        """Copy one layer from `cache`; done on return. Later layers of a DynamicCache need not be there yet."""
+        where = {"cache": cache, "row": row}
+        pair = _layer(_cache_of(where), layer)
+        self._check_layer(layer, pair)
+        _check_row(where, pair)
+        held = pair[0].shape[2] if isinstance(cache, RestoredKV) else int(cache.layers[layer].get_seq_length())
+        if segments and segments[-1].end > held:
+            raise ValueError(f"cache: layer {layer} holds {held} tokens, not {segments[-1].end}")
+        for theirs, ours in self._pairs([pair], segments, chunks, row):
+            ours.copy_(theirs, non_blocking=True)
+        _finish([pair])
+
+    @torch.inference_mode()
+    def write_layer(
+        self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], *, cache: Any, row: int = 0
+    ) -> None:
+        """Copy one layer into `cache`; done on return.
+
+        The length of a StaticCache stays as it is: only the mask of a layer says how many tokens count. Set it with
+        `set_length`.
+        """
+        pair = _layer(cache, layer)
+        for theirs, ours in self._pairs([pair], segments, chunks, row):
+            theirs.copy_(ours, non_blocking=True)
+        if isinstance(cache, RestoredKV):
+            cache.lossy.update(chunk.fidelity for chunk in chunks if not chunk.exact)
+        _finish([pair])
+
     def _pairs(self, planes: Planes, segments: Sequence[Segment], chunks: Sequence[Chunk], row: int) -> Any:
         """Views of the cache and of the chunks that hold the same KV, `[kv_heads, tokens, head_size]`."""
         assert self.spec is not None
@@ -99,27 +132,67 @@ class TransformersConnector(GPUConnector):
                     yield tensor[row, :, segment.start : segment.end], split[plane, layer]
 
 
+def _cache_of(where: Mapping[str, Any]) -> Any:
+    """The cache. ValueError for what is no argument of this connector."""
+    unknown = sorted(set(where) - {"cache", "row"})
+    if unknown:
+        raise ValueError(f"{unknown[0]}: the transformers connector takes cache= and row=")
+    if where.get("cache") is None:
+        raise ValueError("cache: missing; pass cache=, a DynamicCache, StaticCache or RestoredKV")
+    return where["cache"]
+
+
+def _check_row(where: Mapping[str, Any], pair: Pair) -> None:
+    row, rows = where.get("row", 0), pair[0].shape[0]
+    if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < rows:
+        raise ValueError(f"row: {row!r} of a cache with {rows} rows")
+
+
 def _planes(cache: Any) -> Planes:
     """K and V of each layer. ValueError unless the cache is one that keeps them plainly."""
     if isinstance(cache, RestoredKV):
         return list(zip(cache.keys, cache.values, strict=True))
+    planes = [_pair(cache, number) for number in range(_num_layers(cache))]
+    if not planes:
+        raise ValueError(f"cache: the {type(cache).__name__} holds nothing yet")
+    return planes
+
+
+def _layer(cache: Any, number: int) -> Pair:
+    """K and V of one layer. ValueError as for `_planes`, but whatever the other layers are."""
+    if isinstance(cache, RestoredKV):
+        return cache.keys[number], cache.values[number]
+    if number >= _num_layers(cache):
+        raise ValueError(f"cache: layer {number} of the {type(cache).__name__} holds nothing yet")
+    return _pair(cache, number)
+
+
+def _plain_layer(cache: Any) -> type:
+    """What a layer must be in such a cache."""
     from transformers import DynamicCache, StaticCache
     from transformers.cache_utils import DynamicLayer, StaticLayer
 
     plain = {DynamicCache: DynamicLayer, StaticCache: StaticLayer}.get(type(cache))
     if plain is None:
         raise ValueError(f"cache: {type(cache).__name__}, not a DynamicCache, StaticCache or RestoredKV")
+    return plain
+
+
+def _num_layers(cache: Any) -> int:
+    _plain_layer(cache)
     if cache.offloading:
         raise ValueError(f"cache: {type(cache).__name__} with offloading moves its layers while they are copied")
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is not plain:
-            raise ValueError(f"cache: layer {number} is a {type(layer).__name__}, not a {plain.__name__}")
-        if not layer.is_initialized:
-            how = "; call early_initialization() first" if plain is StaticLayer else ""
-            raise ValueError(f"cache: layer {number} of the {type(cache).__name__} holds nothing yet{how}")
-    if not cache.layers:
-        raise ValueError(f"cache: the {type(cache).__name__} holds nothing yet")
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    return len(cache.layers)
+
+
+def _pair(cache: Any, number: int) -> Pair:
+    plain, layer = _plain_layer(cache), cache.layers[number]
+    if type(layer) is not plain:
+        raise ValueError(f"cache: layer {number} is a {type(layer).__name__}, not a {plain.__name__}")
+    if not layer.is_initialized:
+        how = "; call early_initialization() first" if plain.__name__ == "StaticLayer" else ""
+        raise ValueError(f"cache: layer {number} of the {type(cache).__name__} holds nothing yet{how}")
+    return layer.keys, layer.values
 
 
 def _length(cache: Any) -> int:

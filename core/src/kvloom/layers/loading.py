@@ -1,0 +1,212 @@
+"""Loading: KV on its way into the engine's KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvloom.contracts.connector import Fence, GPUConnector
+from kvloom.contracts.observer import Event
+from kvloom.errors import BackendError
+from kvloom.events import EventBus
+from kvloom.runtime import Runtime
+from kvloom.tiers.layered import LayerFetch, Part
+from kvloom.tiers.stack import Stack
+from kvloom.types import Segment
+
+
+class Loading:
+    """KV on its way into the engine's KV, layer by layer. From `Engine.retrieve_layer`.
+
+    It runs by itself, at the speed of the tiers; nothing waits for the caller. Each layer of each chunk is verified
+    before it is written into the engine's KV.
+
+    `wait(layer)` gives a mask over the tokens: whose KV of this layer and of every layer before it is there. It is a
+    prefix of the selected tokens, and never grows from layer to layer. It shrinks where a tier turns out not to have
+    what it said (corrupt, gone, late), and says so before the layer is used. What the engine has to do then:
+
+    - The tokens that mask lacks are the caller's from the return of `wait` on: nothing writes to them any more.
+    - They must be computed from layer 0 on, for nobody has their hidden states at this layer. An engine that cannot
+      take tokens into a pass that is under way gives that pass up, keeps the tokens of this mask, and begins again
+      behind them; what it has computed so far for later tokens is void, since it was to attend to the lost ones.
+    - An engine that can do neither waits for `result()` before it begins, and loses only the overlap.
+
+    A token that the last mask lacks may have KV in some layers all the same. It is right, but there is no promise.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[Segment],
+        stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime, on_end: Callable[[Loading], None],
+    ) -> None:  # fmt: skip
+        """Use `Engine.retrieve_layer`."""
+        self._segments = segments
+        self._num_tokens = num_tokens
+        self._where = where
+        self._chain = [segment.key for segment in chain]
+        self._stack = stack
+        self._connector = connector
+        self._events = events
+        self._runtime = runtime
+        self._on_end = on_end
+        # Held while the engine's KV is written, so that whoever ends this waits for a copy but never for a tier.
+        self._writing = runtime.lock()
+        self._changed = runtime.condition()
+        self._visit = stack.visit()
+        self._ended = False
+        self._ready = 0
+        self._error: BaseException | None = None
+        self._group = range(0)
+        self._written = 0
+        self._fetch = LayerFetch(stack, segments, connector.shape, self._visit, runtime=runtime, events=events)
+        self._prefix = self._fetch.prefix
+        self.hit = self._fetch.hit
+        """The forecast: how many leading selected tokens the tiers said they hold, before anything was read."""
+        self.num_layers = self._fetch.num_layers
+
+    def begin(self) -> None:
+        """Called once, by the engine."""
+        if self.hit.tokens:
+            self._runtime.spawn(self._run, name="kvloom-layers")
+        else:
+            self._run()
+
+    def wait(self, layer: int) -> torch.Tensor:
+        """Whose KV of `layer`, and of all layers before it, is in the engine's KV: a bool CPU mask over the tokens.
+
+        Waits no longer than the deadline of the slowest tier; what is not there by then counts as lost. Raises
+        BackendError if this was closed before, and what the connector raised.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer: {layer} of {self.num_layers}")
+        until = self._runtime.now() + self._stack.deadline
+        with self._changed:
+            while self._ready <= layer and not self._ended:
+                left = until - self._runtime.now()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, 3600.0))
+        if self._ready <= layer:
+            if self._error is not None:
+                raise self._error
+            if self._ended or self._visit.given_up:
+                raise BackendError("the loading was closed")
+            self._cut(layer)
+        return self._mask(self._prefix.count(layer))
+
+    def result(self) -> torch.Tensor:
+        """The mask of the last layer: whose KV is there in every layer. Waits as `wait` does."""
+        return self.wait(self.num_layers - 1)
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each layer and its mask, as `wait` gives it."""
+        for layer in range(self.num_layers):
+            yield layer, self.wait(layer)
+
+    def cancel(self) -> None:
+        """Stop as soon as the copy under way, if any, is over; nothing more is written then. Twice is fine."""
+        with self._writing:
+            self._visit.given_up = True
+        self._fetch.wake()
+
+    def close(self) -> None:
+        """Cancel, and give back everything; a backend call under way keeps its memory until it returns."""
+        self.cancel()
+        with self._changed:
+            while not self._ended:
+                self._changed.wait(3600.0)
+
+    def inherited(self, error: BaseException) -> None:
+        """End it in a forked child, where nobody works on it."""
+        self._writing, self._changed = self._runtime.lock(), self._runtime.condition()
+        self._visit.given_up = self._ended = True
+        self._error = error
+
+    def __enter__(self) -> Loading:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _cut(self, layer: int) -> None:
+        """What of this layer was not written by now never will be."""
+        with self._writing:
+            if self._ready <= layer:
+                self._prefix.cut(self._written if layer in self._group else 0, layer)
+        self._fetch.wake()
+
+    def _mask(self, chunks: int) -> torch.Tensor:
+        mask = torch.zeros(self._num_tokens, dtype=torch.bool)
+        if chunks:
+            mask[self._segments[0].start : self._segments[chunks - 1].end] = True
+        return mask
+
+    def _run(self) -> None:
+        began = self._runtime.now()
+        try:
+            self._fetch.begin()
+            for group in self._fetch.groups:
+                if not self._move(group):
+                    break
+                if group.stop == self.num_layers:
+                    self._account(began)
+                with self._changed:
+                    self._ready = group.stop
+                    self._changed.notify_all()
+        except BaseException as error:  # the caller's to see, whatever it is
+            self._error = error
+        finally:
+            try:
+                self._fetch.close()
+            finally:
+                with self._changed:
+                    self._ended = True
+                    self._changed.notify_all()
+                self._on_end(self)
+
+    def _move(self, group: range) -> bool:
+        """Write a group of layers of every chunk that is still in play; False if this was cancelled."""
+        with self._writing:
+            self._group, self._written = group, 0
+        for run in self._fetch.runs(group):
+            with self._writing:
+                if self._visit.given_up:
+                    return False
+                self._write(run)
+                self._written = run[-1].index + 1
+            self._visit.progress()  # what a copy takes is no tier's fault
+        return not self._visit.given_up
+
+    def _write(self, run: Sequence[Part]) -> None:
+        fences: list[Fence] = []
+        for layer in run[0].layers:
+            parts = [part for part in run if part.index < self._prefix.count(layer)]
+            if not parts:
+                break
+            fence = self._connector.write_layer(
+                layer, [part.segment for part in parts], [part.layer(layer) for part in parts], **self._where
+            )
+            if fence is not None:
+                fences.append(fence)
+        for fence in fences:
+            fence.wait()
+
+    def _account(self, began: float) -> None:
+        self._stack.touch(self._chain, count=False)
+        count = self._prefix.count(self.num_layers - 1)
+        moved = self._segments[:count]
+        if moved:
+            num_tokens = moved[-1].end - moved[0].start
+            nbytes = sum(self._stack.layout.nbytes(self._connector.shape(one.end - one.start)) for one in moved)
+            seconds = self._runtime.now() - began
+            self._events.emit(Event("retrieved", "", num_tokens, count, nbytes, seconds))
+        if count < len(self._segments):
+            lost = self._segments[count]
+            reason = "in no tier" if self._prefix.count(0) == count else "part-way"
+            self._events.emit(Event("missed", tokens=lost.end - lost.start, chunks=1, reason=reason))

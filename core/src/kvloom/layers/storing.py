@@ -1,0 +1,132 @@
+"""Storing: KV on its way out of the engine's KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvloom.contracts.connector import GPUConnector
+from kvloom.contracts.observer import Event
+from kvloom.errors import BackendError
+from kvloom.events import EventBus
+from kvloom.runtime import Runtime
+from kvloom.tiers.layered import layer_of
+from kvloom.tiers.rooms import Room
+from kvloom.tiers.stack import Stack
+from kvloom.tiers.stored import StoredTier
+from kvloom.types import EXACT, Chunk, Segment
+
+
+class Storing:
+    """KV on its way out of the engine's KV, layer by layer. From `Engine.store_layer`.
+
+    Call `layer` once the KV of that layer is computed, for every layer and in any order, then `finish`. Leaving the
+    context without `finish` gives the memory back and stores nothing.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, stack: Stack,
+        connector: GPUConnector, events: EventBus, runtime: Runtime, finished: Callable[[], None],
+        on_end: Callable[[Storing], None],
+    ) -> None:  # fmt: skip
+        """Use `Engine.store_layer`."""
+        self._where = where
+        self._stack = stack
+        self._connector = connector
+        self._runtime = runtime
+        self._finished = finished
+        self._on_end = on_end
+        self._reading = runtime.lock()
+        self._began = runtime.now()
+        self._done: set[int] = set()
+        self._open = True
+        self.num_layers = int(connector.shape(1)[1])
+        self._visit = visit = stack.visit()
+        todo = stack.missing(segments, visit)
+        self._rooms: list[Room] = []
+        for segment, _ in todo:
+            nbytes = stack.layout.nbytes(connector.shape(segment.end - segment.start))
+            room = stack.rooms.take(nbytes, until=None if self._rooms else visit.until)
+            if room is None:
+                break
+            self._rooms.append(room)
+        self._todo: list[tuple[Segment, list[StoredTier]]] = todo[: len(self._rooms)]
+        dropped = todo[len(self._rooms) :]
+        if dropped:
+            tokens = sum(segment.end - segment.start for segment, _ in dropped)
+            events.emit(Event("dropped", tokens=tokens, chunks=len(dropped), reason="no room in memory"))
+        self._segments = [segment for segment, _ in self._todo]
+        self._chunks = [self._chunk(segment, room) for segment, room in zip(self._segments, self._rooms, strict=True)]
+        self.mask = torch.zeros(num_tokens, dtype=torch.bool)
+        """Over the tokens: whose KV is copied. The others are stored already, or there is no room for them."""
+        for segment in self._segments:
+            self.mask[segment.start : segment.end] = True
+
+    def _chunk(self, segment: Segment, room: Room) -> Chunk:
+        num_tokens = segment.end - segment.start
+        tensor = room.reservation.tensor(self._connector.shape(num_tokens), self._stack.layout.dtype)
+        return Chunk(tensor, self._stack.layout.format, num_tokens, EXACT)
+
+    def layer(self, layer: int, **where: Any) -> None:
+        """Copy the KV of one layer; returns when the caller's KV of this layer may be overwritten.
+
+        where: in addition to that of `store_layer`, or instead of it. Raises ValueError as the connector does,
+        BackendError if this is closed.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer: {layer} of {self.num_layers}")
+        with self._reading:
+            if not self._open:
+                raise BackendError("the storing is closed")
+            if self._segments:
+                chunks = [layer_of(chunk, layer) for chunk in self._chunks]
+                fence = self._connector.read_layer(layer, self._segments, chunks, **{**self._where, **where})
+                if fence is not None:
+                    fence.wait()
+            self._done.add(layer)
+
+    def finish(self) -> None:
+        """Keep what was copied: in memory now, in the tiers below in the background, as `Engine.store` does.
+
+        Raises ValueError, nothing being stored, if a layer is lacking; BackendError if this is closed.
+        """
+        with self._reading:
+            if not self._open:
+                raise BackendError("the storing is closed")
+            absent = sorted(set(range(self.num_layers)) - self._done)
+            if not absent:
+                self._open = False
+        if absent:
+            self.close()
+            raise ValueError(f"layer: {absent[0]} was never stored ({len(absent)} of {self.num_layers} are lacking)")
+        if self._todo:
+            self._visit.progress()  # the time since it began was the caller's
+            seconds = self._runtime.now() - self._began
+            self._stack.insert(self._todo, self._chunks, self._rooms, self._visit, seconds=seconds)
+        self._finished()
+        self._on_end(self)
+
+    def close(self) -> None:
+        """Give the memory back; without `finish` before, nothing is stored. Twice is fine."""
+        with self._reading:
+            was_open, self._open = self._open, False
+        if was_open:
+            for room in self._rooms:
+                room.release()
+            self._on_end(self)
+
+    def inherited(self, error: BaseException) -> None:
+        """End it in a forked child, whose memory does not have it."""
+        self._reading = self._runtime.lock()
+        self._open = False
+
+    def __enter__(self) -> Storing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
