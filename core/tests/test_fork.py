@@ -53,6 +53,8 @@ VERBS: dict[str, Callable[[Engine], object]] = {
     "lookup": lambda engine: engine.lookup(TOKENS),
     "retrieve": lambda engine: engine.retrieve(TOKENS, kv=torch.zeros_like(KV)),
     "store": lambda engine: engine.store(TOKENS, kv=KV),
+    "retrieve_layer": lambda engine: engine.retrieve_layer(TOKENS, kv=torch.zeros_like(KV)),
+    "store_layer": lambda engine: engine.store_layer(TOKENS, kv=KV),
     "prefetch": lambda engine: engine.prefetch(TOKENS),
     "pin": lambda engine: engine.pin(TOKENS),
     "unpin": lambda engine: engine.unpin(TOKENS),

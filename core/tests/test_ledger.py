@@ -228,6 +228,7 @@ def test_nothing_is_kept_of_namespaces_that_are_gone(clock: Clock) -> None:
         write(ledger, key("a", tag=str(tag)))
         if tag % 100 == 0:
             assert len(ledger.names()) == len(ledger)
+            ledger.forget([key("a", tag=str(tag))])
     assert len(ledger.tenants()) == len(ledger) == 4
     assert len(ledger._held.tenants.namespaces) <= 8
     assert ledger._rows.end < 100
@@ -286,6 +287,20 @@ def test_a_row_that_is_used_again_is_not_as_old_as_it_was(clock: Clock) -> None:
     ledger.note(key("b"), EXACT)
     clock.time += 500
     assert ledger.known([key("b")]) == [EXACT]
+
+
+def test_a_row_that_is_used_again_is_in_no_order_of_before(clock: Clock) -> None:
+    ledger = Ledger(clock, ttl=1000.0, quota={"*": 100})
+    for name in "abcd":
+        write(ledger, key(name))
+    ledger.forget([key("b"), key("a")])
+    for name in ("x", "y"):
+        ledger.expect(key(name))
+    for name in ("y", "x"):
+        ledger.forget_pending(key(name))
+    ledger.forget([key("c")])
+    clock.time += 2000
+    assert ledger.expire() == [Victim(key("d"), 1, "expired")] and ledger.expire() == []
 
 
 def test_a_clock_ahead_of_ours_does_not_make_a_blob_live_longer(clock: Clock) -> None:
@@ -601,13 +616,26 @@ def test_the_store_is_told_of_uses_once_in_a_while(clock: Clock) -> None:
     assert ledger.unsaid(0, 100) == []
 
 
+def test_what_was_written_since_it_was_used_is_not_told(clock: Clock) -> None:
+    ledger = Ledger(clock)
+    ledger.recover([entry(key("a"), START - 9000)])
+    ledger.touch([key("a")])
+    clock.time += 1
+    write(ledger, key("a"))
+    clock.time += 700
+    assert ledger.unsaid(600, 100) == []
+
+
 def test_few_at_a_time_heads_first(clock: Clock) -> None:
     ledger = Ledger(clock)
     a, b = chain_of("a", 5), chain_of("b", 5)
     ledger.recover([entry(one, START - 9000) for one in a + b])
     ledger.touch(a)
     ledger.touch(b)
-    told = [ledger.unsaid(600, 3) for _ in range(5)]
+    told = []
+    for _ in range(5):
+        told.append(ledger.unsaid(600, 3))
+        assert ledger._unsaid._keys == sum(len(chain) for _, chain in ledger._unsaid._chains.values())
     assert [len(some) for some in told] == [3, 3, 3, 1, 0]
     for chain in (a, b):
         assert [one for some in told for one in some if one in chain] == chain
@@ -633,7 +661,8 @@ def test_how_much_is_remembered_to_be_told_is_bounded(clock: Clock) -> None:
     ledger = Ledger(clock)
     for turn in range(2000):
         ledger.touch(chain_of(str(turn), 40))
-    assert ledger._unsaid._keys <= 32768
+        ledger.touch(chain_of(str(turn // 2), 40))
+    assert 32_000 < ledger._unsaid._keys <= 32_768
     assert ledger._unsaid._keys == sum(len(chain) for _, chain in ledger._unsaid._chains.values())
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -209,9 +209,11 @@ def test_a_full_pool_says_no_and_recovers(pool: Pool) -> None:
     assert whole is not None, "fragments were merged"
 
 
-@given(nbytes=st.integers(1, 1 << 30), capacity=st.integers(1 << 20, 1 << 38))
-def test_rounding_takes_little_and_never_what_cannot_be_had(nbytes: int, capacity: int) -> None:
+@example(nbytes=(1 << 33) // 40 // PAGE * PAGE, capacity=1 << 33, slabs=40)
+@given(nbytes=st.integers(1, 1 << 30), capacity=st.integers(1 << 20, 1 << 38), slabs=st.integers(1, 40))
+def test_rounding_takes_little_and_never_what_cannot_be_had(nbytes: int, capacity: int, slabs: int) -> None:
     pool = unopened(capacity)
+    pool.largest_bytes = capacity // slabs // PAGE * PAGE
     taken = pool.taken_by(nbytes)
     assert taken % PAGE == 0 and nbytes <= taken <= max(PAGE, nbytes + max(PAGE, nbytes // 60))
     assert taken == -(-nbytes // PAGE) * PAGE or taken <= pool.largest_bytes

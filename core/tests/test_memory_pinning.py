@@ -112,6 +112,23 @@ def test_what_was_in_use_before_cuda_was_is_pinned_afterwards(make: Make) -> Non
 
 
 @linux
+def test_a_pool_that_is_wholly_in_use_is_pinned_too(make: Make) -> None:
+    registrar = Registrar(ready=False)
+    pool = make(registrar)
+    rooms = [pool.reserve(SLAB) for _ in range(4)]
+    settle(pool)
+    registrar.is_ready = True
+    assert rooms[0] is not None
+    rooms[0].abandon()
+    rooms[0] = pool.reserve(PAGE)
+    settle(pool)
+    assert pool.pages.pinned_bytes == 4 * SLAB
+    for room in rooms:
+        assert room is not None
+        room.abandon()
+
+
+@linux
 def test_pinning_that_fails_is_said_once_and_harms_nobody(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     registrar = Registrar(limit=2)
     pool = make(registrar)
@@ -312,6 +329,19 @@ def test_a_block_waits_for_every_copy_of_every_reader(device: Pool) -> None:
         copy.over = True
     assert device.used_bytes == PAGE
     third.over = True
+    assert device.used_bytes == 0
+
+
+def test_a_block_that_is_dropped_last_waits_too(device: Pool) -> None:
+    room = device.reserve(PAGE)
+    assert room is not None
+    block = room.seal()
+    assert block is not None
+    copy = Copy()
+    block.lease().release(after=copy)
+    block.drop()
+    assert device.used_bytes == PAGE
+    copy.over = True
     assert device.used_bytes == 0
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import CodeType
 
 Origin = tuple[tuple[CodeType, int], ...]
 """Code and the offset of the instruction in it, the innermost first. Holds no frame, so nobody's local variables."""
-
-_HERE = str(Path(__file__).parent)
 
 
 def caller() -> Origin:
@@ -25,9 +22,8 @@ def caller() -> Origin:
 
 
 def in_words(origin: Origin) -> str:
-    """`file:line in function`, the innermost first, without the frames of this package."""
-    outside = [(code, at) for code, at in origin if not code.co_filename.startswith(_HERE)]
-    places = [f"{code.co_filename}:{_line(code, at)} in {code.co_name}" for code, at in outside or origin]
+    """`file:line in function`, the innermost first."""
+    places = [f"{code.co_filename}:{_line(code, at)} in {code.co_name}" for code, at in origin]
     return ", called from ".join(places) or "an unknown place"
 
 
