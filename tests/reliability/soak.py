@@ -231,13 +231,16 @@ def soak(path: Path, seconds: float) -> Soaked:
         eventually(lambda: Sample.take(began).files <= start.files, "every file closed")
     except AssertionError as error:
         problems.append(str(error))
-    return Soaked(samples, load.counts, dict(events), problems + growth(samples, most_threads=MOST_THREADS))
+    grown = growth(samples, most_threads=MOST_THREADS) if samples[-1].seconds >= WARM_SECONDS else []
+    return Soaked(samples, load.counts, dict(events), problems + grown)
 
 
 def _is_counted(engine: Engine, path: Path, tier: str) -> bool:
     return ledger_bytes(engine, tier) == audit(path / tier).bytes <= DISK_BYTES
 
 
+WARM_SECONDS = 60.0
+"""A shorter run says nothing about what grows: all of it is warming up."""
 MOST_THREADS = 48
 """More than all groups of threads of the engine and its tiers together: they start one after the other, as needed."""
 

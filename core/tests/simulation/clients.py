@@ -36,6 +36,8 @@ class Site:
     """How often something was done to a key that may pin or unpin it."""
     pinned: dict[str, int] = field(default_factory=dict)
     """What is pinned for certain, and the count in `pins` that says so."""
+    segments: dict[tuple[int, str, int], list[Segment]] = field(default_factory=dict)
+    """Of what has been asked for: they are the same each time, and take long to compute."""
     unpinning: int = 0
     """How many verbs are under way that may unpin something."""
 
@@ -98,7 +100,11 @@ class Client:
         self.space = f"{self.model}/{self.salt}"
 
     def _segments(self) -> list[Segment]:
-        return self.engine.segments(self.prompt.tokens, salt=self.salt)
+        known = self.site.segments
+        where = self.model, self.salt, id(self.prompt)
+        if where not in known:
+            known[where] = self.engine.segments(self.prompt.tokens, salt=self.salt)
+        return list(known[where])
 
     def _op(self, verb: str, *, timeout: float | None = None) -> Any:
         return self._oracle.operation(verb, self.about, self.site.allowance, timeout=timeout)
