@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom import ChunkKey, Entry
-from kvloom.runtime import SystemRuntime
+from kvloom.runtime import Lock, SystemRuntime
 from kvloom.tiers.ledger import Fidelity, Victim
 from kvloom.tiers.ledger import Ledger as SlowLedger
 
@@ -272,8 +272,9 @@ def test_what_is_past_its_time_but_being_written_again_stays(clock: Clock) -> No
     ledger = Ledger(clock, ttl=1000.0)
     write(ledger, key("a"))
     clock.time += 2000
+    ledger.note(key("b"), EXACT, nbytes=1, written=START)
     ledger.admit(key("a"), 1)
-    assert ledger.expire() == []
+    assert ledger.expire() == [Victim(key("b"), 1, "expired")]
     ledger.note(key("a"), EXACT)
     assert ledger.known([key("a")]) == [EXACT] and ledger.expire() == []
     clock.time += 2000
@@ -312,6 +313,18 @@ def test_a_clock_ahead_of_ours_does_not_make_a_blob_live_longer(clock: Clock) ->
     assert len(ledger.expire()) == 3
 
 
+def test_a_clock_ahead_of_ours_does_not_make_a_blob_recent_for_ever(clock: Clock) -> None:
+    ledger = Ledger(clock)
+    ledger.recover([entry(key("a"), START + 1e9), entry(key("b"), START - 5), entry(key("c"), START - 500)])
+    clock.time += 1000
+    ledger.recover([entry(key("a"), START + 800), entry(key("b"), START + 900), entry(key("c"), START - 500)])
+    assert ledger.names() == [key("c"), key("a"), key("b")]
+    assert ledger.unsaid(600, 10) == []
+    ledger.touch([key("a")])
+    clock.time += 1000
+    assert ledger.unsaid(600, 10) == [key("a")]
+
+
 def test_no_number_of_times_takes_many_slots(clock: Clock) -> None:
     ledger = Ledger(clock, ttl=1000.0)
     rng = random.Random(1)
@@ -337,13 +350,15 @@ def test_tiny_lfu_welcomes_what_is_used_more_than_what_would_go(clock: Clock) ->
     ledger.touch([new])
     ledger.touch([new])
     assert not ledger.welcome(new, 1), "twice is less than three times"
-    ledger.touch([new], count=False)
+    for _ in range(5):
+        ledger.touch([new], count=False)
     assert not ledger.welcome(new, 1)
+    ledger.touch([new])
+    assert not ledger.welcome(new, 1), "as often is not more often"
     ledger.expect(new)
     assert not ledger.welcome(new, 1)
     ledger.forget_pending(new)
     assert ledger.welcome(often, 1), "it is there: it will be written over"
-    ledger.touch([new])
     ledger.touch([new])
     assert ledger.welcome(new, 1)
     assert ledger.release(1) and ledger.welcome(key("whatever"), 1), "there is room again"
@@ -559,17 +574,53 @@ def test_what_was_evicted_before_it_could_be_deleted_does_not_come_back(clock: C
 
 
 def test_what_turns_out_larger_than_it_was_thought_makes_others_go(clock: Clock) -> None:
-    ledger = Ledger(clock, capacity=3500, quota={"t": 1200})
-    keys = [key(place) for place in range(2000)] + [key(place, tag="t") for place in range(1000)]
-    ledger.recover(entry(one, START - 1000) for one in keys)
-    for place, one in enumerate(keys):
-        ledger.touch([one])
-        assert len(ledger) == 3000, place
+    ledger = Ledger(clock, capacity=5000, quota={"t": 3000})
+    keys = [key(place) for place in range(2000)] + [key(place, tag="t") for place in range(3000)]
+    assert ledger.recover(entry(one, START - 1000) for one in keys) == []
+    ledger.touch(keys[::-1])
     clock.time += 100
     victims = ledger.recover(entry(one, START - 1000, nbytes=2) for one in keys)
-    assert [victim.reason for victim in victims] == ["quota"] * 400 + ["capacity"] * 850
-    assert [victim.key for victim in victims] == keys[2000:2400] + keys[:850]
-    assert ledger.bytes == 3500 and ledger.recover(iter(())) == [] and len(ledger) == 0
+    assert [victim.reason for victim in victims] == ["quota"] * 1500 + ["capacity"] * 1000
+    assert [victim.key for victim in victims] == keys[2000:3500] + keys[:1000]
+    assert ledger.bytes == 5000 and ledger.recover(iter(())) == [] and len(ledger) == 0
+
+
+def test_what_was_found_before_it_was_listed_becomes_recent_when_others_use_it(clock: Clock) -> None:
+    ledger = Ledger(clock)
+    for name in "ab":
+        ledger.note(key(name), EXACT, nbytes=1)
+    ledger.recover([entry(key(name), START - 5000) for name in "ab"])
+    assert ledger.names() == [key("a"), key("b")]
+    clock.time += 1000
+    ledger.recover([entry(key("b"), START - 5000), entry(key("a"), START - 5000, used=START - 500)])
+    assert ledger.names() == [key("b"), key("a")] and ledger.known([key("a")]) == [EXACT]
+
+
+def test_what_others_wrote_after_it_was_evicted_is_taken_in(clock: Clock) -> None:
+    ledger = Ledger(clock)
+    for name in "ab":
+        write(ledger, key(name))
+    ledger.release(2)
+    clock.time += 100
+    ledger.recover([entry(key("a"), START + 50), entry(key("b"), START)])
+    assert held(ledger) == {key("a")}
+
+
+def test_however_many_are_forgotten_while_a_listing_is_under_way(clock: Clock) -> None:
+    ledger = Ledger(clock)
+    keys = [key(place) for place in range(6000)]
+    ledger.recover(entry(one, START - 5000) for one in keys)
+
+    def listing() -> Iterator[Entry]:
+        yield from (entry(one, START - 5000) for one in keys)
+        ledger.forget(keys)
+
+    ledger.recover(listing())
+    assert len(ledger) == 0
+    for place in range(6000):
+        write(ledger, key(place))
+        ledger.forget([key(place)])
+    assert len(ledger._held.gone) == 4096
 
 
 def test_three_hundred_listings(clock: Clock) -> None:
@@ -680,6 +731,55 @@ def test_names_by_prefix(clock: Clock) -> None:
     a = "a" * 32
     for prefix in ("", a, a[:5], f"{a}/", f"{a}/t", f"{a}/t/", f"{a}/t/1", f"{a}/t/10-", str(keys[3]), "c", f"{a}/t/x"):
         assert ledger.names(prefix) == [one for one in keys if str(one).startswith(prefix)], prefix
+
+
+class Interleaved(Clock):
+    """Whenever a lock is released, something else happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._busy = False
+
+    def lock(self) -> Lock:
+        return self
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        if not self._busy:
+            self._busy = True
+            self.meanwhile()
+            self._busy = False
+
+
+def test_names_in_the_order_they_have_at_the_end() -> None:
+    runtime = Interleaved()
+    ledger = Ledger(runtime)
+    keys = [key(place) for place in range(3500)]
+    for one in keys:
+        write(ledger, one)
+    uses = iter([keys[1500:1510], keys[100:110], keys[3000:3010], keys[2000:2010]])
+    runtime.meanwhile = lambda: ledger.touch(next(uses, []))
+    names = ledger.names()
+    assert names == ledger.names() and set(names) == set(keys)
+
+
+def test_names_come_to_an_end_however_much_is_used_meanwhile() -> None:
+    runtime = Interleaved()
+    ledger = Ledger(runtime)
+    keys = [key(place) for place in range(3000)]
+    for one in keys:
+        write(ledger, one)
+    chances = iter(range(100))
+
+    def use() -> None:
+        assert next(chances, None) is not None, "as if for ever"
+        ledger.touch(keys[:1500])
+
+    runtime.meanwhile = use
+    assert set(ledger.names()) == set(keys)
 
 
 def test_names_while_others_use_and_evict(clock: Clock) -> None:

@@ -55,7 +55,7 @@ def eviction_of_a_leased_buffer() -> Iterator[None]:
         if owned:
             self._pool.free(self.start, self.size)
 
-    def release(self: pool.Block) -> None:
+    def release(self: pool.Block, after: Any) -> None:
         self._leases -= 1
 
     with (

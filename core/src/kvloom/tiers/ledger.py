@@ -184,7 +184,6 @@ class Ledger:
                 state = self._rows.state[row]
                 if state <= PENDING:
                     held.change(row, WRITING if state == PENDING else WRITING + state)
-                self._rows.seen[row] = held.listing
                 held.resize(row, nbytes)
             else:
                 row = held.create(key, WRITING, nbytes)

@@ -40,7 +40,7 @@ class Recovery:
             rows.state[row] = UNKNOWN  # somebody else has written it
             if holdings.ages is not None:
                 holdings.ages.put(row, written, holdings.wall())
-        if shown and not self._first and used > shown + MINUTE:
+        if shown and used > shown + MINUTE:
             return True
         rows.shown[row] = max(shown, used)
         return False
