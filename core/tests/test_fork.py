@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -35,7 +36,6 @@ def in_child(work: Callable[[], object]) -> None:
     if pid == 0:
         code = 1
         try:
-            signal.alarm(20)
             work()
             code = 0
         except BaseException:
@@ -43,6 +43,8 @@ def in_child(work: Callable[[], object]) -> None:
         finally:
             os._exit(code)
     os.close(writer)
+    if not select.select([reader], [], [], 20)[0]:
+        os.kill(pid, signal.SIGKILL)
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read().decode()
     _, status = os.waitpid(pid, 0)

@@ -221,13 +221,6 @@ class Workers:
         self._idle = 0
         self._given_up: set[Call[Any]] = set()
         self._closed = False
-        opened(self)
-
-    def inherited(self, pid: int) -> None:
-        self._changed = self._runtime.condition()
-        self._closed = True
-        self._queue.clear()
-        self._started.clear()
 
     @property
     def stuck(self) -> bool:
