@@ -48,6 +48,7 @@ test-full: $(READY) ## the slow tests
 
 soak: $(READY) ## mixed load for MINUTES=10: memory, threads and files must stay flat
 	$(BIN)/python tests/reliability/soak.py --minutes $(or $(MINUTES),10)
+
 SEED ?= 0
 OPS ?= 400
 

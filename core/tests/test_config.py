@@ -112,7 +112,7 @@ def test_a_tier_is_resolved_with_core_and_plugin_keys_apart(registry: Registry) 
         "shelf": "top",
         "name": "cold",
         "capacity": "3MiB",
-        "write": "never",
+        "write": "on_evict",
         "deadline": "250ms",
         "serializer": {"type": "raw", "timed": True},
     }
@@ -122,7 +122,7 @@ def test_a_tier_is_resolved_with_core_and_plugin_keys_apart(registry: Registry) 
     assert tier.backend.config.model_dump() == {"shelf": "top"}
     assert tier.serializer.config.model_dump() == {}
     assert (tier.name, tier.path, tier.timed) == ("cold", "tiers.1", True)
-    assert (tier.capacity, tier.write, tier.deadline) == (3 << 20, "never", 0.25)
+    assert (tier.capacity, tier.write, tier.deadline) == (3 << 20, "on_evict", 0.25)
 
 
 def test_a_config_and_what_it_resolves_to_are_frozen(registry: Registry) -> None:
@@ -173,6 +173,11 @@ def test_a_config_and_what_it_resolves_to_are_frozen(registry: Registry) -> None
             {"tiers": [{"type": "dict", "write": "back"}]},
             "tiers.0.write: should be 'through', 'on_evict' or 'never', not",
         ),
+        (
+            {"tiers": [{"type": "dict", "write": "never", "capacity": "1GiB"}]},
+            "tiers.0.capacity: a tier with `write: never` is only read; those who fill it set its bounds; remove it",
+        ),
+        ({"tiers": [{"type": "dict", "ttl": 1e12}]}, "tiers.0.ttl: should be at most ten years, not 1000000000000"),
         ({"tiers": [{"type": "dict", "ttl": "-6h"}]}, "tiers.0.ttl: not a duration: '-6h'; write 250ms"),
         ({"tiers": [{"type": "dict", "ttl": -1}]}, "tiers.0.ttl: should be more than nothing and finite, not -1"),
         ({"tiers": [{"type": "memory", "ttl": 0}]}, "tiers.0.ttl: should be more than nothing"),

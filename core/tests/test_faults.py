@@ -411,6 +411,32 @@ def test_a_late_write_does_not_bring_back_what_was_cleared(open_engine: Open, ga
     assert engine.flush(20) and not shelf.blobs and engine.lookup(TOKENS).tokens == 0
 
 
+def test_a_late_write_that_cannot_be_taken_back_counts_and_may_go(open_engine: Open, gate: Gate) -> None:
+    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    shelf, tier = Shelf.shelves["default"], engine.tiers["shelf"]
+    blobs = [segment.key for segment in engine.segments(TOKENS[:4])]
+
+    def trouble(verb: str, key: str) -> None:
+        if verb == "put" and not key.startswith("spec"):
+            gate(verb, key)
+            shelf.before = fail
+
+    def fail(verb: str, key: str) -> None:
+        if verb == "delete":
+            raise OSError(30, "Read-only file system")
+
+    shelf.before = trouble
+    engine.store(TOKENS[:4], kv=KV)
+    while not gate.waiting:
+        pass
+    engine.remove(TOKENS[:4])
+    gate.open()
+    while tier.abandoned_calls:
+        pass
+    assert engine.flush(20) and list(shelf.blobs) == [str(key) for key in blobs]
+    assert tier.ledger.bytes == 8192 and [victim.key for victim in tier.ledger.release(1)] == blobs
+
+
 def test_a_late_read_does_not_bring_back_what_was_removed(open_engine: Open, gate: Gate) -> None:
     filled(open_engine)
     engine = open_engine(MEMORY, SHELF)

@@ -17,6 +17,8 @@ from kvloom import ChunkKey, Entry
 from kvloom.runtime import Lock, SystemRuntime
 from kvloom.tiers.ledger import Fidelity, Victim
 from kvloom.tiers.ledger import Ledger as SlowLedger
+from kvloom.tiers.rings import Links, Ring
+from kvloom.tiers.rows import FREE, Rows
 
 NAMESPACE = f"{'f' * 32}/-"
 START = 1_000_000.0
@@ -228,7 +230,6 @@ def test_nothing_is_kept_of_namespaces_that_are_gone(clock: Clock) -> None:
         write(ledger, key("a", tag=str(tag)))
         if tag % 100 == 0:
             assert len(ledger.names()) == len(ledger)
-            ledger.forget([key("a", tag=str(tag))])
     assert len(ledger.tenants()) == len(ledger) == 4
     assert len(ledger._held.tenants.namespaces) <= 8
     assert ledger._rows.end < 100
@@ -307,7 +308,8 @@ def test_a_row_that_is_used_again_is_in_no_order_of_before(clock: Clock) -> None
 def test_a_clock_ahead_of_ours_does_not_make_a_blob_live_longer(clock: Clock) -> None:
     ledger = Ledger(clock, ttl=1000.0)
     ledger.note(key("a"), EXACT, written=START + 1e9)
-    ledger.recover([entry(key("b"), START + 1e9), entry(key("c"), float("nan"), used=float("inf"))])
+    others = [entry(key("b"), START + 1e9), entry(key("c"), float("nan"), used=float("inf"))]
+    ledger.recover([entry(key("a"), START + 1e9), *others])
     clock.time += 1002
     assert ledger.known([key("a"), key("b"), key("c")]) == [Fidelity.EXPIRED] * 3
     assert len(ledger.expire()) == 3
@@ -504,7 +506,7 @@ def test_a_listing_that_fails_changes_nothing_that_matters(clock: Clock) -> None
     with pytest.raises(OSError, match="gone"):
         ledger.recover(failing())
     assert ledger.names() == [key("a")] and not ledger.complete
-    ledger.recover([entry(key("b"), START)])
+    ledger.recover([entry(key("b"), START), entry(key("a"), START)])
     assert ledger.names() == [key("b"), key("a")], "it was the first listing still"
     with pytest.raises(OSError, match="gone"):
         ledger.recover(failing())
@@ -766,6 +768,15 @@ def test_names_in_the_order_they_have_at_the_end() -> None:
     assert names == ledger.names() and set(names) == set(keys)
 
 
+def test_the_row_of_a_cursor_is_an_ordinary_row_again() -> None:
+    rows = Rows()
+    links = Links(rows)
+    ring = Ring(rows, links)
+    ring.close_cursor(ring.open_cursor())
+    assert set(rows.state) == {FREE}
+    assert Ring(rows, links).oldest() == 0
+
+
 def test_names_come_to_an_end_however_much_is_used_meanwhile() -> None:
     runtime = Interleaved()
     ledger = Ledger(runtime)
@@ -897,6 +908,16 @@ def test_nothing_is_learnt_of_a_victim_until_it_is_deleted(clock: Clock) -> None
     assert ledger.admit(a, 1) == []
     ledger.note(a, EXACT, nbytes=1)
     assert ledger.known([a]) == [EXACT] and ledger.bytes == 3
+
+
+def test_a_read_that_began_before_a_victim_was_deleted_learns_nothing(clock: Clock) -> None:
+    ledger = SlowLedger(clock, capacity=3)
+    write(ledger, key("a"), 2)
+    victims = ledger.admit(key("b"), 2) or []
+    since = ledger.mark()  # of a read that finds the blob, and takes its time
+    ledger.deleted(victims)
+    ledger.note(key("a"), EXACT, nbytes=2, since=since)
+    assert ledger.known([key("a")]) == [None] and ledger.bytes == 2
 
 
 def test_a_victim_that_could_not_be_deleted_counts_again(clock: Clock) -> None:

@@ -153,9 +153,8 @@ class Model:
                 if row.shown and not first and used > row.shown + 60:
                     news.append((used, key, entry))
                 row.shown = max(row.shown, used)
-        if not first:
-            listed = {ChunkKey.parse(entry.key) for entry in entries}
-            self.rows = [row for row in self.rows if not row.may_go or row.key in listed | fresh]
+        listed = {ChunkKey.parse(entry.key) for entry in entries}
+        self.rows = [row for row in self.rows if not row.may_go or row.key in listed | fresh]
         news.sort(key=lambda some: (some[0] // 60, -some[1].depth))
         tags = []
         for used, key, entry in reversed(news) if first else news:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_support import SPEC, Shelf, kv_of, tokens_of
+from core_support import SPEC, Gate, Shelf, kv_of, tokens_of
 
 from kvloom import Engine, Entry, envelope
 from kvloom.keys import salt_tag
@@ -199,6 +199,83 @@ def test_one_of_several_evicts_for_all(open_engine: Open, monkeypatch: pytest.Mo
     assert eventually(lambda: second.health().tiers[0].evicts), "the right is inherited"
     stored(second, *range(8, 14))
     assert eventually(fits)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_who_inherits_the_right_does_not_evict_for_what_is_gone(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the successor wrote and its predecessor evicted must not count against what is there."""
+    town = Town()
+    town.install(monkeypatch)
+    tier = SHELF | {"capacity": 8 * BLOB_BYTES}
+    first = open_engine(tier)
+    second = open_engine(tier)
+    assert first.health().tiers[0].evicts and not second.health().tiers[0].evicts
+    shelf = Shelf.shelves["default"]
+    stored(second, *range(1, 12))
+    assert eventually(lambda: len(shelf.blobs) <= 16)
+    first.close()
+    left = set(shelf.blobs)
+    town.holder = None
+    assert eventually(lambda: second.health().tiers[0].evicts)
+    assert eventually(lambda: second.health().tiers[0].blobs == len(shelf.blobs))
+    assert set(shelf.blobs) == left and left, "all that fitted is still there"
+
+
+@pytest.mark.usefixtures("hurried")
+def test_who_does_not_evict_learns_what_was(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    town = Town()
+    town.install(monkeypatch)
+    tier = SHELF | {"capacity": 8 * BLOB_BYTES}
+    open_engine(tier)
+    second = open_engine(tier)
+    stored(second, *range(1, 12))
+    shelf = Shelf.shelves["default"]
+    assert eventually(lambda: second.health().tiers[0].blobs == len(shelf.blobs) < 44)
+    gone = [seed for seed in range(1, 12) if held(second, seed) < 16]
+    assert gone
+    stored(second, gone[0])
+    assert any(str(s.key) in shelf.blobs for s in second.segments(tokens_of(16, gone[0]))), "it can be stored again"
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_right_that_is_lost_is_noticed(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    town = Town()
+    town.install(monkeypatch)
+    engine = open_engine(SHELF | {"capacity": "1MiB"})
+    assert engine.health().tiers[0].evicts
+    town.holder = Shelf.__new__(Shelf)
+    assert eventually(lambda: not engine.health().tiers[0].evicts)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_who_only_reads_deletes_nothing(open_engine: Open, clock: Callable[[float], None]) -> None:
+    with open_engine(SHELF) as engine:
+        stored(engine, 1)
+    clock(4000)
+    engine = open_engine(MEMORY, SHELF | {"write": "never", "ttl": "1h"})
+    assert not engine.retrieve(tokens_of(16, 1), kv=torch.zeros_like(KV)).any()
+    time.sleep(0.1)
+    assert len(Shelf.shelves["default"].blobs) == 4
+
+
+def test_a_listing_that_hangs_keeps_no_operator_waiting(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    scan = Shelf.scan
+
+    def hang(self: Shelf, prefix: str = "") -> Iterator[Entry]:
+        if not prefix:
+            gate("scan", prefix)
+        return scan(self, prefix)
+
+    monkeypatch.setattr(Shelf, "scan", hang)
+    engine = open_engine(SHELF | {"capacity": "1MiB", "deadline": "100ms"})
+    stored(engine, 1)
+    engine.remove(tokens_of(16, 1))
+    assert not Shelf.shelves["default"].blobs
+    assert eventually(lambda: engine.health().tiers[0].abandoned_calls == 1), "and it is known to hang"
 
 
 @pytest.mark.usefixtures("hurried")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -221,6 +222,28 @@ def test_a_chunk_is_there_once_every_rank_has_stored_it(open_engine: Open, regis
             with open_engine(SHELF, spec=ranked(rank)) as engine:
                 engine.store(TOKENS[:length], kv=KV)
         assert index.lookup(TOKENS) == Hit(8, {"shelf": 8})
+
+
+def test_an_index_does_not_count_what_has_expired(
+    open_engine: Open, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(SHELF) as engine:
+        engine.store(TOKENS, kv=KV)
+    ahead = 0.0
+    monkeypatch.setattr(SystemRuntime, "wall", staticmethod(lambda: time.time() + ahead))
+    with open_index(registry, SHELF | {"ttl": "1h"}) as index:
+        assert index.lookup(TOKENS).tokens == 16
+        ahead = 4000.0
+        assert index.lookup(TOKENS).tokens == 0
+
+
+def test_a_sibling_is_closed_with_its_owner(open_engine: Open) -> None:
+    owner = open_engine(MEMORY)
+    sibling = owner.sibling(replace(SPEC, adapters=("one",)))
+    sibling.store(TOKENS, kv=KV)
+    owner.close()
+    with pytest.raises(BackendError, match="closed"):
+        sibling.lookup(TOKENS)
 
 
 def test_an_index_needs_something_to_ask(registry: Registry) -> None:

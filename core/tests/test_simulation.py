@@ -20,7 +20,7 @@ LONG_OPS = 1_000_000
 
 def digests(hash_seed: str) -> list[str]:
     """Of a few seeds, run in a process of their own."""
-    command = [sys.executable, "-m", "simulation", "--seed", "300", "--count", "8", "--ops", "100"]
+    command = [sys.executable, "-m", "simulation", "--seed", "300", "--count", "6", "--ops", "80"]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,9 +30,9 @@ def digests(hash_seed: str) -> list[str]:
 def test_a_seed_replays_its_run() -> None:
     """Everything is in the digest: each choice of the scheduler, each time, each outcome."""
     first = digests("1")
-    assert len(set(first)) == 8
+    assert len(set(first)) == 6
     assert digests("2") == first
-    again = [run_seed(seed, 100).digest for seed in range(300, 308)]
+    again = [run_seed(seed, 80).digest for seed in range(300, 306)]
     assert again == first
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -70,7 +71,8 @@ class Engine(Index):
         self._registry = registry
         self._owner = owner
         self._tasks: dict[Task, None] = {}
-        self._by_layer: dict[Loading | Storing, None] = {}
+        self._by_layer: weakref.WeakSet[Loading | Storing] = weakref.WeakSet()
+        self._siblings: list[weakref.ref[Engine]] = []
         self._workers = Workers(runtime, name="kvloom-engine", threads=4)
         identity = keying.identity(spec, connector.format, connector.representation)
         record = canonical_json({"identity": identity, "spec": json.loads(spec.to_json())}).encode()
@@ -142,11 +144,13 @@ class Engine(Index):
             raise ValueError("spec: a sibling's KV has the shape and dtype of the engine it stands beside")
         self._check_open()
         resolved = resolve(self.config, self._registry)
-        return Engine(
+        sibling = Engine(
             self.config, spec, stack=self._stack, connector=resolved.connector.make(spec),
             tokens=resolved.tokens.make(spec), events=self._events, runtime=self._runtime, registry=self._registry,
             owner=self,
         )  # fmt: skip
+        self._siblings = [*(ref for ref in self._siblings if ref() is not None), weakref.ref(sibling)]
+        return sibling
 
     def inherited(self, pid: int) -> None:
         super().inherited(pid)
@@ -159,6 +163,10 @@ class Engine(Index):
         """Write what was accepted, within the tiers' deadlines, and give everything back. Idempotent."""
         if self._closed:
             return
+        for ref in self._siblings:
+            sibling = ref()
+            if sibling is not None:
+                sibling.close()
         self._closed = True
         for handle in tuple(self._by_layer):
             handle.close()
@@ -256,7 +264,7 @@ class Engine(Index):
             whole[first:], tokens.numel(), where, chain=whole, stack=self._stack, connector=self.connector,
             events=self._events, runtime=self._runtime, on_end=self._ended,
         )  # fmt: skip
-        self._by_layer[loading] = None
+        self._by_layer.add(loading)
         loading.begin()
         return loading
 
@@ -280,7 +288,7 @@ class Engine(Index):
             whole[first:], tokens.numel(), where, stack=self._stack, connector=self.connector, events=self._events,
             runtime=self._runtime, finished=finished, on_end=self._ended,
         )  # fmt: skip
-        self._by_layer[storing] = None
+        self._by_layer.add(storing)
         return storing
 
     def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None) -> Task:
@@ -291,17 +299,14 @@ class Engine(Index):
         """
         whole, first = self._selected(tokens, mask, salt)
         self._stack.touch([segment.key for segment in whole])
-        if len(self._tasks) >= _MOST_TASKS:
-            self._events.emit(Event("dropped", tokens=tokens.numel(), chunks=len(whole), reason="too many tasks"))
-            task = Task(self._runtime)
-            task.run(lambda _: torch.zeros(len(whole) - first, dtype=torch.bool))
-            return task
-        return self._start(lambda task: self._warm(task, whole[first:]))
+        return self._start(whole[first:], lambda task: self._warm(task, whole[first:]))
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
         """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
         segments = self.segments(tokens, salt=salt)
-        self._start(lambda task: self._warm(task, segments)).result()
+        task = Task(self._runtime)
+        task.run(lambda task: self._warm(task, segments))
+        task.result()
         pinned = [segment for segment in segments if self._stack.memory.pin([segment.key], True)]
         return sum(segment.end - segment.start for segment in pinned)
 
@@ -332,18 +337,23 @@ class Engine(Index):
     def load(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not."""
         self._check_where(segments, where)
-        return self._start(lambda task: self._load(task, segments, where, gaps=True))
+        return self._start(segments, lambda task: self._load(task, segments, where, gaps=True))
 
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
         self._check_where(segments, where)
-        return self._start(lambda task: self._save(task, segments, where))
+        return self._start(segments, lambda task: self._save(task, segments, where))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _start(self, work: Callable[[Task], torch.Tensor]) -> Task:
+    def _start(self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor]) -> Task:
         self._check_open()
         task = Task(self._runtime)
+        if len(self._tasks) >= _MOST_TASKS:
+            num_tokens = sum(segment.end - segment.start for segment in segments)
+            self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(segments), reason="too many tasks"))
+            task.run(lambda _: torch.zeros(len(segments), dtype=torch.bool))
+            return task
         self._tasks[task] = None
 
         def run() -> None:
@@ -354,7 +364,7 @@ class Engine(Index):
         return task
 
     def _ended(self, handle: Loading | Storing) -> None:
-        self._by_layer.pop(handle, None)
+        self._by_layer.discard(handle)
 
     def _selected(self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None) -> tuple[list[Segment], int]:
         """All segments of the tokens, because the whole chain is touched, and the first that the mask selects."""

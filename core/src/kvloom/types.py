@@ -120,7 +120,7 @@ class TierHealth:
     name: str
     state: str
     """`ok`; `paused`: skipped until it answers again; `read only`: not written to until that works again; `stuck`:
-    every thread is held by a call that hangs."""
+    every thread is held by a call that hangs; `neglected`: listing or deleting hangs, so that bounds may not hold."""
     reason: str = ""
     """The last error, unless it is ok."""
     retry_in_seconds: float | None = None

@@ -196,6 +196,18 @@ def lease_forgotten() -> AbstractContextManager[Any]:
     return patch.object(flights.Flights, "_share", share)
 
 
+def restart_forgets() -> AbstractContextManager[Any]:
+    """A tier lists its store at start, takes nothing in, and believes that there is nothing else."""
+
+    def recover(self: ledger.Ledger, entries: Any) -> list[Any]:
+        for _ in entries:
+            pass
+        self.complete = True
+        return []
+
+    return patch.object(ledger.Ledger, "recover", recover)
+
+
 class Planted(NamedTuple):
     """What is known of a planted bug."""
 
@@ -219,5 +231,6 @@ PLANTS: dict[Plant, Planted] = {
     capacity_ignored_by_writes: Planted(("over a bound",), 2000),
     everybody_evicts: Planted(("evictors",), 2013),
     pinned_is_evicted: Planted(("lost pin",), 2001),
+    restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
 }

@@ -18,7 +18,7 @@ from kvloom import Engine, Registry
 from kvloom.index import Index
 from simulation import interrupts, peek, plugin
 from simulation.clients import Client, Site
-from simulation.content import CHUNK_BYTES, CHUNK_TOKENS, SPECS, Prompt, prompts
+from simulation.content import CHUNK_BYTES, CHUNK_TOKENS, SALTS, SPECS, Prompt, prompts
 from simulation.fibers import EPOCH, Fiber, Process, Scheduler, SimRuntime, Violation
 from simulation.oracle import Allowance, LeakWatch, Oracle
 from simulation.store import Client as StoreClient
@@ -164,6 +164,8 @@ def _draw_tier(
     write = rng.random()
     if write < 0.1:
         block["write"] = "never"
+        for bound in ("capacity", "quota", "policy"):  # those who fill it keep them
+            block.pop(bound, None)
     elif write < 0.35 and memory:
         block["write"] = "on_evict"
     if rng.random() < 0.12:
@@ -269,7 +271,7 @@ class World:
         plan = self.plan
         self.trace(f"seed {self.seed}: {plan}")
         for number in range(plan.engines):
-            self._open(f"e{number}")
+            self._staff(self._open(f"e{number}"))
         if plan.index:
             self._open_index("i0")
         collect_at = 0
@@ -314,7 +316,7 @@ class World:
         clients[name] = StoreClient(self.stores[name], process, lambda: guards[0])
         return clients[name]
 
-    def _open(self, name: str) -> None:
+    def _open(self, name: str) -> House:
         plan, process = self.plan, Process(name)
         clients: dict[str, StoreClient] = {}
         guards: list[peek.PoolGuard] = []
@@ -330,7 +332,7 @@ class World:
         site.expires = "ttl" in plan.config["tiers"][0]
         house = House(process, site, guards[0], clients)
         self.houses.append(house)
-        self._staff(house)
+        return house
 
     def _allowance(self, engine: Index) -> Allowance:
         stored = peek.stored_tiers(engine)
@@ -376,7 +378,7 @@ class World:
         self.oracle.forget(house.process)
         for store in self.stores.values():
             store.crash(house.process)
-        self._open(house.process.name + "'")
+        self._staff(self._open(house.process.name + "'"))
 
     def _close(self, house: House) -> None:
         with self.oracle.operation("close", house.process.name, house.site.allowance) as op:
@@ -408,6 +410,7 @@ class World:
         for house in [*self.houses, *self.indexes]:
             self._close(house)
             self._check_closed(house)
+        self._check_reopened()
 
     def _settle(self, house: House) -> None:
         engine = house.site.engines[0]
@@ -559,13 +562,49 @@ class World:
             self._pass_time(2.0)
         self.oracle.violated("no progress", f"an index finds {got} tokens in sound stores, of {want}\n{index.health()}")
 
+    def _check_reopened(self) -> None:
+        """What the stores hold survives: a new process serves it, and counts it."""
+        blocks = [block for block in self.plan.config["tiers"] if "store" in block]
+        # One tier's hit is another's victim.
+        moving = len(blocks) > 1 and any("capacity" in b or b["type"] == "sim_bounded" for b in blocks)
+        if len(self.houses) > 1 or moving or any("ttl" in block for block in self.plan.config["tiers"]):
+            return
+        if not all(store.honest for store in self.stores.values()):
+            return
+        self.houses.clear()
+        self.crashed = True
+        house = self._open("again")
+        self._pass_time(1.0 + self.plan.pace.settling)
+        for prompt in self.prompts[:6]:
+            for model, engine in enumerate(house.site.engines):
+                self._check_survived(house, prompt, model, engine)
+        self._settle(house)
+        self._check_stores()
+        self._close(house)
+
+    def _check_survived(self, house: House, prompt: Prompt, model: int, engine: Engine) -> None:
+        salt = self.rng.choice(SALTS)
+        names = [str(segment.key) for segment in engine.segments(prompt.tokens, salt=salt)]
+        for _ in range(3):  # a call may take longer than its deadline, and count as a miss
+            there = [any(key in store.blobs for store in self.stores.values()) for key in names]
+            want = (there.index(False) if False in there else len(there)) * CHUNK_TOKENS
+            got = prompt.blank()
+            with self.oracle.operation("retrieve", "after all", house.site.allowance) as op:
+                mask = engine.retrieve(prompt.tokens, salt=salt, kv=got.view(torch.bfloat16))
+            self.oracle.check_kv(prompt, got, mask, model=model, salt=salt, lossy=house.site.lossy)
+            self.oracle.tell(op, str(int(mask.count_nonzero())))
+            if int(mask.count_nonzero()) == want:
+                return
+        text = f"{int(mask.count_nonzero())} tokens of {want} that sound stores hold are served after a restart"
+        self.oracle.violated("lost", f"{text}\n{engine.counters()}")
+
     def _check_closed(self, house: House) -> None:
         engine = house.site.engines[0]
+        self._pass_time(60.0)  # a write that was under way keeps its memory until it returns
         self.scheduler.collect_garbage()
         used = peek.pool_of(engine).used_bytes
         if used or (house.guard is not None and house.guard.used_bytes):
             self.oracle.violated("leak", f"{used} bytes of the pool are in use after close")
-        self._pass_time(60.0)
         for fiber in self.scheduler.living(house.process):
             self.oracle.violated("leak", f"thread {fiber.name} lives after close\n{fiber.stack()}")
 

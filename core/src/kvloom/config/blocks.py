@@ -22,6 +22,7 @@ from pydantic import (
 from kvloom.contracts.component import ByteSize, Config, Duration
 
 _MAX_BYTES = 1 << 50
+_MAX_SECONDS = 10 * 366 * 86400.0
 
 
 def no_bool(value: Any) -> Any:
@@ -42,6 +43,12 @@ def _plausible(value: ByteSize) -> ByteSize:
     return value
 
 
+def _within_reason(value: float) -> float:
+    if value > _MAX_SECONDS:
+        raise ValueError(f"should be at most ten years, not {value} seconds; check the unit")
+    return value
+
+
 def _by_salt(value: Any) -> Any:
     """One size is every salt's."""
     return value if value is None or isinstance(value, Mapping) else {"*": value}
@@ -50,7 +57,7 @@ def _by_salt(value: Any) -> Any:
 Word = Annotated[StrictStr, StringConstraints(min_length=1)]
 Size = Annotated[ByteSize, BeforeValidator(no_bool), AfterValidator(_positive), AfterValidator(_plausible)]
 TierName = Annotated[StrictStr, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
-Seconds = Annotated[Duration, BeforeValidator(no_bool), AfterValidator(_positive)]
+Seconds = Annotated[Duration, BeforeValidator(no_bool), AfterValidator(_positive), AfterValidator(_within_reason)]
 Quota = Annotated[dict[StrictStr, Size], BeforeValidator(_by_salt), Field(min_length=1)]
 """Bytes by salt; `*` for the salts that are not named."""
 

@@ -172,6 +172,12 @@ def _check_bounds(index: int, tier: MemoryBlock | StoredBlock, *, in_memory: boo
             raise _at(index, "quota", f"{size} for {salt!r} is more than the tier's capacity ({most}); lower it")
     if isinstance(tier, MemoryBlock):
         return
+    if tier.write == "never":
+        for key, value in (("capacity", tier.capacity), ("quota", tier.quota)):
+            if value is not None:
+                raise _at(
+                    index, key, "a tier with `write: never` is only read; those who fill it set its bounds; remove it"
+                )
     if tier.write == "on_evict" and not in_memory:
         raise _at(
             index, "write", "'on_evict' writes what the memory tier lets go, and there is none; put `memory` first"

@@ -42,8 +42,7 @@ class BlobWriter:
             return Written(nbytes, fits=False, kept=False)
         self._put(key, framed, pages_of(nbytes))
         if removed():
-            self._backend.delete(str(key))
-            self._ledger.forget([key])
+            self._retract(key, pages_of(nbytes))
             return Written(nbytes, fits=True, kept=False)
         fidelity = Fidelity.EXACT if self._serializer.fidelity == EXACT else Fidelity.LOSSY
         self._ledger.note(key, fidelity, nbytes=pages_of(nbytes), written=loaded.written or None)
@@ -77,8 +76,16 @@ class BlobWriter:
             self._reconsider(key, nbytes)
             raise
 
+    def _retract(self, key: ChunkKey, nbytes: int) -> None:
+        try:
+            self._backend.delete(str(key))
+        except BaseException:
+            self._reconsider(key, nbytes)
+            raise
+        self._ledger.forget([key])
+
     def _reconsider(self, key: ChunkKey, nbytes: int) -> None:
-        """After a put that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
+        """After a call that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
         try:
             there = self._backend.contains(str(key))
         except Exception:

@@ -40,6 +40,7 @@ def build_stack(
     capacity = STAGING_BYTES if first is None or first.capacity is None else first.capacity
     for choice in choices:
         _check_capacity(choice, chunk_bytes)
+        _check_quota(choice, chunk_bytes)
     if first is None:
         capacity = max(capacity, 2 * chunk_bytes + (64 << 10)) if moves else 0
     pool = Pool(capacity, runtime, piece_bytes=chunk_bytes)
@@ -81,7 +82,7 @@ def asked_only(choices: Sequence[TierChoice]) -> tuple[TierChoice, ...]:
     shared = [choice for choice in choices if choice.backend is not None and choice.backend.cls.shared]
     if not shared:
         raise ConfigError("tiers", "an index asks tiers that processes share, and there is none; add one, such as disk")
-    return tuple(replace(choice, write="never", policy="lru", capacity=None, quota=None, ttl=None) for choice in shared)
+    return tuple(replace(choice, write="never", policy="lru", capacity=None, quota=None) for choice in shared)
 
 
 def _check_capacity(choice: TierChoice, chunk_bytes: int) -> None:
@@ -92,6 +93,15 @@ def _check_capacity(choice: TierChoice, chunk_bytes: int) -> None:
             f"{choice.path}.capacity",
             f"{choice.capacity} bytes is less than one chunk ({chunk_bytes} bytes); raise it or lower chunk_tokens",
         )
+
+
+def _check_quota(choice: TierChoice, chunk_bytes: int) -> None:
+    raw = choice.serializer is None or choice.serializer.cls.type == "raw"
+    for salt, size in (choice.quota or {}).items():
+        if raw and size < chunk_bytes:
+            chunk = f"less than one chunk ({chunk_bytes} bytes)"
+            text = f"{size} bytes for {salt!r} is {chunk}; raise it or lower chunk_tokens"
+            raise ConfigError(f"{choice.path}.quota", text)
 
 
 def _policy(choice: TierChoice, *, exact_only: bool) -> Policy:

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 PROBE_KEY = "probe"
 """What a store is asked for to find out whether it answers. Nobody stores it."""
+WRITE_PROBE_KEY = "spec/probe"
+"""What is written and deleted to find out whether it can be written: among the records, which count for nothing."""
 
 
 class NoRoomError(BackendError):
@@ -27,7 +29,7 @@ class NoRoomError(BackendError):
 
 
 class Calls:
-    """Threads for one backend, in four groups: a question must not wait behind reads, nor either behind a listing.
+    """Threads for one backend, in groups: a question must not wait behind reads, nor an operator behind a listing.
 
     Reading and writing have a breaker each: a store that has become read-only, or is full, still gives hits.
     """
@@ -44,6 +46,7 @@ class Calls:
         self.questions = Workers(runtime, name=f"kvloom-{name}-ask", threads=min(2, backend.threads))
         self.writes = Workers(runtime, name=f"kvloom-{name}-write", threads=min(2, backend.threads))
         self.chores = Workers(runtime, name=f"kvloom-{name}-chore", threads=1)
+        self.orders = Workers(runtime, name=f"kvloom-{name}-order", threads=1)
         self.reading = Breaker(runtime)
         self.writing = Breaker(runtime)
         self.last_error = ""
@@ -94,8 +97,8 @@ class Calls:
     def try_writing(self) -> None:
         """Find out whether a store that could not be written can be again, if that is due. On the caller's thread."""
         if self.writing.open and not self.paused and self.writing.take_probe():
-            self._backend.put(PROBE_KEY, [b"probe"])
-            self._backend.delete(PROBE_KEY)
+            self._backend.put(WRITE_PROBE_KEY, [b"probe"])
+            self._backend.delete(WRITE_PROBE_KEY)
             self._resumed(self.writing.answered(), "writing")
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -140,6 +143,10 @@ class Calls:
     def chore(self, verb: str, function: Callable[[], T], *, seconds: float = math.inf) -> Call[T]:
         """Queue something that nobody is kept waiting by. Raises BackendError if that thread hangs."""
         return self.chores.submit(self._reported(verb, function), seconds=seconds)
+
+    def order(self, verb: str, function: Callable[[], T], *, seconds: float) -> Call[T]:
+        """Queue what an operator wants done. Raises BackendError if that thread hangs."""
+        return self.orders.submit(self._reported(verb, function), seconds=seconds)
 
     def _reported(self, verb: str, function: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
@@ -191,13 +198,13 @@ class Calls:
     @property
     def abandoned(self) -> int:
         """Calls past their deadline that have not returned yet."""
-        return sum(workers.abandoned for workers in (self.reads, self.questions, self.writes, self.chores))
+        return sum(workers.abandoned for workers in (self.reads, self.questions, self.writes, self.chores, self.orders))
 
     def close(self) -> None:
         """Have the backend closed and the threads end; what hangs is left behind."""
         try:
-            self.chores.run(self._backend.close, seconds=self.deadline)
+            self.orders.run(self._backend.close, seconds=self.deadline)
         except Exception as error:
             self.report("close", error)
-        for workers in (self.reads, self.questions, self.chores):
+        for workers in (self.reads, self.questions, self.chores, self.orders):
             workers.close(self.deadline if not workers.abandoned else 0.0)

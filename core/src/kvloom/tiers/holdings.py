@@ -133,15 +133,19 @@ class Holdings:
     def forget(self, row: int) -> ChunkKey:
         """Free the row of a blob that is gone, or soon will be: what was listed before does not bring it back."""
         key = self.remove(row)
-        self.forgotten += 1
-        self._lately.pop(key.digest, None)
-        self._lately[key.digest] = self.forgotten
-        if len(self._lately) > _GONE_KEPT:
-            self._not_lately = self._lately.popitem(last=False)[1]
+        self.went(key.digest)
         self.gone[key.digest] = self.wall()
         if len(self.gone) > _GONE_KEPT and not self.listing_now:
             self.gone.popitem(last=False)
         return key
+
+    def went(self, digest: bytes) -> None:
+        """Whoever began to look at this blob before now may have seen what is not there any more."""
+        self.forgotten += 1
+        self._lately.pop(digest, None)
+        self._lately[digest] = self.forgotten
+        if len(self._lately) > _GONE_KEPT:
+            self._not_lately = self._lately.popitem(last=False)[1]
 
     def may_be_forgotten(self, key: ChunkKey, since: int) -> bool:
         """Whether the blob was, or if that was long ago may have been, forgotten after `since` had been."""
@@ -158,15 +162,18 @@ class Holdings:
 
     # -- who goes ------------------------------------------------------------------------------------------------------
 
-    def next_victim(self, more: int = 0) -> int:
-        """Who would go first if `more` bytes came; 0 if there is room for them, or nothing may go."""
-        if not self.enforced or self.capacity is None or self.bytes + more <= self.capacity:
+    def next_victim(self, more: int = 0, *, anyway: bool = False) -> int:
+        """Who would go first if `more` bytes came; 0 if there is room for them, or nothing may go.
+
+        anyway: though it is for another process to say.
+        """
+        if not (self.enforced or anyway) or self.capacity is None or self.bytes + more <= self.capacity:
             return 0
         return self.ring.oldest()
 
-    def next_victim_of(self, tenant: Tenant | None, more: int = 0) -> int:
+    def next_victim_of(self, tenant: Tenant | None, more: int = 0, *, anyway: bool = False) -> int:
         """Who of a tenant's would go first if `more` bytes came; 0 if its quota has room, or nothing may go."""
-        if not self.enforced or tenant is None or tenant.ring is None or tenant.quota is None:
+        if not (self.enforced or anyway) or tenant is None or tenant.ring is None or tenant.quota is None:
             return 0
         if tenant.bytes + more <= tenant.quota:
             return 0

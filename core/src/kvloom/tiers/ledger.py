@@ -163,7 +163,8 @@ class Ledger:
             if self._rows.state[held.find(key)] not in (FREE, PENDING):
                 return True
             uses = sketch.uses(key.digest)
-            victims = (held.next_victim(nbytes), held.next_victim_of(held.tenants.get(key.namespace), nbytes))
+            tenant = held.tenants.get(key.namespace)
+            victims = (held.next_victim(nbytes, anyway=True), held.next_victim_of(tenant, nbytes, anyway=True))
             return all(uses > sketch.uses(self._rows.digest(row)) for row in victims if row)
 
     def admit(self, key: ChunkKey, nbytes: int) -> list[Victim] | None:
@@ -190,9 +191,11 @@ class Ledger:
             return held.shrink((held.tenants.tenant(row),) if quota is not None else ())
 
     def deleted(self, victims: Iterable[Victim]) -> None:
-        """Victims are gone from the store."""
+        """Victims are gone from the store: a read that began before may still say that they are there."""
         with self._lock:
-            self._held.leaving.difference_update([victim.key.digest for victim in victims])
+            for victim in victims:
+                self._held.leaving.discard(victim.key.digest)
+                self._held.went(victim.key.digest)
 
     def kept(self, victims: Iterable[Victim]) -> None:
         """Victims could not be deleted: they count again."""
@@ -253,6 +256,8 @@ class Ledger:
                 row = self._held.find(key)
                 if row:
                     self._held.forget(row)
+                else:
+                    self._held.went(key.digest)
 
     def release(self, nbytes: int) -> list[Victim]:
         """Forget least recently used blobs worth `nbytes`: the store itself is full."""
@@ -321,10 +326,11 @@ class Ledger:
                 with self._lock:
                     news = recovery.news(some)
                 listing.add(news)
-            if self._listed:  # first of all, so that nothing goes for what is gone
-                for start in range(1, self._rows.end, SLICE):
-                    with self._lock:
-                        recovery.sweep(start, start + SLICE)
+            # First of all, so that nothing goes for what is gone. At the first listing too: who did not evict until now
+            # may remember much that its predecessor has deleted.
+            for start in range(1, self._rows.end, SLICE):
+                with self._lock:
+                    recovery.sweep(start, start + SLICE)
             for some in listing.in_order(newest_first=not self._listed):
                 with self._lock:
                     victims += recovery.place(some)

@@ -19,15 +19,16 @@ class Presence:
 
     def __init__(
         self, backend: StorageBackend, ledger: Ledger, calls: Calls, *, lossless: bool, exact_only: bool,
-        expired: Callable[[envelope.Header], bool],
+        expired: Callable[[envelope.Header], bool], ttl: bool,
     ) -> None:  # fmt: skip
-        """lossless: what would be written is exact. exact_only: what is lossy cannot be used."""
+        """lossless: what would be written is exact. exact_only: what is lossy cannot be used. ttl: blobs may expire."""
         self._backend = backend
         self._ledger = ledger
         self._calls = calls
         self._lossless = lossless
         self._exact_only = exact_only
         self._expired = expired
+        self._ttl = ttl
 
     def find(self, keys: Sequence[ChunkKey], visit: Visit) -> list[bool]:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
@@ -37,8 +38,7 @@ class Presence:
         if self._backend.shared or not self._ledger.complete:
             unknown = [key for key, fidelity in zip(keys, known, strict=True) if fidelity is None]
             if unknown:
-                names = [str(key) for key in unknown]
-                there = self._calls.ask("contains", lambda: self._backend.contains_many(names), visit)
+                there = self._calls.ask("contains", lambda: self._there(unknown), visit)
                 if there is None:
                     return [False] * len(keys)
                 new = dict(zip(unknown, there, strict=True))
@@ -87,6 +87,21 @@ class Presence:
         fidelity = Fidelity.EXACT if header.exact else Fidelity.LOSSY
         nbytes = pages_of(header.header_bytes + header.payload_bytes)
         self._ledger.note(key, fidelity, nbytes=nbytes, written=header.description.written or None, since=since)
+
+    def _there(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which keys the store has a blob for. Where blobs expire, their headers are asked: others wrote them."""
+        there = list(self._backend.contains_many([str(key) for key in keys]))
+        if self._ttl:
+            for index, key in enumerate(keys):
+                there[index] = there[index] and self._is_fresh(key)
+        return there
+
+    def _is_fresh(self, key: ChunkKey) -> bool:
+        try:
+            header = self.header(key)
+        except (CorruptBlobError, LaterVersionError):
+            return False
+        return header is not None and not self._expired(header)
 
     def _usable(self, fidelity: Fidelity | None) -> bool:
         if fidelity is Fidelity.LOSSY:

@@ -58,7 +58,8 @@ class Policy:
     @property
     def bounded(self) -> bool:
         """There is a bound that kvloom has to keep."""
-        return self.capacity is not None or self.ttl is not None or bool(self.quota)
+        bounds = self.capacity is not None or self.ttl is not None or bool(self.quota)
+        return bounds and self.write != "never"
 
 
 class StoredTier(Tier):
@@ -109,7 +110,7 @@ class StoredTier(Tier):
         self.upkeep = Upkeep(name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded)
         self._presence = Presence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
-            expired=self._reader.expired,
+            expired=self._reader.expired, ttl=policy.ttl is not None,
         )  # fmt: skip
         self._writer = BlobWriter(backend, self.serializer, self.ledger, self.upkeep)
 
@@ -236,7 +237,8 @@ class StoredTier(Tier):
         self._delete_one(key)
 
     def _delete_one(self, key: ChunkKey) -> None:
-        self.backend.delete(str(key))
+        if self.policy.write != "never":  # else it is not ours to delete
+            self.backend.delete(str(key))
         self.ledger.forget([key])
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -268,7 +270,9 @@ class StoredTier(Tier):
         chunk = loaded.chunk
         written = self._writer.write(key, loaded, removed=lambda: self._purges.hit(key, since))
         if not written.fits:
-            self._on_lost(key, chunk, "larger than the tier's bounds")
+            self._on_lost(key, chunk, "larger than the tier's bounds, or just being deleted")
+        elif not written.kept:
+            self._on_lost(key, chunk, "removed while it was being written")
         if written.kept:
             seconds = self._runtime.now() - began
             self._events.emit(Event("stored", self.name, chunk.num_tokens, 1, written.nbytes, seconds))
@@ -304,7 +308,7 @@ class StoredTier(Tier):
     def _delete(self, verb: str, delete: Callable[[], None]) -> None:
         self._writes.flush(self._runtime.now() + self.deadline)
         try:
-            self.calls.chore(verb, delete, seconds=max(OPERATOR_SECONDS, self.deadline)).result()
+            self.calls.order(verb, delete, seconds=max(OPERATOR_SECONDS, self.deadline)).result()
         except Exception as error:
             raise BackendError(f"{self.name}: {verb} failed, blobs may be left: {error}") from error
 
@@ -337,15 +341,18 @@ class StoredTier(Tier):
         calls = self.calls
         breaker = calls.reading if calls.reading.open else calls.writing
         state = "stuck" if calls.stuck else "paused" if calls.reading.open else "ok"
+        hangs = self.upkeep.hangs
         if state == "ok" and calls.writing.open:
             state = "read only"
+        if state == "ok" and hangs:
+            state = "neglected"
         return TierHealth(
             self.name,
             state,
-            reason="" if state == "ok" else calls.last_error,
+            reason="" if state == "ok" else calls.last_error or "upkeep: no answer",
             retry_in_seconds=max(0.0, breaker.probe_at - self._runtime.now()) if breaker.open else None,
             failures=max(calls.reading.failures, calls.writing.failures),
-            abandoned_calls=calls.abandoned,
+            abandoned_calls=calls.abandoned + hangs,
             waiting_bytes=self._writes.waiting_bytes,
             blobs=len(self.ledger),
             bytes=self.ledger.bytes,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError
+from kvloom.errors import BackendError, DeadlineExceeded
 from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.calls import Calls
@@ -52,6 +52,7 @@ class Upkeep:
         self._changed = runtime.condition()
         self._round: Call[None] | None = None
         self._list_at = 0.0
+        self._alive_at = runtime.now()
         self._closed = False
         self.evicts = bounded and (not backend.shared or self._elected())
         """This process deletes what is over a bound."""
@@ -129,23 +130,38 @@ class Upkeep:
                     self._changed.wait(ROUND_SECONDS * (0.8 + 0.4 * self._runtime.random()))
                 if self._closed:
                     return
-            if not self._calls.paused:
+            if self.hangs:
+                self._calls.report("upkeep", DeadlineExceeded("no progress for longer than the deadline"))
+            elif not self._calls.paused:
                 self._begin_round()
+
+    @property
+    def hangs(self) -> bool:
+        """A round of upkeep has got nothing from the store for longer than a deadline."""
+        current = self._round
+        busy = current is not None and current.running
+        return busy and self._runtime.now() - self._alive_at > self._calls.deadline
 
     def _begin_round(self) -> None:
         if self._round is not None and not self._round.done:
             return
+        self._alive_at = self._runtime.now()
         try:
             self._round = self._calls.chore("upkeep", self._tidy)
         except BackendError as error:
             self._calls.report("upkeep", error)
 
     def _tidy(self) -> None:
-        if self._bounded and not self.evicts and self._backend.hold(EVICT):
-            log.info("tier=%s this process evicts", self.name)
-            self.evicts = self._ledger.enforced = True
-        if self.evicts and self._lists and self._runtime.now() >= self._list_at:
-            self._list()
+        if self._bounded and self._backend.shared:
+            # Asked again by who has it, too: the right goes with the directory if that is removed.
+            held = self._backend.hold(EVICT)
+            if held != self.evicts:
+                log.info("tier=%s this process %s", self.name, "evicts" if held else "does not evict any more")
+                self._list_at = 0.0  # what its predecessor has deleted is not there
+            self.evicts = self._ledger.enforced = held
+        if self._lists and self._runtime.now() >= self._list_at:
+            self._list()  # who does not evict learns what was
+        self._alive_at = self._runtime.now()
         while not self._closed and (victims := self._ledger.expire()):
             if self.evicts:
                 self.delete(victims)
@@ -163,6 +179,7 @@ class Upkeep:
         self._list_at = began + max(RELIST_SECONDS, 20 * took) if self._backend.shared else float("inf")
         while victims:
             some, victims = victims[:256], victims[256:]
+            self._alive_at = self._runtime.now()
             try:
                 self.delete(some)
             except BaseException:
@@ -171,6 +188,7 @@ class Upkeep:
 
     def _entries(self) -> Iterator[Entry]:
         for entry in self._backend.scan():
+            self._alive_at = self._runtime.now()
             if self._closed:
                 raise BackendError("closed while the store was being listed")
             yield entry
