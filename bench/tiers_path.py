@@ -97,7 +97,7 @@ class Disk:
         keys = self.keys(seed)
         began = time.perf_counter()
         for key, chunk in zip(keys, self.chunks, strict=True):
-            assert self.tier.submit(key, chunk.again(), until=time.monotonic() + 60)
+            assert self.tier.submit(key, chunk.again(), until=time.monotonic() + 60, since=self.memory.purges.mark())
         assert self.tier.flush(time.monotonic() + 60)
         return time.perf_counter() - began
 
