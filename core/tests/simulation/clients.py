@@ -343,7 +343,8 @@ class Client:
             hit = self.engine.lookup(self.prompt.tokens, salt=self.salt)
         run = where[: where.index(None)] if None in where else where
         want = {name: run.count(name) * CHUNK_TOKENS for name in stores if name in run}
-        honest = self.site.ttl is None and all(store.honest for store in stores.values())
+        lasting = all(tier.policy.ttl is None for tier in peek.stored_tiers(self.engine))
+        honest = lasting and all(store.honest for store in stores.values())
         same = {name: store.changes for name, store in stores.items()} == before
         if honest and same and (hit.by_tier, hit.tokens) != (want, len(run) * CHUNK_TOKENS):
             self._oracle.violated("wrong hit", f"{self.about}: an index says {hit}, there is {want}")

@@ -226,7 +226,7 @@ PLANTS: dict[Plant, Planted] = {
     late_write_resurrects: Planted(("resurrected", "served after removal"), 2008),
     deadline_not_enforced: Planted(("past deadline", "deadlock"), 2000),
     deadline_for_each_call: Planted(("past deadline",), 2000),
-    expired_is_served: Planted(("served expired",), 2009),
+    expired_is_served: Planted(("served expired",), 2041),
     removal_not_counted: Planted(("accounts",), 2000),
     capacity_ignored_by_writes: Planted(("over a bound",), 2000),
     everybody_evicts: Planted(("evictors",), 2013),
