@@ -26,9 +26,15 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def run(*command: str | Path) -> None:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"{' '.join(map(str, command))}: {done.stderr.strip()}")
+    subprocess.run([str(part) for part in command], capture_output=True, check=True)
+
+
+def set_up(*command: str | Path) -> None:
+    """`run`, where a machine that cannot do it (a container without the right to mount) says nothing about kvloom."""
+    try:
+        run(*command)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system to fill here: {error}")
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
@@ -39,13 +45,13 @@ def small_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
     path = tmp_path / "mounted"
     path.mkdir()
     if request.param == "tmpfs":
-        run("mount", "-t", "tmpfs", "-o", "size=16m", "none", path)
+        set_up("mount", "-t", "tmpfs", "-o", "size=16m", "none", path)
     else:
         image = tmp_path / "image"
         with open(image, "wb") as file:
             file.truncate(16 << 20)
-        run("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", image)
-        run("mount", "-o", "loop", image, path)
+        set_up("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", image)
+        set_up("mount", "-o", "loop", image, path)
     yield path
     subprocess.run(["umount", str(path)], check=True)
 
@@ -109,11 +115,10 @@ def test_a_directory_whose_place_a_file_takes(tmp_path: Path, tally: Tally) -> N
         tally(outages=1, **serve_through(engine, store, begin, end))
 
 
+@pytest.mark.parametrize("small_path", ["ext4"], indirect=True)  # a tmpfs does not outlive its mount
 def test_a_file_system_that_is_not_mounted_any_more(small_path: Path, tally: Tally) -> None:
     """What was under the mount point shows: an empty directory."""
     store, device = small_path, small_path.parent / "image"
-    if not device.exists():
-        pytest.skip("a tmpfs does not outlive its mount")
 
     def unmount() -> None:
         run("umount", "--lazy", store)  # or the lock file, which is open, would keep it
