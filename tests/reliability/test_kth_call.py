@@ -88,6 +88,9 @@ class Run:
         def serves() -> bool:
             forget_memory(engine)
             engine.store(tokens, kv=kv)
+            if self.tier.get("write") == "on_evict":
+                for others, other_kv in PROMPTS:  # more than memory has room for
+                    engine.store(others, kv=other_kv)
             assert engine.flush()
             forget_memory(engine)
             return retrieved(engine, tokens, kv) == len(tokens)
