@@ -119,6 +119,21 @@ def test_what_is_past_its_time_is_deleted_though_nobody_asks(open_engine: Open, 
     assert engine.health().tiers[0].bytes == 0
 
 
+@pytest.mark.parametrize("write", ["through", "on_evict"])
+def test_what_is_past_a_tiers_time_is_not_written_to_it(
+    open_engine: Open, clock: Callable[[float], None], write: str
+) -> None:
+    engine = open_engine(MEMORY, SHELF | {"ttl": "1h", "write": write})
+    stored(engine, 1)
+    clock(4000)
+    shelf = Shelf.shelves["default"]
+    shelf.delete_many(list(shelf.blobs))
+    stored(engine, 1)  # memory has it still
+    assert held(engine, 1, tier="memory") == 16
+    engine.close()
+    assert not shelf.blobs
+
+
 # -- quotas ------------------------------------------------------------------------------------------------------------
 
 

@@ -127,10 +127,14 @@ def audit(root: Path) -> Audit:
         key_above = "/".join(part for part in above if not part.startswith("+"))
         for name in names:
             path = Path(folder, name)
-            found.blobs += 1
-            found.bytes += path.stat().st_blocks * 512
             try:
-                envelope.unseal(path.read_bytes(), key=f"{key_above}/{name}")
+                blob, blocks = path.read_bytes(), path.stat().st_blocks
+            except FileNotFoundError:
+                continue  # an engine has just evicted it
+            found.blobs += 1
+            found.bytes += blocks * 512
+            try:
+                envelope.unseal(blob, key=f"{key_above}/{name}")
             except UnreadableBlobError:
                 found.unreadable += 1
             except CorruptBlobError as error:

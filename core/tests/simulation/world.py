@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvloom import Engine, Registry
+from kvloom import Engine, Registry, envelope
 from kvloom.index import Index
 from simulation import interrupts, peek, plugin
 from simulation.clients import Client, Site
@@ -552,15 +552,23 @@ class World:
     def _check_index(self, house: House) -> None:
         index = house.site.engines[0]
         names = [str(segment.key) for segment in index.segments(self.prompts[0].tokens)]
-        stores = [self.stores[tier.name] for tier in peek.stored_tiers(index)]
-        there = [any(key in store.blobs for store in stores) for key in names]
-        want = (there.index(False) if False in there else len(there)) * CHUNK_TOKENS
+        tiers = peek.stored_tiers(index)
         for _ in range(3):
+            there = [any(self._serves(tier, key) for tier in tiers) for key in names]
+            want = (there.index(False) if False in there else len(there)) * CHUNK_TOKENS
             got = index.lookup(self.prompts[0].tokens).tokens
             if got == want:
                 return
             self._pass_time(2.0)
         self.oracle.violated("no progress", f"an index finds {got} tokens in sound stores, of {want}\n{index.health()}")
+
+    def _serves(self, tier: Any, key: str) -> bool:
+        """Whether the store has the blob, and it is not past its time."""
+        blob = self.stores[tier.name].blobs.get(key)
+        if blob is None or tier.policy.ttl is None:
+            return blob is not None
+        header = envelope.parse(memoryview(blob.data), key=key)
+        return header is not None and header.description.written + tier.policy.ttl > EPOCH + self.scheduler.time
 
     def _check_reopened(self) -> None:
         """What the stores hold survives: a new process serves it, and counts it."""

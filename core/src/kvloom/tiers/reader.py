@@ -65,7 +65,10 @@ class BlobReader:
 
     def expired(self, header: envelope.Header) -> bool:
         """Whether the blob is past its time."""
-        written = header.description.written
+        return self.outlived(header.description.written)
+
+    def outlived(self, written: float) -> bool:
+        """Whether KV that was first stored at `written`, in seconds since the epoch, is past its time; 0: unknown."""
         return self._ttl is not None and written > 0 and written + self._ttl <= self._wall()
 
     def check(self, header: envelope.Header, shape: tuple[int, ...], num_tokens: int) -> Serializer:

@@ -209,7 +209,7 @@ class Stack:
         if not loaded.chunk.exact:
             return
         for tier in self.stored[: self.stored.index(below)]:
-            if tier.policy.write == "through" and tier.lacks(segment.key):
+            if tier.policy.write == "through" and tier.lacks(segment.key, loaded.written):
                 tier.submit(segment.key, loaded.again(), until=self._runtime.now(), since=visit.since)
 
     # -- from the engine -----------------------------------------------------------------------------------------------
@@ -258,7 +258,8 @@ class Stack:
         loaded = self.memory.lease([key])[0]
         if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
             for tier in tiers:
-                tier.submit(key, loaded.again(), until=visit.until, since=visit.since)
+                if not tier.outlived(loaded.written):
+                    tier.submit(key, loaded.again(), until=visit.until, since=visit.since)
             loaded.release()
 
     def _copy_in(self, todo: list[tuple[Segment, list[StoredTier]]], shape: Shape, copy: Copy, visit: Visit) -> None:
@@ -344,7 +345,7 @@ class Stack:
         Who removes the chunk waits until this has returned, so that the mark is from before, or the removal under way.
         """
         since = self.memory.purges.mark()
-        lacking = [tier for tier in self._behind if tier.lacks(key)]
+        lacking = [tier for tier in self._behind if tier.lacks(key, loaded.written)]
         if not all(tier.has_room(loaded.chunk.nbytes) for tier in lacking):
             return None
         for tier in lacking:

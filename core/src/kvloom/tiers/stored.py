@@ -129,11 +129,18 @@ class StoredTier(Tier):
         enough = self._presence.enough(keys, visit or self._visit(), ignore=pending)
         return [here or pending(key) or not self._welcome(key) for here, key in zip(enough, keys, strict=True)]
 
-    def lacks(self, key: ChunkKey) -> bool:
-        """Whether, as far as is known here and now, a chunk should be written when memory lets go of it."""
-        if self._writes.stuck or self.calls.write_paused or self._writes.pending(key):
+    def lacks(self, key: ChunkKey, written: float) -> bool:
+        """Whether, as far as is known here and now, a chunk should be written when memory lets go of it.
+
+        written: as `outlived` takes it.
+        """
+        if self._writes.stuck or self.calls.write_paused or self._writes.pending(key) or self.outlived(written):
             return False
         return not self._presence.known_enough([key])[0] and self._welcome(key)
+
+    def outlived(self, written: float) -> bool:
+        """Whether the tier has no use for KV that was first stored at `written`, in seconds since the epoch."""
+        return self._reader.outlived(written)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a write would be accepted without waiting."""
