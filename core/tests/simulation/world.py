@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvloom import Engine, Registry, envelope
+from kvloom import CorruptBlobError, Engine, Registry, envelope
 from kvloom.index import Index
 from simulation import interrupts, peek, plugin
 from simulation.clients import Client, Site
@@ -567,7 +567,10 @@ class World:
         blob = self.stores[tier.name].blobs.get(key)
         if blob is None or tier.policy.ttl is None:
             return blob is not None
-        header = envelope.parse(memoryview(blob.data), key=key)
+        try:
+            header = envelope.parse(memoryview(blob.data), key=key)
+        except CorruptBlobError:
+            return False
         return header is not None and header.description.written + tier.policy.ttl > EPOCH + self.scheduler.time
 
     def _check_reopened(self) -> None:

@@ -98,6 +98,14 @@ class StorageBackend(Component):
         for key in keys:
             self.delete(key)
 
+    def put_over(self, key: str, blob: Buffers, victims: Sequence[str]) -> None:
+        """Forget `victims` and keep `blob`: a store may have it take the place of one of them, which is less work.
+
+        They are gone on return. `key` is none of them. If this raises, any of it may have happened.
+        """
+        self.delete_many(victims)
+        self.put(key, blob)
+
     def create(self, key: str, blob: Buffers) -> bool:
         """Optional: `put` only if there is nothing under `key`; whether it did. Exclusive among all writers."""
         raise NotImplementedError(f"{type(self).__name__} has no exclusive create")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvloom import envelope
@@ -10,7 +10,7 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.memory import pages_of
 from kvloom.tiers.base import Loaded
-from kvloom.tiers.ledger import Fidelity, Ledger
+from kvloom.tiers.ledger import Fidelity, Ledger, Victim
 from kvloom.tiers.upkeep import Upkeep
 from kvloom.types import EXACT, Buffers, ChunkKey
 
@@ -38,9 +38,10 @@ class BlobWriter:
         """Write a chunk. Raises what serializer and backend raise. removed: whether it has been removed meanwhile."""
         framed = self._framed(key, loaded)
         nbytes = sum(memoryview(part).nbytes for part in framed)
-        if not self._upkeep.admit(key, pages_of(nbytes)):
+        victims = self._ledger.admit(key, pages_of(nbytes))
+        if victims is None:
             return Written(nbytes, fits=False, kept=False)
-        self._put(key, framed, pages_of(nbytes))
+        self._put(key, framed, victims, pages_of(nbytes))
         if removed():
             self._retract(key, pages_of(nbytes))
             return Written(nbytes, fits=True, kept=False)
@@ -64,10 +65,10 @@ class BlobWriter:
         )
         return envelope.seal(description, serializer.encode(chunk))
 
-    def _put(self, key: ChunkKey, framed: Buffers, nbytes: int) -> None:
+    def _put(self, key: ChunkKey, framed: Buffers, victims: Sequence[Victim], nbytes: int) -> None:
         try:
             try:
-                self._backend.put(str(key), framed)
+                self._upkeep.put(key, framed, victims)
             except Exception as error:
                 if not self._upkeep.make_room(error, nbytes):
                     raise

@@ -13,7 +13,7 @@ from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.calls import Calls
 from kvloom.tiers.ledger import Ledger, Victim
-from kvloom.types import ChunkKey, Entry
+from kvloom.types import Buffers, ChunkKey, Entry
 
 log = logging.getLogger(__name__)
 
@@ -70,20 +70,21 @@ class Upkeep:
 
     # -- making room ---------------------------------------------------------------------------------------------------
 
-    def admit(self, key: ChunkKey, nbytes: int) -> bool:
-        """Count a blob that is about to be written and delete what must go for it; whether it can fit at all.
+    def put(self, key: ChunkKey, blob: Buffers, victims: Sequence[Victim]) -> None:
+        """Write a blob that the ledger has admitted, in the place of `victims`.
 
-        Raises what the backend raises; then the blob does not count.
+        Raises what the backend raises; then those of `victims` that are still there count again.
         """
-        victims = self._ledger.admit(key, nbytes)
-        if victims is None:
-            return False
+        if not victims:
+            self._backend.put(str(key), blob)
+            return
+        names = [str(victim.key) for victim in victims]
         try:
-            self.delete(victims)
+            self._backend.put_over(str(key), blob, names)
         except BaseException:
-            self._ledger.forget([key])
+            self._sort_out(victims, names)
             raise
-        return True
+        self._gone(victims)
 
     def trim(self, key: ChunkKey) -> None:
         """After a write: delete what is too much now. That the blob was written stands, whatever becomes of it."""
@@ -109,6 +110,18 @@ class Upkeep:
         except BaseException:
             self._ledger.kept(victims)
             raise
+        self._gone(victims)
+
+    def _sort_out(self, victims: Sequence[Victim], names: Sequence[str]) -> None:
+        """After a call that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
+        try:
+            there = self._backend.contains_many(names)
+        except Exception:
+            there = [True] * len(names)
+        self._ledger.kept([victim for victim, here in zip(victims, there, strict=True) if here])
+        self._gone([victim for victim, here in zip(victims, there, strict=True) if not here])
+
+    def _gone(self, victims: Sequence[Victim]) -> None:
         self._ledger.deleted(victims)
         for reason in dict.fromkeys(victim.reason for victim in victims):
             sizes = [victim.bytes for victim in victims if victim.reason == reason]

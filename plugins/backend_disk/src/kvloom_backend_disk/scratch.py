@@ -7,9 +7,12 @@ all three are ours does a pid mean to us what it meant to the writer.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
+import signal
+import stat
 import time
 from pathlib import Path
 
@@ -29,13 +32,36 @@ class Scratch:
 
     def open(self) -> tuple[str, int]:
         """A new, empty file of this process's: its path and a descriptor to read and write. Makes the directory."""
-        path = f"{self._directory}/{self._prefix()}.{os.urandom(8).hex()}"
+        path = self._new_path()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             return path, os.open(path, flags, 0o666)
         except FileNotFoundError:
             os.makedirs(self._directory, exist_ok=True)
             return path, os.open(path, flags, 0o666)
+
+    def take(self, path: str) -> tuple[str, int] | None:
+        """Take a file out of its place to write over it, as `open` would give it; None if that cannot be done.
+
+        None also if somebody else has it open: who reads an old blob must not see it turn into another. A reader who
+        has looked the name up and not opened it yet can still slip in; what it reads fails its checksums, and when it
+        tries again there is nothing.
+        """
+        draft = self._new_path()
+        try:
+            status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_uid != os.geteuid():
+                return None
+            os.rename(path, draft)
+            fd = os.open(draft, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            return None
+        if not _nobody_else_has(fd):
+            drop(draft, fd)
+            return None
+        return draft, fd
 
     def reclaim(self) -> int:
         """Remove what dead processes left behind; how many files that was. Never touches a living process's."""
@@ -50,6 +76,9 @@ class Scratch:
                     removed += 1
         return removed
 
+    def _new_path(self) -> str:
+        return f"{self._directory}/{self._prefix()}.{os.urandom(8).hex()}"
+
     def _prefix(self) -> str:
         # Asked for at every call: after a fork this object lives on in a process with another pid.
         pid = os.getpid()
@@ -57,6 +86,27 @@ class Scratch:
             self._owner = f"{_host()}.{pid}.{_start_time(pid)}"
             self._pid = pid
         return self._owner
+
+
+def drop(draft: str, fd: int) -> None:
+    """Give up a file of `Scratch`."""
+    os.close(fd)
+    with contextlib.suppress(OSError):
+        os.unlink(draft)
+
+
+def _nobody_else_has(fd: int) -> bool:
+    """Whether the file is open nowhere else. Linux grants a lease for writing only then."""
+    if not hasattr(fcntl, "F_SETLEASE"):
+        return False
+    try:
+        # Whoever opens a leased file has its holder sent a signal, which by default would kill it. This one is ignored.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False  # somebody has, or this file system has no leases
+    return True
 
 
 def _abandoned(entry: os.DirEntry[str], match: re.Match[str], host: str) -> bool:

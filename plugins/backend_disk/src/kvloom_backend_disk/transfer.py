@@ -39,14 +39,17 @@ class Transfer:
         self._mode = mode
 
     def write(self, fd: int, blob: Buffers) -> None:
-        """Write the blob to the empty file `fd`. Raises OSError, with part of it written."""
+        """Make the blob the content of the file `fd`, open at its start. Raises OSError, with part of it written."""
         views = [memoryview(buffer).cast("B") for buffer in blob if memoryview(buffer).nbytes]
-        if not self._writes_directly(sum(map(len, views))):
+        size = sum(map(len, views))
+        if self.writes_directly(views):
+            for direct, pieces in itertools.groupby(_pieces(coalesce(views)), key=lambda piece: piece[0]):
+                _set_direct(fd, direct)
+                _write_all(fd, [view for _, view in pieces])
+        else:
             _write_all(fd, views)
-            return
-        for direct, pieces in itertools.groupby(_pieces(coalesce(views)), key=lambda piece: piece[0]):
-            _set_direct(fd, direct)
-            _write_all(fd, [view for _, view in pieces])
+        if os.fstat(fd).st_size > size:
+            os.ftruncate(fd, size)
 
     def read(self, fd: int, offset: int, into: memoryview, filled: Callable[[int], object]) -> None:
         """Fill `into` from `offset` of the file, telling `filled` again and again how many bytes have arrived.
@@ -69,10 +72,11 @@ class Transfer:
                 done += got
                 filled(done)
 
-    def _writes_directly(self, size: int) -> bool:
+    def writes_directly(self, blob: Buffers) -> bool:
+        """Whether a blob is to be written past the page cache."""
         if self._mode != "auto":
             return self._mode == "always"
-        return size >= SMALL_BYTES
+        return sum(memoryview(buffer).nbytes for buffer in blob) >= SMALL_BYTES
 
     def _reads_directly(self, fd: int, offset: int, size: int) -> bool:
         if self._mode != "auto":
