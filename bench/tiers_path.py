@@ -44,8 +44,10 @@ GIGABYTES = CHUNKS * CHUNK_BYTES / 1e9
 DEPTHS = (1, 2, 4, 8, 16)
 
 
-def fio(folder: Path, verb: str, depth: int) -> float:
-    """GB/s of one sequential pass over as many bytes as an operation moves."""
+def fio(folder: Path, verb: str, depth: int, *, new: bool = False) -> float:
+    """GB/s of one sequential pass over as many bytes as an operation moves. new: into a file that was not there."""
+    if new:
+        (folder / "fio").unlink(missing_ok=True)
     command = [
         "fio", "--name=limit", f"--filename={folder}/fio", f"--rw={verb}", "--bs=4M", f"--size={CHUNKS * 32}M",
         "--ioengine=io_uring", "--direct=1", f"--iodepth={depth}", "--output-format=json", "--end_fsync=0",
@@ -58,7 +60,8 @@ def fio(folder: Path, verb: str, depth: int) -> float:
 class Disk:
     """A disk tier over a pool, without an engine: chunks are in the pool before a write and after a read."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, blobs: int) -> None:
+        """blobs: so many have room."""
         runtime = SystemRuntime()
         self.events = EventBus((), runtime)
         layout = Layout(MemoryFormat.KV_BLOB, SPEC.torch_dtype, SPEC.blob_shape)
@@ -70,7 +73,7 @@ class Disk:
         self.backend: StorageBackend = backend(backend.Config(path=folder), SPEC)
         self.tier = StoredTier(
             "disk", layout, self.backend, [raw(raw.Config(), SPEC)], self.memory, self.events, runtime,
-            policy=Policy(capacity=64 << 30),
+            policy=Policy(capacity=blobs * (CHUNK_BYTES + 4096)),
         )  # fmt: skip
         self.rooms = [self.pool.reserve(self.pool.capacity // 2) for _ in range(2)]
         for room in self.rooms:
@@ -149,24 +152,26 @@ def unverified() -> Iterator[None]:
 
 
 def disk(rows: Rows, folder: Path) -> None:
-    ours = Disk(folder / "tier")
+    ours, filling = Disk(folder / "tier", blobs=CHUNKS), Disk(folder / "filling", blobs=100 * CHUNKS)
     plain = [folder / f"plain{index}" for index in range(CHUNKS)]
     into = memoryview(mmap.mmap(-1, CHUNK_BYTES))
     for path in plain:
         path.write_bytes(bytes(CHUNK_BYTES))
-    fio(folder, "write", 8)
+    ours.write(-1)  # from now on it is full, and what is written takes the place of what was
     taken: dict[str, list[float]] = {}
 
     def note(name: str, seconds: float) -> None:
         taken.setdefault(name, []).append(seconds)
 
-    limits: dict[str, list[float]] = {"write": [], "read": []}
+    limits: dict[str, list[float]] = {"new": [], "write": [], "read": []}
     for turn in range(REPEATS):
-        for verb, rates in limits.items():
-            rates.append(max(fio(folder, verb, depth) for depth in DEPTHS))
+        for what, rates in limits.items():
+            verb = "read" if what == "read" else "write"
+            rates.append(max(fio(folder, verb, depth, new=what == "new") for depth in DEPTHS))
             os.sync()
             if verb == "write":
-                note("write", ours.write(turn))
+                drop_caches()  # as fio does for its file
+                note(what, (filling if what == "new" else ours).write(turn))
                 os.sync()
             elif drop_caches():
                 note("cold", ours.read(turn))
@@ -183,11 +188,15 @@ def disk(rows: Rows, folder: Path) -> None:
         with unverified():
             note("warm, unverified", min(ours.read(turn) for _ in range(3)))
     ours.close()
+    filling.close()
 
-    def limit(verb: str) -> list[float]:
-        return [GIGABYTES / rate for rate in limits[verb]]
+    def limit(what: str) -> list[float]:
+        return [GIGABYTES / rate for rate in limits[what]]
 
-    rows.spread("disk: write from the pool (GB/s)", taken["write"], GIGABYTES, limit("write"), "fio, best depth")
+    name = "disk: write from the pool into a full tier (GB/s)"
+    rows.spread(name, taken["write"], GIGABYTES, limit("write"), "fio, best depth, over a file")
+    name = "disk: write from the pool into a tier that fills up"
+    rows.spread(name, taken["new"], GIGABYTES, limit("new"), "fio, best depth, a new file")
     if "cold" in taken:
         rows.spread(
             "disk: cold read into the pool, verified", taken["cold"], GIGABYTES, limit("read"), "fio, best depth"
