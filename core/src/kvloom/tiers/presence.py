@@ -26,7 +26,8 @@ class Presence:
         self._ledger = ledger
         self._calls = calls
         self._lossless = lossless
-        self._exact_only = exact_only
+        # A tuple: to look into a set would be to hash, which an enum does in Python.
+        self._usable = (Fidelity.EXACT, Fidelity.UNKNOWN) + (() if exact_only else (Fidelity.LOSSY,))
         self._expired = expired
         self._ttl = ttl
 
@@ -34,7 +35,7 @@ class Presence:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
         if not self._calls.serves(visit):
             return [False] * len(keys)
-        known = self._ledger.known(keys)
+        known, usable = self._ledger.known(keys), self._usable
         if self._backend.shared or not self._ledger.complete:
             unknown = [key for key, fidelity in zip(keys, known, strict=True) if fidelity is None]
             if unknown:
@@ -42,8 +43,8 @@ class Presence:
                 if there is None:
                     return [False] * len(keys)
                 new = dict(zip(unknown, there, strict=True))
-                return [new.get(key, self._usable(found)) for key, found in zip(keys, known, strict=True)]
-        return [self._usable(fidelity) for fidelity in known]
+                return [new.get(key, found in usable) for key, found in zip(keys, known, strict=True)]
+        return [fidelity in usable for fidelity in known]
 
     def enough(self, keys: Sequence[ChunkKey], visit: Visit, *, ignore: Callable[[ChunkKey], bool]) -> list[bool]:
         """For which keys there is nothing better to be written, or no telling.
@@ -65,7 +66,7 @@ class Presence:
         known = self._ledger.known(keys)
         if self._lossless:
             return [fidelity is Fidelity.EXACT or fidelity is Fidelity.LATER for fidelity in known]
-        return [fidelity is Fidelity.LATER or self._usable(fidelity) for fidelity in known]
+        return [fidelity is Fidelity.LATER or fidelity in self._usable for fidelity in known]
 
     def header(self, key: ChunkKey) -> envelope.Header | None:
         """The header of a blob, or None if there is no such blob. Raises as `envelope.parse` does. Asks the store."""
@@ -102,11 +103,6 @@ class Presence:
         except (CorruptBlobError, LaterVersionError):
             return False
         return header is not None and not self._expired(header)
-
-    def _usable(self, fidelity: Fidelity | None) -> bool:
-        if fidelity is Fidelity.LOSSY:
-            return not self._exact_only
-        return fidelity is Fidelity.EXACT or fidelity is Fidelity.UNKNOWN
 
     def _unsure(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Of which keys it has to be found out whether, and as what, they are in the store."""
