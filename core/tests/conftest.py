@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from core_support import CHUNK, SPEC, Gate, Shelf
 from hypothesis import settings
+from layers_support import STEP, Ranges
 
 from kvloom import Engine, KVSpec, Registry
 
@@ -43,3 +44,23 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.open()
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
+    """A shelf that reads ranges, and layers that are worth a range however small they are."""
+    ranges = Ranges()
+
+    def get_range(self: Shelf, key: str, offset: int, into: memoryview) -> bool:
+        ranges.before(key, offset)
+        part = (self._blobs.get(key) or b"")[offset : offset + len(into)]
+        if len(part) < len(into):
+            return False
+        into[:] = part
+        return True
+
+    monkeypatch.setattr(Shelf, "get_range", get_range)
+    monkeypatch.setattr("kvloom.tiers.layered.WHOLE_BYTES", 0)
+    monkeypatch.setattr("kvloom.tiers.layer_blobs.RANGE_BYTES", 2 * STEP)
+    monkeypatch.setattr("kvloom.builtin.raw._SMALL_BYTES", 0)
+    return ranges

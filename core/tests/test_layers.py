@@ -14,131 +14,38 @@ import torch
 from core_support import CHUNK, Gate, Shelf, tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layers_support import (
+    DEEP,
+    FAR,
+    KV,
+    LAYERS,
+    MEMORY,
+    NEAR,
+    SHELF,
+    STEP,
+    TOKENS,
+    Open,
+    Ranges,
+    by_layers,
+    chunks_in,
+    count,
+    damage,
+    deep_kv,
+    fill,
+    kept,
+    layer_at,
+    names_of,
+    right,
+    settled,
+    slow_writes,
+    store_layers,
+)
 from test_fork import in_child
 
-from kvloom import BackendError, Engine, KVSpec, Segment, StorageBackend, envelope
+from kvloom import BackendError, KVSpec, Segment, StorageBackend, envelope
 from kvloom.tiers.layer_blobs import groups
 
-MEMORY = {"type": "memory", "capacity": "1MiB"}
-SHELF = {"type": "shelf", "deadline": "20s"}
-NEAR, FAR = SHELF | {"name": "near", "shelf": "near"}, SHELF | {"name": "far", "shelf": "far"}
-Open = Callable[..., Engine]
-
-LAYERS = 6
-DEEP = KVSpec(model="deep", num_layers=LAYERS, num_kv_heads=2, head_size=8, dtype="bfloat16")
-STEP = CHUNK * DEEP.hidden_dim * 2
-"""Bytes of one plane of one layer of one chunk."""
-TOKENS = tokens_of(16)
-
-
-def deep_kv(count: int, spec: KVSpec = DEEP, seed: int = 0) -> torch.Tensor:
-    return torch.randn(spec.blob_shape(count), generator=torch.Generator().manual_seed(seed)).to(spec.torch_dtype)
-
-
-KV = deep_kv(16)
-
-
-class Ranges:
-    """What happens before the shelf reads a range."""
-
-    def __init__(self) -> None:
-        self.before: Callable[[str, int], None] = lambda key, offset: None
-
-
-@pytest.fixture(autouse=True)
-def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
-    """A shelf that reads ranges, and layers that are worth a range however small they are."""
-    ranges = Ranges()
-
-    def get_range(self: Shelf, key: str, offset: int, into: memoryview) -> bool:
-        ranges.before(key, offset)
-        part = (self._blobs.get(key) or b"")[offset : offset + len(into)]
-        if len(part) < len(into):
-            return False
-        into[:] = part
-        return True
-
-    monkeypatch.setattr(Shelf, "get_range", get_range)
-    monkeypatch.setattr("kvloom.tiers.layered.WHOLE_BYTES", 0)
-    monkeypatch.setattr("kvloom.tiers.layer_blobs.RANGE_BYTES", 2 * STEP)
-    monkeypatch.setattr("kvloom.builtin.raw._SMALL_BYTES", 0)
-    return ranges
-
-
-def fill(open_engine: Open, *, tokens: torch.Tensor = TOKENS, kv: torch.Tensor = KV, spec: KVSpec = DEEP) -> Shelf:
-    """A shelf with the KV of `tokens`."""
-    with open_engine(SHELF, spec=spec) as engine:
-        engine.store(tokens, kv=kv)
-    return Shelf.shelves["default"]
-
-
-def names_of(engine: Engine, tokens: torch.Tensor = TOKENS) -> list[str]:
-    return [str(segment.key) for segment in engine.segments(tokens)]
-
-
-def count(engine: Engine, name: str) -> int:
-    return sum(totals.count for key, totals in engine.counters().items() if key.name == name)
-
-
-def layer_at(offset: int) -> int:
-    """The layer whose K or V begins at this offset of a blob of DEEP; -1 for the header."""
-    return -1 if offset < envelope.ALIGN_BYTES else (offset - envelope.ALIGN_BYTES) // STEP % LAYERS
-
-
-def damage(shelf: Shelf, name: str, *, layer: int, plane: int = 1) -> None:
-    blob = bytearray(shelf._blobs[name])
-    blob[envelope.ALIGN_BYTES + (plane * LAYERS + layer) * STEP + 5] ^= 1
-    shelf._blobs[name] = bytes(blob)
-
-
-def kept(engine: Engine) -> tuple[int, bool]:
-    """Bytes of the chunks in memory, and whether nobody has a lease on one."""
-    memory = engine._stack.memory
-    held = [one.lease for one in memory.lease(memory.chunks()) if one is not None]
-    blocks = [lease.block for lease in held if lease.block is not None]
-    total, alone = sum(block.size for block in blocks), all(block._leases == 1 for block in blocks)
-    for lease in held:
-        lease.release()
-    return total, alone
-
-
-def settled(engine: Engine) -> bool:
-    """All of the pool that is not free is chunks in memory, and nobody has a lease on one."""
-    pool = engine._stack.memory.pool
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        if kept(engine) == (pool.used_bytes, True):
-            return engine._stack.rooms._left == pool.capacity // 2
-        time.sleep(0.001)
-    return False
-
-
-def by_layers(engine: Engine, tokens: torch.Tensor = TOKENS, like: torch.Tensor = KV, **more: Any) -> Any:
-    """The KV that came and the masks of all layers."""
-    got = torch.zeros_like(like)
-    with engine.retrieve_layer(tokens, kv=got, **more) as loading:
-        masks = [mask for _, mask in loading]
-    assert settled(engine)
-    return got, masks
-
-
-def chunks_in(masks: list[torch.Tensor]) -> list[int]:
-    """How many leading chunks each mask has; masks are prefixes that never grow."""
-    numbers = [int(mask.sum()) // CHUNK for mask in masks]
-    for number, mask in zip(numbers, masks, strict=True):
-        assert mask.dtype == torch.bool and mask.device.type == "cpu"
-        assert mask.tolist() == [at < number * CHUNK for at in range(len(mask))]
-    assert numbers == sorted(numbers, reverse=True)
-    return numbers
-
-
-def right(got: torch.Tensor, want: torch.Tensor, masks: list[torch.Tensor]) -> bool:
-    """Each layer has what its mask says, and nothing else was touched."""
-    return all(
-        torch.equal(got[:, layer, mask], want[:, layer, mask]) and not got[:, layer, ~mask].any()
-        for layer, mask in enumerate(masks)
-    )
-
+pytestmark = pytest.mark.usefixtures("ranges")
 
 # -- there and back ----------------------------------------------------------------------------------------------------
 
@@ -597,18 +504,6 @@ def test_many_are_cancelled_at_any_moment_and_nothing_is_lost(open_engine: Open,
     assert count(engine, "tier_error") == count(engine, "corrupt") == 0
 
 
-def slow_writes(engine: Engine, gate: Gate, *, layer: int) -> None:
-    """The connector waits at the gate before it writes `layer`."""
-    write_layer = engine.connector.write_layer
-
-    def wait_and_write(number: int, segments: Any, chunks: Any, **where: Any) -> None:
-        if number == layer:
-            gate("write", "")
-        write_layer(number, segments, chunks, **where)
-
-    engine.connector.write_layer = wait_and_write  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("below", [(), (SHELF,)], ids=["memory", "stored"])
 def test_what_is_being_loaded_is_not_evicted(
     open_engine: Open, gate: Gate, below: tuple[dict[str, object], ...]
@@ -795,13 +690,6 @@ def test_misuse_is_a_value_error(open_engine: Open) -> None:
 
 
 # -- storing -----------------------------------------------------------------------------------------------------------
-
-
-def store_layers(engine: Engine, tokens: torch.Tensor, kv: torch.Tensor, layers: Any = range(LAYERS)) -> None:
-    with engine.store_layer(tokens, kv=kv) as storing:
-        for layer in layers:
-            storing.layer(layer)
-        storing.finish()
 
 
 def test_only_what_is_missing_is_copied(open_engine: Open) -> None:
