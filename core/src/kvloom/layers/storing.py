@@ -25,6 +25,11 @@ class Storing:
 
     Call `layer` once the KV of that layer is computed, for every layer and in any order, then `finish`. Leaving the
     context without `finish` gives the memory back and stores nothing.
+
+    A chunk that somebody else is storing when this begins is left to them: nobody waits for another's forward pass.
+    If they give it up, it is in no tier, and counted as dropped. Somebody who has stored no layer for as long as the
+    slowest tier's deadline is taken to have been forgotten. `Engine.store` and `save` do not leave anything to a
+    storing by layers: they have the whole chunk at hand. Whichever is second then finds it there, and keeps no copy.
     """
 
     def __init__(
@@ -44,26 +49,41 @@ class Storing:
         self._done: set[int] = set()
         self._open = True
         self.num_layers = int(connector.shape(1)[1])
-        self._visit = visit = stack.visit()
-        todo = stack.missing(segments, visit)
+        self._visit = stack.visit()
+        self._claims = stack.claim(segments)
         self._rooms: list[Room] = []
+        try:
+            self._todo = self._plan([segment for segment in segments if segment.key in self._claims.keys], events)
+        except BaseException:
+            self._let_go()
+            raise
+        self._segments = [segment for segment, _ in self._todo]
+        self._chunks = [self._chunk(segment, room) for segment, room in zip(self._segments, self._rooms, strict=True)]
+        self.mask = torch.zeros(num_tokens, dtype=torch.bool)
+        """Over the tokens: whose KV is copied. The others are stored, or being stored, or there is no room for them."""
+        for segment in self._segments:
+            self.mask[segment.start : segment.end] = True
+
+    def _plan(self, segments: Sequence[Segment], events: EventBus) -> list[tuple[Segment, list[StoredTier]]]:
+        """What is missing and has room, each with the stored tiers to write it to; other claims are given up."""
+        stack, visit = self._stack, self._visit
+        todo = stack.missing(segments, visit)
         for segment, _ in todo:
-            nbytes = stack.layout.nbytes(connector.shape(segment.end - segment.start))
+            nbytes = stack.layout.nbytes(self._connector.shape(segment.end - segment.start))
             room = stack.rooms.take(nbytes, until=None if self._rooms else visit.until)
             if room is None:
                 break
             self._rooms.append(room)
-        self._todo: list[tuple[Segment, list[StoredTier]]] = todo[: len(self._rooms)]
         dropped = todo[len(self._rooms) :]
         if dropped:
             tokens = sum(segment.end - segment.start for segment, _ in dropped)
             events.emit(Event("dropped", tokens=tokens, chunks=len(dropped), reason="no room in memory"))
-        self._segments = [segment for segment, _ in self._todo]
-        self._chunks = [self._chunk(segment, room) for segment, room in zip(self._segments, self._rooms, strict=True)]
-        self.mask = torch.zeros(num_tokens, dtype=torch.bool)
-        """Over the tokens: whose KV is copied. The others are stored already, or there is no room for them."""
-        for segment in self._segments:
-            self.mask[segment.start : segment.end] = True
+        todo = todo[: len(self._rooms)]
+        mine = {segment.key for segment, _ in todo}
+        there = [segment for segment in segments if segment.key not in mine]
+        if there:
+            stack.settle(self._claims, there, stored=True)
+        return todo
 
     def _chunk(self, segment: Segment, room: Room) -> Chunk:
         num_tokens = segment.end - segment.start
@@ -87,6 +107,7 @@ class Storing:
                 if fence is not None:
                     fence.wait()
             self._done.add(layer)
+            self._stack.go_on(self._claims)
 
     def finish(self) -> None:
         """Keep what was copied: in memory now, in the tiers below in the background, as `Engine.store` does.
@@ -102,21 +123,39 @@ class Storing:
         if absent:
             self.close()
             raise ValueError(f"layer: {absent[0]} was never stored ({len(absent)} of {self.num_layers} are lacking)")
-        if self._todo:
-            self._visit.progress()  # the time since it began was the caller's
-            seconds = self._runtime.now() - self._began
-            self._stack.insert(self._todo, self._chunks, self._rooms, self._visit, seconds=seconds)
-        self._finished()
-        self._on_end(self)
+        try:
+            if self._todo:
+                self._keep()
+            self._finished()
+        finally:
+            self._stack.settle(self._claims, stored=True)
+            self._on_end(self)
 
     def close(self) -> None:
         """Give the memory back; without `finish` before, nothing is stored. Twice is fine."""
         with self._reading:
             was_open, self._open = self._open, False
         if was_open:
-            for room in self._rooms:
-                room.release()
+            self._let_go()
             self._on_end(self)
+
+    def _keep(self) -> None:
+        self._visit.progress()  # the time since it began was the caller's
+        kept = []
+        for (segment, tiers), chunk, room in zip(self._todo, self._chunks, self._rooms, strict=True):
+            lacking = self._stack.still_lacking(segment.key, tiers)
+            if lacking is None:
+                room.release()
+            else:
+                kept.append(((segment, lacking), chunk, room))
+        if kept:
+            todo, chunks, rooms = zip(*kept, strict=True)
+            self._stack.insert(todo, chunks, rooms, self._visit, seconds=self._runtime.now() - self._began)
+
+    def _let_go(self) -> None:
+        for room in self._rooms:
+            room.release()
+        self._stack.settle(self._claims, stored=False)
 
     def inherited(self, error: BaseException) -> None:
         """End it in a forked child, whose memory does not have it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvloom.runtime import Runtime
@@ -32,6 +32,11 @@ class Claims:
                 if self._waiting:
                     self._changed.notify_all()
 
+    def taken(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Which of `keys` somebody has claimed just now."""
+        with self._changed:
+            return self._taken & set(keys)
+
     def wait(self, keys: Sequence[ChunkKey], until: float) -> bool:
         """Wait until nobody claims any of `keys`; False if `until` came first."""
         with self._changed:
@@ -45,3 +50,58 @@ class Claims:
                 return True
             finally:
                 self._waiting -= 1
+
+
+class Holder:
+    """Somebody who stores chunks layer by layer, which takes as long as a forward pass. Made by `LongClaims.take`."""
+
+    __slots__ = ("at", "keys", "wanted")
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        """When it last went on."""
+        self.keys: set[ChunkKey] = set()
+        self.wanted: set[ChunkKey] = set()
+        """Those of its chunks that others have left to it."""
+
+
+class LongClaims:
+    """Claims for as long as a forward pass takes. Nobody waits for them: whoever is second leaves the chunk out.
+
+    A holder that has not gone on for `seconds` may have been forgotten by whoever made it, and keeps nobody from
+    storing: its chunks are then another's to claim.
+    """
+
+    def __init__(self, runtime: Runtime, seconds: float) -> None:
+        self._now = runtime.now
+        self._seconds = seconds
+        self._lock = runtime.lock()
+        self._holders: dict[ChunkKey, Holder] = {}
+
+    def take(self, keys: Sequence[ChunkKey]) -> Holder:
+        """Claim those of `keys` that nobody has claimed; give them back with `give`."""
+        now = self._now()
+        new = Holder(now)
+        with self._lock:
+            for key in keys:
+                old = self._holders.get(key)
+                if old is not None and old.at + self._seconds >= now:
+                    old.wanted.add(key)
+                    continue
+                new.keys.add(key)
+                self._holders[key] = new
+        return new
+
+    def go_on(self, holder: Holder) -> None:
+        """The holder has done something towards storing what it claims."""
+        holder.at = self._now()
+
+    def give(self, holder: Holder, keys: Collection[ChunkKey] | None = None) -> set[ChunkKey]:
+        """Give up claims, by default all; which of them others had left to the holder."""
+        with self._lock:
+            given = holder.keys if keys is None else holder.keys & set(keys)
+            holder.keys = holder.keys - given
+            for key in given:
+                if self._holders.get(key) is holder:
+                    del self._holders[key]
+            return holder.wanted & given

@@ -13,7 +13,7 @@ from kvloom.events import EventBus
 from kvloom.memory import Reservation
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
-from kvloom.tiers.claims import Claims
+from kvloom.tiers.claims import Claims, Holder, LongClaims
 from kvloom.tiers.flights import Read
 from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.rooms import Room, Rooms
@@ -71,6 +71,7 @@ class Stack:
         self._through = tuple(tier for tier in stored if tier.policy.write == "through")
         self._behind = tuple(tier for tier in stored if tier.policy.write == "on_evict")
         self._claims = Claims(runtime)
+        self._by_layer = LongClaims(runtime, self.deadline)
         if self._behind:
             memory.write_back = self._write_back
 
@@ -253,6 +254,39 @@ class Stack:
             elif tiers:
                 self._write_from_memory(segment.key, tiers, visit)
         return todo
+
+    # -- from the engine, layer by layer -------------------------------------------------------------------------------
+
+    def claim(self, segments: Sequence[Segment]) -> Holder:
+        """Claim those segments that nobody is storing just now: for as long as `LongClaims` says, until `settle`.
+
+        `keep` does not wait for these claims, nor does it heed them: who stores a whole chunk has all of it now.
+        """
+        keys = [segment.key for segment in segments]
+        busy = self._claims.taken(keys)
+        return self._by_layer.take([key for key in keys if key not in busy])
+
+    def go_on(self, holder: Holder) -> None:
+        """Whoever holds these claims has done something for them."""
+        self._by_layer.go_on(holder)
+
+    def settle(self, holder: Holder, segments: Sequence[Segment] = (), *, stored: bool) -> None:
+        """Give up claims, by default all. What others left to the holder, and was not stored, is counted as dropped."""
+        left = self._by_layer.give(holder, [segment.key for segment in segments] or None)
+        if left and not stored:
+            self._events.emit(Event("dropped", chunks=len(left), reason="left to another, who did not store it"))
+
+    def still_lacking(self, key: ChunkKey, tiers: Sequence[StoredTier]) -> list[StoredTier] | None:
+        """Those of `tiers` that nobody has given the exact chunk to meanwhile; None if it need not be kept at all.
+
+        As far as is known here and now.
+        """
+        if self.memory.find([key], exact=True)[0]:
+            return None  # whoever put it there saw to the tiers
+        lacking = [tier for tier in tiers if not tier.has_enough(key)]
+        return lacking if lacking or self.memory.keep else None
+
+    # -- from the engine, in whole chunks ------------------------------------------------------------------------------
 
     def _write_from_memory(self, key: ChunkKey, tiers: Sequence[StoredTier], visit: Visit) -> None:
         loaded = self.memory.lease([key])[0]

@@ -150,6 +150,10 @@ class StoredTier(Tier):
         self._check_here()
         return self._writes.pending(key) or self.find([key])[0]
 
+    def has_enough(self, key: ChunkKey) -> bool:
+        """Whether, as far as is known here and now, there is nothing better to be written, or it is on its way."""
+        return self._writes.pending(key) or self._presence.known_enough([key])[0]
+
     def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:
         """Note that a chain was used. count: once more than before."""
         if self.policy.bounded:
