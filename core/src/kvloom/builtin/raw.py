@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 from kvloom import Buffers, Chunk, CorruptBlobError, MemoryFormat, Serializer
@@ -14,6 +17,7 @@ class RawSerializer(Serializer):
 
     type = "raw"
     lossless = True
+    by_layer = True
 
     def encode(self, chunk: Chunk) -> Buffers:
         data = memoryview(chunk.tensor.detach().contiguous().view(torch.uint8).numpy().data).cast("B")
@@ -31,6 +35,23 @@ class RawSerializer(Serializer):
             part = torch.frombuffer(buffer, dtype=torch.uint8)
             flat[at : at + part.numel()].copy_(part)
             at += part.numel()
+
+    def layer_buffers(
+        self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
+    ) -> Sequence[Sequence[int]] | None:
+        if like.format is not MemoryFormat.KV_BLOB:
+            return None
+        planes, layers = like.tensor.shape[:2]
+        if tuple(lengths) != (like.nbytes // (planes * layers),) * (planes * layers):
+            return None
+        return [range(layer, planes * layers, layers) for layer in range(layers)]
+
+    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        rows = [layer.view(torch.uint8).view(-1) for plane in into.tensor for layer in plane]
+        if [row.numel() for row in rows] != [memoryview(buffer).nbytes for buffer in blob]:
+            raise CorruptBlobError("the buffers are not as long as their layers")
+        for row, buffer in zip(rows, blob, strict=True):
+            row.copy_(torch.frombuffer(buffer, dtype=torch.uint8))
 
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
         if len(blob) != like.nbytes:

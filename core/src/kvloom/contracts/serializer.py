@@ -33,6 +33,8 @@ class Serializer(Component):
     lossless: ClassVar[bool] = True
     formats: ClassVar[frozenset[MemoryFormat]] = frozenset(MemoryFormat)
     """What it can encode; anything else is refused when the engine opens."""
+    by_layer: ClassVar[bool] = False
+    """It has `layer_buffers` and `decode_layers`, so that its blobs may be read layer by layer."""
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -78,6 +80,22 @@ class Serializer(Component):
         for blob, chunk in zip(blobs, into, strict=True):
             self.decode(blob, chunk)
 
+    def layer_buffers(
+        self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
+    ) -> Sequence[Sequence[int]] | None:
+        """Optional: for each layer the numbers of the buffers that hold it; None: this blob is to be decoded whole.
+
+        lengths: of the buffers of the blob, in bytes. like: the chunk's shape and dtype, on the meta device. params:
+        those of the serializer that encoded it. A buffer that holds several layers is read for each group of layers
+        that are asked for together, so that buffers of one layer each, or one plane of one, cost the least.
+        """
+        return None
+
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
-        """Optional: `decode` of some layers only."""
+        """Optional: `decode` of some layers only, next to each other; needs `layer_buffers`, which says of what.
+
+        blob: the buffers that hold these layers, each once, in the order of `encode`; each passed its checksum. into:
+        `[planes, len(layers), tokens, hidden]`, of which each layer of a plane is contiguous, but not the whole.
+        Raises CorruptBlobError as `decode` does; what it has written by then is not used.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not decode single layers")

@@ -109,7 +109,8 @@ class Loading:
         """Stop as soon as the copy under way, if any, is over; nothing more is written then. Twice is fine."""
         with self._writing:
             self._visit.given_up = True
-        self._fetch.wake()
+        if not self._ended:  # in a forked child nobody is there to be woken, and no lock to be trusted
+            self._fetch.wake()
 
     def close(self) -> None:
         """Cancel, and give back everything; a backend call under way keeps its memory until it returns."""

@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 from kvloom import envelope
-from kvloom.errors import CorruptBlobError, DeadlineExceeded
+from kvloom.errors import DeadlineExceeded
 from kvloom.runtime import Call, Runtime
+from kvloom.tiers.arrivals import Arrival, Piece, WholeRead
 from kvloom.tiers.base import Loaded
 from kvloom.tiers.flights import Read
-from kvloom.tiers.layer_blobs import read_layers
+from kvloom.tiers.layer_blobs import LayeredBlob
 from kvloom.tiers.rooms import Place, Room, layer_bytes
 from kvloom.tiers.stack import Stack
 from kvloom.tiers.stored import StoredTier
@@ -59,9 +60,13 @@ class Incoming:
     asked: bool = False
     """It was asked for whole."""
     loaded: Loaded | None = None
-    header: envelope.Header | None = None
-    place: Place | None = None
-    """Where all of its layers are put together, if the chunk is to stay in memory."""
+    elsewhere: Read | None = None
+    """Somebody was reading it whole when its turn came."""
+    alone: bool = False
+    """And that came to nothing: it is read by layers after all."""
+    blob: LayeredBlob | None = None
+    arrival: Arrival | None = None
+    """Where all of its layers are put together, for whoever wants it, if there is room for that."""
     passing: Place | None = None
     """Else: where the layers that have just arrived are."""
     began: float = 0.0
@@ -73,14 +78,10 @@ class Incoming:
         return self.segment.end - self.segment.start
 
 
-Arrived = tuple[envelope.Header | None, int]
-"""The header of a blob that has layers, and how many of those that were asked for are right."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Part:
     tier: StoredTier
-    call: Call[Arrived | None]
+    piece: Piece
     place: Place
 
 
@@ -103,9 +104,12 @@ class Ahead:
         self._runtime = runtime
         self._positions = self._all_positions()
         self._next: tuple[range, Incoming] | None = None
-        self._pieces: dict[tuple[int, int], _Piece] = {}
-        self._wholes: dict[int, Read] = {}
+        self._parts: dict[tuple[int, int], _Part] = {}
+        self._wholes: dict[int, Read | WholeRead] = {}
         self._spare: list[Room] = []
+        # For what others were to read, if that comes to nothing; and the same while it is in use.
+        self._aside: Room | None = None
+        self._lent: Room | None = None
         self._rooms = 0
         self._room_bytes = 0
 
@@ -124,32 +128,41 @@ class Ahead:
 
     def ready(self, chunk: Incoming, group: range) -> bool:
         """Whether taking this needs no waiting."""
-        whole, piece = self._wholes.get(chunk.index), self._pieces.get((group.start, chunk.index))
-        if whole is None and piece is None:
-            return chunk.loaded is not None
-        return whole.done if whole is not None else piece is not None and piece.call.done
+        if chunk.elsewhere is not None:
+            return chunk.elsewhere.done and self._lent is None
+        read = self._wholes.get(chunk.index)
+        if read is not None:
+            return read.done
+        part = self._parts.get((group.start, chunk.index))
+        return chunk.loaded is not None if part is None else part.piece.call.done
 
     def part(self, chunk: Incoming, group: range) -> tuple[Place, int] | None:
         """Where the layers of `group` are, and how many of them are right; None if they are not to be had so."""
         self.fill()
-        piece = self._pieces.pop((group.start, chunk.index), None)
-        if piece is None:
+        part = self._parts.pop((group.start, chunk.index), None)
+        if part is None and chunk.alone and self._wanted(chunk, group):
+            self._ask_by_layer(chunk, group)  # its turn to be asked for went by while another read it
+            part = self._parts.pop((group.start, chunk.index), None)
+        if part is None:
             return None
-        if not self._wait(piece.call, piece.tier, chunk, group) and self._wanted(chunk, group):
+        call = part.piece.call
+        if not self._wait(call, part.tier, chunk, group) and self._wanted(chunk, group):
             late = DeadlineExceeded("no answer within the deadline")
-            piece.tier.calls.late("read", late, piece.call, piece.tier.calls.reading)
-        arrived = piece.call.peek()
+            part.tier.calls.late("read", late, call, part.tier.calls.reading)
+        arrived = call.peek()
         if arrived is None:
-            self._visit.lost.add(piece.tier.name)
-            self._lose(piece, chunk)
+            self._visit.lost.add(part.tier.name)
+            self._lose(part, chunk, group.start)
             return None
         self._visit.progress()
-        header, right = arrived
-        chunk.header = header or chunk.header
-        if piece.place is not chunk.place:
-            chunk.passing = piece.place
+        chunk.blob = arrived[0] or chunk.blob
+        right = part.piece.right(group)
+        if chunk.arrival is None:
+            chunk.passing = part.place
+        elif right < len(group):
+            part.tier.arrivals.close(chunk.arrival)
         self.fill()
-        return piece.place, right
+        return part.place, right
 
     def whole(self, chunk: Incoming, group: range) -> Loaded | None:
         """The chunk, all of it, from the first of its tiers."""
@@ -157,15 +170,37 @@ class Ahead:
         read = self._wholes.pop(chunk.index, None) or self._read_whole(chunk)
         if read is None:
             return None
-        self._wait(read.flight.call, tier, chunk, group)
+        read.wait(self._visit.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
         if not self._wanted(chunk, group):
             tier.give_up(read)
             return None
+        return self._landed(tier, read)
+
+    def from_elsewhere(self, chunk: Incoming, group: range) -> Loaded | None:
+        """What somebody else was reading, whole; None if it is better, or necessary, to read it by layers after all."""
+        read, chunk.elsewhere = chunk.elsewhere, None
+        assert read is not None
+        tier, flight = chunk.tiers[0], read.flight
+        chunk.alone = True
+
+        def stopped() -> bool:
+            # What this load has leased may be what the other waits for.
+            return not self._wanted(chunk, group) or (flight.starved and self._holds_leases())
+
+        if not read.wait(self._visit.patience(tier.deadline), stopped=stopped) and stopped():
+            tier.give_up(read)
+            return None
+        return self._landed(tier, read)
+
+    def _landed(self, tier: StoredTier, read: Read | WholeRead) -> Loaded | None:
         loaded = tier.collect(read)
         if loaded is not None:
             self._visit.progress()
         self.fill()
         return loaded
+
+    def _holds_leases(self) -> bool:
+        return any(chunk.loaded is not None for chunk in self._chunks)
 
     def _wait(self, call: Call[Any], tier: StoredTier, chunk: Incoming, group: range) -> bool:
         """Whether the call was done in time, and while anybody wanted it."""
@@ -174,32 +209,41 @@ class Ahead:
     def done_with(self, chunk: Incoming) -> None:
         """What was in passing is no longer needed."""
         place, chunk.passing = chunk.passing, None
-        if place is not None:
+        if place is None:
+            return
+        if place.room is self._lent:
+            self._aside, self._lent = place.room, None
+        else:
             self._spare.append(place.room)
 
     def forget(self, chunk: Incoming) -> None:
         """Nothing more of this chunk is wanted by layers: give up what is under way, and its memory."""
         self.done_with(chunk)
-        for key in [key for key in self._pieces if key[1] == chunk.index]:
-            self._lose(self._pieces.pop(key), chunk)
-        place, chunk.place = chunk.place, None
-        if place is not None:
-            place.room.release()
+        arrival, chunk.arrival = chunk.arrival, None
+        for key in [key for key in self._parts if key[1] == chunk.index]:
+            part = self._parts.pop(key)
+            if arrival is None:
+                self._lose(part, chunk, key[0])
+        if arrival is not None:
+            arrival.home.leave(arrival)
 
     def close(self) -> None:
         """Give everything up."""
         for chunk in self._chunks:
             self.forget(chunk)
+            if chunk.elsewhere is not None:
+                chunk.tiers[0].give_up(chunk.elsewhere)
+                chunk.elsewhere = None
         for index, read in self._wholes.items():
             self._chunks[index].tiers[0].give_up(read)
-        for room in self._spare:
+        for room in (*self._spare, *filter(None, [self._aside])):
             room.release()
-        self._wholes, self._spare = {}, []
+        self._wholes, self._spare, self._aside = {}, [], None
 
     def fill(self) -> None:
         """Ask for what comes next, as much as may be under way at once."""
-        for start, index in [key for key in self._pieces if self._prefix.count(key[0]) <= key[1]]:
-            self._lose(self._pieces.pop((start, index)), self._chunks[index])
+        for start, index in [key for key in self._parts if self._prefix.count(key[0]) <= key[1]]:
+            self._lose(self._parts.pop((start, index)), self._chunks[index], start)
         while not self._visit.given_up:
             if self._next is None:
                 self._next = next(self._positions, None)
@@ -219,83 +263,112 @@ class Ahead:
         return not self._visit.given_up and self._prefix.count(group.start) > chunk.index
 
     def _comes_from_below(self, chunk: Incoming, group: range) -> bool:
-        """A chunk that is read whole is asked for once."""
-        first = chunk.by_layer or not (group.start or chunk.asked)
-        return first and chunk.loaded is None and not chunk.over and bool(chunk.tiers)
+        """A chunk that is read whole is asked for once, and no longer by layers."""
+        first = not chunk.asked and (chunk.by_layer or not group.start)
+        here = chunk.loaded is not None or chunk.elsewhere is not None
+        return first and not here and not chunk.over and bool(chunk.tiers)
 
     def _ask(self, chunk: Incoming, group: range) -> bool:
         """Begin to read; False if there is no room for it now, or not everything known that it takes."""
-        if not chunk.by_layer:
-            nbytes = self._stack.layout.nbytes(chunk.shape)
-            window = min(_WHOLES, self._stack.memory.pool.capacity // 2 // (nbytes + 2 * envelope.ALIGN_BYTES))
-            if len(self._wholes) >= max(1, window):
-                return False
-            read = self._read_whole(chunk)
-            if read is not None:
-                self._wholes[chunk.index] = read
-            return True
-        tier = chunk.tiers[0]
-        if len(self._pieces) >= 2 * tier.backend.threads or (group.start and chunk.header is None):
+        if not group.start and chunk.arrival is None:
+            chunk.loaded = self._stack.memory.lease([chunk.segment.key])[0]
+            if chunk.loaded is not None:
+                return True
+        if chunk.by_layer:
+            under_way = len(self._parts) >= 2 * chunk.tiers[0].backend.threads
+            return not under_way and self._ask_by_layer(chunk, group)
+        nbytes = self._stack.layout.nbytes(chunk.shape)
+        window = min(_WHOLES, self._stack.memory.pool.capacity // 2 // (nbytes + 2 * envelope.ALIGN_BYTES))
+        if len(self._wholes) >= max(1, window):
             return False
-        place = self._place(chunk, group)
-        if place is None:
-            return False
-        chunk.began = chunk.began or self._runtime.now()
-        read_part = partial(_read, tier, chunk, chunk.header, place, group)
-        call = tier.begin(read_part)
-        if call is None:
-            self._let_go(place, chunk)
-        else:
-            self._pieces[group.start, chunk.index] = _Piece(tier, call, place)
+        read = self._read_whole(chunk)
+        if read is not None:
+            self._wholes[chunk.index] = read
         return True
 
-    def _read_whole(self, chunk: Incoming) -> Read | None:
+    def _ask_by_layer(self, chunk: Incoming, group: range) -> bool:
+        tier, start = chunk.tiers[0], group.start
+        if not start and chunk.arrival is None and not chunk.alone:
+            self._join(chunk)
+            if chunk.elsewhere is not None:
+                return True
+        arrival = chunk.arrival
+        if arrival is not None:
+            chunk.blob = chunk.blob or arrival.blob
+        if start and chunk.blob is None:
+            return False
+        chunk.began = chunk.began or self._runtime.now()
+        if arrival is not None:
+            piece = tier.arrivals.ask(arrival, group)
+            if piece is not None:
+                self._parts[start, chunk.index] = _Part(tier, piece, arrival.place)
+            return True
+        place = self._passing(chunk, group)
+        if place is None:
+            return False
+        call = tier.begin(partial(tier.read_layers, chunk.segment.key, chunk.blob, place, chunk.num_tokens, group))
+        if call is None:
+            self._let_go(place)
+        else:
+            self._parts[start, chunk.index] = _Part(tier, Piece(call, group), place)
+        return True
+
+    def _join(self, chunk: Incoming) -> None:
+        """Share in what others read of this chunk just now; else have it put together, if there is room for all."""
+        tier, key, groups, visit = chunk.tiers[0], chunk.segment.key, self._groups, self._visit
+        found = tier.arrivals.join(key, groups, visit)
+        if found is None:
+            room = self._stack.rooms.take(self._stack.layout.nbytes(chunk.shape))
+            if room is None:
+                return
+            place = Place.of(room, chunk.shape, self._stack.layout.dtype)
+            found = tier.arrivals.join(key, groups, visit, place=place, num_tokens=chunk.num_tokens)
+            if not isinstance(found, Arrival) or found.place is not place:
+                room.release()
+        if isinstance(found, Arrival):
+            chunk.arrival = found
+        elif found is not None and self._has_a_way_out():
+            chunk.elsewhere = found
+        elif found is not None:
+            tier.give_up(found)
+
+    def _has_a_way_out(self) -> bool:
+        """Whether this can go on if it waits for somebody who, in turn, waits for what is leased here."""
+        if self._aside is None and self._lent is None and self._holds_leases():
+            self._aside = self._stack.rooms.passing(self._room_bytes)
+            return self._aside is not None
+        return True
+
+    def _read_whole(self, chunk: Incoming) -> Read | WholeRead | None:
         chunk.asked = True
         return chunk.tiers[0].read(chunk.segment.key, chunk.shape, chunk.num_tokens, self._visit)
 
-    def _place(self, chunk: Incoming, group: range) -> Place | None:
-        dtype = self._stack.layout.dtype
-        stays = self._stack.memory.keep or chunk.tiers[0] is not self._stack.stored[0]
-        if chunk.place is None and not group.start and stays:
-            room = self._stack.rooms.take(self._stack.layout.nbytes(chunk.shape))
-            if room is not None:
-                chunk.place = Place(room, chunk.shape, dtype)
-        if chunk.place is not None:
-            return chunk.place
+    def _passing(self, chunk: Incoming, group: range) -> Place | None:
+        """Memory for these layers only, until they are handed on."""
         if not self._spare and self._rooms < 2 * chunk.tiers[0].backend.threads:
             room = self._stack.rooms.passing(self._room_bytes)
             if room is not None:
                 self._rooms += 1
                 self._spare.append(room)
+        if not self._spare and chunk.alone and self._aside is not None:
+            self._spare.append(self._aside)
+            self._aside, self._lent = None, self._aside
         if not self._spare:
             return None
-        planes, _, tokens, hidden = chunk.shape
-        return Place(self._spare.pop(), (planes, len(group), tokens, hidden), dtype, group.start)
+        return Place.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
 
-    def _lose(self, piece: _Piece, chunk: Incoming) -> None:
+    def _lose(self, part: _Part, chunk: Incoming, start: int) -> None:
         """Give up what may still be under way; it keeps its memory until it returns."""
-        piece.call.cancel()
-        self._let_go(piece.place, chunk)
+        if chunk.arrival is not None:
+            group = next(group for group in self._groups if group.start == start)
+            part.tier.arrivals.give_up(chunk.arrival, group)
+            return
+        part.piece.call.cancel()
+        self._let_go(part.place)
 
-    def _let_go(self, place: Place, chunk: Incoming) -> None:
-        if place is not chunk.place:
-            place.room.release()
-            self._rooms -= 1
-
-
-def _read(
-    tier: StoredTier, chunk: Incoming, header: envelope.Header | None, place: Place, layers: range
-) -> Arrived | None:
-    """On the tier's thread. 0 layers if there is nothing that can be read by layers; None if nobody waits any more."""
-    if not place.room.enter():
-        return None
-    try:
-        if header is None:
-            header = tier.open_layers(chunk.segment.key, chunk.shape, chunk.num_tokens)
-        if header is None:
-            return None, 0
-        return header, read_layers(tier.backend, header, place, num_layers=chunk.shape[1], layers=layers)
-    except CorruptBlobError:
-        return None, 0
-    finally:
+    def _let_go(self, place: Place) -> None:
         place.room.release()
+        if place.room is self._lent:
+            self._lent = None
+        else:
+            self._rooms -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from kvloom.errors import BackendError, DeadlineExceeded
 from kvloom.runtime import Call, Runtime
@@ -12,11 +13,13 @@ from kvloom.tiers.calls import Calls
 from kvloom.tiers.visit import Visit
 from kvloom.types import ChunkKey
 
+R = TypeVar("R")
+
 
 class Flight:
     """One call that reads one chunk."""
 
-    __slots__ = ("call", "failed", "key", "shares")
+    __slots__ = ("call", "failed", "key", "shares", "starved")
 
     call: Call[Loaded | None]
 
@@ -25,6 +28,8 @@ class Flight:
         self.shares = 1
         self.failed = False
         """It raised: the tier is not to be asked again by those who waited."""
+        self.starved = False
+        """It waits for memory: who has some of it in use should not wait for this."""
 
 
 class Read:
@@ -41,33 +46,59 @@ class Read:
         """There is nothing to wait for."""
         return self.flight.call.done
 
+    def wait(self, until: float, *, stopped: Callable[[], bool]) -> bool:
+        """Whether it was done by `until`, unless `stopped()` came first."""
+        return self.flight.call.wait(until, stopped=stopped)
+
 
 class Flights:
     """The reads of one tier."""
 
     def __init__(self, calls: Calls, runtime: Runtime) -> None:
         self._calls = calls
-        self._lock = runtime.lock()
+        self.lock = runtime.lock()
+        """Held while a read begins or ends, so that nobody begins another of the same chunk."""
         self._open: dict[ChunkKey, Flight] = {}
 
-    def board(self, key: ChunkKey, load: Callable[[], Loaded | None], visit: Visit) -> Read | None:
-        """Share the call that reads `key`, or begin one; None if the tier cannot take it."""
+    def board(
+        self, key: ChunkKey, load: Callable[[], Loaded | None], visit: Visit, *,
+        instead: Callable[[], R | None] = lambda: None,
+    ) -> Read | R | None:  # fmt: skip
+        """Share the call that reads `key`, or begin one; None if the tier cannot take it.
+
+        instead: asked under the lock for another way to get it, which goes before.
+        """
         judged = self._calls.judged("read", load, self._calls.reading)
         try:
-            with self._lock:
-                flight = self._open.get(key)
-                if flight is not None:
-                    flight.shares += 1
-                else:
+            with self.lock:
+                other = instead() or self.share(key, visit)
+                if other is None:
                     flight = Flight(key)
                     run = partial(self._land, flight, judged)
                     flight.call = self._calls.reads.submit(run, seconds=self._calls.deadline, discard=release)
                     self._open[key] = flight
+                    other = Read(flight, visit)
         except BackendError as error:
             self._calls.failed("read", error, self._calls.reading)
             visit.lost.add(self._calls.name)
             return None
+        return other
+
+    def share(self, key: ChunkKey, visit: Visit) -> Read | None:
+        """Share the call that reads `key`, if there is one. Under the lock."""
+        flight = self._open.get(key)
+        if flight is None:
+            return None
+        flight.shares += 1
         return Read(flight, visit)
+
+    def starve(self, key: ChunkKey) -> None:
+        """The call that reads `key` waits for memory."""
+        with self.lock:
+            flight = self._open.get(key)
+            if flight is not None:
+                flight.starved = True
+        self._calls.reads.wake()
 
     def leave(self, read: Read) -> Loaded | None:
         """Wait for what the call reads: a lease of its own, or None. A tier that is late is lost to the visit."""
@@ -87,7 +118,7 @@ class Flights:
     def give_up(self, read: Read) -> None:
         """Do not wait. The call is given up with its last share."""
         flight = read.flight
-        with self._lock:
+        with self.lock:
             flight.shares -= 1
             last = not flight.shares
             if last:
@@ -102,14 +133,14 @@ class Flights:
             flight.failed = True
             return None
         finally:
-            with self._lock:  # from now on it is in memory, or not to be had
+            with self.lock:  # from now on it is in memory, or not to be had
                 self._forget(flight)
 
     def _share(self, flight: Flight, visit: Visit) -> Loaded | None:
         loaded = flight.call.peek()
         if flight.failed:
             visit.lost.add(self._calls.name)
-        with self._lock:
+        with self.lock:
             flight.shares -= 1
             last = not flight.shares
             mine = loaded if last or loaded is None else loaded.again()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import xxhash
 
 from kvloom import envelope
+from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
-from kvloom.tiers.rooms import Place, layer_bytes
+from kvloom.tiers.rooms import Place
+from kvloom.types import Chunk, MemoryFormat
 
 WHOLE_BYTES = 1 << 20
 """Chunks up to this size are read whole: layers that small are not worth a call each."""
@@ -22,10 +26,34 @@ def reads_ranges(backend: StorageBackend) -> bool:
     return type(backend).get_range is not StorageBackend.get_range
 
 
-def has_layers(header: envelope.Header, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether the blob of a chunk `[planes, layers, tokens, hidden]` is its bytes, with a checksum for each layer."""
-    raw = header.description.serializer == "raw"
-    return raw and header.lengths == (layer_bytes(shape, dtype),) * (shape[0] * shape[1])
+@dataclass(frozen=True, slots=True)
+class LayeredBlob:
+    """A blob whose layers can be read one by one: what its buffers are, and where."""
+
+    header: envelope.Header
+    serializer: Serializer
+    buffers: Sequence[Sequence[int]]
+    """For each layer the numbers of the buffers that hold it."""
+    offsets: Sequence[int]
+    """Where each buffer begins, in bytes from the beginning of the blob."""
+
+    @property
+    def raw(self) -> bool:
+        """The buffers are the layers' bytes, those of the first plane before those of the next."""
+        return self.header.description.serializer == "raw"
+
+
+def layered(header: envelope.Header, serializer: Serializer, like: Chunk) -> LayeredBlob | None:
+    """The layers of a blob that `serializer` decodes; None if it has to be read whole. like: on the meta device."""
+    if not serializer.by_layer or header.payload_bytes > serializer.max_encoded_bytes(like):
+        return None
+    buffers = serializer.layer_buffers(header.lengths, like, header.description.params)
+    if buffers is None or len(buffers) != like.tensor.shape[1]:
+        return None
+    if not all(0 <= number < len(header.lengths) for numbers in buffers for number in numbers):
+        return None
+    offsets = [header.header_bytes, *header.lengths]
+    return LayeredBlob(header, serializer, buffers, list(accumulate(offsets))[:-1])
 
 
 def groups(num_layers: int, nbytes: int) -> list[range]:
@@ -42,23 +70,61 @@ def groups(num_layers: int, nbytes: int) -> list[range]:
     return parts
 
 
-def read_layers(
-    backend: StorageBackend, header: envelope.Header, place: Place, *, num_layers: int, layers: range
-) -> int:
-    """Read `layers` of a blob that has layers into their place, all planes; how many, from the first on, are right.
+def read_layers(backend: StorageBackend, blob: LayeredBlob, place: Place, layers: range) -> int:
+    """Read `layers` of a blob into their place, all planes; how many, from the first on, are right.
 
-    Raises whatever the backend raises.
+    Raises whatever backend and serializer raise.
     """
+    return _read_raw(backend, blob, place, layers) if blob.raw else _read_encoded(backend, blob, place, layers)
+
+
+def _read_raw(backend: StorageBackend, blob: LayeredBlob, place: Place, layers: range) -> int:
+    """Straight to where the layers belong."""
+    header, num_layers = blob.header, len(blob.buffers)
     right = len(layers)
-    step = layer_bytes(place.shape, place.dtype)
-    for plane in range(place.shape[0]):
+    step = place.layer_bytes
+    for plane in range(place.chunk_shape[0]):
         first = plane * num_layers + layers.start
         into = place.rows(plane, layers[:right])
-        offset = header.header_bytes + first * step
-        if not right or not backend.get_range(header.description.key, offset, into):
+        if not right or not backend.get_range(header.description.key, blob.offsets[first], into):
             return 0
         for number in range(right):
             if xxhash.xxh3_128_digest(into[number * step : (number + 1) * step]) != header.digests[first + number]:
                 right = number
                 break
     return right
+
+
+def _read_encoded(backend: StorageBackend, blob: LayeredBlob, place: Place, layers: range) -> int:
+    header = blob.header
+    numbers = sorted({number for layer in layers for number in blob.buffers[layer]})
+    arrived: dict[int, memoryview] = {}
+    for run in _runs(numbers):
+        lengths = header.lengths[run.start : run.stop]
+        scratch = memoryview(torch.empty(sum(lengths), dtype=torch.uint8).numpy().data)
+        if scratch.nbytes and not backend.get_range(header.description.key, blob.offsets[run.start], scratch):
+            return 0
+        for number, end, length in zip(run, accumulate(lengths), lengths, strict=True):
+            part = scratch[end - length : end]
+            if xxhash.xxh3_128_digest(part) == header.digests[number]:
+                arrived[number] = part
+    right = 0
+    while right < len(layers) and all(number in arrived for number in blob.buffers[layers[right]]):
+        right += 1
+    if right:
+        wanted = sorted({number for layer in layers[:right] for number in blob.buffers[layer]})
+        about = header.description
+        into = Chunk(place.layers(layers[:right]), MemoryFormat(about.format), about.num_tokens, about.fidelity)
+        blob.serializer.decode_layers([arrived[number] for number in wanted], layers[:right], into)
+    return right
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Ascending numbers as runs of neighbours."""
+    runs: list[range] = []
+    for number in numbers:
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs

@@ -79,7 +79,7 @@ class LayerFetch:
         if not chunk.tiers or self._stack.layout.nbytes(chunk.shape) <= WHOLE_BYTES:
             return False
         tier = chunk.tiers[0]
-        return tier.serializer.type == "raw" and reads_ranges(tier.backend)
+        return tier.serializer.by_layer and reads_ranges(tier.backend)
 
     def begin(self) -> None:
         """Lease what is in memory. What else is missing is read from now on."""
@@ -134,6 +134,11 @@ class LayerFetch:
 
     def _take(self, chunk: Incoming, group: range) -> Part | None:
         """As many layers of the group as there are; the prefix ends before what is not there."""
+        self._ahead.fill()
+        if chunk.elsewhere is not None:
+            chunk.loaded = self._ahead.from_elsewhere(chunk, group)
+            if chunk.loaded is not None:
+                self._stack.promote(chunk.segment, chunk.loaded, self._visit, below=chunk.tiers[0])
         if chunk.loaded is None and chunk.by_layer:
             arrived = self._ahead.part(chunk, group)
             place, right = (None, 0) if arrived is None else arrived
@@ -160,7 +165,7 @@ class LayerFetch:
             tier = chunk.tiers[0]
             loaded = self._ahead.whole(chunk, group)
             if loaded is not None:
-                before = None if chunk.header is None or not group.start else chunk.header.description.fidelity
+                before = None if chunk.blob is None or not group.start else chunk.blob.header.description.fidelity
                 if before in (None, loaded.chunk.fidelity):
                     self._stack.promote(chunk.segment, loaded, self._visit, below=tier)
                     return loaded
@@ -169,8 +174,8 @@ class LayerFetch:
         return None
 
     def _part(self, chunk: Incoming, layers: range, tensor: torch.Tensor) -> Part:
-        assert chunk.header is not None
-        fidelity = chunk.header.description.fidelity
+        assert chunk.blob is not None
+        fidelity = chunk.blob.header.description.fidelity
         of = Chunk(tensor, self._stack.layout.format, chunk.num_tokens, fidelity)
         return Part(chunk.index, chunk.segment, layers, of)
 
@@ -193,20 +198,16 @@ class LayerFetch:
 
     def _complete(self, chunk: Incoming) -> None:
         """All layers of a chunk have come by ranges, and were verified: keep it in memory, if it was put together."""
-        header, key, tier = chunk.header, chunk.segment.key, chunk.tiers[0]
-        assert header is not None
-        nbytes = header.header_bytes + header.payload_bytes
-        seconds = self._runtime.now() - chunk.began
-        self._events.emit(Event("retrieved", tier.name, chunk.num_tokens, 1, nbytes, seconds))
-        place, chunk.place = chunk.place, None
-        if place is None:
+        tier, arrival, blob = chunk.tiers[0], chunk.arrival, chunk.blob
+        assert blob is not None
+        if arrival is None:
+            nbytes = blob.header.header_bytes + blob.header.payload_bytes
+            seconds = self._runtime.now() - chunk.began
+            self._events.emit(Event("retrieved", tier.name, chunk.num_tokens, 1, nbytes, seconds))
             return
-        block = place.room.seal()
-        assert block is not None, "these reservations have no deadline"
-        tensor = block.tensor(place.shape, place.dtype)
-        whole = Chunk(tensor, self._stack.layout.format, chunk.num_tokens, header.description.fidelity)
-        memory, since = self._stack.memory, self._visit.since
-        loaded = memory.insert(key, whole, block, written=header.description.written, dirty=False, since=since)
-        if not memory.purges.hit(key, since):
+        chunk.arrival = None
+        loaded, first = tier.complete(arrival)
+        if first and not self._stack.memory.purges.hit(arrival.key, arrival.since):
             self._stack.promote(chunk.segment, loaded, self._visit, below=tier)
         loaded.release()
+        tier.arrivals.leave(arrival)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -19,6 +20,8 @@ from kvloom.types import Chunk, ChunkKey
 
 _HEADER_BYTES = 1 << 20
 """More than the header of any blob takes."""
+
+_Reserve = Callable[[int], Reservation | None]
 
 
 class ExpiredBlobError(KVLoomError):
@@ -42,26 +45,35 @@ class BlobReader:
 
     def read(
         self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, *, until: float,
-        since: int,
+        since: int, on_wait: Callable[[], None] = lambda: None,
     ) -> tuple[envelope.Header, Loaded | None] | None:  # fmt: skip
         """The blob's header, and its chunk unless `until` has passed; None if there is no blob.
 
-        since: a mark of the removals from before; what was removed after it is not kept in memory. Raises
+        since: a mark of the removals from before; what was removed after it is not kept in memory. on_wait: called
+        before this waits for memory that is in use. Raises
         CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError and whatever the backend raises.
         """
         like = Chunk(torch.empty(shape, dtype=self._layout.dtype, device="meta"), self._layout.format, num_tokens)
         longest = max(serializer.max_encoded_bytes(like) for serializer in self._decoders.values())
         room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
-        landing = _Landing(self._memory, str(key), until, room_by=room_by, max_bytes=longest + _HEADER_BYTES)
+        reserve = partial(self._reserve, until=until, room_by=room_by, on_wait=on_wait)
+        landing = _Landing(reserve, str(key), max_bytes=longest + _HEADER_BYTES)
         try:
             if not backend.get_into(str(key), landing):
                 return None
             header = landing.finish()
             serializer = self.check(header, shape, num_tokens)
-            loaded = self._decode(key, header, landing, serializer, until=until, room_by=room_by, since=since)
+            loaded = self._decode(key, header, landing, serializer, reserve, since=since)
             return header, loaded
         finally:
             landing.abandon()  # now, not when a traceback that refers to it is collected
+
+    def _reserve(self, nbytes: int, *, until: float, room_by: float, on_wait: Callable[[], None]) -> Reservation | None:
+        room = self._memory.reserve(nbytes, deadline=until)
+        if room is None:
+            on_wait()
+            room = self._memory.reserve_by(nbytes, room_by, deadline=until)
+        return room
 
     def expired(self, header: envelope.Header) -> bool:
         """Whether the blob is past its time."""
@@ -87,8 +99,8 @@ class BlobReader:
         return serializer
 
     def _decode(
-        self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, *,
-        until: float, room_by: float, since: int,
+        self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, reserve: _Reserve, *,
+        since: int,
     ) -> Loaded | None:  # fmt: skip
         about, dtype = header.description, self._layout.dtype
         like = Chunk(
@@ -99,7 +111,7 @@ class BlobReader:
         if chunk is not None:
             room = landing.take()
         else:
-            decoded = self._memory.reserve_by(like.nbytes, room_by, deadline=until)
+            decoded = reserve(like.nbytes)
             if decoded is None:
                 raise NoRoomError("no room in memory to decode a chunk")
             room = decoded
@@ -118,12 +130,10 @@ class BlobReader:
 class _Landing:
     """Where a backend puts a blob: pool memory, verified as it fills."""
 
-    def __init__(self, memory: MemoryTier, key: str, until: float, *, room_by: float, max_bytes: int) -> None:
+    def __init__(self, reserve: _Reserve, key: str, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._memory = memory
+        self._reserve = reserve
         self._key = key
-        self._until = until
-        self._room_by = room_by
         self._room: Reservation | None = None
         self._verifier: envelope.Verifier | None = None
 
@@ -132,7 +142,7 @@ class _Landing:
             raise CorruptBlobError("an empty blob")
         if num_bytes > self._max_bytes:  # before memory is emptied for it
             raise CorruptBlobError(f"{num_bytes} bytes, which no blob of such a chunk has")
-        self._room = self._memory.reserve_by(num_bytes, self._room_by, deadline=self._until)
+        self._room = self._reserve(num_bytes)
         if self._room is None:
             raise NoRoomError(f"no room in memory for a blob of {num_bytes} bytes")
         self._verifier = envelope.Verifier(self._room.view, key=self._key)

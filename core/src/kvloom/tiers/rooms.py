@@ -105,26 +105,36 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where some layers of a chunk lie in a room: `shape` is `[planes, layers, tokens, hidden]`, without a gap."""
+    """Where some layers of a chunk lie in a room: `tensor` is `[planes, layers, tokens, hidden]`, without a gap."""
 
     room: Room
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    first: int = 0
+    tensor: torch.Tensor
+    first: int
     """The layer that comes first."""
+    chunk_shape: tuple[int, ...]
+    """The shape of the whole chunk, which may have more layers."""
+
+    @classmethod
+    def of(cls, room: Room, chunk_shape: tuple[int, ...], dtype: torch.dtype, layers: range | None = None) -> Place:
+        """In a room that is long enough; layers: default all."""
+        planes, num_layers, tokens, hidden = chunk_shape
+        layers = range(num_layers) if layers is None else layers
+        tensor = room.reservation.tensor((planes, len(layers), tokens, hidden), dtype)
+        return cls(room, tensor, layers.start, chunk_shape)
 
     @property
-    def tensor(self) -> torch.Tensor:
-        return self.room.reservation.tensor(self.shape, self.dtype)
+    def layer_bytes(self) -> int:
+        """Bytes of one plane of one layer."""
+        return layer_bytes(self.chunk_shape, self.tensor.dtype)
 
     def layers(self, layers: range) -> torch.Tensor:
         """These layers, as a view `[planes, len(layers), tokens, hidden]`."""
         return self.tensor[:, layers.start - self.first : layers.stop - self.first]
 
     def rows(self, plane: int, layers: range) -> memoryview:
-        """The bytes of one plane of these layers."""
-        step = layer_bytes(self.shape, self.dtype)
-        start = (plane * self.shape[1] + layers.start - self.first) * step
+        """The bytes of one plane of these layers. Only for who fills them: once they are sealed, nobody may."""
+        step = self.layer_bytes
+        start = (plane * self.tensor.shape[1] + layers.start - self.first) * step
         return self.room.reservation.view[start : start + len(layers) * step]
 
 

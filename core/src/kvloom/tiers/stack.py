@@ -12,6 +12,7 @@ from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.memory import Reservation
 from kvloom.runtime import Runtime
+from kvloom.tiers.arrivals import WholeRead
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.claims import Claims, Holder, LongClaims
 from kvloom.tiers.flights import Read
@@ -36,7 +37,7 @@ class _Arrival:
     tiers: list[StoredTier]
     """Stored tiers where it may be, fastest first; those tried already are gone."""
     loaded: Loaded | None = None
-    read: Read | None = None
+    read: Read | WholeRead | None = None
     source: StoredTier | None = None
     """The tier that it is being read from."""
 

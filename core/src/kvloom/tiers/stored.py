@@ -17,15 +17,17 @@ from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, LaterVersionError, UnreadableBlobError
 from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime
+from kvloom.tiers.arrivals import Arrival, Arrivals, Arrived, WholeRead
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.blobs import BlobWriter
 from kvloom.tiers.calls import Calls, NoRoomError
 from kvloom.tiers.flights import Flights, Read, release
-from kvloom.tiers.layer_blobs import has_layers
+from kvloom.tiers.layer_blobs import LayeredBlob, layered, read_layers
 from kvloom.tiers.ledger import Fidelity, Ledger
 from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.presence import Presence
 from kvloom.tiers.reader import BlobReader, ExpiredBlobError
+from kvloom.tiers.rooms import Place
 from kvloom.tiers.upkeep import Upkeep
 from kvloom.tiers.visit import Visit
 from kvloom.tiers.writes import Write, WriteQueue
@@ -99,6 +101,7 @@ class StoredTier(Tier):
         self._purges = memory.purges
         self._record: Call[None] | None = None
         self._flights = Flights(self.calls, runtime)
+        self.arrivals = Arrivals(self._flights, self.calls, memory.purges, layout, runtime, self.read_layers)
         self._writes = WriteQueue(
             self.calls.writes,
             runtime,
@@ -161,23 +164,65 @@ class StoredTier(Tier):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit | None = None) -> Read | None:
+    def read(
+        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit | None = None
+    ) -> Read | WholeRead | None:
         """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`.
 
-        Whoever asks for a chunk that is on its way already shares the one call.
+        Whoever asks for a chunk that is on its way already, whole or by layers, shares the calls that read it.
         """
         visit = visit or self._visit()
         if not self.calls.serves(visit):
             return None
-        return self._flights.board(key, partial(self._load, key, tuple(shape), num_tokens), visit)
+        load = partial(self._load, key, tuple(shape), num_tokens)
+        read = self._flights.board(key, load, visit, instead=partial(self.arrivals.share, key, visit))
+        if isinstance(read, WholeRead):
+            self.arrivals.hurry(read.arrival)
+        return read
 
-    def collect(self, read: Read) -> Loaded | None:
+    def collect(self, read: Read | WholeRead) -> Loaded | None:
         """The verified chunk, or None: not there, not readable, or not in time."""
-        return self._flights.leave(read)
+        return self._flights.leave(read) if isinstance(read, Read) else self._collect_layers(read)
 
-    def give_up(self, read: Read) -> None:
+    def give_up(self, read: Read | WholeRead) -> None:
         """Nobody will collect it."""
-        self._flights.give_up(read)
+        if isinstance(read, Read):
+            self._flights.give_up(read)
+        else:
+            self.arrivals.leave(read.arrival)
+
+    def _collect_layers(self, read: WholeRead) -> Loaded | None:
+        arrival = read.arrival
+        key, num_tokens = arrival.key, arrival.num_tokens
+        try:
+            outcome = self.arrivals.collect(read)
+            if outcome and self._purges.hit(key, arrival.since):
+                return None
+            if outcome:
+                return self.complete(arrival)[0]
+            self.arrivals.close(arrival)
+        finally:
+            self.arrivals.leave(arrival)
+        if outcome is None or not self.calls.serves(read.visit):
+            return None
+        again = self._flights.board(key, partial(self._load, key, arrival.place.chunk_shape, num_tokens), read.visit)
+        return None if again is None else self._flights.leave(again)
+
+    def complete(self, arrival: Arrival) -> tuple[Loaded, bool]:
+        """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this."""
+        loaded, block = self.arrivals.complete(arrival)
+        if block is None:
+            return loaded, False
+        assert arrival.blob is not None
+        header = arrival.blob.header
+        nbytes, seconds = header.header_bytes + header.payload_bytes, self._runtime.now() - arrival.began
+        self._events.emit(Event("retrieved", self.name, arrival.num_tokens, 1, nbytes, seconds))
+        kept = self._memory.insert(
+            arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since
+        )
+        loaded.release()
+        self.arrivals.close(arrival)  # from now on it is in memory, or not to be kept
+        return kept, True
 
     def begin(self, read: Callable[[], T]) -> Call[T] | None:
         """Have a thread for reads run `read`, which reads part of a blob; None if the tier cannot take the call."""
@@ -190,18 +235,35 @@ class StoredTier(Tier):
             self.calls.failed("read", error, self.calls.reading)
             return None
 
-    def open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> envelope.Header | None:
-        """The header of a blob that can be read layer by layer; None if there is none such. Within `begin`."""
+    def read_layers(
+        self, key: ChunkKey, blob: LayeredBlob | None, place: Place, num_tokens: int, layers: range
+    ) -> Arrived | None:
+        """On the tier's thread: read some layers of a blob (None: what it is, is to be found out first) into `place`.
+
+        0 layers if there is nothing that can be read by layers; None if nobody waits any more.
+        """
+        if not place.room.enter():
+            return None
+        try:
+            blob = blob or self._open_layers(key, place.chunk_shape, num_tokens)
+            return (None, 0) if blob is None else (blob, read_layers(self.backend, blob, place, layers))
+        except CorruptBlobError:
+            return blob, 0
+        finally:
+            place.room.release()
+
+    def _open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> LayeredBlob | None:
         known_since = self.ledger.mark()
         try:
             header = self._presence.header(key)
             if header is None:
                 return None
-            self._reader.check(header, shape, num_tokens)
+            serializer = self._reader.check(header, shape, num_tokens)
         except (CorruptBlobError, UnreadableBlobError, ExpiredBlobError):
             return None  # reading it whole says so, and does what is to be done about it
         self._presence.note(key, header, since=known_since)
-        return header if has_layers(header, shape, self.layout.dtype) else None
+        empty = torch.empty(shape, dtype=self.layout.dtype, device="meta")
+        return layered(header, serializer, Chunk(empty, self.layout.format, num_tokens, header.description.fidelity))
 
     def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> Loaded | None:
         began = self._runtime.now()
@@ -209,7 +271,10 @@ class StoredTier(Tier):
         until = began + self.deadline
         for attempt in (1, 2):
             try:
-                arrived = self._reader.read(self.backend, key, shape, num_tokens, until=until, since=since)
+                arrived = self._reader.read(
+                    self.backend, key, shape, num_tokens, until=until, since=since,
+                    on_wait=partial(self._flights.starve, key),
+                )  # fmt: skip
             except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
                 self._miss(key, num_tokens, error, since=known_since)
                 return None

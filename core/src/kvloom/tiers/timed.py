@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvloom.contracts.serializer import Serializer
@@ -23,6 +23,7 @@ class TimedSerializer(Serializer):
         self.type = inner.type  # type: ignore[misc]
         self.lossless = inner.lossless  # type: ignore[misc]
         self.formats = inner.formats  # type: ignore[misc]
+        self.by_layer = inner.by_layer  # type: ignore[misc]
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -42,6 +43,17 @@ class TimedSerializer(Serializer):
     def decode(self, blob: Buffers, into: Chunk) -> None:
         began = self._now()
         self._inner.decode(blob, into)
+        nbytes = sum(memoryview(buffer).nbytes for buffer in blob)
+        self._say("decode", into, nbytes, self._now() - began)
+
+    def layer_buffers(
+        self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
+    ) -> Sequence[Sequence[int]] | None:
+        return self._inner.layer_buffers(lengths, like, params)
+
+    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        began = self._now()
+        self._inner.decode_layers(blob, layers, into)
         nbytes = sum(memoryview(buffer).nbytes for buffer in blob)
         self._say("decode", into, nbytes, self._now() - began)
 
