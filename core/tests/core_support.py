@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
+from layers_codec import LossyStreamsSerializer, StreamsSerializer
 
 from kvloom import (
     Buffer,
@@ -167,7 +168,7 @@ class PromptLedger(Ledger):
 
 @hookimpl
 def kvloom_serializers() -> list[type[Serializer]]:
-    return [LossySerializer, PaddedSerializer]
+    return [LossySerializer, PaddedSerializer, StreamsSerializer, LossyStreamsSerializer]
 
 
 @hookimpl
