@@ -362,9 +362,9 @@ def test_what_came_before_a_removal_is_not_given_to_who_comes_after(
     fill(open_engine)
     engine = open_engine(MEMORY, SHELF, spec=DEEP)
     slow = torch.zeros_like(KV)
-    slow_writes(engine, gate, layer=2)
+    slow_writes(engine, gate, layer=3)
     with engine.retrieve_layer(TOKENS, kv=slow) as loading:
-        assert loading.wait(1).all()
+        assert loading.wait(2).all()
         engine.remove(TOKENS)
         new = deep_kv(16, seed=9)
         with open_engine(SHELF, spec=DEEP) as writer:
@@ -407,7 +407,7 @@ def mixed_load(open_engine: Open, *, seconds: float, capacity: str) -> None:
     prompts = [(tokens_of(48, seed), deep_kv(48, seed=seed)) for seed in range(4)]
     for tokens, kv in prompts:
         fill(open_engine, tokens=tokens, kv=kv)
-    engine = open_engine({"type": "memory", "capacity": capacity}, SHELF, spec=DEEP)
+    engine = open_engine({"type": "memory", "capacity": capacity}, SHELF | {"deadline": "2s"}, spec=DEEP)
     failures: list[str] = []
     end = time.monotonic() + seconds
 

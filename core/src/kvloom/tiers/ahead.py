@@ -184,8 +184,8 @@ class Ahead:
         chunk.alone = True
 
         def stopped() -> bool:
-            # What this load has leased may be what the other waits for.
-            return not self._wanted(chunk, group) or (flight.starved and self._holds_leases())
+            # What this load holds may be what the other waits for.
+            return not self._wanted(chunk, group) or (flight.starved and self._holds_memory())
 
         if not read.wait(self._visit.patience(tier.deadline), stopped=stopped) and stopped():
             tier.give_up(read)
@@ -199,8 +199,8 @@ class Ahead:
         self.fill()
         return loaded
 
-    def _holds_leases(self) -> bool:
-        return any(chunk.loaded is not None for chunk in self._chunks)
+    def _holds_memory(self) -> bool:
+        return any(chunk.loaded is not None or chunk.arrival is not None for chunk in self._chunks)
 
     def _wait(self, call: Call[Any], tier: StoredTier, chunk: Incoming, group: range) -> bool:
         """Whether the call was done in time, and while anybody wanted it."""
@@ -270,10 +270,8 @@ class Ahead:
 
     def _ask(self, chunk: Incoming, group: range) -> bool:
         """Begin to read; False if there is no room for it now, or not everything known that it takes."""
-        if not group.start and chunk.arrival is None:
-            chunk.loaded = self._stack.memory.lease([chunk.segment.key])[0]
-            if chunk.loaded is not None:
-                return True
+        if not group.start and chunk.arrival is None and self._is_in_memory(chunk):
+            return True
         if chunk.by_layer:
             under_way = len(self._parts) >= 2 * chunk.tiers[0].backend.threads
             return not under_way and self._ask_by_layer(chunk, group)
@@ -291,6 +289,9 @@ class Ahead:
         if not start and chunk.arrival is None and not chunk.alone:
             self._join(chunk)
             if chunk.elsewhere is not None:
+                return True
+            if self._is_in_memory(chunk):
+                self.forget(chunk)
                 return True
         arrival = chunk.arrival
         if arrival is not None:
@@ -313,8 +314,16 @@ class Ahead:
             self._parts[start, chunk.index] = _Part(tier, Piece(call, group), place)
         return True
 
+    def _is_in_memory(self, chunk: Incoming) -> bool:
+        """Lease it if somebody has brought it there meanwhile."""
+        chunk.loaded = self._stack.memory.lease([chunk.segment.key])[0]
+        return chunk.loaded is not None
+
     def _join(self, chunk: Incoming) -> None:
-        """Share in what others read of this chunk just now; else have it put together, if there is room for all."""
+        """Share in what others read of this chunk just now; else have it put together, if there is room for all.
+
+        What others read until a moment ago is in memory: look there afterwards.
+        """
         tier, key, groups, visit = chunk.tiers[0], chunk.segment.key, self._groups, self._visit
         found = tier.arrivals.join(key, groups, visit)
         if found is None:
@@ -333,8 +342,8 @@ class Ahead:
             tier.give_up(found)
 
     def _has_a_way_out(self) -> bool:
-        """Whether this can go on if it waits for somebody who, in turn, waits for what is leased here."""
-        if self._aside is None and self._lent is None and self._holds_leases():
+        """Whether this can go on if it waits for somebody who, in turn, waits for what is held here."""
+        if self._aside is None and self._lent is None and self._holds_memory():
             self._aside = self._stack.rooms.passing(self._room_bytes)
             return self._aside is not None
         return True

@@ -92,6 +92,10 @@ class Flights:
         flight.shares += 1
         return Read(flight, visit)
 
+    def under_way(self, key: ChunkKey) -> bool:
+        """Whether some call reads `key`. Under the lock."""
+        return key in self._open
+
     def starve(self, key: ChunkKey) -> None:
         """The call that reads `key` waits for memory."""
         with self.lock:

@@ -186,7 +186,11 @@ class Stack:
         while arrival.loaded is None and arrival.read is None and arrival.tiers:
             num_tokens = segment.end - segment.start
             arrival.source = arrival.tiers.pop(0)
-            arrival.read = arrival.source.read(segment.key, shape(num_tokens), num_tokens, visit)
+            found = arrival.source.fetch(segment.key, shape(num_tokens), num_tokens, visit)
+            if isinstance(found, Loaded):
+                arrival.loaded = found
+            else:
+                arrival.read = found
 
     def _finish(self, arrival: _Arrival, shape: Shape, visit: Visit) -> Loaded | None:
         """Wait for a chunk; where it turns out not to be, ask the next tier."""

@@ -172,10 +172,29 @@ class StoredTier(Tier):
         Whoever asks for a chunk that is on its way already, whole or by layers, shares the calls that read it.
         """
         visit = visit or self._visit()
+        return self._read(key, shape, num_tokens, visit, instead=partial(self.arrivals.share, key, visit))
+
+    def fetch(
+        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit
+    ) -> Loaded | Read | WholeRead | None:
+        """`read`, unless somebody has just done so: then the chunk from memory."""
+
+        def instead() -> Loaded | WholeRead | None:
+            # What is no longer on its way was in memory before that, if it is to be had.
+            return self.arrivals.share(key, visit) or (None if self._flights.under_way(key) else self._held(key))
+
+        return self._read(key, shape, num_tokens, visit, instead=instead)
+
+    def _held(self, key: ChunkKey) -> Loaded | None:
+        return self._memory.lease([key])[0]
+
+    def _read(
+        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit, *, instead: Callable[[], T | None]
+    ) -> Read | T | None:
         if not self.calls.serves(visit):
             return None
         load = partial(self._load, key, tuple(shape), num_tokens)
-        read = self._flights.board(key, load, visit, instead=partial(self.arrivals.share, key, visit))
+        read = self._flights.board(key, load, visit, instead=instead)
         if isinstance(read, WholeRead):
             self.arrivals.hurry(read.arrival)
         return read
