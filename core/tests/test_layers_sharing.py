@@ -289,15 +289,15 @@ def test_what_another_read_in_vain_is_read_by_layers_after_all(
 
 @pytest.mark.parametrize("capacity", ["32KiB", "36KiB"], ids=["no room to wait", "room to wait"])
 def test_nobody_waits_for_a_read_that_waits_for_what_he_holds(open_engine: Open, gate: Gate, capacity: str) -> None:
-    """Most of the prompt fills memory, and is leased; the rest is being loaded whole, for which there is no room."""
-    tokens, kv = tokens_of(32), deep_kv(32)
+    """Most of the prompt fills memory, and is leased; the next chunk is being loaded whole, and has no room."""
+    tokens, kv = tokens_of(40), deep_kv(40)
     fill(open_engine, tokens=tokens, kv=kv)
     engine = open_engine({"type": "memory", "capacity": capacity}, SHELF, spec=DEEP)
     engine.store(tokens[:28], kv=kv)
     assert engine.flush(20) and engine.lookup(tokens, ["memory"]).tokens == 28
     Shelf.shelves["default"].before = lambda name, key: gate(name, key) if name == "get" else None
     got = torch.zeros_like(kv)
-    task = engine.load(engine.segments(tokens)[7:], kv=torch.zeros_like(kv))
+    task = engine.load(engine.segments(tokens)[7:8], kv=torch.zeros_like(kv))
     until(lambda: gate.waiting)
     began = time.monotonic()
     with engine.retrieve_layer(tokens, kv=got) as loading:
@@ -305,10 +305,37 @@ def test_nobody_waits_for_a_read_that_waits_for_what_he_holds(open_engine: Open,
             until(lambda: next(iter(engine._stack.stored[0]._flights._open.values())).shares == 2)
         gate.open()
         masks = [mask for _, mask in loading]
-        assert chunks_in(masks) == [8] * LAYERS and right(got, kv, masks)
+        assert chunks_in(masks) == [10] * LAYERS and right(got, kv, masks)
     assert time.monotonic() - began < 10, "the deadline is 20 s"
     assert task.result(20).all()
     assert settled(engine)
+
+
+@pytest.mark.parametrize("verb", ["by layers", "whole"])
+def test_what_came_to_memory_a_moment_ago_is_not_read_again(open_engine: Open, reads: Reads, verb: str) -> None:
+    """It was not there when this load looked, and is no longer on its way when it comes to ask for it."""
+    fill(open_engine)
+    engine = open_engine(MEMORY, SHELF, spec=DEEP)
+    tier, came = engine._stack.stored[0], False
+    at = tier.arrivals if verb == "by layers" else tier._flights
+    name = "join" if verb == "by layers" else "board"
+    ask = getattr(at, name)
+
+    def ask_late(*args: Any, **more: Any) -> Any:
+        nonlocal came
+        if not came:
+            came = True
+            assert engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).all()
+        return ask(*args, **more)
+
+    setattr(at, name, ask_late)
+    got = torch.zeros_like(KV)
+    if verb == "by layers":
+        with engine.retrieve_layer(TOKENS, kv=got) as loading:
+            finish(loading, got)
+    else:
+        assert engine.retrieve(TOKENS, kv=got).all() and torch.equal(got, KV)
+    assert came and settled(engine) and once(reads) and not tier.arrivals._open
 
 
 # -- when it goes wrong ------------------------------------------------------------------------------------------------
@@ -398,6 +425,29 @@ def test_a_removal_ends_what_a_whole_load_shares(open_engine: Open, ranges: Rang
         task.result(20)
         loading.result()
     assert settled(engine) and engine.lookup(TOKENS).tokens == 0 == len(engine._stack.memory)
+
+
+def test_a_whole_load_gives_nothing_that_was_removed_meanwhile(open_engine: Open, gate: Gate) -> None:
+    """All layers were read before the removal, and the whole chunk would be handed on after it."""
+    fill(open_engine)
+    engine = open_engine(MEMORY, SHELF, spec=DEEP)
+    slow_writes(engine, gate, layer=3)
+    arrivals = engine._stack.stored[0].arrivals
+    collect = arrivals.collect
+
+    def remove_after(read: Any) -> Any:
+        outcome = collect(read)
+        engine.remove(TOKENS)
+        return outcome
+
+    arrivals.collect = remove_after  # type: ignore[method-assign]
+    got = torch.zeros_like(KV)
+    with engine.retrieve_layer(TOKENS, kv=torch.zeros_like(KV)) as loading:
+        assert loading.wait(2).all()
+        assert not engine.load(engine.segments(TOKENS), kv=got).result(20).any() and not got.any()
+        gate.open()
+        loading.result()
+    assert settled(engine) and not len(engine._stack.memory)
 
 
 # -- everything at once ------------------------------------------------------------------------------------------------
