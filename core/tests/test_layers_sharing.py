@@ -363,6 +363,35 @@ def test_a_damaged_layer_is_nobodys(open_engine: Open, ranges: Ranges, gate: Gat
     assert not engine._stack.stored[0].arrivals._open
 
 
+def test_a_whole_load_reads_again_what_arrived_badly(open_engine: Open, ranges: Ranges, gate: Gate) -> None:
+    """Only those who read ranges see the damage."""
+    shelf = fill(open_engine)
+    engine = open_engine(MEMORY, SHELF, spec=DEEP)
+    name = names_of(engine)[1]
+    good = shelf._blobs[name]
+
+    def flicker(key: str, offset: int) -> None:
+        if layer_at(offset) >= 3:
+            gate("range", key)
+            if key == name:
+                damage(shelf, name, layer=3)
+
+    def mend(verb: str, key: str) -> None:
+        if verb == "get" and key == name:
+            shelf._blobs[name] = good
+
+    ranges.before, Shelf.shelves["default"].before = flicker, mend
+    got, other = torch.zeros_like(KV), torch.zeros_like(KV)
+    with engine.retrieve_layer(TOKENS, kv=got) as loading:
+        assert loading.wait(2).all()
+        task = engine.load(engine.segments(TOKENS), kv=other)
+        until(lambda: any(one.hurried for one in tuple(engine._stack.stored[0].arrivals._open.values())))
+        gate.open()
+        assert task.result(20).all() and torch.equal(other, KV)
+        finish(loading, got)
+    assert settled(engine) and count(engine, "corrupt") == 0
+
+
 def test_all_who_share_a_call_that_hangs_give_up_in_time(open_engine: Open, ranges: Ranges, gate: Gate) -> None:
     fill(open_engine)
     engine = open_engine(MEMORY, SHELF | {"deadline": "1s"}, spec=DEEP)

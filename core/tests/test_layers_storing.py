@@ -81,6 +81,7 @@ def test_the_second_leaves_out_what_the_first_is_storing(
             third.finish()
         second.finish()
         first.finish()
+    assert not engine._stack._by_layer._holders
     assert sorted(copies) == [(layer, start) for layer in range(LAYERS) for start in (0, 4, 8, 12)], "each once"
     assert engine.flush(20) and settled(engine) and dropped(engine) == 0
     got, masks = by_layers(engine)

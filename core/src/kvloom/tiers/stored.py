@@ -240,7 +240,6 @@ class StoredTier(Tier):
             arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since
         )
         loaded.release()
-        self.arrivals.close(arrival)  # from now on it is in memory, or not to be kept
         return kept, True
 
     def begin(self, read: Callable[[], T]) -> Call[T] | None:
