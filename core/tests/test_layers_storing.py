@@ -139,6 +139,8 @@ def test_a_whole_store_does_not_wait_for_a_forward_pass(
         storing.finish()
     assert engine.flush(20) and settled(engine)
     assert engine.lookup(TOKENS).tokens == 16
+    kept = [t.chunks for key, t in engine.counters().items() if (key.name, key.tier) == ("stored", "memory")]
+    assert sum(kept) == (4 if MEMORY in tiers else 0), "and kept once"
     if SHELF in tiers:
         assert (before, len(puts)) == (2, 4), "each blob is written once"
     got, masks = by_layers(engine)
