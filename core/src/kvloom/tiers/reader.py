@@ -29,7 +29,7 @@ class ExpiredBlobError(KVLoomError):
 
 
 class BlobReader:
-    """Turns the blobs of one tier into chunks in memory. Keeps no state between calls."""
+    """Turns the blobs of one tier into chunks in memory."""
 
     def __init__(
         self, layout: Layout, serializers: Sequence[Serializer], memory: MemoryTier, runtime: Runtime, *,
@@ -42,6 +42,7 @@ class BlobReader:
         self._now, self._wall = runtime.now, runtime.wall
         self._exact_only = exact_only
         self._ttl = ttl
+        self._outlines: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
 
     def read(
         self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, *, until: float,
@@ -50,11 +51,10 @@ class BlobReader:
         """The blob's header, and its chunk unless `until` has passed; None if there is no blob.
 
         since: a mark of the removals from before; what was removed after it is not kept in memory. on_wait: called
-        before this waits for memory that is in use. Raises
-        CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError and whatever the backend raises.
+        before this waits for memory that is in use. Raises CorruptBlobError, UnreadableBlobError, ExpiredBlobError,
+        NoRoomError and whatever the backend raises.
         """
-        like = Chunk(torch.empty(shape, dtype=self._layout.dtype, device="meta"), self._layout.format, num_tokens)
-        longest = max(serializer.max_encoded_bytes(like) for serializer in self._decoders.values())
+        _, longest = self._outline(shape, num_tokens)
         room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
         reserve = partial(self._reserve, until=until, room_by=room_by, on_wait=on_wait)
         landing = _Landing(reserve, str(key), max_bytes=longest + _HEADER_BYTES)
@@ -67,6 +67,19 @@ class BlobReader:
             return header, loaded
         finally:
             landing.abandon()  # now, not when a traceback that refers to it is collected
+
+    def _outline(self, shape: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, int]:
+        """What a chunk of this shape is like, without its bytes, and the most that its blob's payload may take.
+
+        Kept: there are as many as lengths of a prompt's last chunk, at most, and making one takes torch a while.
+        """
+        outline = self._outlines.get(shape)
+        if outline is None:
+            tensor = torch.empty(shape, dtype=self._layout.dtype, device="meta")
+            like = Chunk(tensor, self._layout.format, num_tokens)
+            longest = max(serializer.max_encoded_bytes(like) for serializer in self._decoders.values())
+            outline = self._outlines[shape] = tensor, longest
+        return outline
 
     def _reserve(self, nbytes: int, *, until: float, room_by: float, on_wait: Callable[[], None]) -> Reservation | None:
         room = self._memory.reserve(nbytes, deadline=until)
@@ -103,9 +116,8 @@ class BlobReader:
         since: int,
     ) -> Loaded | None:  # fmt: skip
         about, dtype = header.description, self._layout.dtype
-        like = Chunk(
-            torch.empty(about.shape, dtype=dtype, device="meta"), self._layout.format, about.num_tokens, about.fidelity
-        )
+        tensor, _ = self._outline(about.shape, about.num_tokens)
+        like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity)
         payload = landing.view[header.header_bytes :]
         chunk = serializer.view(payload, like)
         if chunk is not None:

@@ -22,7 +22,7 @@ Mode = Literal["auto", "always", "never"]
 
 BLOCK_BYTES = 4096
 """O_DIRECT wants addresses, offsets and lengths that are multiples of this."""
-CACHED_STEP_BYTES = 256 << 10
+CACHED_STEP_BYTES = 512 << 10
 """How much is read from the page cache between two reports: it is verified while the processor still has it."""
 DIRECT_STEP_BYTES = 1 << 20
 """How much is read past it: enough to keep a disk busy."""
