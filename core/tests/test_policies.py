@@ -275,6 +275,20 @@ def test_who_only_reads_deletes_nothing(open_engine: Open, clock: Callable[[floa
     assert len(Shelf.shelves["default"].blobs) == 4
 
 
+@pytest.mark.usefixtures("hurried")
+def test_what_runs_out_while_it_is_only_read_is_left_to_who_writes_it(
+    open_engine: Open, clock: Callable[[float], None]
+) -> None:
+    with open_engine(SHELF) as engine:
+        stored(engine, 1)
+    engine = open_engine(MEMORY, SHELF | {"write": "never", "ttl": "1h"})
+    assert held(engine, 1) == 16 and engine.prefetch(tokens_of(16, 1)).result(20).all(), "it knows of every blob"
+    clock(4000)
+    time.sleep(0.2)
+    assert held(engine, 1) == 0 and len(Shelf.shelves["default"].blobs) == 4
+    assert not engine.health().tiers[1].evicts and count(engine, "evicted") == 0
+
+
 def test_a_listing_that_hangs_keeps_no_operator_waiting(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:

@@ -1,0 +1,131 @@
+"""What operations share: one wait for all that they wait for, and one read for all who want a chunk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvloom import Chunk, ChunkKey, MemoryFormat
+from kvloom.builtin.dict_backend import DictBackend
+from kvloom.contracts.component import Config
+from kvloom.events import EventBus
+from kvloom.memory import Pool
+from kvloom.runtime import SystemRuntime
+from kvloom.tiers.base import Layout, Loaded
+from kvloom.tiers.calls import Calls
+from kvloom.tiers.flights import Flights
+from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.visit import Visit
+
+PAGE = 4096
+SHAPE = (2, 1, 4, PAGE // 8)
+KEY = ChunkKey("f/-", 0, bytes(32))
+
+
+class Clock(SystemRuntime):
+    """Time stands still unless it is moved."""
+
+    time = 100.0
+
+    def now(self) -> float:  # type: ignore[override]
+        return self.time
+
+
+def test_all_that_an_operation_waits_for_takes_one_deadline_together() -> None:
+    clock = Clock()
+    visit = Visit(clock, 10.0, since=0)
+    assert visit.patience(4.0) == 104.0, "a call has its own deadline"
+    clock.time += 7
+    assert visit.patience(10.0) == 110.0, "what one tier has cost is not there for the next"
+    visit.progress()
+    assert visit.patience(10.0) == 117.0
+
+
+class Airport:
+    """The flights of one tier into a memory tier with room for `pages` chunks of one page."""
+
+    def __init__(self, pages: int) -> None:
+        runtime = SystemRuntime()
+        events = EventBus((), runtime)
+        layout = Layout(MemoryFormat.KV_BLOB, torch.uint8, lambda tokens: SHAPE)
+        self.pool = Pool(pages * PAGE, runtime)
+        self.memory = MemoryTier(layout, self.pool, events, runtime)
+        self.calls = Calls("dict", DictBackend(Config()), events, runtime, deadline=20.0)
+        self.flights = Flights(self.calls, runtime)
+        self.gate = threading.Event()
+        self.loads = 0
+        self._runtime = runtime
+
+    def visit(self) -> Visit:
+        return Visit(self._runtime, 20.0, since=self.memory.purges.mark())
+
+    def load(self) -> Loaded:
+        """A chunk of sevens, once the gate is open."""
+        self.gate.wait(20)
+        self.loads += 1
+        room = self.memory.reserve(PAGE)
+        assert room is not None
+        chunk = Chunk(room.tensor(SHAPE, torch.uint8).fill_(7), MemoryFormat.KV_BLOB, 4)
+        block = room.seal()
+        assert block is not None
+        return self.memory.insert(KEY, chunk, block)
+
+
+@pytest.fixture
+def airport() -> Iterator[Airport]:
+    airport = Airport(pages=1)
+    yield airport
+    airport.gate.set()
+    airport.calls.close()
+    airport.memory.close()
+    airport.pool.close()
+    assert airport.pool.leaked == 0
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(airport: Airport, first: int) -> None:
+    reads = [airport.flights.board(KEY, airport.load, airport.visit()) for _ in range(3)]
+    airport.gate.set()
+    shares = []
+    for read in reads:
+        assert read is not None
+        shares.append(airport.flights.leave(read))
+    assert airport.loads == 1
+    while shares:
+        got = shares.pop(first if first < len(shares) else 0)
+        assert got is not None and bool((got.chunk.tensor == 7).all())
+        assert airport.memory.reserve(PAGE) is None, "nobody else is given memory that is being read"
+        got.release()
+    room = airport.memory.reserve(PAGE)
+    assert room is not None, "and all of it is given back"
+    room.abandon()
+
+
+def test_who_gives_up_leaves_the_lease_to_the_others(airport: Airport) -> None:
+    one, other = (airport.flights.board(KEY, airport.load, airport.visit()) for _ in range(2))
+    assert one is not None and other is not None
+    airport.flights.give_up(one)
+    airport.gate.set()
+    got = airport.flights.leave(other)
+    assert got is not None and airport.memory.reserve(PAGE) is None
+    got.release()
+    room = airport.memory.reserve(PAGE)
+    assert room is not None
+    room.abandon()
+
+
+def test_what_nobody_collects_is_given_back(airport: Airport) -> None:
+    reads = [airport.flights.board(KEY, airport.load, airport.visit()) for _ in range(2)]
+    airport.gate.set()
+    for read in reads:
+        assert read is not None
+        airport.flights.give_up(read)
+    until = time.monotonic() + 20
+    while (room := airport.memory.reserve(PAGE)) is None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert room is not None
+    room.abandon()
