@@ -397,7 +397,7 @@ class Stack:
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:
         """Delete chunks everywhere. Every tier is asked; then raises the BackendError of the first that failed."""
-        with self.memory.purges.removing(frozenset(keys).__contains__):
+        with self.memory.purges.removing(keys):
             self.memory.remove(keys)
             _each(self.stored, lambda tier: tier.remove(keys))
 
@@ -407,11 +407,8 @@ class Stack:
         prefix: a beginning of `<fingerprint>/<salt tag>/`, up to and with a slash.
         """
 
-        def match(key: ChunkKey) -> bool:
-            return f"{key.namespace}/".startswith(prefix)
-
-        with self.memory.purges.removing(match):
-            self.memory.remove([key for key in self.memory.chunks() if match(key)])
+        with self.memory.purges.clearing(prefix):
+            self.memory.remove([key for key in self.memory.chunks() if f"{key.namespace}/".startswith(prefix)])
             _each(self.stored, lambda tier: tier.clear(prefix))
 
     def flush(self, until: float) -> bool:
