@@ -95,8 +95,12 @@ def test_a_path_that_names_nothing_is_refused_where_it_stands(path: str, problem
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_directory_without_permission(tmp_path: Path, open_backend: Any) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(ValueError, match=r"Permission denied; name a directory .*, or set `write: never`"):
+        open_backend(tmp_path).check_writable()
+    tmp_path.chmod(0)
     with pytest.raises(ValueError, match="Permission denied"):
         open_backend(tmp_path)
+    tmp_path.chmod(stat.S_IRWXU)
 
 
 @pytest.mark.parametrize("settings", [{}, {"path": "x", "direct": "sometimes"}, {"path": "x", "capacity": 1}])

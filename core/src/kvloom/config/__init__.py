@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvloom.config.blocks import Block, MemoryBlock, StoredBlock
 from kvloom.config.model import EngineConfig
-from kvloom.config.resolve import BlendChoice, Choice, Resolved, TierChoice, resolve
+from kvloom.config.resolve import BlendChoice, Choice, Resolved, TierChoice, resolve, same_store
 from kvloom.config.schema import json_schema
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "TierChoice",
     "json_schema",
     "resolve",
+    "same_store",
 ]

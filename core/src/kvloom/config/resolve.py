@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,14 @@ class Choice:
 
     def make(self, spec: KVSpec | None = None, **kwargs: Any) -> Any:
         """A new instance. ConfigError, with the path, if the constructor cannot work with these settings."""
-        try:
+        with self.blamed():
             return self.cls(self.config, spec, **kwargs)
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """What is raised within for these settings becomes a ConfigError with the path."""
+        try:
+            yield
         except (ValueError, OSError, ImportError) as error:
             path = dotted((self.path, error.path)) if isinstance(error, ConfigError) and error.path else self.path
             text = error.problem if isinstance(error, ConfigError) else str(error) or type(error).__name__
@@ -62,6 +69,12 @@ class TierChoice:
     """`through`, `on_evict` or `never`."""
     policy: str = "lru"
     """`lru` or `tiny_lfu`."""
+
+
+def same_store(tier: TierChoice, other: TierChoice) -> str:
+    """What is wrong with a tier that is where another is already, and what to do."""
+    text = f"{tier.name!r} would be on the same store as {other.path}, {other.name!r}"
+    return f"{text}; give it other settings, or remove one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +124,7 @@ class _Pass:
                 self.problems.append((("plugins", "only", index), text))
 
     def check_stores(self, tiers: Sequence[TierChoice]) -> None:
-        """Two tiers on one store would overwrite and evict each other's blobs."""
+        """Two tiers on one store would overwrite and evict each other's blobs. Opening finds what settings hide."""
         seen: list[TierChoice] = []
         for index, tier in enumerate(tiers):
             backend = tier.backend
@@ -119,8 +132,7 @@ class _Pass:
                 continue
             for other in seen:
                 if other.backend == replace(backend, path=other.path):
-                    text = f"{tier.name!r} would be on the same store as {other.path}, {other.name!r}"
-                    self.problems.append((("tiers", index), f"{text}; give it other settings, or remove one"))
+                    self.problems.append((("tiers", index), same_store(tier, other)))
                     break
             seen.append(tier)
 

@@ -110,6 +110,21 @@ class StorageBackend(Component):
         """Optional: `put` only if there is nothing under `key`; whether it did. Exclusive among all writers."""
         raise NotImplementedError(f"{type(self).__name__} has no exclusive create")
 
+    # -- at start ----------------------------------------------------------------------------------------------------
+
+    def identity(self) -> str | None:
+        """Which store this is, whatever its settings call it; None if that cannot be told.
+
+        Two instances of one class with the same answer are on the same store, and the core refuses them in one engine.
+        """
+        return None
+
+    def check_writable(self) -> None:
+        """Raise OSError, or ValueError with what to do about it, if nothing can be put here.
+
+        Called once the store is open, unless the tier is only read: a store that may only be read opens.
+        """
+
     # -- for stores that several processes share, or that outlive one --------------------------------------------------
 
     def touch_many(self, keys: Sequence[str]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from kvloom.config import EngineConfig, TierChoice, resolve
+from kvloom.config import EngineConfig, TierChoice, resolve, same_store
 from kvloom.contracts.serializer import Serializer
+from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import ConfigError
 from kvloom.events import EventBus
 from kvloom.keys import salt_tag
@@ -52,11 +53,12 @@ def build_stack(
     memory.closes_too(pool.close)
     raw = registry.get("serializer", "raw")
     stored: list[StoredTier] = []
+    places: dict[tuple[str, str], TierChoice] = {}
     try:
         for choice in choices:
             if choice.backend is not None:
                 serializers = _serializers(choice, spec, layout.format, raw, runtime, exact_only=exact_only)
-                backend = choice.backend.make(spec)
+                backend = _opened(choice, spec, places)
                 policy = _policy(choice, exact_only=exact_only)
                 stored.append(
                     StoredTier(
@@ -75,6 +77,25 @@ def build_stack(
         Stack(memory, stored, layout, events, runtime).close()
         raise
     return Stack(memory, stored, layout, events, runtime)
+
+
+def _opened(choice: TierChoice, spec: KVSpec, places: dict[tuple[str, str], TierChoice]) -> StorageBackend:
+    """The backend of a tier. places: where the tiers before it are; it is added."""
+    assert choice.backend is not None
+    backend: StorageBackend = choice.backend.make(spec)
+    try:
+        with choice.backend.blamed():
+            identity = backend.identity()
+            if choice.write != "never":
+                backend.check_writable()
+        if identity is not None:
+            other = places.setdefault((backend.type, identity), choice)
+            if other is not choice:
+                raise ConfigError(choice.path, same_store(choice, other))
+    except BaseException:
+        backend.close()
+        raise
+    return backend
 
 
 def asked_only(choices: Sequence[TierChoice]) -> tuple[TierChoice, ...]:

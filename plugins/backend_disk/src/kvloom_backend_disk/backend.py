@@ -39,6 +39,9 @@ _NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EOPNOTSUPP)
 # Not there, just evicted, the file of another user (whose times only that user may set), or a store that is only read.
 _NO_TOUCH = (errno.ENOENT, errno.EAGAIN, errno.EPERM, errno.EACCES, errno.EROFS)
 
+# Said of a directory that may be read all the same.
+_ONLY_READ = (errno.EACCES, errno.EPERM, errno.EROFS)
+
 
 class DiskBackend(StorageBackend):
     """Keeps every blob as a file under `path`. Survives a fork: between calls it has no descriptor but those of `hold`,
@@ -68,21 +71,25 @@ class DiskBackend(StorageBackend):
 
     def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
-        root = _absolute(config.path)
+        self._root = root = _absolute(config.path)
         self._layout = Layout(root)
         self._scratch = Scratch(root / SCRATCH)
         self._holds = Holds(root)
+        self._refusal = ""
         try:
-            mode = self._probe(root, config.direct)
+            self._transfer = Transfer(self._probe(root, config.direct))
             reclaimed = self._scratch.reclaim()
         except OSError as error:
-            raise ValueError(
+            self._refusal = (
                 f"path: cannot write to {root}: {error.strerror or error}; name a directory that this user may create "
                 "or write to"
-            ) from error
+            )
+            if error.errno not in _ONLY_READ or not os.access(root, os.R_OK | os.X_OK):
+                raise ValueError(self._refusal) from error
+            self._transfer = Transfer(config.direct, tried=False)
+            return
         if reclaimed:
             logger.info("removed %d unfinished files of dead processes from %s", reclaimed, root)
-        self._transfer = Transfer(mode)
 
     def _probe(self, root: Path, wanted: Mode) -> Mode:
         """What `wanted` comes to in this directory. Raises OSError if nothing can be written there."""
@@ -101,6 +108,17 @@ class DiskBackend(StorageBackend):
             os.close(fd)
             os.unlink(draft)
         return wanted
+
+    def identity(self) -> str | None:
+        try:
+            status = os.stat(self._root)
+        except OSError:  # removed just now
+            return os.path.realpath(self._root)
+        return f"{status.st_dev}:{status.st_ino}"
+
+    def check_writable(self) -> None:
+        if self._refusal:
+            raise ValueError(f"{self._refusal}, or set `write: never` if it is only to be read")
 
     def put(self, key: str, blob: Buffers) -> None:
         self._put(key, blob, *self._scratch.open())

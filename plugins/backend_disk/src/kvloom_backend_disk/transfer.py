@@ -35,8 +35,10 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 class Transfer:
     """Reads and writes as `mode` says."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, *, tried: bool = True) -> None:
+        """tried: O_DIRECT is known to work, if `mode` wants it; else it is found out when it is first read with."""
         self._mode = mode
+        self._tried = tried
 
     def write(self, fd: int, blob: Buffers) -> None:
         """Make the blob the content of the file `fd`, open at its start. Raises OSError, with part of it written."""
@@ -58,6 +60,8 @@ class Transfer:
         """
         size = len(into)
         direct_bytes = 0
+        if not self._tried:
+            self._try_direct(fd)
         if self._reads_directly(fd, offset, size) and (address(into) | offset) % BLOCK_BYTES == 0:
             direct_bytes = size - size % BLOCK_BYTES
         os.lseek(fd, offset, os.SEEK_SET)
@@ -71,6 +75,11 @@ class Transfer:
                     raise BackendError(f"the file ends after {offset + done} bytes, {size - done} too early")
                 done += got
                 filled(done)
+
+    def _try_direct(self, fd: int) -> None:
+        if self._mode != "never" and not _reads_past_the_cache(fd):
+            self._mode = "never"
+        self._tried = True
 
     def writes_directly(self, blob: Buffers) -> bool:
         """Whether a blob is to be written past the page cache."""
@@ -97,6 +106,19 @@ def probe_direct(fd: int) -> None:
         os.readv(fd, [block])
         if block[:] != written:
             raise OSError("what O_DIRECT read is not what it wrote")
+
+
+def _reads_past_the_cache(fd: int) -> bool:
+    try:
+        _set_direct(fd, True)
+        with mmap.mmap(-1, BLOCK_BYTES) as block:
+            os.lseek(fd, 0, os.SEEK_SET)
+            os.readv(fd, [block])
+        return True
+    except OSError:
+        return False
+    finally:
+        _set_direct(fd, False)
 
 
 def _set_direct(fd: int, direct: bool) -> None:
