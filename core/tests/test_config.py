@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvloom
-from kvloom import ConfigError, EngineConfig, KVSpec, Registry, hookimpl
+from kvloom import ConfigError, Engine, EngineConfig, KVSpec, Registry, hookimpl
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.config import Choice, json_schema, resolve
 from kvloom.config.sources import interpolated
@@ -218,6 +218,57 @@ def test_the_core_says_where_and_what(source: Any, line: str) -> None:
 def test_all_mistakes_are_listed_with_their_paths() -> None:
     problems = refused({"salt": 1, "tiers": [{"type": "memory", "capacity": "x"}, {"type": "dict", "ttl": 0}], "x": 1})
     assert [problem.split(":")[0] for problem in problems] == ["tiers.0.capacity", "tiers.1.ttl", "salt", "x"]
+
+
+@pytest.mark.parametrize("other", [{}, {"salt": 1}, {"x": 1}])
+def test_no_mistake_hides_what_other_settings_say_against_each_other(other: dict[str, Any]) -> None:
+    tiers = [
+        {"type": "memory", "capacity": "1GiB", "quota": {"a": "2GiB", "b": "3GiB"}, "ttl": 0},
+        {"type": "dict", "policy": "tiny_lfu", "quota": 1},
+        {"type": "dict", "write": "never", "capacity": 9, "quota": 1},
+        {"type": "memory", "capacity": 1, "quota": 2},
+        {"capacity": 1},
+        {"type": "disk", "policy": "tiny_lfu", "capacity": 0, "quota": 7},
+    ]
+    problems = refused({"tiers": tiers, **other})
+    assert sorted(problem.split(";")[0] for problem in problems if problem.startswith("tiers")) == [
+        "tiers.0.quota: 2.0GiB for 'a' is more than the tier's capacity (1.0GiB)",
+        "tiers.0.quota: 3.0GiB for 'b' is more than the tier's capacity (1.0GiB)",
+        "tiers.0.ttl: should be more than nothing and finite, not 0.0",
+        "tiers.1.policy: 'tiny_lfu' decides what a full tier takes in",
+        "tiers.1.quota: a quota is a part of the tier's capacity, which is not set",
+        "tiers.2.capacity: a tier with `write: never` is only read",
+        "tiers.2.name: tiers.1 is called 'dict' too",
+        "tiers.2.quota: a tier with `write: never` is only read",
+        "tiers.3.quota: 2B for '*' is more than the tier's capacity (1B)",
+        "tiers.3.type: a memory tier cannot be here: there is one already",
+        "tiers.4.type: missing",
+        "tiers.5.capacity: should be more than nothing and finite, not 0",
+    ]
+    assert len(problems) == 12 + len(other)
+
+
+def test_what_is_wrong_by_itself_is_not_compared() -> None:
+    """Of a name or a capacity that is not understood nobody knows whether it would be fine."""
+    tiers = ["dict", {"type": "dict", "name": "a b"}, {"type": "dict", "name": "c", "write": "on_evict"}]
+    assert [problem.split(":")[0] for problem in refused({"tiers": [{"typ": "memory"}, *tiers]})] == [
+        "tiers.0.type", "tiers.2.name",
+    ]  # fmt: skip
+
+
+def test_all_that_is_too_small_for_a_chunk_is_listed() -> None:
+    tiers = [
+        {"type": "memory", "capacity": "1KiB", "quota": {"a": 1, "b": 2}},
+        {"type": "dict", "capacity": "1GiB", "quota": 5},
+    ]
+    with pytest.raises(ConfigError) as caught:
+        Engine.open({"tiers": tiers, "connector": "plain"}, SPEC)
+    assert [line.split(";")[0] for line in lines(caught)] == [
+        "tiers.0.capacity: 1024 bytes is less than one chunk (8192 bytes)",
+        "tiers.0.quota: 1 bytes for 'a' is less than one chunk (8192 bytes)",
+        "tiers.0.quota: 2 bytes for 'b' is less than one chunk (8192 bytes)",
+        "tiers.1.quota: 5 bytes for '*' is less than one chunk (8192 bytes)",
+    ]
 
 
 # -- mistakes that only plugins can see --------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     StrictStr,
+    TypeAdapter,
     ValidationError,
     field_validator,
 )
@@ -23,7 +24,8 @@ from pydantic_core import PydanticCustomError
 from kvloom import legacy
 from kvloom.config import sources
 from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, PluginsBlock, StoredBlock, TierBlock, Word, no_bool
-from kvloom.config.problems import KeyPath, Origins, problems, unknown
+from kvloom.config.compared import compared
+from kvloom.config.problems import KeyPath, Origins, Problem, problems, unknown
 from kvloom.errors import ConfigError
 
 
@@ -54,17 +56,10 @@ class EngineConfig(BaseModel):
     @field_validator("tiers", mode="after")
     @classmethod
     def _ordered(cls, tiers: tuple[MemoryBlock | StoredBlock, ...]) -> tuple[MemoryBlock | StoredBlock, ...]:
-        if not tiers:
-            raise PydanticCustomError("kvloom", "at least one tier is needed, such as [memory]")
-        seen: dict[str, int] = {}
-        for index, tier in enumerate(tiers):
-            if index and isinstance(tier, MemoryBlock):
-                why = "there is one already" if isinstance(tiers[0], MemoryBlock) else "it must come first"
-                raise _at(index, "type", f"a memory tier cannot be here: {why}")
-            if tier.name in seen:
-                raise _at(index, "name", f"tiers.{seen[tier.name]} is called {tier.name!r} too; set another `name`")
-            seen[tier.name] = index
-            _check_bounds(index, tier, in_memory=isinstance(tiers[0], MemoryBlock))
+        found = compared(tiers)
+        if found:
+            text = "; ".join(text for _, text in found)
+            raise PydanticCustomError("kvloom", "{text}", {"text": text, "found": found})
         return tiers
 
     # -- where one comes from ------------------------------------------------------------------------------------------
@@ -146,7 +141,7 @@ class EngineConfig(BaseModel):
             config = cls.model_validate(tree)
         except ValidationError as error:
             found = [(_without_tag(path), text) for path, text in problems(error, stray=_stray)]
-            raise origins.error(found) from None
+            raise origins.error([*found, *_compared_all_the_same(tree, found)]) from None
         config._origins = origins
         return config
 
@@ -162,32 +157,30 @@ def _defaults() -> dict[str, Any]:
     return EngineConfig().model_dump(mode="json")
 
 
-def _check_bounds(index: int, tier: MemoryBlock | StoredBlock, *, in_memory: bool) -> None:
-    """Raises what a tier's own settings say against each other."""
-    for salt, nbytes in (tier.quota or {}).items():
-        if tier.capacity is None:
-            raise _at(index, "quota", "a quota is a part of the tier's capacity, which is not set; set `capacity`")
-        if nbytes > tier.capacity:
-            size, most = nbytes.human_readable(), tier.capacity.human_readable()
-            raise _at(index, "quota", f"{size} for {salt!r} is more than the tier's capacity ({most}); lower it")
-    if isinstance(tier, MemoryBlock):
-        return
-    if tier.write == "never":
-        for key, value in (("capacity", tier.capacity), ("quota", tier.quota)):
-            if value is not None:
-                raise _at(
-                    index, key, "a tier with `write: never` is only read; those who fill it set its bounds; remove it"
-                )
-    if tier.write == "on_evict" and not in_memory:
-        raise _at(
-            index, "write", "'on_evict' writes what the memory tier lets go, and there is none; put `memory` first"
-        )
-    if tier.policy == "tiny_lfu" and tier.capacity is None:
-        raise _at(index, "policy", "'tiny_lfu' decides what a full tier takes in; set `capacity`, or remove it")
+def _compared_all_the_same(tree: Mapping[str, Any], found: Sequence[Problem]) -> list[Problem]:
+    """What is wrong between settings that are right by themselves, beside those that were found to be wrong."""
+    blocks = tree.get("tiers")
+    if not isinstance(blocks, list | tuple):
+        return []
+    wrong: dict[int, set[str]] = {}
+    for path, _ in found:
+        if len(path) > 2 and path[0] == "tiers":
+            wrong.setdefault(int(path[1]), set()).add(str(path[2]))
+    tiers = [_sound(block, wrong.get(index, set())) for index, block in enumerate(blocks)]
+    return [(("tiers", *below), text) for below, text in compared(tiers, wrong=wrong)]
 
 
-def _at(index: int, key: str, text: str) -> PydanticCustomError:
-    return PydanticCustomError("kvloom", "{text}", {"text": text, "below": (index, key)})
+def _sound(block: Any, wrong: Collection[str]) -> MemoryBlock | StoredBlock | None:
+    """A tier's block without the settings that are wrong; None if nothing can be made of it."""
+    if isinstance(block, Mapping):
+        block = {key: value for key, value in block.items() if key not in wrong}
+    try:
+        return _tier.validate_python(block)
+    except ValidationError:
+        return None
+
+
+_tier: TypeAdapter[MemoryBlock | StoredBlock] = TypeAdapter(TierBlock)
 
 
 def _without_tag(path: KeyPath) -> KeyPath:

@@ -80,10 +80,14 @@ def unknown(word: str, known: Collection[str]) -> str:
 
 def problems(error: ValidationError, *, at: KeyPath = (), stray: Callable[[KeyPath], str]) -> list[Problem]:
     """What pydantic found, in our words. at: the path of what was validated. stray: what to say of an unknown key."""
-    found = []
+    found: list[Problem] = []
     for details in error.errors(include_url=False):
-        path = (*at, *details["loc"], *details.get("ctx", {}).get("below", ()))
-        found.append((path, stray(path) if details["type"] == "extra_forbidden" else _wording(details)))
+        path = (*at, *details["loc"])
+        several = details.get("ctx", {}).get("found")
+        if several:
+            found += [((*path, *below), text) for below, text in several]
+        else:
+            found.append((path, stray(path) if details["type"] == "extra_forbidden" else _wording(details)))
     return found
 
 

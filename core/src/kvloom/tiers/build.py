@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +39,7 @@ def build_stack(
     """
     first = next((choice for choice in choices if choice.backend is None), None)
     capacity = STAGING_BYTES if first is None or first.capacity is None else first.capacity
-    for choice in choices:
-        _check_capacity(choice, chunk_bytes)
-        _check_quota(choice, chunk_bytes)
+    _check_sizes(choices, chunk_bytes)
     if first is None:
         capacity = max(capacity, 2 * chunk_bytes + (64 << 10)) if moves else 0
     pool = Pool(capacity, runtime, piece_bytes=chunk_bytes)
@@ -106,23 +104,22 @@ def asked_only(choices: Sequence[TierChoice]) -> tuple[TierChoice, ...]:
     return tuple(replace(choice, write="never", policy="lru", capacity=None, quota=None) for choice in shared)
 
 
-def _check_capacity(choice: TierChoice, chunk_bytes: int) -> None:
+def _check_sizes(choices: Sequence[TierChoice], chunk_bytes: int) -> None:
+    found = [problem for choice in choices for problem in _too_small(choice, chunk_bytes)]
+    if found:
+        (path, first), *rest = found
+        raise ConfigError(path, "\n".join([first, *(f"{path}: {text}" for path, text in rest)]))
+
+
+def _too_small(choice: TierChoice, chunk_bytes: int) -> Iterator[tuple[str, str]]:
     # A stored chunk may be compressed: only an uncompressed one is known not to fit.
-    raw = choice.serializer is None or choice.serializer.cls.type == "raw"
-    if choice.capacity is not None and choice.capacity < chunk_bytes and raw:
-        raise ConfigError(
-            f"{choice.path}.capacity",
-            f"{choice.capacity} bytes is less than one chunk ({chunk_bytes} bytes); raise it or lower chunk_tokens",
-        )
-
-
-def _check_quota(choice: TierChoice, chunk_bytes: int) -> None:
-    raw = choice.serializer is None or choice.serializer.cls.type == "raw"
-    for salt, size in (choice.quota or {}).items():
-        if raw and size < chunk_bytes:
-            chunk = f"less than one chunk ({chunk_bytes} bytes)"
-            text = f"{size} bytes for {salt!r} is {chunk}; raise it or lower chunk_tokens"
-            raise ConfigError(f"{choice.path}.quota", text)
+    if choice.serializer is None or choice.serializer.cls.type == "raw":
+        text = f"is less than one chunk ({chunk_bytes} bytes); raise it or lower chunk_tokens"
+        if choice.capacity is not None and choice.capacity < chunk_bytes:
+            yield f"{choice.path}.capacity", f"{choice.capacity} bytes {text}"
+        for salt, size in (choice.quota or {}).items():
+            if size < chunk_bytes:
+                yield f"{choice.path}.quota", f"{size} bytes for {salt!r} {text}"
 
 
 def _policy(choice: TierChoice, *, exact_only: bool) -> Policy:
