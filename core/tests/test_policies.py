@@ -395,6 +395,55 @@ def test_a_full_store_makes_room_for_itself(open_engine: Open) -> None:
     assert engine.health().ok and count(engine, "evicted") > 0
 
 
+def removed_while_it_was_written(engine: Engine, gate: Gate) -> tuple[Shelf, Callable[[], None]]:
+    """Of the chunks of prompt 1 the one that lies in the store though it was removed; and what lets deletes work."""
+    shelf = Shelf.shelves["default"]
+
+    def trouble(verb: str, key: str) -> None:
+        if verb == "put" and not key.startswith("spec"):
+            gate(verb, key)
+        if verb == "delete" and gate.waiting and key in shelf.blobs:
+            raise OSError(16, "Device or resource busy")
+
+    shelf.before = trouble
+    engine.store(tokens_of(4, 1), kv=kv_of(4, 1))
+    assert eventually(lambda: gate.waiting)
+    engine.remove(tokens_of(4, 1))
+    gate.open()
+    assert eventually(lambda: count(engine, "tier_error") or engine.flush(0)) and engine.flush(20)
+    assert len(shelf.blobs) == 1
+
+    def mend() -> None:
+        shelf.before = lambda *_: None
+
+    return shelf, mend
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("bound", [{}, {"capacity": "1MiB"}])
+def test_what_was_removed_while_it_was_written_is_deleted_as_soon_as_that_works(
+    open_engine: Open, gate: Gate, bound: dict[str, str]
+) -> None:
+    engine = open_engine(MEMORY, SHELF | {"deadline": "200ms"} | bound)
+    shelf, mend = removed_while_it_was_written(engine, gate)
+    time.sleep(0.1)
+    assert len(shelf.blobs) == 1
+    mend()
+    assert eventually(lambda: not shelf.blobs)
+    assert eventually(lambda: count(engine, "evicted", "removed") == 1 and ledger_is_exact(engine))
+
+
+def test_what_was_stored_again_after_it_was_removed_stays(open_engine: Open, gate: Gate) -> None:
+    engine = open_engine(MEMORY, SHELF | {"deadline": "200ms", "capacity": "1MiB"})
+    shelf, mend = removed_while_it_was_written(engine, gate)
+    tier: Any = engine.tiers["shelf"]
+    (segment,) = engine.segments(tokens_of(4, 1))
+    tier.put(segment.key, kv_of(4, 1))
+    mend()
+    tier.upkeep._tidy()
+    assert len(shelf.blobs) == 1 and tier.contains(segment.key) and count(engine, "evicted") == 0
+
+
 # -- written when memory lets go ---------------------------------------------------------------------------------------
 
 BEHIND = SHELF | {"write": "on_evict"}

@@ -47,6 +47,7 @@ class BlobWriter:
             return Written(nbytes, fits=True, kept=False)
         fidelity = Fidelity.EXACT if self._serializer.fidelity == EXACT else Fidelity.LOSSY
         self._ledger.note(key, fidelity, nbytes=pages_of(nbytes), written=loaded.written or None)
+        self._upkeep.owes_no_more(key)
         self._upkeep.trim(key)
         return Written(nbytes, fits=True, kept=True)
 
@@ -82,6 +83,7 @@ class BlobWriter:
             self._backend.delete(str(key))
         except BaseException:
             self._reconsider(key, nbytes)
+            self._upkeep.owes(key)
             raise
         self._ledger.forget([key])
 

@@ -25,7 +25,7 @@ class Victim(NamedTuple):
     key: ChunkKey
     bytes: int
     reason: str
-    """`"capacity"`, `"quota"` or `"expired"`."""
+    """`"capacity"`, `"quota"`, `"expired"`; or `"removed"`: it should have been gone before."""
 
 
 class Holdings:

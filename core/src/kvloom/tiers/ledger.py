@@ -269,6 +269,13 @@ class Ledger:
                 victims.append(held.evict(row, "capacity"))
         return victims
 
+    def withdraw(self, keys: Iterable[ChunkKey]) -> list[Victim]:
+        """Forget these blobs, those that are there and not being written, to be deleted."""
+        held = self._held
+        with self._lock:
+            rows = [row for key in keys if FREE < self._rows.state[row := held.find(key)] < PENDING]
+            return [held.evict(row, "removed") for row in rows]
+
     def expire(self, limit: int = 256) -> list[Victim]:
         """Forget up to `limit` blobs that are past their time, those written first.
 

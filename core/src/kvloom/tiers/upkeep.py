@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from kvloom.contracts.observer import Event
@@ -25,6 +26,9 @@ TELL_SECONDS = 60.0
 """How exactly a store that keeps the times of last use is told them."""
 EVICT = "evict"
 """The right that one of the processes on a shared store has."""
+
+_MOST_OWED = 4096
+"""How many blobs are remembered that are still to be deleted, of which nobody else knows."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -54,6 +58,8 @@ class Upkeep:
         self._list_at = 0.0
         self._alive_at = runtime.now()
         self._closed = False
+        self._owed: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._keeps_time = False
         self.evicts = bounded and (not backend.shared or self._elected())
         """This process deletes what is over a bound."""
         ledger.enforced = self.evicts
@@ -61,7 +67,7 @@ class Upkeep:
         if bounded or backend.persistent or backend.shared:
             # A listing runs as a call like any other, but unhurried and with nobody waiting.
             self._begin_round()
-            runtime.spawn(self._keep_time, name=f"kvloom-{name}-upkeep")
+            self._keep_on()
 
     def close(self) -> None:
         with self._changed:
@@ -112,6 +118,30 @@ class Upkeep:
             raise
         self._gone(victims)
 
+    # -- what could not be taken back ----------------------------------------------------------------------------------
+
+    def owes(self, key: ChunkKey) -> None:
+        """A blob was removed while it was being written, and could not be deleted afterwards: it is tried again."""
+        self._owed[key] = None
+        if len(self._owed) > _MOST_OWED:
+            self._owed.popitem(last=False)
+        self._keep_on()
+
+    def owes_no_more(self, key: ChunkKey) -> None:
+        """It is gone, or was written again and not removed since."""
+        if self._owed:
+            self._owed.pop(key, None)
+
+    def _pay(self) -> None:
+        owed = tuple(self._owed)
+        try:
+            self.delete(self._ledger.withdraw(owed))
+        except Exception as error:
+            self._calls.report("delete", error)
+        for key, known in zip(owed, self._ledger.known(owed), strict=True):
+            if known is None:
+                self.owes_no_more(key)
+
     def _sort_out(self, victims: Sequence[Victim], names: Sequence[str]) -> None:
         """After a call that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
         try:
@@ -135,6 +165,12 @@ class Upkeep:
             return False
 
     # -- now and then --------------------------------------------------------------------------------------------------
+
+    def _keep_on(self) -> None:
+        with self._changed:
+            begun, self._keeps_time = self._keeps_time, True
+        if not begun:
+            self._runtime.spawn(self._keep_time, name=f"kvloom-{self.name}-upkeep")
 
     def _keep_time(self) -> None:
         while True:
@@ -180,6 +216,8 @@ class Upkeep:
                 self.delete(victims)
             else:
                 self._ledger.deleted(victims)
+        if self._owed:
+            self._pay()
         self._calls.try_writing()
         used = self._ledger.unsaid(TELL_SECONDS, 1024)
         if used:
