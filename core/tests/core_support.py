@@ -26,6 +26,7 @@ from kvloom import (
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.builtin.plain import PlainConnector
 from kvloom.builtin.raw import RawSerializer
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.ledger import Ledger, Victim
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
@@ -145,8 +146,8 @@ class PagesConnector(PlainConnector):
 class PromptLedger(Ledger):
     """The ledger of a store that deletes victims as soon as they are named."""
 
-    def admit(self, key: ChunkKey, nbytes: int) -> list[Victim] | None:
-        victims = super().admit(key, nbytes)
+    def admit(self, key: ChunkKey, nbytes: int, chain: Chain = NO_CHAIN) -> list[Victim] | None:
+        victims = super().admit(key, nbytes, chain)
         self.deleted(victims or ())
         return victims
 

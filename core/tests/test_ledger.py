@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvloom import ChunkKey, Entry
 from kvloom.runtime import Lock, SystemRuntime
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.ledger import Fidelity, Victim
 from kvloom.tiers.ledger import Ledger as SlowLedger
 from kvloom.tiers.rings import Links, Ring
@@ -180,6 +181,84 @@ def test_what_was_found_out_is_known(clock: Clock, fidelity: Fidelity) -> None:
     ledger.note(key("a"), fidelity, nbytes=5)
     ledger.note(key("a"), fidelity)
     assert ledger.bytes == 5
+
+
+def test_nothing_of_a_chain_goes_for_what_is_behind_it(clock: Clock) -> None:
+    ledger = Ledger(clock, capacity=4)
+    others, keys = chain_of("o", 2), chain_of("c", 6)
+    for one in [*others, *keys[:2]]:
+        write(ledger, one)
+    chain = Chain(keys)
+    assert ledger.admit(keys[2], 2, chain) == [Victim(one, 1, "capacity") for one in others]
+    ledger.note(keys[2], EXACT)
+    assert ledger.admit(keys[3], 1, chain) is None, "the head would go"
+    assert held(ledger) == set(keys[:3]) and ledger.bytes == 4, "and nothing goes for what does not come in"
+    assert ledger.admit(keys[2], 3, chain) is None and ledger.admit(keys[2], 2, chain) == [], "nor for one that grows"
+    ledger.note(keys[2], EXACT)
+    ledger.forget(keys[:1])
+    write(ledger, key("x"))
+    assert ledger.admit(keys[0], 1, Chain(keys)) == [Victim(key("x"), 1, "capacity")], "what is used now stays"
+    ledger.note(keys[0], EXACT)
+    ledger.forget(keys[1:2])
+    assert ledger.admit(keys[1], 2, Chain(keys)) == [Victim(keys[2], 2, "capacity")], "what is behind makes room"
+    ledger.enforced = False
+    assert ledger.admit(keys[5], 9 - 5, chain) == [], "who does not evict says nothing"
+
+
+def test_what_is_being_written_does_not_go_for_what_is_behind_it_either(clock: Clock) -> None:
+    """Nobody could go at the moment; once the first was written, it would."""
+    ledger = Ledger(clock, capacity=9, quota={"-": 2})
+    keys = chain_of("c", 4)
+    chain = Chain(keys)
+    assert ledger.admit(keys[0], 1, chain) == [] and ledger.admit(keys[1], 1, chain) == []
+    assert ledger.admit(keys[2], 1, chain) is None
+    ledger.note(keys[0], EXACT)
+    assert ledger.excess(keys[0]) == [] and ledger.admit(keys[2], 1, chain) is None
+    other = key("other")
+    assert ledger.admit(other, 1, chain) == [Victim(keys[0], 1, "quota")], "what is in no chain goes by use alone"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 3)), max_size=20),
+    st.integers(2, 12),
+    st.none() | st.integers(1, 6),
+    st.data(),
+)
+def test_there_is_never_a_tail_without_its_head(
+    stores: list[tuple[int, int, int]], capacity: int, quota: int | None, data: st.DataObject
+) -> None:
+    """Prompts of several tenants, some longer than all there is, each written by a few threads, in about its order."""
+    ledger = Ledger(Clock(), capacity=capacity, quota=quota and {"a": quota})
+    chains = [chain_of(f"c{number}-", 9, tag="ab"[number % 2]) for number in range(4)]
+    for number, length, threads in stores:
+        keys = chains[number][:length]
+        chain = Chain(keys)
+        ledger.touch(keys)
+        todo = [one for one, known in zip(keys, ledger.known(keys), strict=True) if known is None]
+        writing: list[ChunkKey] = []
+        for one in todo:
+            ledger.expect(one)
+        for place in range(len(todo) - 1):
+            if threads > 1 and data.draw(st.booleans()):  # a thread was faster than another
+                todo[place : place + 2] = reversed(todo[place : place + 2])
+        for one in [*todo, None]:
+            while len(writing) == threads or (one is None and writing):
+                done = writing.pop(data.draw(st.integers(0, len(writing) - 1)))
+                ledger.note(done, EXACT)
+                ledger.deleted(ledger.excess(done, chain))
+            if one is not None:
+                if ledger.admit(one, 1, chain) is None:
+                    ledger.forget_pending(one)
+                else:
+                    writing.append(one)
+        ledger.touch(keys)
+        assert ledger.bytes <= capacity and all(
+            n <= quota for tag, n in ledger.tenants().items() if quota and tag == "a"
+        )
+        for each in chains:
+            there = [known is not None for known in ledger.known(each)]
+            assert there == sorted(there, reverse=True), "a hole"
+        assert held(ledger) & set(keys), "something of what was used last is there"
 
 
 def test_release_takes_what_is_worth_so_many_bytes(clock: Clock) -> None:

@@ -159,6 +159,57 @@ def test_a_tenant_over_its_quota_in_memory_pays_itself(open_engine: Open) -> Non
     assert sizes == [8, 16] and held(engine, 3, tier="memory", salt="other") == 16
 
 
+def heads_only(engine: Engine, names: list[str]) -> bool:
+    """Of a chain's names in the shelf there is none without all before it, and at least one."""
+    blobs = Shelf.shelves["default"].blobs
+    there = [name in blobs for name in names]
+    return there == sorted(there, reverse=True) and any(there)
+
+
+@pytest.mark.parametrize("bounds", [{"capacity": "1MiB", "quota": 6 * BLOB_BYTES}, {"capacity": 6 * BLOB_BYTES}])
+@pytest.mark.parametrize("above", [[], [MEMORY], [{"type": "memory", "capacity": "24KiB"}]])
+def test_of_a_prompt_longer_than_the_bounds_the_head_is_kept(
+    open_engine: Open, bounds: dict[str, Any], above: list[dict[str, Any]]
+) -> None:
+    engine = open_engine(*above, SHELF | bounds)
+    stored(engine, 1, length=16)
+    stored(engine, 2, length=40)
+    names = [str(segment.key) for segment in engine.segments(tokens_of(40, 2))]
+    assert heads_only(engine, names) and len(Shelf.shelves["default"].blobs) == 6
+    assert engine.lookup(tokens_of(40, 2), ["shelf"]).tokens == 24, "as much as fits; what is older has gone"
+    gone = [key for key in engine.counters() if key.tier == "shelf" and key.name in ("dropped", "evicted")]
+    assert sum(engine.counters()[key].chunks for key in gone) == 8, "all else is said to be gone"
+    stored(engine, 2, length=40)
+    assert heads_only(engine, names) and len(Shelf.shelves["default"].blobs) == 6, "nor is it different next time"
+    stored(engine, 3, length=8)
+    assert held(engine, 3) == 8, "others come in"
+    assert heads_only(engine, names) and engine.lookup(tokens_of(40, 2), ["shelf"]).tokens == 16
+
+
+def test_of_a_prompt_longer_than_the_quota_memory_keeps_the_head(open_engine: Open) -> None:
+    engine = open_engine({"type": "memory", "capacity": "256KiB", "quota": "24KiB"})
+    stored(engine, 1)
+    stored(engine, 2, length=40)
+    sizes = [engine.lookup(tokens_of(40, seed), ["memory"]).tokens for seed in (1, 2)]
+    assert sizes == [0, 24] and engine._stack.memory.used_bytes == 24 << 10
+    assert count(engine, "dropped", "over its salt's quota") == 4
+    got = torch.zeros_like(kv_of(40, 2))
+    mask = engine.retrieve(tokens_of(40, 2), kv=got)
+    assert int(mask.sum()) == 24 and torch.equal(got[:, :, mask], kv_of(40, 2)[:, :, mask])
+
+
+def test_a_prompt_that_goes_on_does_not_push_out_its_own_head(open_engine: Open) -> None:
+    """Its head is older than others', and then is stored again with more behind it."""
+    engine = open_engine({"type": "memory", "capacity": "256KiB", "quota": "24KiB"})
+    stored(engine, 1, length=40)
+    stored(engine, 2, length=8)
+    assert engine.lookup(tokens_of(40, 1), ["memory"]).tokens == 16
+    mask = torch.ones(40, dtype=torch.bool)
+    mask[:16] = False
+    engine.store(tokens_of(40, 1), mask, kv=kv_of(40, 1))
+    assert engine.lookup(tokens_of(40, 1), ["memory"]).tokens == 24 and held(engine, 2, tier="memory") == 0
+
+
 # -- who comes in ------------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from kvloom.runtime import Runtime, SystemRuntime, Workers, opened
 from kvloom.task import Task
 from kvloom.tiers.base import Layout
 from kvloom.tiers.build import asked_only, build_stack
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.stack import Stack
 from kvloom.tiers.visit import Visit
 from kvloom.types import Chunk, KVSpec, Segment, canonical_json
@@ -242,8 +243,10 @@ class Engine(Index):
         Returns when the caller's KV may be overwritten; tiers below memory are written in the background.
         """
         whole, first = self._selected(tokens, mask, salt)
+        keys = [segment.key for segment in whole]
+        self._stack.touch(keys, count=False)  # before, so that room is not made at its own cost
         task = Task(self._runtime)
-        task.run(lambda task: self._save(task, whole[first:], where))
+        task.run(lambda task: self._save(task, whole[first:], where, chain=Chain(keys)))
         task.result()
         self._stack.touch([segment.key for segment in whole])
         self._tokens.learn(tokens, salt=self._salt(salt))
@@ -342,7 +345,8 @@ class Engine(Index):
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
         self._check_where(segments, where)
-        return self._start(segments, lambda task: self._save(task, segments, where))
+        chain = Chain([segment.key for segment in segments])
+        return self._start(segments, lambda task: self._save(task, segments, where, chain=chain))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -389,13 +393,13 @@ class Engine(Index):
             self._events.emit(Event("retrieved", "", num_tokens, len(moved), nbytes, self._runtime.now() - began))
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
-    def _save(self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any]) -> torch.Tensor:
+    def _save(self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, chain: Chain) -> torch.Tensor:
         self._check_where(segments, where)
 
         def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
             return task.touch(lambda: self._read(some, chunks, where))
 
-        self._stack.keep(segments, self.connector.shape, copy, self._visit(task))
+        self._stack.keep(segments, self.connector.shape, copy, self._visit(task, chain))
         return torch.ones(len(segments), dtype=torch.bool)
 
     def _warm(self, task: Task, segments: Sequence[Segment]) -> torch.Tensor:
@@ -408,8 +412,8 @@ class Engine(Index):
                     break
         return torch.tensor([segment in warm for segment in segments], dtype=torch.bool)
 
-    def _visit(self, task: Task) -> Visit:
-        visit = self._stack.visit()
+    def _visit(self, task: Task, chain: Chain = NO_CHAIN) -> Visit:
+        visit = self._stack.visit(chain)
         task.on_cancel(visit.give_up)
         return visit
 

@@ -10,6 +10,7 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.memory import pages_of
 from kvloom.tiers.base import Loaded
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.ledger import Fidelity, Ledger, Victim
 from kvloom.tiers.upkeep import Upkeep
 from kvloom.types import EXACT, Buffers, ChunkKey
@@ -20,7 +21,7 @@ class Written(NamedTuple):
 
     nbytes: int
     fits: bool
-    """False: it is larger than what the tier may hold, and was not written."""
+    """False: it is larger than what the tier may hold beside what comes before it, and was not written."""
     kept: bool
     """False: it was removed while it was being written."""
 
@@ -34,11 +35,14 @@ class BlobWriter:
         self._ledger = ledger
         self._upkeep = upkeep
 
-    def write(self, key: ChunkKey, loaded: Loaded, *, removed: Callable[[], bool]) -> Written:
-        """Write a chunk. Raises what serializer and backend raise. removed: whether it has been removed meanwhile."""
+    def write(self, key: ChunkKey, loaded: Loaded, *, chain: Chain, removed: Callable[[], bool]) -> Written:
+        """Write a chunk. Raises what serializer and backend raise.
+
+        chain: nothing of it goes for what is behind it. removed: whether the chunk has been removed meanwhile.
+        """
         framed = self._framed(key, loaded)
         nbytes = sum(memoryview(part).nbytes for part in framed)
-        victims = self._ledger.admit(key, pages_of(nbytes))
+        victims = self._ledger.admit(key, pages_of(nbytes), chain)
         if victims is None:
             return Written(nbytes, fits=False, kept=False)
         self._put(key, framed, victims, pages_of(nbytes))
@@ -48,7 +52,7 @@ class BlobWriter:
         fidelity = Fidelity.EXACT if self._serializer.fidelity == EXACT else Fidelity.LOSSY
         self._ledger.note(key, fidelity, nbytes=pages_of(nbytes), written=loaded.written or None)
         self._upkeep.owes_no_more(key)
-        self._upkeep.trim(key)
+        self._upkeep.trim(key, chain)
         return Written(nbytes, fits=True, kept=True)
 
     def _framed(self, key: ChunkKey, loaded: Loaded) -> Buffers:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvloom.tiers.ages import Ages
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.rings import Links, Ring
-from kvloom.tiers.rows import PENDING, Rows
+from kvloom.tiers.rows import PENDING, WRITING, Rows
 from kvloom.tiers.tenants import Tenant, Tenants
 from kvloom.types import ChunkKey
 
@@ -178,6 +180,64 @@ class Holdings:
         if tenant.bytes + more <= tenant.quota:
             return 0
         return tenant.ring.oldest()
+
+    def has_room_behind(self, chain: Chain, key: ChunkKey, nbytes: int) -> bool:
+        """Whether nothing of `chain` that comes before `key` would have to go for `key` to have `nbytes`.
+
+        If not, it is said to the chain where it ends.
+        """
+        if not self.enforced:
+            return True
+        if chain.ends_before(key, self):
+            return False
+        if self._room_behind(chain, key, nbytes, chain.has):
+            return True
+        # While a chain is being stored it has not its places yet: what is behind `key` goes before what is before it.
+        self.renew([self.find(each) for each in chain.backwards()])
+        if self._room_behind(chain, key, nbytes, partial(chain.leads_to, key)):
+            return True
+        chain.end_at(key, self)
+        return False
+
+    def _room_behind(self, chain: Chain, key: ChunkKey, nbytes: int, spared: Callable[[bytes], bool]) -> bool:
+        own = self.find(key)
+        more = nbytes - self.rows.bytes[own]
+        tenant = self.tenants.get(key.namespace)
+        bounds = [(self.ring, self.bytes, self.capacity)]
+        if tenant is not None and tenant.ring is not None:
+            bounds.append((tenant.ring, tenant.bytes, tenant.quota))
+        for ring, used, limit in bounds:
+            short = 0 if limit is None else used + more - limit
+            for row in ring.from_oldest() if short > 0 else ():
+                if spared(self.rows.digest(row)):
+                    return False
+                short -= self.rows.bytes[row] if row != own else 0
+                if short <= 0:
+                    break
+            if short > 0 and any(self.rows.state[self.find(each)] >= WRITING for each in chain.before(key)):
+                return False  # there is too much already, being written; what is written first would go first
+        return True
+
+    def is_over(self, tenant: Tenant | None) -> bool:
+        """Whether there is more than there may be, of a tenant's or of all."""
+        if tenant is not None and tenant.quota is not None and tenant.bytes > tenant.quota:
+            return True
+        return self.capacity is not None and self.bytes > self.capacity
+
+    def is_behind_written(self, chain: Chain, key: ChunkKey) -> bool:
+        """Whether something of `chain` behind `key` is being written; if not, the chain has its places now."""
+        rows = [self.find(each) for each in chain.backwards()]
+        if any(self.rows.state[row] >= WRITING and self.rows.depth[row] > key.depth for row in rows):
+            return True
+        self.renew(rows)
+        return False
+
+    def cut(self, chain: Chain, victims: list[Victim]) -> list[Victim]:
+        """The victims. Where one of them is of `chain`, that ends there: more of it may be on its way."""
+        for victim in victims if chain else ():
+            if chain.has(victim.key.digest):
+                chain.end_at(victim.key, self)
+        return victims
 
     def shrink(self, tenants: Iterable[Tenant], *, most: float = math.inf) -> list[Victim]:
         """Forget the least recently used of tenants over their quota, then of all, until the rest fits.

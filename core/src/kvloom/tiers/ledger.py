@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvloom.runtime import Runtime
 from kvloom.tiers import rows as states
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.holdings import Holdings, Victim
 from kvloom.tiers.listing import SLICE, Listing, slices
 from kvloom.tiers.recovery import Recovery
@@ -167,18 +168,19 @@ class Ledger:
             victims = (held.next_victim(nbytes, anyway=True), held.next_victim_of(tenant, nbytes, anyway=True))
             return all(uses > sketch.uses(self._rows.digest(row)) for row in victims if row)
 
-    def admit(self, key: ChunkKey, nbytes: int) -> list[Victim] | None:
+    def admit(self, key: ChunkKey, nbytes: int, chain: Chain = NO_CHAIN) -> list[Victim] | None:
         """Count a blob that is about to be written; the ones that must be deleted first to make room.
 
-        None if it can never fit, or is being deleted just now. The blob counts from now on; `forget` it if writing
-        fails. Tell `deleted` or `kept` what became of victims, of this and the other methods that name some.
+        None if it can never fit, or not beside what is before it in `chain`, or is being deleted just now. The blob
+        counts from now on; `forget` it if writing fails. Tell `deleted` or `kept` what became of victims, of this and
+        the other methods that name some.
         """
         held = self._held
         quota = held.tenants.quota_of(key.namespace)
         if (self.capacity is not None and nbytes > self.capacity) or (quota is not None and nbytes > quota):
             return None
         with self._lock:
-            if key.digest in held.leaving:
+            if key.digest in held.leaving or (chain and not held.has_room_behind(chain, key, nbytes)):
                 return None
             row = held.find(key)
             if row:
@@ -188,7 +190,7 @@ class Ledger:
                 held.resize(row, nbytes)
             else:
                 row = held.create(key, WRITING, nbytes)
-            return held.shrink((held.tenants.tenant(row),) if quota is not None else ())
+            return held.cut(chain, held.shrink((held.tenants.tenant(row),) if quota is not None else ()))
 
     def deleted(self, victims: Iterable[Victim]) -> None:
         """Victims are gone from the store: a read that began before may still say that they are there."""
@@ -207,12 +209,20 @@ class Ledger:
         """Now, for `note`."""
         return self._held.forgotten
 
-    def excess(self, key: ChunkKey) -> list[Victim]:
-        """Forget what is too much now that the write of `key` is over, to be deleted: so far it was nobody's victim."""
+    def excess(self, key: ChunkKey, chain: Chain = NO_CHAIN) -> list[Victim]:
+        """Forget what is too much now that the write of `key` is over, to be deleted: so far it was nobody's victim.
+
+        So is the blob itself if meanwhile there was no room for something before it in `chain`.
+        """
         held = self._held
         with self._lock:
+            victims: list[Victim] = []
+            if chain.ends_before(key, held) and FREE < self._rows.state[row := held.find(key)] < PENDING:
+                victims.append(held.evict(row, "capacity"))
             tenant = held.tenants.get(key.namespace)
-            return held.shrink(() if tenant is None else (tenant,))
+            if chain and held.is_over(tenant) and held.is_behind_written(chain, key):
+                return victims  # once that is over, it goes first
+            return victims + held.cut(chain, held.shrink(() if tenant is None else (tenant,)))
 
     def note(
         self, key: ChunkKey, fidelity: Fidelity, *, nbytes: int | None = None, written: float | None = None,

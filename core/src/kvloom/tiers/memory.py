@@ -14,6 +14,7 @@ from kvloom.events import EventBus
 from kvloom.memory import Block, Pool, Reservation, caller
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.held import Holdings
 from kvloom.tiers.purges import Purges
 from kvloom.tiers.recency import Held
@@ -132,19 +133,20 @@ class MemoryTier(Tier):
 
     def insert(
         self, key: ChunkKey, chunk: Chunk, block: Block, *, written: float | None = None, dirty: bool = True,
-        since: int | None = None,
+        since: int | None = None, chain: Chain = NO_CHAIN,
     ) -> Loaded:  # fmt: skip
         """Keep a sealed chunk and lease it. An exact one replaces a lossy one, never the other way round.
 
         written: when it was first stored, in seconds since the epoch, if that was not now. dirty: it is to be written
         back before it is evicted, if there is a `write_back`. since: a mark of `purges` from before it was read; what
-        was removed after it is not kept.
+        was removed after it is not kept. chain: what it is part of; it does not take its salt's room from what is
+        before it.
         """
         wall = self._runtime.wall()
         dirty = dirty and chunk.exact and self.write_back is not None
         new = Held(chunk, block, wall if written is None else min(written, wall), dirty)
         since = self.purges.mark() if since is None else since
-        loaded = self._keep(key, new, wall, since)
+        loaded = self._keep(key, new, wall, since, chain)
         if self._held.restless:
             for _ in range(_SWEPT_EACH_TIME):
                 self._let_go(partial(self._held.due, wall), reason="expired")
@@ -153,7 +155,7 @@ class MemoryTier(Tier):
             self._write_ahead(clean_bytes - self.pool.free_bytes)
         return loaded
 
-    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int) -> Loaded:
+    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int, chain: Chain) -> Loaded:
         kept = self.keep and not self._held.expired(new, wall)
         while True:
             with self._lock:
@@ -161,13 +163,19 @@ class MemoryTier(Tier):
                 settled = self._settle(key, new, wall, kept=kept and not gone)
             if settled is not None:
                 break
-            kept = self._let_go(partial(self._held.coldest_of_tenant, key), reason="quota")
+            kept = self._let_go(partial(self._coldest_of_tenant, key, chain), reason="quota")
+            if not kept and chain and not new.dirty:
+                self._report("dropped", new, "over its salt's quota")
         loaded, surplus = settled
         if surplus is new.block and new.dirty and loaded.chunk is new.chunk and not gone:
             self._pass_on(key, loaded)
         if surplus is not None:
             surplus.drop()
         return loaded
+
+    def _coldest_of_tenant(self, key: ChunkKey, chain: Chain) -> ChunkKey | None:
+        coldest = self._held.coldest_of_tenant(key)
+        return None if coldest is None or chain.leads_to(key, coldest.digest) else coldest
 
     def _settle(self, key: ChunkKey, new: Held, wall: float, *, kept: bool) -> tuple[Loaded, Block | None] | None:
         """Which of two chunks stays, leased, and the block that does not; None if the tenant must make room first."""

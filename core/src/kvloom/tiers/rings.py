@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvloom.tiers.rows import CURSOR, FREE, PENDING, Rows
 
@@ -89,6 +89,15 @@ class Ring:
             self._links.take_out(self._hand)
             self._links.insert(self._hand, before=row)
         return 0 if row == self._end else row
+
+    def from_oldest(self) -> Iterator[int]:
+        """The rows that may go, in the order in which they would."""
+        after, state = self._links.after, self._rows.state
+        row = after[self._hand]
+        while row != self._end:
+            if state[row] < PENDING:
+                yield row
+            row = after[row]
 
     def rewind(self) -> None:
         """A row that must not go now may: it could be one that was passed over."""

@@ -14,6 +14,7 @@ from kvloom.memory import Reservation
 from kvloom.runtime import Runtime
 from kvloom.tiers.arrivals import WholeRead
 from kvloom.tiers.base import Layout, Loaded, Tier
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.claims import Claims, Holder, LongClaims
 from kvloom.tiers.flights import Read
 from kvloom.tiers.memory import MemoryTier
@@ -76,9 +77,9 @@ class Stack:
         if self._behind:
             memory.write_back = self._write_back
 
-    def visit(self) -> Visit:
-        """An operation that begins now."""
-        return Visit(self._runtime, self.deadline, since=self.memory.purges.mark())
+    def visit(self, chain: Chain = NO_CHAIN) -> Visit:
+        """An operation that begins now. chain: what it is about."""
+        return Visit(self._runtime, self.deadline, since=self.memory.purges.mark(), chain=chain)
 
     @property
     def deadline(self) -> float:
@@ -216,7 +217,9 @@ class Stack:
             return
         for tier in self.stored[: self.stored.index(below)]:
             if tier.policy.write == "through" and tier.lacks(segment.key, loaded.written):
-                tier.submit(segment.key, loaded.again(), until=self._runtime.now(), since=visit.since)
+                tier.submit(
+                    segment.key, loaded.again(), until=self._runtime.now(), since=visit.since, chain=visit.chain
+                )
 
     # -- from the engine -----------------------------------------------------------------------------------------------
 
@@ -298,7 +301,7 @@ class Stack:
         if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
             for tier in tiers:
                 if not tier.outlived(loaded.written):
-                    tier.submit(key, loaded.again(), until=visit.until, since=visit.since)
+                    tier.submit(key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain)
             loaded.release()
 
     def _copy_in(self, todo: list[tuple[Segment, list[StoredTier]]], shape: Shape, copy: Copy, visit: Visit) -> None:
@@ -348,9 +351,11 @@ class Stack:
         for (segment, tiers), chunk, room in zip(now, chunks, rooms, strict=True):
             block = room.seal()
             assert block is not None, "these reservations have no deadline"
-            loaded = self.memory.insert(segment.key, chunk, block, written=written, since=visit.since)
+            loaded = self.memory.insert(
+                segment.key, chunk, block, written=written, since=visit.since, chain=visit.chain
+            )
             for tier in tiers:
-                tier.submit(segment.key, loaded.again(), until=visit.until, since=visit.since)
+                tier.submit(segment.key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain)
             loaded.release()
         self.memory.touch([segment.key for segment, _ in now])
         if self.memory.keep:

@@ -21,6 +21,7 @@ from kvloom.tiers.arrivals import Arrival, Arrivals, Arrived, WholeRead
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.blobs import BlobWriter
 from kvloom.tiers.calls import Calls, NoRoomError
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.flights import Flights, Read, release
 from kvloom.tiers.layer_blobs import LayeredBlob, layered, read_layers
 from kvloom.tiers.ledger import Fidelity, Ledger
@@ -337,10 +338,13 @@ class StoredTier(Tier):
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def submit(self, key: ChunkKey, loaded: Loaded, *, until: float, since: int) -> Write | None:
+    def submit(
+        self, key: ChunkKey, loaded: Loaded, *, until: float, since: int, chain: Chain = NO_CHAIN
+    ) -> Write | None:
         """Write an exact chunk in the background, taking over its lease; None (and counted) if it was dropped.
 
         since: a mark of the removals from before the chunk was got; what was removed after it is not kept.
+        chain: what it is part of; nothing of it makes room for what is behind it.
         """
         chunk = loaded.chunk
         assert chunk.exact, "lossy chunks are never written on: they would be encoded twice"
@@ -349,7 +353,7 @@ class StoredTier(Tier):
             self._on_lost(key, chunk, "the tier is paused")
             return None
         self.ledger.expect(key)
-        store = partial(self._store, key, loaded, since)
+        store = partial(self._store, key, loaded, since, chain)
         write = self._writes.submit(key, self.calls.judged("put", store, self.calls.writing), loaded, until=until)
         if write is None:
             self._on_lost(key, chunk, "the write queue is full")
@@ -359,12 +363,12 @@ class StoredTier(Tier):
         """Wait until every accepted write has been written or has failed; False if `until` came first."""
         return self._writes.flush(until)
 
-    def _store(self, key: ChunkKey, loaded: Loaded, since: int) -> bool:
+    def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain) -> bool:
         began = self._runtime.now()
         chunk = loaded.chunk
-        written = self._writer.write(key, loaded, removed=lambda: self._purges.hit(key, since))
+        written = self._writer.write(key, loaded, chain=chain, removed=lambda: self._purges.hit(key, since))
         if not written.fits:
-            self._on_lost(key, chunk, "larger than the tier's bounds, or just being deleted")
+            self._on_lost(key, chunk, "no room within the tier's bounds, or just being deleted")
         elif not written.kept:
             self._on_lost(key, chunk, "removed while it was being written")
         if written.kept:

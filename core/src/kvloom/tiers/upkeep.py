@@ -13,6 +13,7 @@ from kvloom.errors import BackendError, DeadlineExceeded
 from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.calls import Calls
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.ledger import Ledger, Victim
 from kvloom.types import Buffers, ChunkKey, Entry
 
@@ -92,10 +93,10 @@ class Upkeep:
             raise
         self._gone(victims)
 
-    def trim(self, key: ChunkKey) -> None:
+    def trim(self, key: ChunkKey, chain: Chain) -> None:
         """After a write: delete what is too much now. That the blob was written stands, whatever becomes of it."""
         try:
-            self.delete(self._ledger.excess(key))
+            self.delete(self._ledger.excess(key, chain))
         except Exception as error:
             self._calls.report("delete", error)
 

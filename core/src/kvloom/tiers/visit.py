@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvloom.runtime import Runtime
+from kvloom.tiers.chain import NO_CHAIN, Chain
 
 
 class Visit:
@@ -14,9 +15,10 @@ class Visit:
     not asked again in the same operation, so that a tier costs it one deadline at most.
     """
 
-    def __init__(self, runtime: Runtime, seconds: float, *, since: int) -> None:
-        """since: a mark of the removals, now."""
+    def __init__(self, runtime: Runtime, seconds: float, *, since: int, chain: Chain = NO_CHAIN) -> None:
+        """since: a mark of the removals, now. chain: what the operation is about."""
         self.since = since
+        self.chain = chain
         self._now = runtime.now
         self._seconds = seconds
         self.until = self._now() + seconds

@@ -1,0 +1,50 @@
+"""The chain of chunks that an operation is about: of it nothing may go to make room for what is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvloom.types import ChunkKey
+
+
+class Chain:
+    """Chunks of which each is of use only with all before it. Costs nothing until somebody asks."""
+
+    __slots__ = ("_depths", "_ends", "_keys")
+
+    def __init__(self, keys: Sequence[ChunkKey] = ()) -> None:
+        self._keys = keys
+        self._depths: dict[bytes, int] | None = None
+        self._ends: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._by_digest()
+
+    def leads_to(self, key: ChunkKey, digest: bytes) -> bool:
+        """Whether the chunk of `digest` comes before `key`."""
+        return self._by_digest().get(digest, key.depth) < key.depth
+
+    def _by_digest(self) -> dict[bytes, int]:
+        if self._depths is None:
+            self._depths = {each.digest: each.depth for each in self._keys}
+        return self._depths
+
+    def end_at(self, key: ChunkKey, place: object) -> None:
+        """There is no room for `key` in that place, so that nothing behind it is of use there."""
+        self._ends[id(place)] = min(key.depth, self._ends.get(id(place), key.depth))
+
+    def ends_before(self, key: ChunkKey, place: object) -> bool:
+        """Whether there was no room in that place for something before `key`."""
+        return bool(self._ends) and self._ends.get(id(place), key.depth) < key.depth
+
+    def backwards(self) -> Iterator[ChunkKey]:
+        return reversed(self._keys)
+
+    def before(self, key: ChunkKey) -> Iterator[ChunkKey]:
+        return (each for each in self._keys if each.depth < key.depth)
+
+
+NO_CHAIN = Chain()
