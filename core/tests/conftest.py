@@ -37,6 +37,7 @@ def open_engine(registry: Registry) -> Iterator[Callable[..., Engine]]:
     yield open
     for engine in engines:
         engine.close()
+    assert not sum(engine._stack.memory.pool.leaked for engine in engines), "memory that nobody gave back"
 
 
 @pytest.fixture

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvloom.builtin.dict_backend import DictBackend
+from kvloom.contracts.component import Config
+from kvloom.events import EventBus
 from kvloom.runtime import SystemRuntime
 from kvloom.tiers.breaker import FAILURES, FIRST_SECONDS, MOST_SECONDS, Breaker
+from kvloom.tiers.calls import Calls
 
 
 class Clock(SystemRuntime):
@@ -83,3 +87,26 @@ def test_one_verb_that_works_does_not_hide_another_that_fails(clock: Clock) -> N
     assert breaker.failed("read") and breaker.open
     assert not breaker.succeeded("contains") and breaker.open
     assert breaker.succeeded("read") and not breaker.open
+
+
+@pytest.mark.parametrize("broken", ["get", "contains"])
+def test_a_probe_asks_for_all_that_serving_needs(clock: Clock, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: DictBackend, key: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    calls = Calls("dict", DictBackend(Config()), EventBus((), clock), clock, deadline=10.0)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(DictBackend, broken, fail)
+            for _ in range(FAILURES):
+                calls.failed("read", OSError(5, "Input/output error"), calls.reading)
+            clock.time = calls.reading.probe_at
+            assert calls.paused and calls._probe is not None
+            calls._probe.wait()
+            assert calls.paused, "what answers half of the questions is not back"
+        clock.time = calls.reading.probe_at
+        assert calls.paused
+        calls._probe.wait()
+        assert not calls.paused
+    finally:
+        calls.close()

@@ -999,6 +999,31 @@ def test_a_read_that_began_before_a_victim_was_deleted_learns_nothing(clock: Clo
     assert ledger.known([key("a")]) == [None] and ledger.bytes == 2
 
 
+@pytest.mark.parametrize("between", [0, 5000])
+def test_a_read_that_began_before_a_blob_was_forgotten_learns_nothing_however_long_it_takes(
+    clock: Clock, between: int
+) -> None:
+    ledger, one = Ledger(clock), key("one")
+    write(ledger, one)
+    mark = ledger.mark()
+    ledger.forget([one])
+    for number in range(between):
+        ledger.forget([key(number)])
+    ledger.note(one, EXACT, nbytes=1, since=mark)
+    assert ledger.known([one]) == [None] and ledger.bytes == 0
+    ledger.note(one, EXACT, nbytes=1, since=ledger.mark())
+    assert ledger.known([one]) == [EXACT]
+
+
+def test_what_is_there_is_learnt_of_though_it_was_forgotten_before(clock: Clock) -> None:
+    ledger, one = Ledger(clock), key("one")
+    mark = ledger.mark()
+    ledger.forget([one])
+    write(ledger, one)
+    ledger.note(one, Fidelity.LOSSY, since=mark)
+    assert ledger.known([one]) == [Fidelity.LOSSY]
+
+
 def test_a_victim_that_could_not_be_deleted_counts_again(clock: Clock) -> None:
     ledger = SlowLedger(clock, capacity=3)
     write(ledger, key("a"), 2)
