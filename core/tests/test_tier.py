@@ -208,7 +208,11 @@ def test_what_somebody_reads_is_not_evicted(open_engine: Open) -> None:
     assert [room is not None for room in rooms] == [True, True, True, False]
     assert memory.contains(segment.key) and torch.equal(loaded.chunk.tensor, kv_of(4))
     loaded.release()
-    assert memory.reserve(4096) is not None and not memory.contains(segment.key)
+    rooms.append(memory.reserve(4096))
+    assert rooms[-1] is not None and not memory.contains(segment.key)
+    for room in rooms:
+        if room is not None:
+            room.abandon()
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
