@@ -174,10 +174,12 @@ def disk(rows: Rows, folder: Path) -> None:
                 note(what, (filling if what == "new" else ours).write(turn))
                 os.sync()
             elif drop_caches():
-                note("cold", ours.read(turn))
-                with unverified():
+                for _ in range(3):
+                    note("cold", ours.read(turn))
                     drop_caches()
-                    note("cold, unverified", ours.read(turn))
+                    with unverified():
+                        note("cold, unverified", ours.read(turn))
+                    drop_caches()
         for path in plain:
             path.read_bytes()
         for key in ours.keys(turn):

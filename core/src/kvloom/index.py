@@ -96,7 +96,7 @@ class Index:
         """
         self._check_names(search_range)
         segments = self.segments(tokens, salt=salt)
-        keys = [segment.key for segment in segments]
+        keys = [key for _, _, key in segments]
         for database in self._others:  # asked about in one go
             keys += [segment.key for segment in database.segments(tokens, salt=self._salt(salt))]
         located = self._stack.locate(keys, search_range)
@@ -105,11 +105,11 @@ class Index:
             located = [None if None in located[i::count] else located[i] for i in range(count)]
         hit = 0
         by_tier: dict[str, int] = {}
-        for segment, name in zip(segments, located, strict=True):
+        for (start, end, _), name in zip(segments, located, strict=True):
             if name is None:
                 break
-            hit = segment.end
-            by_tier[name] = by_tier.get(name, 0) + segment.end - segment.start
+            hit = end
+            by_tier[name] = by_tier.get(name, 0) + end - start
         return Hit(hit, by_tier)
 
     def segments(

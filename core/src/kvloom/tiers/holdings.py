@@ -234,7 +234,7 @@ class Holdings:
 
     def cut(self, chain: Chain, victims: list[Victim]) -> list[Victim]:
         """The victims. Where one of them is of `chain`, that ends there: more of it may be on its way."""
-        for victim in victims if chain else ():
+        for victim in victims:
             if chain.has(victim.key.digest):
                 chain.end_at(victim.key, self)
         return victims

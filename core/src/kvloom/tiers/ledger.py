@@ -190,7 +190,8 @@ class Ledger:
                 held.resize(row, nbytes)
             else:
                 row = held.create(key, WRITING, nbytes)
-            return held.cut(chain, held.shrink((held.tenants.tenant(row),) if quota is not None else ()))
+            victims = held.shrink((held.tenants.tenant(row),) if quota is not None else ())
+            return held.cut(chain, victims) if chain else victims
 
     def deleted(self, victims: Iterable[Victim]) -> None:
         """Victims are gone from the store: a read that began before may still say that they are there."""
