@@ -79,8 +79,24 @@ class Holdings:
 
     # -- one row -------------------------------------------------------------------------------------------------------
 
-    def create(self, key: tuple[str, int, bytes], state: int, nbytes: int = 0, *, newest: bool = True) -> int:
-        """A row for a new ChunkKey, or its fields. newest: the most recent one; else the least recent of all."""
+    def create(self, key: tuple[str, int, bytes], state: int, nbytes: int = 0) -> int:
+        """A row for a new ChunkKey, or its fields: the most recent one."""
+        row, tenant = self._enter(key, state, nbytes)
+        self.ring.add_newest(row)
+        if tenant.ring is not None:
+            tenant.ring.add_newest(row)
+        return row
+
+    def create_oldest(self, keys: Iterable[tuple[tuple[str, int, bytes], int]], state: int) -> list[int]:
+        """Rows for new ChunkKeys, or their fields, and bytes: each becomes the least recent of all."""
+        made = [self._enter(key, state, nbytes) for key, nbytes in keys]
+        self.ring.add_oldest([row for row, _ in made])
+        for tenant in {tenant for _, tenant in made if tenant.ring is not None}:
+            assert tenant.ring is not None
+            tenant.ring.add_oldest([row for row, its in made if its is tenant])
+        return [row for row, _ in made]
+
+    def _enter(self, key: tuple[str, int, bytes], state: int, nbytes: int) -> tuple[int, Tenant]:
         namespace, depth, digest = key
         rows = self.rows
         row = rows.add(digest)
@@ -90,12 +106,7 @@ class Holdings:
         self.count += state != PENDING
         tenant = self.tenants.enter(row, namespace)
         tenant.bytes += nbytes
-        for ring in (self.ring,) if tenant.ring is None else (self.ring, tenant.ring):
-            if newest:
-                ring.add_newest(row)
-            else:
-                ring.add_oldest(row)
-        return row
+        return row, tenant
 
     def change(self, row: int, state: int) -> None:
         """Give a row another state."""

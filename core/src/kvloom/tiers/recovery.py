@@ -52,7 +52,7 @@ class Recovery:
             if seen[row] != self._holdings.listing and FREE < state[row] < PENDING:
                 self._holdings.remove(row)
 
-    def place(self, some: Iterable[Listed]) -> list[Victim]:
+    def place(self, some: Sequence[Listed]) -> list[Victim]:
         """Give blobs their places in the order: from the newest at first, later from the oldest.
 
         Returns what is too old, and what then is too much.
@@ -60,26 +60,39 @@ class Recovery:
         holdings, ages, find = self._holdings, self._holdings.ages, self._holdings.rows.find
         gone, shown, newest, now = holdings.gone, holdings.rows.shown, not self._first, holdings.wall()
         victims: list[Victim] = []
+        new: dict[bytes, Listed] = {}
+        for listed in some:
+            namespace, depth, digest, nbytes, written, _ = listed
+            if find[digest[0]](digest, 0) or (digest in gone and gone[digest] >= written):
+                continue  # known, or forgotten since it was listed
+            if holdings.enforced and ages is not None and written and written + ages.ttl <= now:
+                victims.append(holdings.doomed(ChunkKey(namespace, depth, digest), nbytes, "expired"))
+            else:
+                new[digest] = listed
+        tenants = self._create(new.values(), newest=newest)
         placed: list[int] = []
-        tenants: dict[Tenant, None] = {}
-        for namespace, depth, digest, nbytes, written, used in some:
+        for _, _, digest, _, written, used in some:
             row = find[digest[0]](digest, 0)
             if not row:
-                if digest in gone and gone[digest] >= written:
-                    continue  # forgotten since it was listed
-                if holdings.enforced and ages is not None and written and written + ages.ttl <= now:
-                    victims.append(holdings.doomed(ChunkKey(namespace, depth, digest), nbytes, "expired"))
-                    continue
-                row = holdings.create((namespace, depth, digest), UNKNOWN, nbytes, newest=newest)
-                tenants[holdings.tenants.tenant(row)] = None
-                if ages is not None:
-                    ages.put(row, written or now, now)
+                continue
+            if ages is not None and digest in new:
+                ages.put(row, written or now, now)
             if used > shown[row]:
                 shown[row] = used
             placed.append(row)
         if newest:
             holdings.renew(placed)
         return victims + holdings.shrink(tenants)
+
+    def _create(self, new: Iterable[Listed], *, newest: bool) -> Iterable[Tenant]:
+        """Rows for what was not known; the tenants to which that is more."""
+        holdings = self._holdings
+        named = (((namespace, depth, digest), nbytes) for namespace, depth, digest, nbytes, _, _ in new)
+        if newest:
+            rows = [holdings.create(key, UNKNOWN, nbytes) for key, nbytes in named]
+        else:
+            rows = holdings.create_oldest(named, UNKNOWN)
+        return dict.fromkeys(map(holdings.tenants.tenant, rows)) if holdings.tenants.limits else ()
 
     def close(self) -> object:
         """What is to be freed, without the lock."""

@@ -57,9 +57,15 @@ class Ring:
     def add_newest(self, row: int) -> None:
         self._links.insert(row, before=self._end)
 
-    def add_oldest(self, row: int) -> None:
+    def add_oldest(self, rows: Iterable[int]) -> None:
+        """Each of the rows becomes the least recent of all, one after the other."""
         self.rewind()
-        self._links.insert(row, before=self._links.after[self._hand])
+        before, after, hand = self._links.before, self._links.after, self._hand
+        following = after[hand]
+        for row in rows:
+            before[following], after[row] = row, following
+            following = row
+        before[following], after[hand] = hand, following
 
     def renew(self, rows: Iterable[int]) -> None:
         """Rows that were used, the one to become the most recent last; zeros are passed over.

@@ -65,7 +65,7 @@ class Rows:
 
     def add(self, digest: bytes) -> int:
         """A row that `find` finds from now on."""
-        row = self.take()
+        row = self._free.pop() if self._free else self.take()
         self._digests[row * _DIGEST_BYTES : (row + 1) * _DIGEST_BYTES] = digest
         self._shards[digest[0]][digest] = row
         return row

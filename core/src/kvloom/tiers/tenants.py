@@ -55,6 +55,11 @@ class Tenants:
         tag = salt_tag_of(namespace)
         return self._quota.get(tag, self._quota.get("*"))
 
+    @property
+    def limits(self) -> bool:
+        """Whether anybody has a quota."""
+        return self._links is not None
+
     def get(self, namespace: str) -> Tenant | None:
         """The tenant that a namespace belongs to, if it has any rows."""
         return self._by_tag.get(salt_tag_of(namespace))
