@@ -220,9 +220,10 @@ def test_a_whole_load_shares_what_is_arriving_by_layers(
     gated(ranges, gate, layer)
     got, other = torch.zeros_like(KV), torch.zeros_like(KV)
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
-        until(lambda: gate.waiting >= (4 if layer >= 0 else 1))
+        until(lambda: gate.waiting == 4)
         wait = whole_verb(engine, verb, other)
-        until(lambda: any(arrival.hurried for arrival in tuple(engine._stack.stored[0].arrivals._open.values())))
+        arriving = engine._stack.stored[0].arrivals._open
+        until(lambda: [arrival.hurried for arrival in tuple(arriving.values())] == [True] * 4)
         gate.open()
         assert wait()
         finish(loading, got)

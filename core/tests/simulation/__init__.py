@@ -23,7 +23,7 @@ Where things are:
 - `fibers`: virtual time, the scheduler, and the `Runtime` that the core is given; `interrupts`: threads that may be
   interrupted before any statement of the core, in some of the seeds;
 - `store`, `plugin`: stores that fail, and the backend, connector and serializer through which the core meets them;
-- `content`, `clients`, `world`: what is stored, who calls what, and a whole run;
+- `content`, `clients`, `layerwise`, `world`: what is stored, who calls what, and a whole run;
 - `oracle`: what must hold; `peek`: all that is known here of the core's private parts;
 - `planted`: bugs put into the core on purpose, each of which the oracle must find;
 - `campaign`: many seeds, on several processors.

@@ -14,6 +14,7 @@ from kvloom import BackendError, DeadlineExceeded, Engine, Segment, Task
 from simulation import peek
 from simulation.content import CHUNK_TOKENS, SALTS, Prompt
 from simulation.fibers import Scheduler
+from simulation.layerwise import LayerVerbs
 from simulation.oracle import Allowance, Oracle
 
 _GARBAGE = 0x3C3C
@@ -51,7 +52,7 @@ class _Scratch:
     about: str
 
 
-class Client:
+class Client(LayerVerbs):
     """Calls verbs until there is nothing left to do."""
 
     def __init__(

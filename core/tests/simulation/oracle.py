@@ -24,8 +24,11 @@ _EXPECTED_REASONS = ("SimFault", "deadline", "BackendError", "CorruptBlobError",
 OPERATOR_SECONDS = 60.0
 """How long a store may take to delete what an operator wants deleted, whatever the deadline."""
 
-_AT_ONCE = ("prefetch", "load", "save", "unpin", "health", "cancel", "counters")
-_ONE_DEADLINE = ("retrieve", "store", "lookup", "find", "tier.get", "tier.batched_get", "tier.contains")
+_AT_ONCE = ("prefetch", "load", "save", "unpin", "health", "cancel", "counters", "layer.store", "layer.close")
+_ONE_DEADLINE = (
+    "retrieve", "store", "lookup", "find", "tier.get", "tier.batched_get", "tier.contains",
+    "retrieve_layer", "store_layer", "layer.wait", "layer.finish",
+)  # fmt: skip
 _TASKS = ("result", "pin")
 """They wait for a task, which may have to wait for other tasks: one deadline at most without news of any of them."""
 

@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 import numpy as np
 
+from kvloom.builtin import raw
 from kvloom.index import Index
 from kvloom.memory.pages import PAGE_BYTES
 from kvloom.task import Task
-from kvloom.tiers import breaker, build, upkeep
+from kvloom.tiers import breaker, build, layered, upkeep
 from kvloom.tiers.visit import Visit
 from simulation.fibers import Violation
 from simulation.store import Guard
@@ -30,6 +31,8 @@ class Pace:
     round: float = upkeep.ROUND_SECONDS
     relist: float = upkeep.RELIST_SECONDS
     tell: float = upkeep.TELL_SECONDS
+    whole_bytes: int = layered.WHOLE_BYTES
+    """Larger chunks have a checksum for each layer, and are read by ranges when they are loaded layer by layer."""
 
     @property
     def longest_pause(self) -> float:
@@ -50,6 +53,8 @@ def constants(pace: Pace) -> Iterator[None]:
         patch.object(upkeep, "ROUND_SECONDS", pace.round),
         patch.object(upkeep, "RELIST_SECONDS", pace.relist),
         patch.object(upkeep, "TELL_SECONDS", pace.tell),
+        patch.object(layered, "WHOLE_BYTES", pace.whole_bytes),
+        patch.object(raw, "_SMALL_BYTES", pace.whole_bytes),
         patch.object(build, "STAGING_BYTES", 128 << 10),
     ):
         yield

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kvloom import envelope
 from kvloom.memory import pool
 from kvloom.runtime import Call, Workers
-from kvloom.tiers import flights, holdings, ledger, memory, purges, reader, visit
+from kvloom.tiers import ahead, flights, holdings, layer_blobs, ledger, memory, purges, reader, visit
 from kvloom.tiers.base import Loaded
 from simulation import plugin
 
@@ -208,6 +209,16 @@ def restart_forgets() -> AbstractContextManager[Any]:
     return patch.object(ledger.Ledger, "recover", recover)
 
 
+def layer_not_checked() -> AbstractContextManager[Any]:
+    """A layer that is read by itself is never compared with its digest."""
+    return patch.object(layer_blobs, "xxhash", SimpleNamespace(xxh3_128_digest=lambda view: _NoDigest()))
+
+
+def layers_go_on_growing() -> AbstractContextManager[Any]:
+    """A mask tells what has come in each layer, not in every layer up to it."""
+    return patch.object(ahead.Prefix, "cut", lambda self, chunk, layer: None)
+
+
 class Planted(NamedTuple):
     """What is known of a planted bug."""
 
@@ -233,4 +244,6 @@ PLANTS: dict[Plant, Planted] = {
     pinned_is_evicted: Planted(("lost pin",), 2001),
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
+    layer_not_checked: Planted(("wrong bytes",), 2001),
+    layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
 }

@@ -131,6 +131,18 @@ class SimConnector(PlainConnector):
             super().write([segment], [chunk], **where)
             host.pause()
 
+    def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            host.pause()
+            super().read_layer(layer, [segment], [chunk], **where)
+            host.pause()
+
+    def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            host.pause()
+            super().write_layer(layer, [segment], [chunk], **where)
+            host.pause()
+
 
 class LossySerializer(Serializer):
     """Adds one to every byte: a chunk that goes through it twice is known by that."""

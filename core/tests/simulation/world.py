@@ -16,6 +16,7 @@ import torch
 
 from kvloom import CorruptBlobError, Engine, Registry, envelope
 from kvloom.index import Index
+from kvloom.tiers import layer_blobs
 from simulation import interrupts, peek, plugin
 from simulation.clients import Client, Site
 from simulation.content import CHUNK_BYTES, CHUNK_TOKENS, SALTS, SPECS, Prompt, prompts
@@ -27,6 +28,7 @@ from simulation.store import Faults, SimStore
 _VERBS = {
     "store": 22.0, "retrieve": 30.0, "lookup": 12.0, "prefetch": 7.0, "load": 5.0, "save": 4.0, "pin": 2.0,
     "unpin": 3.0, "remove": 2.0, "clear": 0.3, "flush": 2.5, "tier": 8.0, "health": 2.0, "find": 1.0,
+    "retrieve_layers": 9.0, "store_layers": 6.0,
 }  # fmt: skip
 _INDEX_VERBS = {"ask": 5.0, "find": 2.0, "health": 1.0}
 DEFAULT_OPS = 400
@@ -116,7 +118,7 @@ def _draw_pace(rng: random.Random) -> peek.Pace:
         return peek.Pace()
     return peek.Pace(
         pause=rng.choice((0.005, 0.05, 1.0)), round=rng.choice((0.05, 0.5)), relist=rng.choice((0.02, 0.2)),
-        tell=rng.choice((0.0, 0.1)),
+        tell=rng.choice((0.0, 0.1)), whole_bytes=rng.choice((0, layer_blobs.WHOLE_BYTES)),
     )  # fmt: skip
 
 
