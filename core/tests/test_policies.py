@@ -198,6 +198,32 @@ def test_of_a_prompt_longer_than_the_quota_memory_keeps_the_head(open_engine: Op
     assert int(mask.sum()) == 24 and torch.equal(got[:, :, mask], kv_of(40, 2)[:, :, mask])
 
 
+@pytest.mark.parametrize("verb", ["retrieve", "prefetch", "retrieve_layer", "store_layer"])
+def test_nor_does_reading_such_a_prompt_push_out_its_head(open_engine: Open, verb: str) -> None:
+    tokens, kv = tokens_of(40, 2), kv_of(40, 2)
+    if verb != "store_layer":
+        with open_engine(SHELF) as engine:
+            stored(engine, 2, length=40)
+    engine = open_engine({"type": "memory", "capacity": "256KiB", "quota": "24KiB"}, SHELF)
+    for _ in range(2):
+        got = torch.zeros_like(kv)
+        if verb == "retrieve":
+            assert engine.retrieve(tokens, kv=got).all()
+        elif verb == "prefetch":
+            engine.prefetch(tokens).result(20)
+        elif verb == "retrieve_layer":
+            with engine.retrieve_layer(tokens, kv=got) as loading:
+                assert loading.result().all()
+        else:
+            with engine.store_layer(tokens, kv=kv) as storing:
+                for layer in range(SPEC.num_layers):
+                    storing.layer(layer)
+                storing.finish()
+        # What was read lies in memory with its header, which is a page.
+        assert engine.lookup(tokens, ["memory"]).tokens == (24 if verb == "store_layer" else 12)
+    assert count(engine, "dropped") == (8 if verb == "store_layer" else 0)
+
+
 def test_a_prompt_that_goes_on_does_not_push_out_its_own_head(open_engine: Open) -> None:
     """Its head is older than others', and then is stored again with more behind it."""
     engine = open_engine({"type": "memory", "capacity": "256KiB", "quota": "24KiB"})

@@ -30,7 +30,7 @@ from kvloom.runtime import Runtime, SystemRuntime, Workers, opened
 from kvloom.task import Task
 from kvloom.tiers.base import Layout
 from kvloom.tiers.build import asked_only, build_stack
-from kvloom.tiers.chain import NO_CHAIN, Chain
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.stack import Stack
 from kvloom.tiers.visit import Visit
 from kvloom.types import Chunk, KVSpec, Segment, canonical_json
@@ -223,12 +223,13 @@ class Engine(Index):
         tier could give, verified and in time.
         """
         whole, first = self._selected(tokens, mask, salt)
+        keys = [segment.key for segment in whole]
         # Before, so that room is not made at its own cost; after, so that what came in between has its place.
-        self._stack.touch([segment.key for segment in whole])
+        self._stack.touch(keys)
         task = Task(self._runtime)
-        task.run(lambda task: self._load(task, whole[first:], where, gaps=False))
+        task.run(lambda task: self._load(task, whole[first:], where, chain=Chain(keys), gaps=False))
         moved = task.result()
-        self._stack.touch([segment.key for segment in whole], count=False)
+        self._stack.touch(keys, count=False)
         retrieved = torch.zeros(tokens.numel(), dtype=torch.bool)
         count = int(moved.count_nonzero())
         if count:
@@ -261,10 +262,11 @@ class Engine(Index):
         """
         check_connector(self.connector, "write_layer")
         whole, first = self._selected(tokens, mask, salt)
+        keys = [segment.key for segment in whole]
         self._check_where(whole[first:], where)
-        self._stack.touch([segment.key for segment in whole])
+        self._stack.touch(keys)
         loading = Loading(
-            whole[first:], tokens.numel(), where, chain=whole, stack=self._stack, connector=self.connector,
+            whole[first:], tokens.numel(), where, chain=keys, stack=self._stack, connector=self.connector,
             events=self._events, runtime=self._runtime, on_end=self._ended,
         )  # fmt: skip
         self._by_layer.add(loading)
@@ -282,14 +284,15 @@ class Engine(Index):
         """
         check_connector(self.connector, "read_layer")
         whole, first = self._selected(tokens, mask, salt)
+        keys = [segment.key for segment in whole]
 
         def finished() -> None:
-            self._stack.touch([segment.key for segment in whole])
+            self._stack.touch(keys)
             self._tokens.learn(tokens, salt=self._salt(salt))
 
         storing = Storing(
-            whole[first:], tokens.numel(), where, stack=self._stack, connector=self.connector, events=self._events,
-            runtime=self._runtime, finished=finished, on_end=self._ended,
+            whole[first:], tokens.numel(), where, chain=Chain(keys), stack=self._stack, connector=self.connector,
+            events=self._events, runtime=self._runtime, finished=finished, on_end=self._ended,
         )  # fmt: skip
         self._by_layer.add(storing)
         return storing
@@ -301,14 +304,16 @@ class Engine(Index):
         nothing moved (and counted as dropped).
         """
         whole, first = self._selected(tokens, mask, salt)
-        self._stack.touch([segment.key for segment in whole])
-        return self._start(whole[first:], lambda task: self._warm(task, whole[first:]))
+        keys = [segment.key for segment in whole]
+        self._stack.touch(keys)
+        return self._start(whole[first:], lambda task: self._warm(task, whole[first:], chain=Chain(keys)))
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
         """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
         segments = self.segments(tokens, salt=salt)
         task = Task(self._runtime)
-        task.run(lambda task: self._warm(task, segments))
+        chain = Chain([segment.key for segment in segments])
+        task.run(lambda task: self._warm(task, segments, chain=chain))
         task.result()
         pinned = [segment for segment in segments if self._stack.memory.pin([segment.key], True)]
         return sum(segment.end - segment.start for segment in pinned)
@@ -340,7 +345,8 @@ class Engine(Index):
     def load(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not."""
         self._check_where(segments, where)
-        return self._start(segments, lambda task: self._load(task, segments, where, gaps=True))
+        chain = Chain([segment.key for segment in segments])
+        return self._start(segments, lambda task: self._load(task, segments, where, chain=chain, gaps=True))
 
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
@@ -375,11 +381,13 @@ class Engine(Index):
         whole = self.segments(tokens, salt=salt)
         return whole, keying.select(whole, mask, tokens.numel())
 
-    def _load(self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, gaps: bool) -> torch.Tensor:
+    def _load(
+        self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, chain: Chain, gaps: bool
+    ) -> torch.Tensor:
         self._check_where(segments, where)
         moved: set[Segment] = set()
         began, nbytes = self._runtime.now(), 0
-        visit = self._visit(task)
+        visit = self._visit(task, chain)
         with closing(self._stack.fetch(segments, self.connector.shape, visit, gaps=gaps)) as runs:
             for run in runs:
                 here = [segment for segment, _ in run]
@@ -402,9 +410,9 @@ class Engine(Index):
         self._stack.keep(segments, self.connector.shape, copy, self._visit(task, chain))
         return torch.ones(len(segments), dtype=torch.bool)
 
-    def _warm(self, task: Task, segments: Sequence[Segment]) -> torch.Tensor:
+    def _warm(self, task: Task, segments: Sequence[Segment], *, chain: Chain) -> torch.Tensor:
         warm: set[Segment] = set()
-        visit = self._visit(task)
+        visit = self._visit(task, chain)
         with closing(self._stack.fetch(segments, self.connector.shape, visit, gaps=True)) as runs:
             for run in runs:
                 warm.update(segment for segment, _ in run)
@@ -412,7 +420,7 @@ class Engine(Index):
                     break
         return torch.tensor([segment in warm for segment in segments], dtype=torch.bool)
 
-    def _visit(self, task: Task, chain: Chain = NO_CHAIN) -> Visit:
+    def _visit(self, task: Task, chain: Chain) -> Visit:
         visit = self._stack.visit(chain)
         task.on_cancel(visit.give_up)
         return visit

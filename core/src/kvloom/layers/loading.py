@@ -13,9 +13,10 @@ from kvloom.contracts.observer import Event
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.runtime import Runtime
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.layered import LayerFetch, Part
 from kvloom.tiers.stack import Stack
-from kvloom.types import Segment
+from kvloom.types import ChunkKey, Segment
 
 
 class Loading:
@@ -38,14 +39,14 @@ class Loading:
     """
 
     def __init__(
-        self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[Segment],
+        self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
         stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime, on_end: Callable[[Loading], None],
     ) -> None:  # fmt: skip
         """Use `Engine.retrieve_layer`."""
         self._segments = segments
         self._num_tokens = num_tokens
         self._where = where
-        self._chain = [segment.key for segment in chain]
+        self._chain = chain
         self._stack = stack
         self._connector = connector
         self._events = events
@@ -54,7 +55,7 @@ class Loading:
         # Held while the engine's KV is written, so that whoever ends this waits for a copy but never for a tier.
         self._writing = runtime.lock()
         self._changed = runtime.condition()
-        self._visit = stack.visit()
+        self._visit = stack.visit(Chain(chain))
         self._ended = False
         self._ready = 0
         self._error: BaseException | None = None

@@ -13,6 +13,7 @@ from kvloom.contracts.observer import Event
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.runtime import Runtime
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.layered import layer_of
 from kvloom.tiers.rooms import Room
 from kvloom.tiers.stack import Stack
@@ -33,8 +34,8 @@ class Storing:
     """
 
     def __init__(
-        self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, stack: Stack,
-        connector: GPUConnector, events: EventBus, runtime: Runtime, finished: Callable[[], None],
+        self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Chain,
+        stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime, finished: Callable[[], None],
         on_end: Callable[[Storing], None],
     ) -> None:  # fmt: skip
         """Use `Engine.store_layer`."""
@@ -49,7 +50,7 @@ class Storing:
         self._done: set[int] = set()
         self._open = True
         self.num_layers = int(connector.shape(1)[1])
-        self._visit = stack.visit()
+        self._visit = stack.visit(chain)
         self._claims = stack.claim(segments)
         self._rooms: list[Room] = []
         try:

@@ -143,10 +143,10 @@ class MemoryTier(Tier):
         before it.
         """
         wall = self._runtime.wall()
-        dirty = dirty and chunk.exact and self.write_back is not None
+        fresh, dirty = dirty, dirty and chunk.exact and self.write_back is not None
         new = Held(chunk, block, wall if written is None else min(written, wall), dirty)
         since = self.purges.mark() if since is None else since
-        loaded = self._keep(key, new, wall, since, chain)
+        loaded = self._keep(key, new, wall, since, chain, fresh=fresh)
         if self._held.restless:
             for _ in range(_SWEPT_EACH_TIME):
                 self._let_go(partial(self._held.due, wall), reason="expired")
@@ -155,7 +155,7 @@ class MemoryTier(Tier):
             self._write_ahead(clean_bytes - self.pool.free_bytes)
         return loaded
 
-    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int, chain: Chain) -> Loaded:
+    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int, chain: Chain, *, fresh: bool) -> Loaded:
         kept = self.keep and not self._held.expired(new, wall)
         while True:
             with self._lock:
@@ -164,7 +164,7 @@ class MemoryTier(Tier):
             if settled is not None:
                 break
             kept = self._let_go(partial(self._coldest_of_tenant, key, chain), reason="quota")
-            if not kept and chain and not new.dirty:
+            if not kept and chain and fresh and not new.dirty:
                 self._report("dropped", new, "over its salt's quota")
         loaded, surplus = settled
         if surplus is new.block and new.dirty and loaded.chunk is new.chunk and not gone:

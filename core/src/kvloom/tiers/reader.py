@@ -15,6 +15,7 @@ from kvloom.memory import Reservation
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded
 from kvloom.tiers.calls import NoRoomError
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.memory import MemoryTier
 from kvloom.types import Chunk, ChunkKey
 
@@ -46,13 +47,13 @@ class BlobReader:
 
     def read(
         self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, *, until: float,
-        since: int, on_wait: Callable[[], None] = lambda: None,
+        since: int, chain: Chain = NO_CHAIN, on_wait: Callable[[], None] = lambda: None,
     ) -> tuple[envelope.Header, Loaded | None] | None:  # fmt: skip
         """The blob's header, and its chunk unless `until` has passed; None if there is no blob.
 
-        since: a mark of the removals from before; what was removed after it is not kept in memory. on_wait: called
-        before this waits for memory that is in use. Raises CorruptBlobError, UnreadableBlobError, ExpiredBlobError,
-        NoRoomError and whatever the backend raises.
+        since: a mark of the removals from before; what was removed after it is not kept in memory. chain: what it is
+        part of, as `MemoryTier.insert` takes it. on_wait: called before this waits for memory that is in use. Raises
+        CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError and whatever the backend raises.
         """
         _, longest = self._outline(shape, num_tokens)
         room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
@@ -63,7 +64,7 @@ class BlobReader:
                 return None
             header = landing.finish()
             serializer = self.check(header, shape, num_tokens)
-            loaded = self._decode(key, header, landing, serializer, reserve, since=since)
+            loaded = self._decode(key, header, landing, serializer, reserve, since=since, chain=chain)
             return header, loaded
         finally:
             landing.abandon()  # now, not when a traceback that refers to it is collected
@@ -113,7 +114,7 @@ class BlobReader:
 
     def _decode(
         self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, reserve: _Reserve, *,
-        since: int,
+        since: int, chain: Chain,
     ) -> Loaded | None:  # fmt: skip
         about, dtype = header.description, self._layout.dtype
         tensor, _ = self._outline(about.shape, about.num_tokens)
@@ -136,7 +137,9 @@ class BlobReader:
         block = room.seal()
         if block is None:
             return None
-        return self._memory.insert(key, chunk, block, written=about.written or None, dirty=False, since=since)
+        return self._memory.insert(
+            key, chunk, block, written=about.written or None, dirty=False, since=since, chain=chain
+        )
 
 
 class _Landing:

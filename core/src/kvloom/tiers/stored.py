@@ -194,7 +194,7 @@ class StoredTier(Tier):
     ) -> Read | T | None:
         if not self.calls.serves(visit):
             return None
-        load = partial(self._load, key, tuple(shape), num_tokens)
+        load = partial(self._load, key, tuple(shape), num_tokens, visit.chain)
         read = self._flights.board(key, load, visit, instead=instead)
         if isinstance(read, WholeRead):
             self.arrivals.hurry(read.arrival)
@@ -219,17 +219,21 @@ class StoredTier(Tier):
             if outcome and self._purges.hit(key, arrival.since):
                 return None
             if outcome:
-                return self.complete(arrival)[0]
+                return self.complete(arrival, read.visit.chain)[0]
             self.arrivals.close(arrival)
         finally:
             self.arrivals.leave(arrival)
         if outcome is None or not self.calls.serves(read.visit):
             return None
-        again = self._flights.board(key, partial(self._load, key, arrival.place.chunk_shape, num_tokens), read.visit)
+        load = partial(self._load, key, arrival.place.chunk_shape, num_tokens, read.visit.chain)
+        again = self._flights.board(key, load, read.visit)
         return None if again is None else self._flights.leave(again)
 
-    def complete(self, arrival: Arrival) -> tuple[Loaded, bool]:
-        """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this."""
+    def complete(self, arrival: Arrival, chain: Chain) -> tuple[Loaded, bool]:
+        """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this.
+
+        chain: what it is part of.
+        """
         loaded, block = self.arrivals.complete(arrival)
         if block is None:
             return loaded, False
@@ -238,8 +242,9 @@ class StoredTier(Tier):
         nbytes, seconds = header.header_bytes + header.payload_bytes, self._runtime.now() - arrival.began
         self._events.emit(Event("retrieved", self.name, arrival.num_tokens, 1, nbytes, seconds))
         kept = self._memory.insert(
-            arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since
-        )
+            arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since,
+            chain=chain,
+        )  # fmt: skip
         loaded.release()
         return kept, True
 
@@ -284,14 +289,14 @@ class StoredTier(Tier):
         empty = torch.empty(shape, dtype=self.layout.dtype, device="meta")
         return layered(header, serializer, Chunk(empty, self.layout.format, num_tokens, header.description.fidelity))
 
-    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> Loaded | None:
+    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, chain: Chain) -> Loaded | None:
         began = self._runtime.now()
         since, known_since = self._purges.mark(), self.ledger.mark()
         until = began + self.deadline
         for attempt in (1, 2):
             try:
                 arrived = self._reader.read(
-                    self.backend, key, shape, num_tokens, until=until, since=since,
+                    self.backend, key, shape, num_tokens, until=until, since=since, chain=chain,
                     on_wait=partial(self._flights.starve, key),
                 )  # fmt: skip
             except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
