@@ -118,6 +118,22 @@ def test_only_the_dead_are_reclaimed(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == kept
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="who has ended is known from /proc")
+def test_a_process_that_nobody_has_waited_for_is_dead(tmp_path: Path, open_backend: Any) -> None:
+    ready = fork.Event()
+    child = fork.Process(target=hold_a_draft, args=(open_backend(tmp_path), ready))
+    child.start()
+    try:
+        ready.wait()
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays as it is
+        open_backend(tmp_path)
+        assert unfinished(tmp_path) == []
+    finally:
+        child.kill()
+        child.join()
+
+
 def put_and_get(backend: Any, seed: int) -> None:
     rng = random.Random(seed)
     keys = [f"fp/-/{i}-{i:02x}{'00' * 31}" for i in range(3)]

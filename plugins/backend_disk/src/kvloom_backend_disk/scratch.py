@@ -125,19 +125,33 @@ def _alive(pid: int, start_time: str) -> bool:
         return False
     except PermissionError:
         pass  # alive, and another user's
-    now = _start_time(pid)
+    fields = _stat(pid)
+    if fields and fields[_STATE] == "Z" and fields[_THREADS] in ("0", "1"):
+        return False  # ended, and nobody has waited for it yet
+    now = fields[_STARTED] if fields else ""
     return not now or not start_time or now == start_time
+
+
+_STATE, _THREADS, _STARTED = 0, 17, 19
+"""Fields of /proc/<pid>/stat, behind the name."""
 
 
 def _start_time(pid: int) -> str:
     """When `pid` started, in the kernel's ticks since boot; empty where the system does not say."""
+    fields = _stat(pid)
+    return fields[_STARTED] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """What the system says of `pid`, behind its name; empty where it does not."""
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
-            return ""  # /proc shows another pid namespace's processes
+            return []  # /proc shows another pid namespace's processes
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError):
-        return ""
+            fields = file.read().rpartition(b")")[2].decode().split()
+    except OSError:
+        return []
+    return fields if len(fields) > _STARTED else []
 
 
 def _host() -> str:
