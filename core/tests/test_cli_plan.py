@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom import ConfigError, KVSpec, Registry
-from kvloom.cli.plan import break_even
+from kvloom.cli.plan import Row, _compare, break_even
 from kvloom.cli.shapes import Given, quantity, spec_of
 
 NUMBERS = ("--layers", 2, "--kv-heads", 2, "--head-size", 4)
@@ -89,6 +89,13 @@ def test_tiers_in_the_wrong_order(rack: Path) -> None:
     Rack.before["one"] = lambda verb, key: time.sleep(0.02) if verb == "get" else None
     _, fast = plan(rack, *NUMBERS)["tiers"]
     assert fast["warnings"] == ["faster than 'rack', which is asked first: put it in front"]
+
+
+def test_nothing_is_to_be_put_in_front_of_memory() -> None:
+    """Memory comes first, or the configuration is refused."""
+    rows = [Row("ram", "memory", None, tokens_per_second=1e3), Row("nvme", "disk", None, tokens_per_second=1e6)]
+    _compare(rows)
+    assert rows[1].warnings == ["faster than 'ram', which is asked first: measure again, or remove that tier"]
 
 
 def test_a_tier_that_holds_less_than_a_chunk(config: Path) -> None:

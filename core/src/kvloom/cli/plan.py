@@ -177,7 +177,8 @@ def _compare(rows: Sequence[Row]) -> None:
     """Tiers should be in order, fast to slow."""
     for above, below in pairwise(rows):
         if (below.tokens_per_second or 0.0) > _CLEARLY * (above.tokens_per_second or math.inf):
-            below.warnings.append(f"faster than {above.tier!r}, which is asked first: put it in front")
+            remedy = "measure again, or remove that tier" if above.type == "memory" else "put it in front"
+            below.warnings.append(f"faster than {above.tier!r}, which is asked first: {remedy}")
 
 
 def _print(rows: Sequence[Row], sample: Sample, rate: float | None) -> None:
