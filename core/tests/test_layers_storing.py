@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_support import Gate, Shelf, tokens_of
+from core_support import CHUNK, Gate, Shelf, tokens_of
 from layers_support import (
     DEEP,
     KV,
@@ -24,8 +24,9 @@ from layers_support import (
     store_layers,
 )
 
-from kvloom import Engine
+from kvloom import Engine, KVSpec
 from kvloom.layers import Storing
+from kvloom.memory import pages_of
 from kvloom.runtime import SystemRuntime
 from kvloom.tiers.claims import LongClaims
 
@@ -227,3 +228,17 @@ def test_layers_are_stored_while_the_claim_lasts(open_engine: Open, monkeypatch:
             second.finish()
         first.finish()
     assert torch.equal(by_layers(engine)[0], KV) and settled(engine)
+
+
+def test_memory_that_is_rounded_up_is_given_back_as_it_was_counted(open_engine: Open) -> None:
+    deep = KVSpec(model="deep", num_layers=66, num_kv_heads=2, head_size=2048, dtype="bfloat16")
+    engine = open_engine({"type": "memory", "capacity": "256MiB"}, spec=deep)
+    rooms, pool = engine._stack.rooms, engine._stack.memory.pool
+    kv = torch.zeros(deep.blob_shape(16), dtype=deep.torch_dtype)
+    nbytes = kv[:, :, :CHUNK].nbytes
+    assert pool.taken_by(nbytes) > pages_of(nbytes), "too small to be rounded up"
+    for _ in range(3):
+        with engine.store_layer(TOKENS, kv=kv) as storing:
+            assert storing.mask.all()
+            assert rooms._left < pool.capacity // 2
+        assert rooms._left == pool.capacity // 2

@@ -35,7 +35,7 @@ class Rooms:
         if reservation is None:
             self.give(size)
             return None
-        return Room(reservation, self._runtime, self)
+        return Room(reservation, self._runtime, self, counted=size)
 
     def passing(self, nbytes: int) -> Room | None:
         """Memory that KV only passes through, which does not count."""
@@ -68,9 +68,11 @@ class Room:
     It goes back to the pool when the last of them lets go.
     """
 
-    def __init__(self, reservation: Reservation, runtime: Runtime, rooms: Rooms | None) -> None:
+    def __init__(self, reservation: Reservation, runtime: Runtime, rooms: Rooms | None, *, counted: int = 0) -> None:
+        """counted: the bytes that `rooms` has counted for it; the reservation may be longer."""
         self.reservation = reservation
         self._rooms = rooms
+        self._counted = counted
         self._lock = runtime.lock()
         self._holders = 1
 
@@ -100,7 +102,7 @@ class Room:
     def _settle(self) -> None:
         rooms, self._rooms = self._rooms, None
         if rooms is not None:
-            rooms.give(self.reservation.size)
+            rooms.give(self._counted)
 
 
 @dataclass(frozen=True, slots=True)
