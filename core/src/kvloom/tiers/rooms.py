@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ class Rooms:
         self._runtime = runtime
         self._lock = runtime.lock()
         self._left = memory.pool.capacity // 2
+        self._forgotten: deque[int] = deque()
 
     def take(self, nbytes: int, *, until: float | None = None) -> Room | None:
         """Memory for `nbytes` bytes, evicting what it takes, or None.
@@ -27,6 +29,11 @@ class Rooms:
         until: wait so long for memory that is in use; but nobody waits for the bound.
         """
         size = pages_of(nbytes)
+        while self._forgotten:
+            try:
+                self.give(self._forgotten.popleft())
+            except IndexError:  # another thread was quicker
+                break
         with self._lock:
             if size > self._left:
                 return None
@@ -61,11 +68,15 @@ class Rooms:
         with self._lock:
             self._left += size
 
+    def give_later(self, size: int) -> None:
+        """`give`, from wherever garbage is collected: takes no lock."""
+        self._forgotten.append(size)
+
 
 class Room:
     """A reservation with several holders: whoever asked for it, and each backend call that still may write to it.
 
-    It goes back to the pool when the last of them lets go.
+    It goes back to the pool when the last of them lets go, or all of them have been forgotten.
     """
 
     def __init__(self, reservation: Reservation, runtime: Runtime, rooms: Rooms | None, *, counted: int = 0) -> None:
@@ -103,6 +114,10 @@ class Room:
         rooms, self._rooms = self._rooms, None
         if rooms is not None:
             rooms.give(self._counted)
+
+    def __del__(self) -> None:
+        if self._rooms is not None:
+            self._rooms.give_later(self._counted)
 
 
 @dataclass(frozen=True, slots=True)
