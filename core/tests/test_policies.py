@@ -10,7 +10,7 @@ import pytest
 import torch
 from core_support import SPEC, Gate, Shelf, kv_of, tokens_of
 
-from kvloom import Engine, Entry, envelope
+from kvloom import BackendError, Engine, Entry, envelope
 from kvloom.keys import salt_tag
 from kvloom.runtime import SystemRuntime
 from kvloom.tiers import upkeep
@@ -580,3 +580,25 @@ def test_blobs_say_when_they_were_stored(open_engine: Open) -> None:
         header, _ = envelope.unseal(blob, key=name)
         assert abs(header.description.written - time.time()) < 60
     assert SPEC.num_layers
+
+
+def test_a_removal_that_fails_half_way_leaves_what_is_there_counted(open_engine: Open) -> None:
+    engine = open_engine({"type": "shelf", "capacity": "1MiB"})
+    tokens = tokens_of(16)
+    engine.store(tokens, kv=kv_of(16))
+    assert engine.flush()
+    shelf = Shelf.shelves["default"]
+    for remove in (lambda: engine.remove(tokens), engine.clear):
+        deleted: list[str] = []
+
+        def second_fails(verb: str, key: str, deleted: list[str] = deleted) -> None:
+            if verb == "delete":
+                deleted.append(key)
+                if len(deleted) == 2:
+                    raise OSError("flaky")
+
+        shelf.before = second_fails
+        with pytest.raises(BackendError):
+            remove()
+        shelf.before = lambda verb, key: None
+        assert shelf.blobs and engine.health().tiers[-1].blobs == len(shelf.blobs)

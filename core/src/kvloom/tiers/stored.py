@@ -392,7 +392,11 @@ class StoredTier(Tier):
 
         def delete() -> None:
             names = [str(key) for key in keys]
-            self.backend.delete_many([*names, *(QUARANTINE + name for name in names)])
+            try:
+                self.backend.delete_many([*names, *(QUARANTINE + name for name in names)])
+            except BaseException:
+                self._forget_gone(keys)
+                raise
             self.ledger.forget(keys)
 
         self._delete("remove", delete)
@@ -403,10 +407,24 @@ class StoredTier(Tier):
         def delete() -> None:
             known = self.ledger.names(prefix)
             found = [entry.key for place in (prefix, QUARANTINE + prefix) for entry in self.backend.scan(place)]
-            self.backend.delete_many([*dict.fromkeys([*found, *map(str, known)])])
+            try:
+                self.backend.delete_many([*dict.fromkeys([*found, *map(str, known)])])
+            except BaseException:
+                self._forget_gone(known)
+                raise
             self.ledger.forget(known)
 
         self._delete("clear", delete)
+
+    def _forget_gone(self, keys: Sequence[ChunkKey]) -> None:
+        """After a call that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
+        try:
+            there = self.backend.contains_many([str(key) for key in keys])
+        except Exception:
+            return
+        for key, here in zip(keys, there, strict=True):
+            if not here:
+                self.ledger.forget_absent(key)
 
     def _delete(self, verb: str, delete: Callable[[], None]) -> None:
         self._writes.flush(self._runtime.now() + self.deadline)
