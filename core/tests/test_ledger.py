@@ -218,6 +218,20 @@ def test_what_is_being_written_does_not_go_for_what_is_behind_it_either(clock: C
     assert ledger.admit(other, 1, chain) == [Victim(keys[0], 1, "quota")], "what is in no chain goes by use alone"
 
 
+@pytest.mark.parametrize("quota", [None, {"*": 100}])
+def test_a_tail_that_comes_later_goes_before_its_head(clock: Clock, quota: dict[str, int] | None) -> None:
+    ledger = Ledger(clock, capacity=100, quota=quota)
+    a, b = chain_of("a", 4), chain_of("b", 2)
+    for one in (a[0], b[0], a[1], b[1]):  # as memory lets go of them
+        ledger.expect(one, Chain(a if one in a else b))
+        assert ledger.admit(one, 1) == []
+        ledger.note(one, EXACT, nbytes=1)
+    ledger.expect(a[3], Chain(a))  # nothing is known of what is before it
+    assert ledger.admit(a[3], 1) == []
+    ledger.note(a[3], EXACT, nbytes=1)
+    assert order_of_going(ledger) == [a[1], a[0], b[1], b[0], a[3]]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 3)), max_size=20),
     st.integers(2, 12),

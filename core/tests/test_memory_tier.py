@@ -562,6 +562,21 @@ def test_what_was_written_is_not_written_again(make: Make) -> None:
     assert Counter(queue.asked)[A] == 1 and not one.tier.contains(A)
 
 
+def test_what_is_lost_below_is_written_again(make: Make) -> None:
+    one, queue = make(pages=8), Queue()
+    one.tier.write_back = queue
+    for number in range(8):
+        one.put(key_of(number))
+    queue.written()
+    assert Counter(queue.asked)[A] == 1
+    one.tier.touch([A])
+    one.tier.lost_below([A, key_of(99)])
+    for number in range(10, 30):
+        one.put(key_of(number))
+        queue.written()
+    assert Counter(queue.asked)[A] == 2 and not one.tier.contains(A)
+
+
 def test_a_chunk_removed_while_it_is_offered_stays_away(make: Make) -> None:
     one = make(pages=2)
     for verdict in (True, None, False):
@@ -616,6 +631,24 @@ def test_a_quota_hands_on_before_it_evicts(make: Make) -> None:
     one.put(F)
     assert one.tier.chunks() == [E, F] and one.tier.used_bytes == 2 * PAGE
     assert one.events.of("evicted") == ["quota"] * 4
+
+
+def test_what_is_pinned_while_it_is_handed_on_for_its_quota_stays(make: Make) -> None:
+    one, queue = make(pages=16, quota={"*": 2 * PAGE}), Queue()
+    one.tier.write_back = queue
+    for key in (A, B, C, D):
+        one.put(key)
+    assert queue.asked == [A, B] and one.tier.pin([A], True) == 1
+    queue.written()
+    for key in (E, F):
+        one.put(key)
+        queue.written()
+    assert one.has(A, B) == [True, False]
+    one.tier.pin([A], False)
+    for key in (C, D, E):
+        one.put(key)
+        queue.written()
+    assert one.has(A) == [False] and one.tier.used_bytes <= 3 * PAGE, "it counts again, and goes like any other"
 
 
 def test_what_memory_does_not_keep_is_offered_at_once(make: Make) -> None:

@@ -539,6 +539,18 @@ def test_what_memory_lets_go_is_written_and_found_again(open_engine: Open) -> No
     assert count(engine, "dropped") == 0
 
 
+def test_what_the_store_evicts_while_memory_has_it_is_written_when_memory_lets_go(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF | {"capacity": "1MiB", "write": "on_evict"})
+    stored(engine, 1)
+    assert engine._stack.memory.write_back_all(time.monotonic() + 20) and engine.flush(20)
+    assert held(engine, 1) == 16
+    tier = engine._stack.stored[0]
+    tier.upkeep.delete(tier.ledger.release(2 * BLOB_BYTES))
+    assert held(engine, 1) == 8 and held(engine, 1, tier="memory") == 16
+    engine.close()
+    assert len(Shelf.shelves["default"].blobs) == 4
+
+
 def test_what_memory_holds_at_the_end_is_written(open_engine: Open) -> None:
     with open_engine(MEMORY, BEHIND) as engine:
         engine.store(TOKENS, kv=KV)

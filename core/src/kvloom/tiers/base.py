@@ -13,6 +13,7 @@ import torch
 from kvloom.errors import BackendError
 from kvloom.memory import Lease
 from kvloom.runtime import opened
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.types import EXACT, Chunk, ChunkKey, KVSpec, MemoryFormat, TierHealth
 
 if TYPE_CHECKING:
@@ -41,10 +42,12 @@ class Loaded:
     lease: Lease
     written: float = 0.0
     """When the KV was first stored, in seconds since the epoch; 0 if that is not known."""
+    chain: Chain = NO_CHAIN
+    """What it is part of, if it is to be written when memory lets go of it."""
 
     def again(self) -> Loaded:
         """The same chunk with another lease."""
-        return Loaded(self.chunk, self.lease.again(), self.written)
+        return Loaded(self.chunk, self.lease.again(), self.written, self.chain)
 
     def release(self) -> None:
         self.lease.release()

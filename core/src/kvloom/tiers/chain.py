@@ -20,6 +20,15 @@ class Chain:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
+    def again(self) -> Chain:
+        """The same chunks, for another operation."""
+        return Chain(self._keys) if self else self
+
+    def previous(self, key: ChunkKey) -> ChunkKey | None:
+        """The chunk right before `key`."""
+        place = key.depth - self._keys[0].depth - 1 if self._keys else -1
+        return self._keys[place] if 0 <= place < len(self._keys) else None
+
     def has(self, digest: bytes) -> bool:
         return digest in self._by_digest()
 

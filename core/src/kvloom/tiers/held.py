@@ -68,6 +68,10 @@ class Holdings:
         held = self.entries.get(key)
         if held is None or self.expired(held, wall):
             return False
+        if pinned and held.leaving:
+            held.leaving = ""  # it stays after all
+            if self._tenants is not None:
+                self._tenants.add(key, held)
         if held.pinned is not pinned:
             held.pinned = pinned
             if pinned:
@@ -130,7 +134,7 @@ class Holdings:
 
     def leave(self, key: ChunkKey, held: Held, reason: str) -> None:
         """Let a chunk go as soon as nobody uses it; it counts against no quota any more."""
-        if self.entries.get(key) is held and not held.leaving:
+        if self.entries.get(key) is held and not (held.leaving or held.pinned):
             if self._tenants is not None:
                 self._tenants.discard(key, held)
             held.leaving = reason
@@ -140,7 +144,7 @@ class Holdings:
         """A chunk that was to leave and that nobody uses any more, or one that has expired."""
         while self._leaving:
             key, held = self._leaving[0]
-            if self.entries.get(key) is held:
+            if self.entries.get(key) is held and held.leaving:
                 if not held.block.leased:
                     return key
                 break

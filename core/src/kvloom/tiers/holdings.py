@@ -125,6 +125,12 @@ class Holdings:
         self.bytes += more
         self.tenants.tenant(row).bytes += more
 
+    def put_behind(self, row: int, newer: int) -> None:
+        """A row of the same namespace that must not go yet becomes the next to go before `newer`."""
+        tenant = self.tenants.tenant(row)
+        for ring in (self.ring,) if tenant.ring is None else (self.ring, tenant.ring):
+            ring.put_behind(row, newer)
+
     def renew(self, rows: Sequence[int]) -> None:
         """Rows that were used, the one to become the most recent last; zeros are passed over."""
         self.ring.renew(rows)

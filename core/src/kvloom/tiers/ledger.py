@@ -142,11 +142,20 @@ class Ledger:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def expect(self, key: ChunkKey) -> None:
-        """A blob was accepted for writing: from now on `touch` gives it its place among the others."""
+    def expect(self, key: ChunkKey, chain: Chain = NO_CHAIN) -> None:
+        """A blob was accepted for writing: from now on `touch` gives it its place among the others.
+
+        Until then that is right behind what is before it in `chain`, if that is there: its tail goes before its head.
+        """
+        held = self._held
         with self._lock:
-            row = self._held.find(key) or self._held.create(key, PENDING)
-            self._rows.seen[row] = self._held.listing
+            row = held.find(key)
+            if not row:
+                row = held.create(key, PENDING)
+                before = chain.previous(key)
+                if before is not None and (there := held.find(before)):
+                    held.put_behind(row, there)
+            self._rows.seen[row] = held.listing
 
     def forget_pending(self, key: ChunkKey) -> None:
         """A write that was expected will not come."""

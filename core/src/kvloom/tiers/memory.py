@@ -145,6 +145,8 @@ class MemoryTier(Tier):
         wall = self._runtime.wall()
         fresh, dirty = dirty, dirty and chunk.exact and self.write_back is not None
         new = Held(chunk, block, wall if written is None else min(written, wall), dirty)
+        if self.write_back is not None:
+            new.chain = chain
         since = self.purges.mark() if since is None else since
         loaded = self._keep(key, new, wall, since, chain, fresh=fresh)
         if self._held.restless:
@@ -293,7 +295,7 @@ class MemoryTier(Tier):
             if held.dirty and not dirty:
                 held.dirty = False
                 self._offered.append(key)
-                loaded = Loaded(held.chunk, held.block.lease(), held.written)
+                loaded = Loaded(held.chunk, held.block.lease(), held.written, held.chain)
             else:
                 loaded = None
                 self._held.forget(key)
@@ -325,6 +327,14 @@ class MemoryTier(Tier):
                         return False
                     self.pool.wait_for_room(until, freed)
         return True
+
+    def lost_below(self, keys: Iterable[ChunkKey]) -> None:
+        """The tier below has evicted these: what memory has of them is to be written again when it lets go."""
+        with self._lock:
+            for key in keys:
+                held = self._held.entries.get(key)
+                if held is not None and held.chunk.exact and not held.dirty and not held.leaving:
+                    self._held.still_dirty(key, held)
 
     def _write_ahead(self, cold_bytes: int) -> None:
         """Have the coldest chunks written until `cold_bytes` are clean or on their way, or the queue is full."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvloom.memory import Block
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.types import Chunk, ChunkKey
 
 _LOOK = 16
@@ -28,6 +29,8 @@ class Held:
     dirty: bool = False
     """It is to be written to a lower tier before it may go."""
     pinned: bool = False
+    chain: Chain = NO_CHAIN
+    """What it is part of, if it may have to be written."""
     leaving: str = ""
     """Why it goes once nobody uses it any more; empty if it stays."""
 

@@ -57,6 +57,11 @@ class Ring:
     def add_newest(self, row: int) -> None:
         self._links.insert(row, before=self._end)
 
+    def put_behind(self, row: int, newer: int) -> None:
+        """A row that must not go now is moved to where it would go right before `newer`."""
+        self._links.take_out(row)
+        self._links.insert(row, before=newer)
+
     def add_oldest(self, rows: Iterable[int]) -> None:
         """Each of the rows becomes the least recent of all, one after the other."""
         self.rewind()

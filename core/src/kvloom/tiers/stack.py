@@ -393,7 +393,7 @@ class Stack:
         if not all(tier.has_room(loaded.chunk.nbytes) for tier in lacking):
             return None
         for tier in lacking:
-            tier.submit(key, loaded.again(), until=self._runtime.now(), since=since)
+            tier.submit(key, loaded.again(), until=self._runtime.now(), since=since, chain=loaded.chain.again())
         if lacking:
             loaded.release()
         return bool(lacking)

@@ -111,7 +111,10 @@ class StoredTier(Tier):
             on_lost=lambda write, reason: self._on_lost(write.key, write.loaded.chunk, reason),
             on_late=lambda: self.calls.failed("put", DeadlineExceeded("overdue"), self.calls.writing),
         )
-        self.upkeep = Upkeep(name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded)
+        self.upkeep = Upkeep(
+            name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded,
+            on_evicted=memory.lost_below if policy.write == "on_evict" else lambda keys: None,
+        )  # fmt: skip
         self._presence = Presence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
             expired=self._reader.expired, ttl=policy.ttl is not None,
@@ -357,7 +360,7 @@ class StoredTier(Tier):
             loaded.release()
             self._on_lost(key, chunk, "the tier is paused")
             return None
-        self.ledger.expect(key)
+        self.ledger.expect(key, chain)
         store = partial(self._store, key, loaded, since, chain)
         write = self._writes.submit(key, self.calls.judged("put", store, self.calls.writing), loaded, until=until)
         if write is None:

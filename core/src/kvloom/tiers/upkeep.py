@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
@@ -43,9 +43,10 @@ class Upkeep:
 
     def __init__(
         self, name: str, backend: StorageBackend, ledger: Ledger, calls: Calls, events: EventBus, runtime: Runtime, *,
-        bounded: bool,
+        bounded: bool, on_evicted: Callable[[Iterable[ChunkKey]], None] = lambda keys: None,
     ) -> None:  # fmt: skip
-        """bounded: there is a bound (capacity, quota or time) that kvloom is to keep."""
+        """bounded: there is a bound (capacity, quota or time) that kvloom is to keep. on_evicted: told of what went for
+        want of room."""
         self.name = name
         self._backend = backend
         self._ledger = ledger
@@ -53,6 +54,7 @@ class Upkeep:
         self._events = events
         self._runtime = runtime
         self._bounded = bounded
+        self._on_evicted = on_evicted
         self._lists = bounded and (backend.persistent or backend.shared)
         self._changed = runtime.condition()
         self._round: Call[None] | None = None
@@ -154,6 +156,7 @@ class Upkeep:
 
     def _gone(self, victims: Sequence[Victim]) -> None:
         self._ledger.deleted(victims)
+        self._on_evicted(victim.key for victim in victims if victim.reason in ("capacity", "quota"))
         for reason in dict.fromkeys(victim.reason for victim in victims):
             sizes = [victim.bytes for victim in victims if victim.reason == reason]
             self._events.emit(Event("evicted", self.name, chunks=len(sizes), bytes=sum(sizes), reason=reason))
