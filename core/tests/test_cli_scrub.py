@@ -127,6 +127,12 @@ def test_a_directory_of_a_store(root: Path, blobs: Blobs) -> None:
     assert scrub(root)["ok"] == 5
 
 
+def test_a_directory_that_is_no_store_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    assert "no store of kvloom" in run("scrub", tmp_path, status=2).err
+    assert os.listdir(tmp_path) == ["mine"]
+
+
 def test_what_lies_there_instead_of_a_file(config: Path, root: Path, blobs: Blobs) -> None:
     blobs[0].unlink()
     blobs[0].mkdir()
@@ -318,7 +324,10 @@ def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> No
     config = tmp_path / "engine.yaml"
     config.write_text(f"tiers: [{{type: disk, path: {tmp_path}/file/store}}]\n")
     assert run("scrub", config, status=2).err.startswith("kvloom: tiers.0: path: cannot write to")
-    assert "no stored tier is called 'x'; there are: disk" in run("scrub", tmp_path, "--tier", "x", status=2).err
+
+
+def test_a_tier_that_is_not_there_is_said(root: Path, blobs: Blobs) -> None:
+    assert "no stored tier is called 'x'; there are: disk" in run("scrub", root, "--tier", "x", status=2).err
 
 
 def test_the_real_command(root: Path, blobs: Blobs) -> None:

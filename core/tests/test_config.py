@@ -178,7 +178,10 @@ def test_a_config_and_what_it_resolves_to_are_frozen(registry: Registry) -> None
             "tiers.0.capacity: a tier with `write: never` is only read; those who fill it set its bounds; remove it",
         ),
         ({"tiers": [{"type": "dict", "ttl": 1e12}]}, "tiers.0.ttl: should be at most ten years, not 1000000000000"),
-        ({"tiers": [{"type": "dict", "ttl": "-6h"}]}, "tiers.0.ttl: not a duration: '-6h'; write 250ms"),
+        (
+            {"tiers": [{"type": "dict", "ttl": "-6h"}]},
+            "tiers.0.ttl: should be more than nothing and finite, not -21600",
+        ),
         ({"tiers": [{"type": "dict", "ttl": -1}]}, "tiers.0.ttl: should be more than nothing and finite, not -1"),
         ({"tiers": [{"type": "memory", "ttl": 0}]}, "tiers.0.ttl: should be more than nothing"),
         ({"tiers": [{"type": "dict", "deadline": 0}]}, "tiers.0.deadline: should be more than nothing"),

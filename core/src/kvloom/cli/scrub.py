@@ -89,12 +89,20 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         raise typer.Exit(0 if all(report.clean for report in reports) else 1)
 
 
+_PARTS = ("spec", "+tmp", "+hold-evict")
+"""What a directory of the disk backend has, whatever was put there: one of these at least."""
+
+
 def _resolved(path: Path) -> tuple[Resolved, bool]:
     """The configuration, and whether it says which serializers are whose."""
     if not path.is_dir():
         return load(path)[1], True
     from kvloom.config import EngineConfig, resolve
 
+    if not any((path / part).exists() for part in _PARTS):
+        raise ConfigError(
+            str(path), f"no store of kvloom: it has none of {', '.join(_PARTS)}; name the tier's directory"
+        )
     config = EngineConfig.load({"tiers": [{"type": "disk", "path": str(path.absolute())}]})
     return resolve(config, Registry.discover()), False
 

@@ -13,7 +13,7 @@ from pydantic import ByteSize as ByteSize
 from kvloom.types import KVSpec
 
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+_DURATION = re.compile(r"\s*(-?[0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def _parse_duration(value: Any) -> Any:

@@ -42,7 +42,11 @@ def build_stack(
     _check_sizes(choices, chunk_bytes)
     if first is None:
         capacity = max(capacity, 2 * chunk_bytes + (64 << 10)) if moves else 0
-    pool = Pool(capacity, runtime, piece_bytes=chunk_bytes)
+    try:
+        pool = Pool(capacity, runtime, piece_bytes=chunk_bytes)
+    except (OSError, OverflowError) as error:
+        where = "tiers" if first is None else f"{first.path}.capacity"
+        raise ConfigError(where, f"{capacity} bytes of memory are not to be had ({error}); give less") from error
     memory = MemoryTier(
         layout, pool, events, runtime, keep=first is not None, dst_device=dst_device,
         name="memory" if first is None else first.name, deadline=10.0 if first is None else first.deadline,
