@@ -47,7 +47,7 @@ def blobs(config: Path, root: Path) -> Blobs:
 def rack(tmp_path: Path) -> Iterator[Path]:
     """A configuration of a store in memory that does what a test says."""
     path = tmp_path / "rack.yaml"
-    path.write_text(f"chunk_tokens: {CHUNK}\ntiers: [{{type: rack, deadline: 300ms}}]\n")
+    path.write_text(f"chunk_tokens: {CHUNK}\ntiers: [{{type: rack, deadline: 2s}}]\n")
     with rack_installed(tmp_path):
         yield path
 

@@ -92,11 +92,11 @@ class Block:
     def __init__(self, pool: Pool, start: int, size: int, origin: Origin) -> None:
         self._pool = pool
         self.origin = origin
-        self._owned = True
-        self._leases = 0
-        self._after: tuple[Done, ...] = ()
         self.start = start
         self.size = size
+        self._leases = 0
+        self._after: tuple[Done, ...] = ()
+        self._owned = True
 
     @property
     def leased(self) -> bool:
@@ -136,7 +136,7 @@ class Block:
                 self._pool.free(self.start, self.size, self._after)
 
     def __del__(self) -> None:
-        if self._owned:
+        if getattr(self, "_owned", False):  # whoever made it may have been interrupted
             self._pool.forgotten.append((self.drop, "a block", self.size, self.origin))
 
 
