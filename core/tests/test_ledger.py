@@ -232,6 +232,15 @@ def test_a_tail_that_comes_later_goes_before_its_head(clock: Clock, quota: dict[
     assert order_of_going(ledger) == [a[1], a[0], b[1], b[0], a[3]]
 
 
+def test_the_place_behind_what_is_before_is_found_in_any_order() -> None:
+    a = chain_of("a", 4)
+    assert [Chain(a[1:]).previous(one) for one in a] == [None, None, a[1], a[2]]
+    mixed = Chain([a[2], a[0], a[3], a[1]])  # as `load` and `save` may be given them: never a chunk itself
+    assert [mixed.previous(one) for one in a] == [None, None, None, a[2]]
+    assert Chain([a[0], *chain_of("a", 2, tag="other")]).previous(chain_of("a", 2, tag="other")[1]) is None
+    assert Chain().previous(a[1]) is None
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 3)), max_size=20),
     st.integers(2, 12),

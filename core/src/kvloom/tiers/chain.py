@@ -25,9 +25,11 @@ class Chain:
         return Chain(self._keys) if self else self
 
     def previous(self, key: ChunkKey) -> ChunkKey | None:
-        """The chunk right before `key`."""
+        """The chunk right before `key`, where the chunks are in order."""
         place = key.depth - self._keys[0].depth - 1 if self._keys else -1
-        return self._keys[place] if 0 <= place < len(self._keys) else None
+        found = self._keys[place] if 0 <= place < len(self._keys) else None
+        right = found is not None and (found.namespace, found.depth) == (key.namespace, key.depth - 1)
+        return found if right else None
 
     def has(self, digest: bytes) -> bool:
         return digest in self._by_digest()

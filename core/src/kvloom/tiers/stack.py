@@ -299,7 +299,7 @@ class Stack:
     def _write_from_memory(self, key: ChunkKey, tiers: Sequence[StoredTier], visit: Visit) -> None:
         loaded = self.memory.lease([key])[0]
         if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
-            for tier in tiers:
+            for tier in tiers if loaded.chunk.exact else ():  # it may have been another a moment ago
                 if not tier.outlived(loaded.written):
                     tier.submit(key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain)
             loaded.release()
