@@ -608,6 +608,7 @@ class World:
             self.oracle.tell(op, str(int(mask.count_nonzero())))
             if int(mask.count_nonzero()) == want:
                 return
+            self._pass_time(2.0)  # a call that was late has to come back
         text = f"{int(mask.count_nonzero())} tokens of {want} that sound stores hold are served after a restart"
         self.oracle.violated("lost", f"{text}\n{engine.counters()}")
 

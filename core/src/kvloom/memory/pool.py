@@ -43,7 +43,6 @@ class Reservation:
     __slots__ = ("_pool", "deadline", "nbytes", "origin", "size", "start")
 
     def __init__(self, pool: Pool, start: int, size: int, nbytes: int, deadline: float, origin: Origin) -> None:
-        self._pool: Pool | None = pool
         self.origin = origin
         self.start = start
         self.size = size
@@ -52,6 +51,7 @@ class Reservation:
         """Bytes asked for."""
         self.deadline = deadline
         """After it the reservation cannot be sealed any more: whoever fills it has taken too long."""
+        self._pool: Pool | None = pool
 
     @property
     def view(self) -> memoryview:
@@ -80,7 +80,8 @@ class Reservation:
             pool.free(self.start, self.size, () if after is None else (after,))
 
     def __del__(self) -> None:
-        if self._pool is not None:
+        if getattr(self, "_pool", None) is not None:
+            assert self._pool is not None
             self._pool.forgotten.append((self.abandon, "a reservation", self.size, self.origin))
 
 
@@ -146,8 +147,8 @@ class Lease:
     __slots__ = ("block", "origin")
 
     def __init__(self, block: Block, origin: Origin) -> None:
-        self.block: Block | None = block
         self.origin = origin
+        self.block: Block | None = block
 
     def again(self) -> Lease:
         """Another lease on the same block."""
@@ -169,7 +170,8 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        if self.block is not None:
+        if getattr(self, "block", None) is not None:
+            assert self.block is not None
             self.block._pool.forgotten.append((self.release, "a lease", self.block.size, self.origin))
 
 
