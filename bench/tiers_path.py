@@ -107,10 +107,10 @@ class Disk:
     def read(self, seed: int) -> float:
         keys = self.keys(seed)
         began = time.perf_counter()
-        reads = [self.tier.read(key, SHAPE, CHUNK) for key in keys]
+        reads = [self.tier.loads.read(key, SHAPE, CHUNK) for key in keys]
         for read in reads:
             assert read is not None
-            loaded = self.tier.collect(read)
+            loaded = self.tier.loads.collect(read)
             assert loaded is not None
             loaded.release()
         return time.perf_counter() - began

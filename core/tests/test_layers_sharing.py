@@ -152,7 +152,7 @@ def test_what_all_give_up_is_given_back(open_engine: Open, ranges: Ranges, gate:
         assert loading.wait(2).all()
     for loading in loadings:
         loading.close()
-    assert not engine._stack.stored[0].arrivals._open
+    assert not engine._stack.stored[0].loads.arrivals._open
     gate.open()
     assert settled(engine) and not len(engine._stack.memory)
     got, masks = by_layers(engine)
@@ -222,7 +222,7 @@ def test_a_whole_load_shares_what_is_arriving_by_layers(
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
         until(lambda: gate.waiting == 4)
         wait = whole_verb(engine, verb, other)
-        arriving = engine._stack.stored[0].arrivals._open
+        arriving = engine._stack.stored[0].loads.arrivals._open
         until(lambda: [arrival.hurried for arrival in tuple(arriving.values())] == [True] * 4)
         gate.open()
         assert wait()
@@ -258,7 +258,7 @@ def test_a_load_by_layers_shares_what_is_being_read_whole(
     wait = whole_verb(engine, verb, other)
     until(lambda: gate.waiting == 4)
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
-        until(lambda: all(f.shares == 2 for f in tuple(engine._stack.stored[0]._flights._open.values())))
+        until(lambda: all(f.shares == 2 for f in tuple(engine._stack.stored[0].loads.flights._open.values())))
         gate.open()
         assert wait()
         finish(loading, got)
@@ -281,7 +281,7 @@ def test_what_another_read_in_vain_is_read_by_layers_after_all(
     until(lambda: gate.waiting == 4)
     got = torch.zeros_like(KV)
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
-        until(lambda: all(f.shares == 2 for f in tuple(engine._stack.stored[0]._flights._open.values())))
+        until(lambda: all(f.shares == 2 for f in tuple(engine._stack.stored[0].loads.flights._open.values())))
         monkeypatch.setattr("kvloom.tiers.breaker.Breaker.failed", lambda self, verb: False)
         gate.open()
         finish(loading, got)
@@ -303,7 +303,7 @@ def test_nobody_waits_for_a_read_that_waits_for_what_he_holds(open_engine: Open,
     began = time.monotonic()
     with engine.retrieve_layer(tokens, kv=got) as loading:
         if capacity == "36KiB":
-            until(lambda: next(iter(engine._stack.stored[0]._flights._open.values())).shares == 2)
+            until(lambda: next(iter(engine._stack.stored[0].loads.flights._open.values())).shares == 2)
         gate.open()
         masks = [mask for _, mask in loading]
         assert chunks_in(masks) == [10] * LAYERS and right(got, kv, masks)
@@ -318,7 +318,7 @@ def test_what_came_to_memory_a_moment_ago_is_not_read_again(open_engine: Open, r
     fill(open_engine)
     engine = open_engine(MEMORY, SHELF, spec=DEEP)
     tier, came = engine._stack.stored[0], False
-    at = tier.arrivals if verb == "by layers" else tier._flights
+    at = tier.loads.arrivals if verb == "by layers" else tier.loads.flights
     name = "join" if verb == "by layers" else "board"
     ask = getattr(at, name)
 
@@ -336,7 +336,7 @@ def test_what_came_to_memory_a_moment_ago_is_not_read_again(open_engine: Open, r
             finish(loading, got)
     else:
         assert engine.retrieve(TOKENS, kv=got).all() and torch.equal(got, KV)
-    assert came and settled(engine) and once(reads) and not tier.arrivals._open
+    assert came and settled(engine) and once(reads) and not tier.loads.arrivals._open
 
 
 # -- when it goes wrong ------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_a_damaged_layer_is_nobodys(open_engine: Open, ranges: Ranges, gate: Gat
     assert task.result(20).tolist() == [True, False, True, True]
     assert torch.equal(other[:, :, :4], KV[:, :, :4]) and not other[:, :, 4:8].any()
     assert settled(engine) and count(engine, "corrupt") == 1
-    assert not engine._stack.stored[0].arrivals._open
+    assert not engine._stack.stored[0].loads.arrivals._open
 
 
 def test_a_whole_load_reads_again_what_arrived_badly(open_engine: Open, ranges: Ranges, gate: Gate) -> None:
@@ -386,7 +386,7 @@ def test_a_whole_load_reads_again_what_arrived_badly(open_engine: Open, ranges: 
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
         assert loading.wait(2).all()
         task = engine.load(engine.segments(TOKENS), kv=other)
-        until(lambda: any(one.hurried for one in tuple(engine._stack.stored[0].arrivals._open.values())))
+        until(lambda: any(one.hurried for one in tuple(engine._stack.stored[0].loads.arrivals._open.values())))
         gate.open()
         assert task.result(20).all() and torch.equal(other, KV)
         finish(loading, got)
@@ -449,7 +449,7 @@ def test_a_removal_ends_what_a_whole_load_shares(open_engine: Open, ranges: Rang
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
         assert loading.wait(2).all()
         task = engine.prefetch(TOKENS)
-        until(lambda: any(one.hurried for one in tuple(engine._stack.stored[0].arrivals._open.values())))
+        until(lambda: any(one.hurried for one in tuple(engine._stack.stored[0].loads.arrivals._open.values())))
         engine.remove(TOKENS)
         gate.open()
         task.result(20)
@@ -462,7 +462,7 @@ def test_a_whole_load_gives_nothing_that_was_removed_meanwhile(open_engine: Open
     fill(open_engine)
     engine = open_engine(MEMORY, SHELF, spec=DEEP)
     slow_writes(engine, gate, layer=3)
-    arrivals = engine._stack.stored[0].arrivals
+    arrivals = engine._stack.stored[0].loads.arrivals
     collect = arrivals.collect
 
     def remove_after(read: Any) -> Any:
@@ -529,7 +529,7 @@ def mixed_load(open_engine: Open, *, seconds: float, capacity: str) -> None:
     assert not failures
     assert engine.flush(20) and settled(engine)
     tier = engine._stack.stored[0]
-    assert not tier.arrivals._open and not tier._flights._open and not engine._stack._by_layer._holders
+    assert not tier.loads.arrivals._open and not tier.loads.flights._open and not engine._stack._by_layer._holders
     assert engine._stack.memory.pool.leaked == count(engine, "corrupt") == 0
 
 

@@ -131,9 +131,9 @@ def test_a_lossy_chunk_never_replaces_an_exact_one_in_memory(open_engine: Open) 
     assert engine.flush(20)
     (segment,) = engine.segments(tokens)
     tier = engine._stack.stored[0]
-    read = tier.read(segment.key, (2, 2, 4, 8), 4)
+    read = tier.loads.read(segment.key, (2, 2, 4, 8), 4, tier._visit())
     assert read is not None
-    loaded = tier.collect(read)
+    loaded = tier.loads.collect(read)
     assert loaded is not None and loaded.chunk.exact
     loaded.release()
     got = torch.zeros_like(kv)

@@ -232,7 +232,7 @@ PLANTS: dict[Plant, Planted] = {
     checksum_not_checked: Planted(("wrong bytes",), 2000),
     eviction_of_a_leased_buffer: Planted(("wrong bytes", "memory reused"), 2000),
     lost_wake_up: Planted(("past deadline", "deadlock", "no progress"), 2000),
-    double_free: Planted(("double free",), 2005),
+    double_free: Planted(("double free", "memory reused"), 2007),
     abandoned_memory_reused_at_once: Planted(("late write",), 2002),
     late_write_resurrects: Planted(("resurrected", "served after removal"), 2008),
     deadline_not_enforced: Planted(("past deadline", "deadlock"), 2000),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from kvloom import envelope
@@ -160,7 +159,7 @@ class Ahead:
         if chunk.arrival is None:
             chunk.passing = part.place
         elif right < len(group):
-            part.tier.arrivals.close(chunk.arrival)
+            part.tier.loads.arrivals.close(chunk.arrival)
         self.fill()
         return part.place, right
 
@@ -172,7 +171,7 @@ class Ahead:
             return None
         read.wait(self._visit.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
         if not self._wanted(chunk, group):
-            tier.give_up(read)
+            tier.loads.give_up(read)
             return None
         return self._landed(tier, read)
 
@@ -188,12 +187,12 @@ class Ahead:
             return not self._wanted(chunk, group) or (flight.starved and self._holds_memory())
 
         if not read.wait(self._visit.patience(tier.deadline), stopped=stopped) and stopped():
-            tier.give_up(read)
+            tier.loads.give_up(read)
             return None
         return self._landed(tier, read)
 
     def _landed(self, tier: StoredTier, read: Read | WholeRead) -> Loaded | None:
-        loaded = tier.collect(read)
+        loaded = tier.loads.collect(read)
         if loaded is not None:
             self._visit.progress()
         self.fill()
@@ -232,10 +231,10 @@ class Ahead:
         for chunk in self._chunks:
             self.forget(chunk)
             if chunk.elsewhere is not None:
-                chunk.tiers[0].give_up(chunk.elsewhere)
+                chunk.tiers[0].loads.give_up(chunk.elsewhere)
                 chunk.elsewhere = None
         for index, read in self._wholes.items():
-            self._chunks[index].tiers[0].give_up(read)
+            self._chunks[index].tiers[0].loads.give_up(read)
         for room in (*self._spare, *filter(None, [self._aside])):
             room.release()
         self._wholes, self._spare, self._aside = {}, [], None
@@ -300,14 +299,14 @@ class Ahead:
             return False
         chunk.began = chunk.began or self._runtime.now()
         if arrival is not None:
-            piece = tier.arrivals.ask(arrival, group)
+            piece = tier.loads.arrivals.ask(arrival, group)
             if piece is not None:
                 self._parts[start, chunk.index] = _Part(tier, piece, arrival.place)
             return True
         place = self._passing(chunk, group)
         if place is None:
             return False
-        call = tier.begin(partial(tier.read_layers, chunk.segment.key, chunk.blob, place, chunk.num_tokens, group))
+        call = tier.loads.begin(chunk.segment.key, chunk.blob, place, chunk.num_tokens, group)
         if call is None:
             self._let_go(place)
         else:
@@ -325,13 +324,13 @@ class Ahead:
         What others read until a moment ago is in memory: look there afterwards.
         """
         tier, key, groups, visit = chunk.tiers[0], chunk.segment.key, self._groups, self._visit
-        found = tier.arrivals.join(key, groups, visit)
+        found = tier.loads.arrivals.join(key, groups, visit)
         if found is None:
             room = self._stack.rooms.take(self._stack.layout.nbytes(chunk.shape))
             if room is None:
                 return
             place = Place.of(room, chunk.shape, self._stack.layout.dtype)
-            found = tier.arrivals.join(key, groups, visit, place=place, num_tokens=chunk.num_tokens)
+            found = tier.loads.arrivals.join(key, groups, visit, place=place, num_tokens=chunk.num_tokens)
             if not isinstance(found, Arrival) or found.place is not place:
                 room.release()
         if isinstance(found, Arrival):
@@ -339,7 +338,7 @@ class Ahead:
         elif found is not None and self._has_a_way_out():
             chunk.elsewhere = found
         elif found is not None:
-            tier.give_up(found)
+            tier.loads.give_up(found)
 
     def _has_a_way_out(self) -> bool:
         """Whether this can go on if it waits for somebody who, in turn, waits for what is held here."""
@@ -350,7 +349,7 @@ class Ahead:
 
     def _read_whole(self, chunk: Incoming) -> Read | WholeRead | None:
         chunk.asked = True
-        return chunk.tiers[0].read(chunk.segment.key, chunk.shape, chunk.num_tokens, self._visit)
+        return chunk.tiers[0].loads.read(chunk.segment.key, chunk.shape, chunk.num_tokens, self._visit)
 
     def _passing(self, chunk: Incoming, group: range) -> Place | None:
         """Memory for these layers only, until they are handed on."""
@@ -370,7 +369,7 @@ class Ahead:
         """Give up what may still be under way; it keeps its memory until it returns."""
         if chunk.arrival is not None:
             group = next(group for group in self._groups if group.start == start)
-            part.tier.arrivals.give_up(chunk.arrival, group)
+            part.tier.loads.arrivals.give_up(chunk.arrival, group)
             return
         part.piece.call.cancel()
         self._let_go(part.place)

@@ -20,7 +20,7 @@ from kvloom.types import Chunk, ChunkKey
 Arrived = tuple[LayeredBlob | None, int]
 """How a blob's layers lie in it, and how many of those that were asked for are right."""
 ReadLayers = Callable[[ChunkKey, LayeredBlob | None, Place, int, range], Arrived | None]
-"""`StoredTier.read_layers`."""
+"""`Loads.read_layers`."""
 
 
 class Piece:

@@ -206,8 +206,8 @@ class LayerFetch:
             self._events.emit(Event("retrieved", tier.name, chunk.num_tokens, 1, nbytes, seconds))
             return
         chunk.arrival = None
-        loaded, first = tier.complete(arrival, self._visit.chain)
+        loaded, first = tier.loads.complete(arrival, self._visit.chain)
         if first and not self._stack.memory.purges.hit(arrival.key, arrival.since):
             self._stack.promote(chunk.segment, loaded, self._visit, below=tier)
         loaded.release()
-        tier.arrivals.leave(arrival)
+        tier.loads.arrivals.leave(arrival)

@@ -52,7 +52,7 @@ class _Arrival:
             self.loaded.release()
         if self.read is not None:
             assert self.source is not None
-            self.source.give_up(self.read)
+            self.source.loads.give_up(self.read)
 
 
 class Stack:
@@ -187,7 +187,7 @@ class Stack:
         while arrival.loaded is None and arrival.read is None and arrival.tiers:
             num_tokens = segment.end - segment.start
             arrival.source = arrival.tiers.pop(0)
-            found = arrival.source.fetch(segment.key, shape(num_tokens), num_tokens, visit)
+            found = arrival.source.loads.fetch(segment.key, shape(num_tokens), num_tokens, visit)
             if isinstance(found, Loaded):
                 arrival.loaded = found
             else:
@@ -198,7 +198,7 @@ class Stack:
         while arrival.loaded is None and arrival.read is not None:
             source, read, arrival.read = arrival.source, arrival.read, None
             assert source is not None
-            loaded = source.collect(read)
+            loaded = source.loads.collect(read)
             if loaded is not None:
                 visit.progress()
                 self.promote(arrival.segment, loaded, visit, below=source)

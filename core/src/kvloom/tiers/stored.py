@@ -14,21 +14,18 @@ from kvloom import envelope
 from kvloom.contracts.observer import Event
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, LaterVersionError, UnreadableBlobError
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime
-from kvloom.tiers.arrivals import Arrival, Arrivals, Arrived, WholeRead
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.blobs import BlobWriter
-from kvloom.tiers.calls import Calls, NoRoomError
+from kvloom.tiers.calls import Calls
 from kvloom.tiers.chain import NO_CHAIN, Chain
-from kvloom.tiers.flights import Flights, Read, release
-from kvloom.tiers.layer_blobs import LayeredBlob, layered, read_layers
-from kvloom.tiers.ledger import Fidelity, Ledger
+from kvloom.tiers.ledger import Ledger
+from kvloom.tiers.loads import Loads
 from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.presence import Presence
-from kvloom.tiers.reader import BlobReader, ExpiredBlobError
-from kvloom.tiers.rooms import Place
+from kvloom.tiers.reader import BlobReader
 from kvloom.tiers.upkeep import Upkeep
 from kvloom.tiers.visit import Visit
 from kvloom.tiers.writes import Write, WriteQueue
@@ -95,14 +92,14 @@ class StoredTier(Tier):
         self.ledger = Ledger(
             runtime, capacity=policy.capacity, policy=policy.admission, ttl=policy.ttl, quota=policy.quota
         )
-        self._reader = BlobReader(layout, serializers, memory, runtime, exact_only=policy.exact_only, ttl=policy.ttl)
+        reader = BlobReader(layout, serializers, memory, runtime, exact_only=policy.exact_only, ttl=policy.ttl)
+        self.outlived = reader.outlived
+        """Whether the tier has no use for KV that was first stored at a time, in seconds since the epoch."""
         self._memory = memory
         self._events = events
         self._runtime = runtime
         self._purges = memory.purges
         self._record: Call[None] | None = None
-        self._flights = Flights(self.calls, runtime)
-        self.arrivals = Arrivals(self._flights, self.calls, memory.purges, layout, runtime, self.read_layers)
         self._writes = WriteQueue(
             self.calls.writes,
             runtime,
@@ -117,7 +114,11 @@ class StoredTier(Tier):
         )  # fmt: skip
         self._presence = Presence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
-            expired=self._reader.expired, ttl=policy.ttl is not None,
+            expired=reader.expired, ttl=policy.ttl is not None,
+        )  # fmt: skip
+        self.loads = Loads(
+            layout, backend, reader, self._presence, self.ledger, self.calls, memory, events, runtime,
+            deletes=policy.write != "never",
         )  # fmt: skip
         self._writer = BlobWriter(backend, self.serializer, self.ledger, self.upkeep)
 
@@ -145,10 +146,6 @@ class StoredTier(Tier):
             return False
         return not self._presence.known_enough([key])[0] and self._welcome(key)
 
-    def outlived(self, written: float) -> bool:
-        """Whether the tier has no use for KV that was first stored at `written`, in seconds since the epoch."""
-        return self._reader.outlived(written)
-
     def has_room(self, nbytes: int) -> bool:
         """Whether a write would be accepted without waiting."""
         return self._writes.has_room(nbytes)
@@ -165,184 +162,6 @@ class StoredTier(Tier):
         """Note that a chain was used. count: once more than before."""
         if self.policy.bounded:
             self.ledger.touch(chain, count=count)
-
-    # -- reading -------------------------------------------------------------------------------------------------------
-
-    def read(
-        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit | None = None
-    ) -> Read | WholeRead | None:
-        """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`.
-
-        Whoever asks for a chunk that is on its way already, whole or by layers, shares the calls that read it.
-        """
-        visit = visit or self._visit()
-        return self._read(key, shape, num_tokens, visit, instead=partial(self.arrivals.share, key, visit))
-
-    def fetch(
-        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit
-    ) -> Loaded | Read | WholeRead | None:
-        """`read`, unless somebody has just done so: then the chunk from memory."""
-
-        def instead() -> Loaded | WholeRead | None:
-            # What is no longer on its way was in memory before that, if it is to be had.
-            return self.arrivals.share(key, visit) or (None if self._flights.under_way(key) else self._held(key))
-
-        return self._read(key, shape, num_tokens, visit, instead=instead)
-
-    def _held(self, key: ChunkKey) -> Loaded | None:
-        return self._memory.lease([key])[0]
-
-    def _read(
-        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit, *, instead: Callable[[], T | None]
-    ) -> Read | T | None:
-        if not self.calls.serves(visit):
-            return None
-        load = partial(self._load, key, tuple(shape), num_tokens, visit.chain)
-        read = self._flights.board(key, load, visit, instead=instead)
-        if isinstance(read, WholeRead):
-            self.arrivals.hurry(read.arrival)
-        return read
-
-    def collect(self, read: Read | WholeRead) -> Loaded | None:
-        """The verified chunk, or None: not there, not readable, or not in time."""
-        return self._flights.leave(read) if isinstance(read, Read) else self._collect_layers(read)
-
-    def give_up(self, read: Read | WholeRead) -> None:
-        """Nobody will collect it."""
-        if isinstance(read, Read):
-            self._flights.give_up(read)
-        else:
-            self.arrivals.leave(read.arrival)
-
-    def _collect_layers(self, read: WholeRead) -> Loaded | None:
-        arrival = read.arrival
-        key, num_tokens = arrival.key, arrival.num_tokens
-        try:
-            outcome = self.arrivals.collect(read)
-            if outcome and self._purges.hit(key, arrival.since):
-                return None
-            if outcome:
-                return self.complete(arrival, read.visit.chain)[0]
-            self.arrivals.close(arrival)
-        finally:
-            self.arrivals.leave(arrival)
-        if outcome is None or not self.calls.serves(read.visit):
-            return None
-        load = partial(self._load, key, arrival.place.chunk_shape, num_tokens, read.visit.chain)
-        again = self._flights.board(key, load, read.visit)
-        return None if again is None else self._flights.leave(again)
-
-    def complete(self, arrival: Arrival, chain: Chain) -> tuple[Loaded, bool]:
-        """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this.
-
-        chain: what it is part of.
-        """
-        loaded, block = self.arrivals.complete(arrival)
-        if block is None:
-            return loaded, False
-        assert arrival.blob is not None
-        header = arrival.blob.header
-        nbytes, seconds = header.header_bytes + header.payload_bytes, self._runtime.now() - arrival.began
-        self._events.emit(Event("retrieved", self.name, arrival.num_tokens, 1, nbytes, seconds))
-        kept = self._memory.insert(
-            arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since,
-            chain=chain,
-        )  # fmt: skip
-        loaded.release()
-        return kept, True
-
-    def begin(self, read: Callable[[], T]) -> Call[T] | None:
-        """Have a thread for reads run `read`, which reads part of a blob; None if the tier cannot take the call."""
-        if self.calls.paused:
-            return None
-        try:
-            judged = self.calls.judged("read", read, self.calls.reading)
-            return self.calls.reads.submit(judged, seconds=self.deadline)
-        except BackendError as error:
-            self.calls.failed("read", error, self.calls.reading)
-            return None
-
-    def read_layers(
-        self, key: ChunkKey, blob: LayeredBlob | None, place: Place, num_tokens: int, layers: range
-    ) -> Arrived | None:
-        """On the tier's thread: read some layers of a blob (None: what it is, is to be found out first) into `place`.
-
-        0 layers if there is nothing that can be read by layers; None if nobody waits any more.
-        """
-        if not place.room.enter():
-            return None
-        try:
-            blob = blob or self._open_layers(key, place.chunk_shape, num_tokens)
-            return (None, 0) if blob is None else (blob, read_layers(self.backend, blob, place, layers))
-        except CorruptBlobError:
-            return blob, 0
-        finally:
-            place.room.release()
-
-    def _open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> LayeredBlob | None:
-        known_since = self.ledger.mark()
-        try:
-            header = self._presence.header(key)
-            if header is None:
-                return None
-            serializer = self._reader.check(header, shape, num_tokens)
-        except (CorruptBlobError, UnreadableBlobError, ExpiredBlobError):
-            return None  # reading it whole says so, and does what is to be done about it
-        self._presence.note(key, header, since=known_since)
-        empty = torch.empty(shape, dtype=self.layout.dtype, device="meta")
-        return layered(header, serializer, Chunk(empty, self.layout.format, num_tokens, header.description.fidelity))
-
-    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, chain: Chain) -> Loaded | None:
-        began = self._runtime.now()
-        since, known_since = self._purges.mark(), self.ledger.mark()
-        until = began + self.deadline
-        for attempt in (1, 2):
-            try:
-                arrived = self._reader.read(
-                    self.backend, key, shape, num_tokens, until=until, since=since, chain=chain,
-                    on_wait=partial(self._flights.starve, key),
-                )  # fmt: skip
-            except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
-                self._miss(key, num_tokens, error, since=known_since)
-                return None
-            except CorruptBlobError as error:
-                if attempt == 2:
-                    self._discard(key, num_tokens, error)
-                continue
-            if arrived is None:
-                self.ledger.forget_absent(key)
-                return None
-            header, loaded = arrived
-            if self._purges.hit(key, since):
-                release(loaded)
-                return None
-            self._presence.note(key, header, since=known_since)
-            if loaded is not None:
-                nbytes = header.header_bytes + header.payload_bytes
-                self._events.emit(Event("retrieved", self.name, num_tokens, 1, nbytes, self._runtime.now() - began))
-            return loaded
-        return None
-
-    def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, *, since: int) -> None:
-        reason = "no room in memory"
-        if isinstance(error, UnreadableBlobError):
-            reason = f"unreadable: {error}"
-            later = isinstance(error, LaterVersionError)
-            self.ledger.note(key, Fidelity.LATER if later else Fidelity.UNREADABLE, since=since)
-        elif isinstance(error, ExpiredBlobError):
-            reason = "expired"
-            self._delete_one(key)
-        self._events.emit(Event("missed", self.name, tokens=num_tokens, chunks=1, reason=reason))
-
-    def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError) -> None:
-        log.warning("tier=%s removing a corrupt blob: %s", self.name, str(error))
-        self._events.emit(Event("corrupt", self.name, tokens=num_tokens, chunks=1, reason=str(error)))
-        self._delete_one(key)
-
-    def _delete_one(self, key: ChunkKey) -> None:
-        if self.policy.write != "never":  # else it is not ours to delete
-            self.backend.delete(str(key))
-        self.ledger.forget([key])
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -503,8 +322,8 @@ class StoredTier(Tier):
         header = self.calls.ask("get", lambda: self._header_or_none(key), visit)
         if header is None:
             return None
-        read = self.read(key, header.description.shape, header.description.num_tokens, visit)
-        return None if read is None else self.collect(read)
+        read = self.loads.read(key, header.description.shape, header.description.num_tokens, visit)
+        return None if read is None else self.loads.collect(read)
 
     def _header_or_none(self, key: ChunkKey) -> envelope.Header | None:
         try:

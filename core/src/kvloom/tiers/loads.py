@@ -1,0 +1,232 @@
+"""Chunks on their way from a stored tier into memory, whole or by layers: each byte is read once, whoever asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from kvloom.contracts.observer import Event
+from kvloom.contracts.storage import StorageBackend
+from kvloom.errors import BackendError, CorruptBlobError, LaterVersionError, UnreadableBlobError
+from kvloom.events import EventBus
+from kvloom.runtime import Call, Runtime
+from kvloom.tiers.arrivals import Arrival, Arrivals, Arrived, WholeRead
+from kvloom.tiers.base import Layout, Loaded
+from kvloom.tiers.calls import Calls, NoRoomError
+from kvloom.tiers.chain import Chain
+from kvloom.tiers.flights import Flights, Read, release
+from kvloom.tiers.layer_blobs import LayeredBlob, layered, read_layers
+from kvloom.tiers.ledger import Fidelity, Ledger
+from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.presence import Presence
+from kvloom.tiers.reader import BlobReader, ExpiredBlobError
+from kvloom.tiers.rooms import Place
+from kvloom.tiers.visit import Visit
+from kvloom.types import Chunk, ChunkKey
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Loads:
+    """The loads of one tier. Nothing that the backend raises leaves this class."""
+
+    def __init__(
+        self, layout: Layout, backend: StorageBackend, reader: BlobReader, presence: Presence, ledger: Ledger,
+        calls: Calls, memory: MemoryTier, events: EventBus, runtime: Runtime, *, deletes: bool,
+    ) -> None:  # fmt: skip
+        """deletes: blobs that are corrupt or past their time are deleted; else they are not ours to delete."""
+        self._name = calls.name
+        self._layout = layout
+        self._backend = backend
+        self._reader = reader
+        self._presence = presence
+        self._ledger = ledger
+        self._calls = calls
+        self._memory = memory
+        self._purges = memory.purges
+        self._events = events
+        self._now = runtime.now
+        self._deletes = deletes
+        self.flights = Flights(calls, runtime)
+        self.arrivals = Arrivals(self.flights, calls, memory.purges, layout, runtime, self.read_layers)
+
+    def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit) -> Read | WholeRead | None:
+        """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`.
+
+        Whoever asks for a chunk that is on its way already, whole or by layers, shares the calls that read it.
+        """
+        return self._read(key, shape, num_tokens, visit, instead=partial(self.arrivals.share, key, visit))
+
+    def fetch(
+        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit
+    ) -> Loaded | Read | WholeRead | None:
+        """`read`, unless somebody has just done so: then the chunk from memory."""
+
+        def instead() -> Loaded | WholeRead | None:
+            # What is no longer on its way was in memory before that, if it is to be had.
+            return self.arrivals.share(key, visit) or (None if self.flights.under_way(key) else self._in_memory(key))
+
+        return self._read(key, shape, num_tokens, visit, instead=instead)
+
+    def _in_memory(self, key: ChunkKey) -> Loaded | None:
+        return self._memory.lease([key])[0]
+
+    def _read(
+        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit, *, instead: Callable[[], T | None]
+    ) -> Read | T | None:
+        if not self._calls.serves(visit):
+            return None
+        load = partial(self._load, key, tuple(shape), num_tokens, visit.chain)
+        read = self.flights.board(key, load, visit, instead=instead)
+        if isinstance(read, WholeRead):
+            self.arrivals.hurry(read.arrival)
+        return read
+
+    def collect(self, read: Read | WholeRead) -> Loaded | None:
+        """The verified chunk, or None: not there, not readable, or not in time."""
+        return self.flights.leave(read) if isinstance(read, Read) else self._collect_layers(read)
+
+    def give_up(self, read: Read | WholeRead) -> None:
+        """Nobody will collect it."""
+        if isinstance(read, Read):
+            self.flights.give_up(read)
+        else:
+            self.arrivals.leave(read.arrival)
+
+    def _collect_layers(self, read: WholeRead) -> Loaded | None:
+        arrival = read.arrival
+        key, num_tokens = arrival.key, arrival.num_tokens
+        try:
+            outcome = self.arrivals.collect(read)
+            if outcome and self._purges.hit(key, arrival.since):
+                return None
+            if outcome:
+                return self.complete(arrival, read.visit.chain)[0]
+            self.arrivals.close(arrival)
+        finally:
+            self.arrivals.leave(arrival)
+        if outcome is None or not self._calls.serves(read.visit):
+            return None
+        load = partial(self._load, key, arrival.place.chunk_shape, num_tokens, read.visit.chain)
+        again = self.flights.board(key, load, read.visit)
+        return None if again is None else self.flights.leave(again)
+
+    def complete(self, arrival: Arrival, chain: Chain) -> tuple[Loaded, bool]:
+        """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this.
+
+        chain: what it is part of.
+        """
+        loaded, block = self.arrivals.complete(arrival)
+        if block is None:
+            return loaded, False
+        assert arrival.blob is not None
+        header = arrival.blob.header
+        nbytes, seconds = header.header_bytes + header.payload_bytes, self._now() - arrival.began
+        self._events.emit(Event("retrieved", self._name, arrival.num_tokens, 1, nbytes, seconds))
+        kept = self._memory.insert(
+            arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since,
+            chain=chain,
+        )  # fmt: skip
+        loaded.release()
+        return kept, True
+
+    def begin(
+        self, key: ChunkKey, blob: LayeredBlob | None, place: Place, num_tokens: int, layers: range
+    ) -> Call[Arrived | None] | None:
+        """Have a thread for reads run `read_layers`, for one load alone; None if the tier cannot take the call."""
+        if self._calls.paused:
+            return None
+        try:
+            read = partial(self.read_layers, key, blob, place, num_tokens, layers)
+            judged = self._calls.judged("read", read, self._calls.reading)
+            return self._calls.reads.submit(judged, seconds=self._calls.deadline)
+        except BackendError as error:
+            self._calls.failed("read", error, self._calls.reading)
+            return None
+
+    def read_layers(
+        self, key: ChunkKey, blob: LayeredBlob | None, place: Place, num_tokens: int, layers: range
+    ) -> Arrived | None:
+        """On the tier's thread: read some layers of a blob (None: what it is, is to be found out first) into `place`.
+
+        0 layers if there is nothing that can be read by layers; None if nobody waits any more.
+        """
+        if not place.room.enter():
+            return None
+        try:
+            blob = blob or self._open_layers(key, place.chunk_shape, num_tokens)
+            return (None, 0) if blob is None else (blob, read_layers(self._backend, blob, place, layers))
+        except CorruptBlobError:
+            return blob, 0
+        finally:
+            place.room.release()
+
+    def _open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> LayeredBlob | None:
+        known_since = self._ledger.mark()
+        try:
+            header = self._presence.header(key)
+            if header is None:
+                return None
+            serializer = self._reader.check(header, shape, num_tokens)
+        except (CorruptBlobError, UnreadableBlobError, ExpiredBlobError):
+            return None  # reading it whole says so, and does what is to be done about it
+        self._presence.note(key, header, since=known_since)
+        empty = torch.empty(shape, dtype=self._layout.dtype, device="meta")
+        return layered(header, serializer, Chunk(empty, self._layout.format, num_tokens, header.description.fidelity))
+
+    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, chain: Chain) -> Loaded | None:
+        began = self._now()
+        since, known_since = self._purges.mark(), self._ledger.mark()
+        until = began + self._calls.deadline
+        for attempt in (1, 2):
+            try:
+                arrived = self._reader.read(
+                    self._backend, key, shape, num_tokens, until=until, since=since, chain=chain,
+                    on_wait=partial(self.flights.starve, key),
+                )  # fmt: skip
+            except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
+                self._miss(key, num_tokens, error, since=known_since)
+                return None
+            except CorruptBlobError as error:
+                if attempt == 2:
+                    self._discard(key, num_tokens, error)
+                continue
+            if arrived is None:
+                self._ledger.forget_absent(key)
+                return None
+            header, loaded = arrived
+            if self._purges.hit(key, since):
+                release(loaded)
+                return None
+            self._presence.note(key, header, since=known_since)
+            if loaded is not None:
+                nbytes = header.header_bytes + header.payload_bytes
+                self._events.emit(Event("retrieved", self._name, num_tokens, 1, nbytes, self._now() - began))
+            return loaded
+        return None
+
+    def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, *, since: int) -> None:
+        reason = "no room in memory"
+        if isinstance(error, UnreadableBlobError):
+            reason = f"unreadable: {error}"
+            later = isinstance(error, LaterVersionError)
+            self._ledger.note(key, Fidelity.LATER if later else Fidelity.UNREADABLE, since=since)
+        elif isinstance(error, ExpiredBlobError):
+            reason = "expired"
+            self._delete_one(key)
+        self._events.emit(Event("missed", self._name, tokens=num_tokens, chunks=1, reason=reason))
+
+    def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError) -> None:
+        log.warning("tier=%s removing a corrupt blob: %s", self._name, str(error))
+        self._events.emit(Event("corrupt", self._name, tokens=num_tokens, chunks=1, reason=str(error)))
+        self._delete_one(key)
+
+    def _delete_one(self, key: ChunkKey) -> None:
+        if self._deletes:
+            self._backend.delete(str(key))
+        self._ledger.forget([key])
