@@ -34,7 +34,8 @@ def set_up(*command: str | Path) -> None:
     try:
         run(*command)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system to fill here: {error}")
+        said = getattr(error, "stderr", b"") or b""
+        pytest.skip(f"this machine lets nobody make a file system to fill: {error} {said.decode().strip()}")
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])

@@ -8,19 +8,20 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
 
-from kvloom import CorruptBlobError, Engine, Registry, envelope
+from kvloom import Engine, Registry
 from kvloom.index import Index
 from kvloom.tiers import layer_blobs
 from simulation import interrupts, peek, plugin
 from simulation.clients import Client, Site
-from simulation.content import CHUNK_BYTES, CHUNK_TOKENS, SALTS, SPECS, Prompt, prompts
-from simulation.fibers import EPOCH, Fiber, Process, Scheduler, SimRuntime, Violation
+from simulation.content import CHUNK_BYTES, CHUNK_TOKENS, SPECS, Prompt, prompts
+from simulation.ending import Ending, House
+from simulation.fibers import Process, Scheduler, SimRuntime, Violation
 from simulation.oracle import Allowance, LeakWatch, Oracle
 from simulation.store import Client as StoreClient
 from simulation.store import Faults, SimStore
@@ -194,18 +195,6 @@ def _registry() -> Registry:
     return Registry.discover(entry_points=[*entry_points(group="kvloom.v1", name="builtin"), mine])
 
 
-@dataclass(eq=False)
-class House:
-    """A process: its engine, its clients."""
-
-    process: Process
-    site: Site
-    guard: peek.PoolGuard | None
-    """None: an index, which has no memory."""
-    stores: dict[str, StoreClient]
-    clients: list[Fiber] = field(default_factory=list)
-
-
 class World:
     """Everything of one run. Make one, `run` it once."""
 
@@ -273,12 +262,12 @@ class World:
         plan = self.plan
         self.trace(f"seed {self.seed}: {plan}")
         for number in range(plan.engines):
-            self._staff(self._open(f"e{number}"))
+            self._staff(self.open(f"e{number}"))
         if plan.index:
             self._open_index("i0")
         collect_at = 0
         while self._begun < self.ops:
-            self._pass_time(self.rng.expovariate(1 / 0.03))
+            self.pass_time(self.rng.expovariate(1 / 0.03))
             for house in [*self.houses, *self.indexes]:
                 if all(client.done for client in house.clients):
                     self._staff(house)
@@ -292,9 +281,10 @@ class World:
         for house in [*self.houses, *self.indexes]:
             for client in house.clients:
                 client.join()
-        self._finish()
+        Ending(self).check()
 
-    def _pass_time(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> None:
+        """Let the others work."""
         self.scheduler.park(self.scheduler.time + seconds, "time to pass")
 
     def _more(self) -> bool:
@@ -307,7 +297,7 @@ class World:
         store = self.stores[self.rng.choice(sorted(self.stores))]
         store.freeze()
         self.trace(f"{self.scheduler.time:.6f} store {store.name} freezes")
-        self._pass_time(self.rng.uniform(0.0, 4 * self.plan.deadline))
+        self.pass_time(self.rng.uniform(0.0, 4 * self.plan.deadline))
         store.thaw()
         self.trace(f"{self.scheduler.time:.6f} store {store.name} thaws")
 
@@ -318,7 +308,8 @@ class World:
         clients[name] = StoreClient(self.stores[name], process, lambda: guards[0])
         return clients[name]
 
-    def _open(self, name: str) -> House:
+    def open(self, name: str) -> House:
+        """A new process, whose clients are still to come."""
         plan, process = self.plan, Process(name)
         clients: dict[str, StoreClient] = {}
         guards: list[peek.PoolGuard] = []
@@ -373,254 +364,21 @@ class World:
         if self.rng.random() < 0.7:
             self.trace(f"{self.scheduler.time:.6f} {house.process.name} dies")
         else:
-            self._close(house)
-            self._pass_time(0.01)  # its clients find out
+            self.close(house)
+            self.pass_time(0.01)  # its clients find out
         # A call that still hangs goes with its process, as a removal by the next one would be undone by it.
         self.scheduler.kill(house.process)
         self.oracle.forget(house.process)
         for store in self.stores.values():
             store.crash(house.process)
-        self._staff(self._open(house.process.name + "'"))
+        self._staff(self.open(house.process.name + "'"))
 
-    def _close(self, house: House) -> None:
+    def close(self, house: House) -> None:
+        """A process ends as it should."""
         with self.oracle.operation("close", house.process.name, house.site.allowance) as op:
             for engine in reversed(house.site.engines):
                 engine.close()
         self.oracle.tell(op, "closed")
-
-    # -- the end -------------------------------------------------------------------------------------------------------
-
-    def _finish(self) -> None:
-        """Faults stop, time passes, and then everything must be in order and work."""
-        self.trace(f"{self.scheduler.time:.6f} the end begins")
-        for store in self.stores.values():
-            store.heal()
-        self._pass_time(10 * self.plan.deadline + 4.0 + self.plan.pace.settling)
-        listed = max((peek.listed_again(house.site.engines[0]) for house in self.houses), default=0.0)
-        self._pass_time(max(0.0, listed - self.scheduler.time) + 3 * self.plan.pace.round)
-        for house in self.houses:
-            self._settle(house)
-        for house in self.houses:
-            self.oracle.check_counters(house.site.engines[0])
-            self._check_accounts(house)
-            self._check_gone(house)
-        self._check_stores()
-        for house in self.houses:
-            self._check_progress(house)
-        for house in self.indexes:
-            self._check_index(house)
-        for house in [*self.houses, *self.indexes]:
-            self._close(house)
-            self._check_closed(house)
-        self._check_reopened()
-
-    def _settle(self, house: House) -> None:
-        engine = house.site.engines[0]
-        for tier in peek.stored_tiers(engine):
-            if tier.abandoned_calls:
-                where = "\n".join(
-                    f"-- {fiber.name}\n{fiber.stack()}"
-                    for fiber in self.scheduler.living(house.process)
-                    if tier.name in fiber.name
-                )
-                self.oracle.violated(
-                    "stuck", f"{tier.name}: {tier.abandoned_calls} calls are abandoned in a sound store\n{where}"
-                )
-        with self.oracle.operation("flush", "at the end", house.site.allowance) as op:
-            done = engine.flush(60.0)
-        if not done:
-            self.oracle.violated("stuck", "a write is still under way in a sound store")
-        self.oracle.tell(op, "flushed")
-        for name, client in house.stores.items():
-            threads = self.plan.block(name)["threads"]
-            if client.most.get("get", 0) > threads + 3 or client.most.get("put", 0) > 4:
-                self.oracle.violated("unbounded", f"{name} with {threads} threads had {client.most} calls at once")
-
-    def _check_accounts(self, house: House) -> None:
-        engine = house.site.engines[0]
-        self.scheduler.collect_garbage()
-        assert house.guard is not None
-        pool = peek.pool_of(engine)
-        held = peek.held_chunks(engine)
-        leased = [one.key for one in held if one.leased]
-        if leased:
-            self.oracle.violated("leaked lease", f"nobody works, and {len(leased)} chunks are leased: {leased[:3]}")
-        total = sum(one.size for one in held)
-        if pool.used_bytes != total or house.guard.used_bytes != total:
-            self.oracle.violated(
-                "accounts",
-                f"the pool has {pool.used_bytes} bytes in use ({house.guard.used_bytes}), chunks hold {total}",
-            )
-        self._check_pins(house)
-
-    def _check_stores(self) -> None:
-        """What the ledgers say is what there is, and it keeps to its bounds."""
-        for name, store in self.stores.items():
-            tiers = [tier for house in self.houses for tier in peek.stored_tiers(house.site.engines[0])]
-            tiers = [tier for tier in tiers if tier.name == name]
-            policy, shared = tiers[0].policy, tiers[0].backend.shared
-            evictors = [tier for tier in tiers if tier.upkeep.evicts]
-            if len(evictors) != int(policy.bounded):
-                self.oracle.violated("evictors", f"{name}: {len(evictors)} processes evict, of {len(tiers)}")
-            if store.limit_bytes is not None:
-                continue
-            # Of a store that went wrong, only one that is listed again and again can be known exactly.
-            relisted = policy.bounded and shared
-            if relisted or (store.honest and len(tiers) == 1 and (policy.bounded or not self.crashed)):
-                self._check_ledger((evictors or tiers)[0], store)
-                if policy.bounded:
-                    self._check_bounds(evictors[0], store)
-
-    def _check_ledger(self, tier: Any, store: SimStore) -> None:
-        there = {key: blob.space for key, blob in store.chunk_blobs.items()}
-        believed = peek.ledger_bytes(tier)
-        if believed != there:
-            wrong = [(key, believed.get(key), there.get(key)) for key in {**believed, **there}]
-            wrong = [entry for entry in wrong if entry[1] != entry[2]]
-            self.oracle.violated("accounts", f"{tier.name}: ledger and store differ in {len(wrong)}: {wrong[:3]}")
-        if (tier.ledger.bytes, len(tier.ledger)) != (sum(there.values()), len(there)):
-            text = f"the ledger counts {tier.ledger.bytes} bytes in {len(tier.ledger)} blobs, and has {len(there)}"
-            self.oracle.violated("accounts", f"{tier.name}: {text}")
-
-    def _check_bounds(self, tier: Any, store: SimStore) -> None:
-        policy, blobs = tier.policy, store.chunk_blobs
-        total = sum(blob.space for blob in blobs.values())
-        if policy.capacity is not None and total > policy.capacity:
-            self.oracle.violated("over a bound", f"{tier.name}: {total} bytes are over {policy.capacity}")
-        for tag in {key.split("/")[1] for key in blobs} if policy.quota else ():
-            quota = policy.quota.get(tag, policy.quota.get("*"))
-            total = sum(blob.space for key, blob in blobs.items() if key.split("/")[1] == tag)
-            if quota is not None and total > quota:
-                self.oracle.violated("over a bound", f"{tier.name}: {total} bytes of one salt are over {quota}")
-        if policy.ttl is not None:
-            since = EPOCH + self.scheduler.time - 1.01 * policy.ttl - 3 * self.plan.pace.round - 1.0
-            old = [key for key, blob in blobs.items() if blob.modified < since]
-            if old:
-                self.oracle.violated("over a bound", f"{tier.name}: {len(old)} blobs are past their time: {old[:2]}")
-
-    def _check_pins(self, house: House) -> None:
-        if house.site.expires:
-            return
-        held = {one.key for one in peek.held_chunks(house.site.engines[0]) if one.pinned}
-        lost = [key for key in house.site.pinned if key not in held]
-        if lost:
-            self.oracle.violated("lost pin", f"{lost[0]} was pinned and is not in memory")
-
-    def _check_gone(self, house: House) -> None:
-        held = {one.key for one in peek.held_chunks(house.site.engines[0])}
-        for key, when in self.oracle.gone.items():
-            where = [store.name for store in self.stores.values() if key in store.blobs] + ["memory"] * (key in held)
-            if where:
-                self.oracle.violated("resurrected", f"{key} was removed at {when:.6f} and is in {where}")
-
-    def _check_progress(self, house: House) -> None:
-        """What was healed serves: a prompt goes through every tier and comes back, alone and from the engine."""
-        engine, site, probe = house.site.engines[0], house.site, self.probe
-        salt = "probe " + house.process.name
-        for prompt in self.prompts:
-            for one in site.engines:
-                for each in ("", "alice", "bob"):
-                    one.unpin(prompt.tokens, salt=each)
-        segments = engine.segments(probe.tokens, salt=salt)
-        tiers = [tier for tier in peek.stored_tiers(engine) if self._takes(tier)]
-        for _ in range(4):  # a paused tier is asked how it is when it is needed, and serves the next time
-            kv = probe.kv(0, salt).clone()
-            with self.oracle.operation("store", "the probe", site.allowance) as op:
-                engine.store(probe.tokens, salt=salt, kv=kv.view(torch.bfloat16))
-            self.oracle.tell(op, "stored")
-            if not engine.flush(60.0):
-                self.oracle.violated("no progress", "a write into a sound store does not end")
-            silent = [tier.name for tier in tiers if tier.get(segments[0].key) is None or not tier.health().ok]
-            if not silent:
-                break
-            self._pass_time(2.0)
-        else:
-            text = f"{silent} are sound and do not give what was just stored\n{engine.health()}\n{engine.counters()}"
-            self.oracle.violated("no progress", text)
-        got = probe.blank()
-        with self.oracle.operation("retrieve", "the probe", site.allowance) as op:
-            mask = engine.retrieve(probe.tokens, salt=salt, kv=got.view(torch.bfloat16))
-        self.oracle.check_kv(probe, got, mask, model=0, salt=salt, lossy=site.lossy)
-        self.oracle.tell(op, str(mask.tolist()))
-        if site.allowance.prompt_seconds is not None and not bool(mask.all()):
-            self.oracle.violated("no progress", f"the probe is not served: {mask.tolist()}\n{engine.counters()}")
-
-    def _takes(self, tier: Any) -> bool:
-        """Whether a tier must hold what was stored a moment ago."""
-        policy = tier.policy
-        narrow = policy.ttl is not None or bool(policy.quota) or policy.admission != "lru" or tier.backend.bounded
-        return policy.write == "through" and not narrow
-
-    def _check_index(self, house: House) -> None:
-        index = house.site.engines[0]
-        names = [str(segment.key) for segment in index.segments(self.prompts[0].tokens)]
-        tiers = peek.stored_tiers(index)
-        for _ in range(3):
-            there = [any(self._serves(tier, key) for tier in tiers) for key in names]
-            want = (there.index(False) if False in there else len(there)) * CHUNK_TOKENS
-            got = index.lookup(self.prompts[0].tokens).tokens
-            if got == want:
-                return
-            self._pass_time(2.0)
-        self.oracle.violated("no progress", f"an index finds {got} tokens in sound stores, of {want}\n{index.health()}")
-
-    def _serves(self, tier: Any, key: str) -> bool:
-        """Whether the store has the blob, and it is not past its time."""
-        blob = self.stores[tier.name].blobs.get(key)
-        if blob is None or tier.policy.ttl is None:
-            return blob is not None
-        try:
-            header = envelope.parse(memoryview(blob.data), key=key)
-        except CorruptBlobError:
-            return False
-        return header is not None and header.description.written + tier.policy.ttl > EPOCH + self.scheduler.time
-
-    def _check_reopened(self) -> None:
-        """What the stores hold survives: a new process serves it, and counts it."""
-        blocks = [block for block in self.plan.config["tiers"] if "store" in block]
-        # One tier's hit is another's victim.
-        moving = len(blocks) > 1 and any("capacity" in b or b["type"] == "sim_bounded" for b in blocks)
-        if len(self.houses) > 1 or moving or any("ttl" in block for block in self.plan.config["tiers"]):
-            return
-        if not all(store.honest for store in self.stores.values()):
-            return
-        self.houses.clear()
-        self.crashed = True
-        house = self._open("again")
-        self._pass_time(1.0 + self.plan.pace.settling)
-        for prompt in self.prompts[:6]:
-            for model, engine in enumerate(house.site.engines):
-                self._check_survived(house, prompt, model, engine)
-        self._settle(house)
-        self._check_stores()
-        self._close(house)
-
-    def _check_survived(self, house: House, prompt: Prompt, model: int, engine: Engine) -> None:
-        salt = self.rng.choice(SALTS)
-        names = [str(segment.key) for segment in engine.segments(prompt.tokens, salt=salt)]
-        for _ in range(3):  # a call may take longer than its deadline, and count as a miss
-            there = [any(key in store.blobs for store in self.stores.values()) for key in names]
-            want = (there.index(False) if False in there else len(there)) * CHUNK_TOKENS
-            got = prompt.blank()
-            with self.oracle.operation("retrieve", "after all", house.site.allowance) as op:
-                mask = engine.retrieve(prompt.tokens, salt=salt, kv=got.view(torch.bfloat16))
-            self.oracle.check_kv(prompt, got, mask, model=model, salt=salt, lossy=house.site.lossy)
-            self.oracle.tell(op, str(int(mask.count_nonzero())))
-            if int(mask.count_nonzero()) == want:
-                return
-            self._pass_time(2.0)  # a call that was late has to come back
-        text = f"{int(mask.count_nonzero())} tokens of {want} that sound stores hold are served after a restart"
-        self.oracle.violated("lost", f"{text}\n{engine.counters()}")
-
-    def _check_closed(self, house: House) -> None:
-        engine = house.site.engines[0]
-        self._pass_time(60.0)  # a write that was under way keeps its memory until it returns
-        self.scheduler.collect_garbage()
-        used = peek.pool_of(engine).used_bytes
-        if used or (house.guard is not None and house.guard.used_bytes):
-            self.oracle.violated("leak", f"{used} bytes of the pool are in use after close")
-        for fiber in self.scheduler.living(house.process):
-            self.oracle.violated("leak", f"thread {fiber.name} lives after close\n{fiber.stack()}")
 
 
 def run_seed(seed: str | int, ops: int = DEFAULT_OPS, *, trace: Callable[[str], None] | None = None) -> Outcome:

@@ -80,9 +80,9 @@ class Reservation:
             pool.free(self.start, self.size, () if after is None else (after,))
 
     def __del__(self) -> None:
-        if getattr(self, "_pool", None) is not None:
-            assert self._pool is not None
-            self._pool.forgotten.append((self.abandon, "a reservation", self.size, self.origin))
+        pool: Pool | None = getattr(self, "_pool", None)  # whoever made it may have been interrupted
+        if pool is not None:
+            pool.forgotten.append((self.abandon, "a reservation", self.size, self.origin))
 
 
 class Block:
@@ -170,9 +170,9 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        if getattr(self, "block", None) is not None:
-            assert self.block is not None
-            self.block._pool.forgotten.append((self.release, "a lease", self.block.size, self.origin))
+        block: Block | None = getattr(self, "block", None)  # whoever made it may have been interrupted
+        if block is not None:
+            block._pool.forgotten.append((self.release, "a lease", block.size, self.origin))
 
 
 class Pool:

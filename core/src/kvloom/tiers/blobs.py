@@ -92,12 +92,7 @@ class BlobWriter:
         self._ledger.forget([key])
 
     def _reconsider(self, key: ChunkKey, nbytes: int) -> None:
-        """After a call that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
-        try:
-            there = self._backend.contains(str(key))
-        except Exception:
-            there = True
-        if there:
+        if self._upkeep.still_there([key])[0]:
             self._ledger.note(key, Fidelity.UNKNOWN, nbytes=nbytes)
         else:
             self._ledger.forget([key])

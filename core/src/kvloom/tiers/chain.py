@@ -14,7 +14,8 @@ class Chain:
 
     def __init__(self, keys: Sequence[ChunkKey] = ()) -> None:
         self._keys = keys
-        self._depths: dict[bytes, int] | None = None
+        # Filled when first asked for, and shared by all that are about the same chunks.
+        self._depths: dict[bytes, int] = {}
         self._ends: dict[int, int] = {}
 
     def __bool__(self) -> bool:
@@ -22,7 +23,11 @@ class Chain:
 
     def again(self) -> Chain:
         """The same chunks, for another operation."""
-        return Chain(self._keys) if self else self
+        if not self:
+            return self
+        chain = Chain(self._keys)
+        chain._depths = self._depths
+        return chain
 
     def previous(self, key: ChunkKey) -> ChunkKey | None:
         """The chunk right before `key`, where the chunks are in order."""
@@ -39,8 +44,8 @@ class Chain:
         return self._by_digest().get(digest, key.depth) < key.depth
 
     def _by_digest(self) -> dict[bytes, int]:
-        if self._depths is None:
-            self._depths = {each.digest: each.depth for each in self._keys}
+        if not self._depths:
+            self._depths.update({each.digest: each.depth for each in self._keys})
         return self._depths
 
     def end_at(self, key: ChunkKey, place: object) -> None:

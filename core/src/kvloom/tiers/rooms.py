@@ -82,10 +82,10 @@ class Room:
     def __init__(self, reservation: Reservation, runtime: Runtime, rooms: Rooms | None, *, counted: int = 0) -> None:
         """counted: the bytes that `rooms` has counted for it; the reservation may be longer."""
         self.reservation = reservation
-        self._rooms = rooms
-        self._counted = counted
         self._lock = runtime.lock()
         self._holders = 1
+        self._counted = counted
+        self._rooms = rooms
 
     def enter(self) -> bool:
         """Become a holder; False if there is none left, and the memory is somebody else's."""
@@ -116,8 +116,9 @@ class Room:
             rooms.give(self._counted)
 
     def __del__(self) -> None:
-        if self._rooms is not None:
-            self._rooms.give_later(self._counted)
+        rooms: Rooms | None = getattr(self, "_rooms", None)  # whoever made it may have been interrupted
+        if rooms is not None:
+            rooms.give_later(self._counted)
 
 
 @dataclass(frozen=True, slots=True)

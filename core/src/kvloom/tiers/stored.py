@@ -239,12 +239,7 @@ class StoredTier(Tier):
         self._delete("clear", delete)
 
     def _forget_gone(self, keys: Sequence[ChunkKey]) -> None:
-        """After a call that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
-        try:
-            there = self.backend.contains_many([str(key) for key in keys])
-        except Exception:
-            return
-        for key, here in zip(keys, there, strict=True):
+        for key, here in zip(keys, self.upkeep.still_there(keys), strict=True):
             if not here:
                 self.ledger.forget_absent(key)
 

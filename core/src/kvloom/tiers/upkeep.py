@@ -87,11 +87,10 @@ class Upkeep:
         if not victims:
             self._backend.put(str(key), blob)
             return
-        names = [str(victim.key) for victim in victims]
         try:
-            self._backend.put_over(str(key), blob, names)
+            self._backend.put_over(str(key), blob, [str(victim.key) for victim in victims])
         except BaseException:
-            self._sort_out(victims, names)
+            self._sort_out(victims)
             raise
         self._gone(victims)
 
@@ -111,15 +110,25 @@ class Upkeep:
         return bool(victims)
 
     def delete(self, victims: Sequence[Victim]) -> None:
-        """Delete blobs that the ledger has let go. If that fails they count again, and what the backend raised is."""
+        """Delete blobs that the ledger has let go.
+
+        Raises what the backend raises; then those that are still there count again.
+        """
         if not victims:
             return
         try:
             self._backend.delete_many([str(victim.key) for victim in victims])
         except BaseException:
-            self._ledger.kept(victims)
+            self._sort_out(victims)
             raise
         self._gone(victims)
+
+    def still_there(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """After a call that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
+        try:
+            return list(self._backend.contains_many([str(key) for key in keys]))
+        except Exception:
+            return [True] * len(keys)
 
     # -- what could not be taken back ----------------------------------------------------------------------------------
 
@@ -145,12 +154,8 @@ class Upkeep:
             if known is None:
                 self.owes_no_more(key)
 
-    def _sort_out(self, victims: Sequence[Victim], names: Sequence[str]) -> None:
-        """After a call that raised: what counts is what the store says; if it says nothing, the worse is assumed."""
-        try:
-            there = self._backend.contains_many(names)
-        except Exception:
-            there = [True] * len(names)
+    def _sort_out(self, victims: Sequence[Victim]) -> None:
+        there = self.still_there([victim.key for victim in victims])
         self._ledger.kept([victim for victim, here in zip(victims, there, strict=True) if here])
         self._gone([victim for victim, here in zip(victims, there, strict=True) if not here])
 
