@@ -141,6 +141,19 @@ def test_a_lossy_chunk_never_replaces_an_exact_one_in_memory(open_engine: Open) 
     assert torch.equal(got, kv)
 
 
+def test_a_lossy_chunk_that_took_an_exact_ones_place_a_moment_ago_is_not_written_on(open_engine: Open) -> None:
+    tokens, kv = tokens_of(4), kv_of(4)
+    with open_engine(SIGNS) as first:
+        first.store(tokens, kv=kv)
+    near, far = SIGNS | {"name": "near"}, SHELF | {"name": "far", "shelf": "far"}
+    engine = open_engine(MEMORY, near, far)
+    assert engine.retrieve(tokens, kv=torch.zeros_like(kv)).all()
+    stack, (segment,) = engine._stack, engine.segments(tokens)
+    # As `store` does, which had found the exact one in memory.
+    stack._write_from_memory(segment.key, stack.stored[1:], stack.visit())
+    assert engine.flush(20) and not Shelf.shelves["far"].blobs
+
+
 @pytest.mark.parametrize("retrieve_first", [True, False])
 def test_an_exact_blob_replaces_a_lossy_one_in_a_store(open_engine: Open, retrieve_first: bool) -> None:
     tokens, kv = tokens_of(8), kv_of(8)

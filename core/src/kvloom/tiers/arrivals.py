@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvloom.errors import BackendError, DeadlineExceeded
+from kvloom.errors import BackendError
 from kvloom.memory import Block, Lease
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.base import Layout, Loaded
@@ -254,24 +254,16 @@ class Arrivals:
         A tier that is late, or failed, is lost to the visit. The share is the caller's still.
         """
         arrival, visit = read.arrival, read.visit
-        visit.waits_for(self._calls.reads.wake)
-        try:
-            for group in arrival.groups:
-                piece = arrival.pieces.get(group.start)
-                if piece is None:
-                    return False
-                if not piece.call.wait(visit.patience(self._calls.deadline), stopped=lambda: visit.given_up):
-                    if not visit.given_up:
-                        late = DeadlineExceeded("no answer within the deadline")
-                        self._calls.late("read", late, piece.call, self._calls.reading)
-                    visit.lost.add(self._calls.name)
-                    return None
-                if piece.call.peek() is None:
-                    visit.lost.add(self._calls.name)
-                    return None
-                if piece.right(group) < len(group):
-                    return False
-                visit.progress()
-            return True
-        finally:
-            visit.waits_for(None)
+        for group in arrival.groups:
+            piece = arrival.pieces.get(group.start)
+            if piece is None:
+                return False
+            if not self._calls.in_time(piece.call, visit):
+                return None
+            if piece.call.peek() is None:
+                visit.lost.add(self._calls.name)
+                return None
+            if piece.right(group) < len(group):
+                return False
+            visit.progress()
+        return True

@@ -120,6 +120,19 @@ class Calls:
             visit.lost.add(self.name)
             return None
 
+    def in_time(self, read: Call[Any], visit: Visit) -> bool:
+        """Wait for a read for as long as the operation does. If it is late, or given up, the tier is lost to it."""
+        visit.waits_for(self.reads.wake)
+        try:
+            done = read.wait(visit.patience(self.deadline), stopped=lambda: visit.given_up)
+        finally:
+            visit.waits_for(None)
+        if not done:
+            if not visit.given_up:
+                self.late("read", DeadlineExceeded("no answer within the deadline"), read, self.reading)
+            visit.lost.add(self.name)
+        return done
+
     def judged(self, verb: str, function: Callable[[], T], breaker: Breaker) -> Callable[[], T]:
         """`function`, telling the breaker how it went, and everybody else if it failed."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from kvloom.errors import BackendError, DeadlineExceeded
+from kvloom.errors import BackendError
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.base import Loaded
 from kvloom.tiers.calls import Calls
@@ -107,14 +107,7 @@ class Flights:
     def leave(self, read: Read) -> Loaded | None:
         """Wait for what the call reads: a lease of its own, or None. A tier that is late is lost to the visit."""
         flight, visit = read.flight, read.visit
-        call = flight.call
-        visit.waits_for(self._calls.reads.wake)
-        in_time = call.wait(visit.patience(self._calls.deadline), stopped=lambda: visit.given_up)
-        visit.waits_for(None)
-        if not in_time:
-            if not visit.given_up:
-                self._calls.late("read", DeadlineExceeded("no answer within the deadline"), call, self._calls.reading)
-            visit.lost.add(self._calls.name)
+        if not self._calls.in_time(flight.call, visit):
             self.give_up(read)
             return None
         return self._share(flight, visit)
