@@ -1,4 +1,4 @@
-"""Two that store one chunk layer by layer at one time: one copies it, and nobody waits for a forward pass."""
+"""Storing layer by layer: what is kept; and of two that store one chunk at one time, one copies it and nobody waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from layers_support import (
     store_layers,
 )
 
-from kvloom import Engine, KVSpec
+from kvloom import BackendError, Engine, KVSpec, Segment
 from kvloom.layers import Storing
 from kvloom.memory import pages_of
 from kvloom.runtime import SystemRuntime
@@ -33,6 +33,120 @@ from kvloom.tiers.claims import LongClaims
 
 pytestmark = pytest.mark.usefixtures("ranges")
 LAYOUTS = pytest.mark.parametrize("tiers", [(MEMORY,), (MEMORY, SHELF), (SHELF,)], ids=["memory", "both", "stored"])
+
+
+# -- what is stored ----------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_missing_is_copied(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF, spec=DEEP)
+    segments = engine.segments(TOKENS)
+    engine.save([segments[0], segments[2]], kv=KV).result(20)
+    read: list[tuple[int, list[Segment]]] = []
+    read_layer = engine.connector.read_layer
+
+    def spy(layer: int, some: Any, chunks: Any, **where: Any) -> None:
+        read.append((layer, list(some)))
+        read_layer(layer, some, chunks, **where)
+
+    engine.connector.read_layer = spy  # type: ignore[method-assign]
+    store_layers(engine, TOKENS, KV, reversed(range(LAYERS)))
+    assert read == [(layer, [segments[1], segments[3]]) for layer in reversed(range(LAYERS))]
+    read.clear()
+    store_layers(engine, TOKENS, KV)
+    assert not read
+    assert engine.flush(20)
+    got, masks = by_layers(open_engine(SHELF, spec=DEEP))
+    assert chunks_in(masks) == [4] * LAYERS and right(got, KV, masks)
+
+
+def test_storing_reports_what_store_reports(open_engine: Open) -> None:
+    totals = []
+    for by_layer in (False, True):
+        Shelf.shelves.clear()
+        engine = open_engine(MEMORY, SHELF, spec=DEEP)
+        store_layers(engine, TOKENS, KV) if by_layer else engine.store(TOKENS, kv=KV)
+        assert engine.flush(20)
+        totals.append({key: (t.count, t.chunks, t.tokens, t.bytes) for key, t in engine.counters().items()
+                       if key.tier == "memory"})  # fmt: skip
+        totals.append({key: (t.chunks, t.tokens, t.bytes) for key, t in engine.counters().items()})
+    assert totals[0] == totals[2] and totals[1] == totals[3]
+
+
+def test_a_layer_that_was_skipped_is_an_error_and_nothing_is_stored(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF, spec=DEEP)
+    with pytest.raises(ValueError, match=r"layer: 2 was never stored \(1 of 6 are lacking\)"):
+        store_layers(engine, TOKENS, KV, [0, 1, 3, 4, 5])
+    assert settled(engine) and engine.flush(20) and engine.lookup(TOKENS).tokens == 0
+    store_layers(engine, TOKENS, KV)
+    assert engine.lookup(TOKENS).tokens == 16
+
+
+def test_leaving_without_finish_gives_the_memory_back(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF, spec=DEEP)
+    with engine.store_layer(TOKENS, kv=KV) as storing:
+        for layer in range(LAYERS):
+            storing.layer(layer)
+        assert engine._stack.memory.pool.used_bytes
+    assert settled(engine) and engine.lookup(TOKENS).tokens == 0
+    for verb in (storing.finish, lambda: storing.layer(0)):
+        with pytest.raises(BackendError, match="closed"):
+            verb()
+    left = engine.store_layer(TOKENS, kv=KV)
+    engine.close()
+    with pytest.raises(BackendError, match="closed"):
+        left.layer(0)
+
+
+def test_what_does_not_fit_is_dropped_and_said_so(open_engine: Open) -> None:
+    engine = open_engine({"type": "memory", "capacity": "32KiB"}, SHELF, spec=DEEP)
+    tokens, kv = tokens_of(40), deep_kv(40)
+    with engine.store_layer(tokens, kv=kv) as storing:
+        assert storing.mask.tolist() == [True] * 16 + [False] * 24, "half of the pool at most is held"
+        other = tokens_of(8, 1)
+        engine.store(other, kv=deep_kv(8, seed=1))
+        assert engine.lookup(other, ["memory"]).tokens == 8, "others go on"
+        for layer in range(LAYERS):
+            storing.layer(layer)
+        storing.finish()
+    dropped = [totals for key, totals in engine.counters().items() if key.name == "dropped"]
+    assert [one.chunks for one in dropped] == [6]
+    assert engine.lookup(tokens).tokens == 16
+
+
+@pytest.mark.parametrize("tiers", [(MEMORY,), (MEMORY, SHELF)], ids=["memory", "stored"])
+@pytest.mark.parametrize("verb", ["remove", "clear"])
+def test_a_removal_is_not_undone_by_a_store_under_way(
+    open_engine: Open, tiers: tuple[dict[str, object], ...], verb: str
+) -> None:
+    engine = open_engine(*tiers, spec=DEEP)
+    with engine.store_layer(TOKENS, kv=KV) as storing:
+        for layer in range(LAYERS):
+            storing.layer(layer)
+        engine.remove(TOKENS[:8]) if verb == "remove" else engine.clear()
+        storing.finish()
+    assert engine.flush(20) and settled(engine)
+    assert engine.find(engine.segments(TOKENS)).tolist() == [False, False] + [verb == "remove"] * 2
+    store_layers(engine, TOKENS, KV)
+    assert engine.lookup(TOKENS).tokens == 16, "and it can be stored again"
+
+
+@pytest.mark.parametrize("tiers", [(MEMORY,), (MEMORY, SHELF)], ids=["memory", "stored"])
+def test_a_removal_at_the_last_moment_is_not_undone(open_engine: Open, tiers: tuple[dict[str, object], ...]) -> None:
+    engine = open_engine(*tiers, spec=DEEP)
+    insert = engine._stack.insert
+
+    def remove_before(*args: Any, **kwargs: Any) -> None:
+        engine.remove(TOKENS[:8])
+        insert(*args, **kwargs)
+
+    engine._stack.insert = remove_before  # type: ignore[method-assign]
+    store_layers(engine, TOKENS, KV)
+    assert engine.flush(20) and settled(engine)
+    assert engine.find(engine.segments(TOKENS)).tolist() == [False, False, True, True]
+
+
+# -- two at one time ---------------------------------------------------------------------------------------------------
 
 
 def spy_on_copies(engine: Engine) -> list[tuple[int, int]]:
