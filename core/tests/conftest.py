@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -12,6 +13,8 @@ from hypothesis import settings
 from layers_support import STEP, Ranges
 
 from kvloom import Engine, KVSpec, Registry
+from kvloom.runtime import SystemRuntime
+from kvloom.tiers import upkeep
 
 settings.register_profile("kvloom", deadline=None, max_examples=60)
 settings.load_profile("kvloom")
@@ -65,3 +68,24 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     monkeypatch.setattr("kvloom.tiers.layer_blobs.RANGE_BYTES", 2 * STEP)
     monkeypatch.setattr("kvloom.builtin.raw._SMALL_BYTES", 0)
     return ranges
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upkeep looks round all the time."""
+    monkeypatch.setattr(upkeep, "ROUND_SECONDS", 0.02)
+    monkeypatch.setattr(upkeep, "RELIST_SECONDS", 0.05)
+    monkeypatch.setattr(upkeep, "TELL_SECONDS", 0.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the wall clock."""
+    ahead = 0.0
+
+    def move(seconds: float) -> None:
+        nonlocal ahead
+        ahead += seconds
+
+    monkeypatch.setattr(SystemRuntime, "wall", staticmethod(lambda: time.time() + ahead))
+    return move

@@ -1,0 +1,139 @@
+"""What a tier counts as held when deletes, puts and removals fail: exactly what is in the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from core_support import Gate, Shelf, kv_of, tokens_of
+from policies_support import BLOB_BYTES, MEMORY, SHELF, Open, count, eventually, held, stored
+
+from kvloom import BackendError, Engine
+
+
+def ledger_is_exact(engine: Engine) -> bool:
+    (tier,) = (tier for tier in engine.health().tiers if tier.name == "shelf")
+    blobs = Shelf.shelves["default"].blobs
+    return (tier.blobs, tier.bytes) == (len(blobs), sum(-(-len(blob) // 4096) * 4096 for blob in blobs.values()))
+
+
+def test_deletes_that_fail_are_not_forgotten(open_engine: Open) -> None:
+    engine = open_engine(SHELF | {"capacity": 4 * BLOB_BYTES})
+    stored(engine, 1)
+
+    def stuck(verb: str, key: str) -> None:
+        if verb == "delete":
+            raise OSError(16, "Device or resource busy")
+
+    shelf = Shelf.shelves["default"]
+    shelf.before = stuck
+    stored(engine, 2)
+    assert len(shelf.blobs) == 4 and ledger_is_exact(engine), "no room could be made, so nothing came in"
+    shelf.before = lambda *_: None
+    assert eventually(lambda: not engine.tiers["shelf"].calls.write_paused)  # type: ignore[attr-defined]
+    stored(engine, 3)
+    assert len(shelf.blobs) <= 4 and held(engine, 3) > 0 and ledger_is_exact(engine)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_put_that_raises_counts_as_what_it_did(open_engine: Open, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    engine = open_engine(MEMORY, SHELF | {"capacity": "1MiB"})
+    put = Shelf.put
+
+    def odd(self: Shelf, key: str, blob: Any) -> None:
+        if when == "after":
+            put(self, key, blob)
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(Shelf, "put", odd)
+    stored(engine, 1, length=8)
+    assert len(Shelf.shelves["default"].blobs) == (2 if when == "after" else 0)
+    assert ledger_is_exact(engine)
+
+
+def test_a_full_store_makes_room_for_itself(open_engine: Open) -> None:
+    engine = open_engine(SHELF | {"capacity": "1MiB"})
+    stored(engine, 1, 2)
+    shelf = Shelf.shelves["default"]
+
+    def small(verb: str, key: str) -> None:
+        if verb == "put" and len(shelf.blobs) >= 8:
+            raise OSError(28, "No space left on device")
+
+    shelf.before = small
+    stored(engine, 3)
+    assert held(engine, 3) == 16 and len(shelf.blobs) <= 8
+    assert engine.health().ok and count(engine, "evicted") > 0
+
+
+def removed_while_it_was_written(engine: Engine, gate: Gate) -> tuple[Shelf, Callable[[], None]]:
+    """Of the chunks of prompt 1 the one that lies in the store though it was removed; and what lets deletes work."""
+    shelf = Shelf.shelves["default"]
+
+    def trouble(verb: str, key: str) -> None:
+        if verb == "put" and not key.startswith("spec"):
+            gate(verb, key)
+        if verb == "delete" and gate.waiting and key in shelf.blobs:
+            raise OSError(16, "Device or resource busy")
+
+    shelf.before = trouble
+    engine.store(tokens_of(4, 1), kv=kv_of(4, 1))
+    assert eventually(lambda: gate.waiting)
+    engine.remove(tokens_of(4, 1))
+    gate.open()
+    assert eventually(lambda: count(engine, "tier_error") or engine.flush(0)) and engine.flush(20)
+    assert len(shelf.blobs) == 1
+
+    def mend() -> None:
+        shelf.before = lambda *_: None
+
+    return shelf, mend
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("bound", [{}, {"capacity": "1MiB"}])
+def test_what_was_removed_while_it_was_written_is_deleted_as_soon_as_that_works(
+    open_engine: Open, gate: Gate, bound: dict[str, str]
+) -> None:
+    engine = open_engine(MEMORY, SHELF | {"deadline": "200ms"} | bound)
+    shelf, mend = removed_while_it_was_written(engine, gate)
+    time.sleep(0.1)
+    assert len(shelf.blobs) == 1
+    mend()
+    assert eventually(lambda: not shelf.blobs)
+    assert eventually(lambda: count(engine, "evicted", "removed") == 1 and ledger_is_exact(engine))
+
+
+def test_what_was_stored_again_after_it_was_removed_stays(open_engine: Open, gate: Gate) -> None:
+    engine = open_engine(MEMORY, SHELF | {"deadline": "200ms", "capacity": "1MiB"})
+    shelf, mend = removed_while_it_was_written(engine, gate)
+    tier: Any = engine.tiers["shelf"]
+    (segment,) = engine.segments(tokens_of(4, 1))
+    tier.put(segment.key, kv_of(4, 1))
+    mend()
+    tier.upkeep._tidy()
+    assert len(shelf.blobs) == 1 and tier.contains(segment.key) and count(engine, "evicted") == 0
+
+
+def test_a_removal_that_fails_half_way_leaves_what_is_there_counted(open_engine: Open) -> None:
+    engine = open_engine({"type": "shelf", "capacity": "1MiB"})
+    tokens = tokens_of(16)
+    engine.store(tokens, kv=kv_of(16))
+    assert engine.flush()
+    shelf = Shelf.shelves["default"]
+    for remove in (lambda: engine.remove(tokens), engine.clear):
+        deleted: list[str] = []
+
+        def second_fails(verb: str, key: str, deleted: list[str] = deleted) -> None:
+            if verb == "delete":
+                deleted.append(key)
+                if len(deleted) == 2:
+                    raise OSError("flaky")
+
+        shelf.before = second_fails
+        with pytest.raises(BackendError):
+            remove()
+        shelf.before = lambda verb, key: None
+        assert shelf.blobs and engine.health().tiers[-1].blobs == len(shelf.blobs)
