@@ -10,6 +10,7 @@ import torch
 from core_support import CHUNK, Gate, Shelf, tokens_of
 
 from kvloom import Engine, KVSpec, envelope
+from kvloom.layers import Loading
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
@@ -129,3 +130,20 @@ def slow_writes(engine: Engine, gate: Gate, *, layer: int) -> None:
         write_layer(number, segments, chunks, **where)
 
     engine.connector.write_layer = wait_and_write  # type: ignore[method-assign]
+
+
+def gated(ranges: Ranges, gate: Gate, layer: int) -> None:
+    """Nobody reads `layer`, nor what lies behind it, before the gate is open."""
+    ranges.before = lambda key, offset: gate("range", key) if layer_at(offset) >= layer else None
+
+
+def until(seen: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not seen():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def finish(loading: Loading, got: torch.Tensor, want: torch.Tensor = KV, chunks: int = 4) -> None:
+    masks = [mask for _, mask in loading]
+    assert chunks_in(masks) == [chunks] * LAYERS and right(got, want, masks)
