@@ -1,0 +1,203 @@
+"""Where a configuration comes from: files, `${env:NAME}` in them, and variables of the environment above them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_support import SPEC, GiB, plugins_made_here, refused, unresolved
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom import ConfigError, EngineConfig, Registry
+from kvloom.config import resolve
+from kvloom.config.sources import interpolated
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    return plugins_made_here(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("KVLOOM_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        path = tmp_path / "engine.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_from_file(write: Any) -> None:
+    config = EngineConfig.from_file(write("chunk_tokens: 16\ntiers: [{type: memory, capacity: 2GiB}]\n"))
+    assert config == EngineConfig.from_defaults(chunk_tokens=16, tiers=[{"type": "memory", "capacity": 2 * GiB}])
+    assert EngineConfig.load(str(write("salt: a"))) == EngineConfig.load({"salt": "a"})
+    assert EngineConfig.from_file(write("")) == EngineConfig.from_defaults()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("salt: a\nsalt: b\n", ["salt: given twice, in lines 1 and 2; remove one"]),
+        (
+            "tiers:\n- type: memory\n- {type: dict, name: x, type: dict, name: y}\n",
+            [
+                "tiers.1.type: given twice, in lines 3 and 3; remove one",
+                "tiers.1.name: given twice, in lines 3 and 3; remove one",
+            ],
+        ),
+    ],
+)
+def test_a_key_given_twice_is_refused(write: Any, text: str, problem: list[str]) -> None:
+    assert refused(write(text)) == problem
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("tiers: [", "not YAML: "),
+        ("- a\n", "should hold settings such as"),
+        ("a: !!python/object:x.y {}", "not YAML: "),
+    ],
+)
+def test_a_file_that_is_no_configuration_names_the_file(write: Any, text: str, problem: str) -> None:
+    path = write(text)
+    assert refused(path)[0].startswith(f"{path}: {problem}")
+
+
+def test_a_missing_file_names_the_file(tmp_path: Path) -> None:
+    assert refused(tmp_path / "no.yaml") == [f"{tmp_path}/no.yaml: cannot be read: No such file or directory"]
+
+
+def test_an_alias_bomb_is_read_in_no_time(write: Any) -> None:
+    bomb = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+    assert refused(write("salt: a\nsalt: b\n" + bomb))[0].startswith("salt: given twice")
+
+
+# -- ${env:NAME} -------------------------------------------------------------------------------------------------------
+
+
+def test_interpolation(write: Any, monkeypatch: pytest.MonkeyPatch, registry: Registry) -> None:
+    monkeypatch.setenv("ROOM", "north")
+    monkeypatch.setenv("SIZE", "3MiB")
+    path = write("tiers: [{type: shelf, shelf: 'a-${env:ROOM}-$${env:ROOM}', capacity: '${env:SIZE}'}]")
+    (tier,) = resolve(EngineConfig.from_file(path), registry).tiers
+    assert tier.backend is not None
+    assert tier.backend.config.model_dump() == {"shelf": "a-north-${env:ROOM}"}
+    assert tier.capacity == 3 << 20
+
+
+def test_what_cannot_be_interpolated_is_named() -> None:
+    source = {
+        "salt": "${env:NOT_SET_HERE}",
+        "tiers": [{"type": "redis", "url": "redis://${PASSWORD}@x"}, {"type": "dict", "name": "${env:open"}],
+    }
+    assert refused(source) == [
+        "salt: the environment variable NOT_SET_HERE is not set",
+        "tiers.0.url: cannot fill in ${PASSWORD}; write ${env:NAME}, or $${ for a plain ${",
+        "tiers.1.name: cannot fill in ${env:open; write ${env:NAME}, or $${ for a plain ${",
+    ]
+
+
+@given(st.text())
+def test_any_text_can_be_written(text: str) -> None:
+    filled, templates, secrets = interpolated({"a": [text.replace("${", "$${")]}, {})
+    if "$${" not in text:  # that one needs its own escape
+        assert filled == {"a": [text]}
+    assert (templates, secrets) == ({}, frozenset())
+
+
+def test_an_interpolated_value_is_in_no_error(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> None:
+    monkeypatch.setenv("PASSWORD", "hunter2hunter2")
+    assert refused({"tiers": [{"type": "dict", "capacity": "${env:PASSWORD}"}]}) == [
+        "tiers.0.capacity: should be a size such as 512MiB or 20GiB, not '***'"
+    ]
+    assert "hunter2" not in str(unresolved({"tiers": [{"type": "shelf", "x": "${env:PASSWORD}"}]}, registry))
+    config = EngineConfig.load({"tiers": [{"type": "shelf", "shelf": "${env:PASSWORD}"}]})
+    (tier,) = resolve(config, registry).tiers
+    assert tier.backend is not None
+    with pytest.raises(ConfigError) as caught:
+        tier.backend.make(SPEC, fault=OSError("cannot reach hunter2hunter2@host"))
+    assert str(caught.value) == "tiers.0: cannot reach ***@host"
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+def test_from_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOM_CHUNK_TOKENS", "512")
+    monkeypatch.setenv("KVLOOM_SALT", "0123")
+    monkeypatch.setenv("KVLOOM_EXACT", "true")
+    monkeypatch.setenv("KVLOOM_TIERS", "[{type: memory, capacity: 1GiB}, {type: dict}]")
+    monkeypatch.setenv("KVLOOM_TIERS__1__CAPACITY", "10GiB")
+    monkeypatch.setenv("KVLOOM_TIERS__1__SERIALIZER__TIMED", "true")
+    monkeypatch.setenv("KVLOOM_PLUGINS__BLOCK", "[shelf]")
+    assert EngineConfig.from_env() == EngineConfig.from_defaults(
+        chunk_tokens=512,
+        salt="0123",
+        exact=True,
+        tiers=[
+            {"type": "memory", "capacity": GiB},
+            {"type": "dict", "capacity": 10 * GiB, "serializer": {"type": "raw", "timed": True}},
+        ],
+        plugins={"block": ["shelf"]},
+    )
+
+
+def test_the_environment_reaches_into_defaults_and_bare_words(monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
+    monkeypatch.setenv("KVLOOM_TIERS__0__CAPACITY", "1GiB")
+    monkeypatch.setenv("KVLOOM_BLEND__RECOMPUTE_RATIO", "0.5")
+    monkeypatch.setenv("KVLOOM_CONNECTOR__PAGE", "7")
+    config = EngineConfig.from_file(write("tiers: [memory]\nconnector: plain\n"))
+    assert config == EngineConfig.from_env()
+    assert config.tiers[0].capacity == GiB
+    assert config.blend is not None
+    assert config.blend.settings == {"recompute_ratio": 0.5}
+    assert (config.connector.type, config.connector.settings) == ("plain", {"page": 7})
+
+
+def test_the_environment_is_above_the_file_and_below_nothing_else(monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
+    monkeypatch.setenv("KVLOOM_SALT", "env")
+    assert EngineConfig.from_file(write("salt: file")).salt == "env"
+    assert EngineConfig.load({"salt": "code"}).salt == "code"
+    assert EngineConfig.from_defaults(salt="code").salt == "code"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("KVLOOM_CHUNK_TOKEN", "1", "KVLOOM_CHUNK_TOKEN: no such setting; did you mean KVLOOM_CHUNK_TOKENS?"),
+        ("KVLOOM_CHUNK_SIZE", "1", "KVLOOM_CHUNK_SIZE: no such setting; LMCache's chunk_size is 'chunk_tokens' here"),
+        ("KVLOOM_ZZZ", "1", "KVLOOM_ZZZ: no such setting; unset it"),
+        ("KVLOOM_TIERS__4__NAME", "x", "KVLOOM_TIERS__4__NAME: there is no number '4' in a list of 1"),
+        ("KVLOOM_TIERS__X", "x", "KVLOOM_TIERS__X: there is no number 'x' in a list of 1"),
+        ("KVLOOM_CHUNK_TOKENS__X", "x", "KVLOOM_CHUNK_TOKENS__X: there is nothing to set 'x' in: 256"),
+        (
+            "KVLOOM_CHUNK_TOKENS",
+            "few",
+            "chunk_tokens: should be a whole number, not 'few' (set by KVLOOM_CHUNK_TOKENS)",
+        ),
+        (
+            "KVLOOM_TIERS__0__CAPACITY",
+            "few",
+            "tiers.0.capacity: should be a size such as 512MiB or 20GiB, not 'few' (s",
+        ),
+    ],
+)
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, line: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_env()
+    assert str(caught.value).startswith(line)
