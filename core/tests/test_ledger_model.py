@@ -311,6 +311,7 @@ class LedgerMachine(RuleBasedStateMachine):
                             fresh.add(key)
                     case "forget":
                         self.forget([key])
+                        self.model.gone[key] = now  # known or not: the listing may have shown it
                     case _:
                         self.touch([key])
 

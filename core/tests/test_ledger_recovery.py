@@ -244,6 +244,17 @@ def test_however_many_are_forgotten_while_a_listing_is_under_way(clock: Clock) -
     assert len(ledger._held.gone) == 4096
 
 
+def test_what_is_deleted_after_it_was_listed_and_before_it_is_taken_in(clock: Clock) -> None:
+    ledger = Ledger(clock)
+
+    def listing() -> Iterator[Entry]:
+        yield from (entry(key(name), START - 5) for name in ("deleted", "not there", "there"))
+        ledger.forget([key("deleted")])
+        ledger.forget_absent(key("not there"))
+
+    assert ledger.recover(listing()) == [] and held(ledger) == {key("there")}
+
+
 def test_three_hundred_listings(clock: Clock) -> None:
     ledger = Ledger(clock)
     for turn in range(300):

@@ -137,3 +137,36 @@ def test_a_removal_that_fails_half_way_leaves_what_is_there_counted(open_engine:
             remove()
         shelf.before = lambda verb, key: None
         assert shelf.blobs and engine.health().tiers[-1].blobs == len(shelf.blobs)
+
+
+def test_what_is_past_its_time_counts_until_it_is_deleted(open_engine: Open, clock: Callable[[float], None]) -> None:
+    with open_engine(SHELF) as engine:
+        stored(engine, 1)
+    clock(4000)
+    engine = open_engine(SHELF | {"ttl": "1h"})
+    tier: Any = engine.tiers["shelf"]
+    assert eventually(lambda: tier.ledger.complete)
+    keys = [segment.key for segment in engine.segments(tokens_of(16, 1))]
+    assert tier.satisfied(keys) == [False] * 4, "it should be written again"
+    assert ledger_is_exact(engine)
+
+
+def test_what_is_cleared_while_it_is_being_listed(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    with open_engine(SHELF) as engine:
+        stored(engine, 1)
+    scan = Shelf.scan
+
+    def listed(self: Shelf, prefix: str = "") -> Any:
+        yield from scan(self, prefix)
+        if not prefix:
+            gate("scan", prefix)
+
+    monkeypatch.setattr(Shelf, "scan", listed)
+    engine = open_engine(SHELF | {"capacity": "1MiB"})
+    while not gate.waiting:
+        time.sleep(0.001)
+    engine.clear()
+    gate.open()
+    assert eventually(lambda: engine.health().tiers[0].recovered) and ledger_is_exact(engine)

@@ -159,7 +159,9 @@ class Holdings:
         return key
 
     def went(self, digest: bytes) -> None:
-        """Whoever began to look at this blob before now may have seen what is not there any more."""
+        """Whoever began to look at this blob before now, or to list it, may have seen what is not there any more."""
+        if self.listing_now:
+            self.gone[digest] = self.wall()
         self.forgotten += 1
         self._lately.pop(digest, None)
         self._lately[digest] = self.forgotten

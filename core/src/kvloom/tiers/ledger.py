@@ -268,6 +268,8 @@ class Ledger:
             row = self._held.find(key)
             if FREE < self._rows.state[row] < PENDING:
                 self._held.forget(row)
+            elif not row:
+                self._held.went(key.digest)
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
         """The blobs are gone."""

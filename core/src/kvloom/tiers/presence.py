@@ -129,8 +129,8 @@ class Presence:
                 self._calls.report("peek", error)
                 silent.add(key)
                 continue
-            if header is None or self._expired(header):
+            if header is None:
                 self._ledger.forget_absent(key)
             else:
-                self.note(key, header, since=since)
+                self.note(key, header, since=since)  # its time too: what is past it is there until it is deleted
         return silent

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -227,14 +228,15 @@ class StoredTier(Tier):
         """Delete every blob whose key starts with `prefix`, a beginning of `<fingerprint>/<salt tag>/`; as `remove`."""
 
         def delete() -> None:
-            known = self.ledger.names(prefix)
             found = [entry.key for place in (prefix, QUARANTINE + prefix) for entry in self.backend.scan(place)]
+            names = dict.fromkeys([*found, *map(str, self.ledger.names(prefix))])
+            keys = [*_keys_of(names)]
             try:
-                self.backend.delete_many([*dict.fromkeys([*found, *map(str, known)])])
+                self.backend.delete_many([*names])
             except BaseException:
-                self._forget_gone(known)
+                self._forget_gone(keys)
                 raise
-            self.ledger.forget(known)
+            self.ledger.forget(keys)
 
         self._delete("clear", delete)
 
@@ -345,3 +347,10 @@ class StoredTier(Tier):
 
     def _settled(self, token: Write) -> bool:
         return self._writes.wait(token, self._runtime.now() + self.deadline)
+
+
+def _keys_of(names: Iterable[str]) -> Iterator[ChunkKey]:
+    """Those of these names in a store that are names of chunks."""
+    for name in names:
+        with suppress(ValueError):
+            yield ChunkKey.parse(name)
