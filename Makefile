@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp-ready
-PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard core/pyproject.toml plugins/*/pyproject.toml))
+PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard core/pyproject.toml testkit/pyproject.toml plugins/*/pyproject.toml))
 BENCHES = $(filter-out bench/lmcache_peer.py,$(shell grep -l __main__ bench/*.py))
 INSTALL := -m pip install --quiet --constraint constraints.txt
 

@@ -3,7 +3,7 @@
 # which every plugin of this repository must be listed as ok. check_wheels.sh PYTHON
 set -eu
 python=$1
-plugins="builtin $(ls plugins)"
+plugins="builtin testkit $(ls plugins)"
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 

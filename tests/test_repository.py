@@ -18,7 +18,7 @@ import kvloom
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = sorted(path for path in (ROOT / "plugins").iterdir() if path.is_dir())
-PACKAGES = [ROOT / "core", *PLUGINS]
+PACKAGES = [ROOT / "core", ROOT / "testkit", *PLUGINS]
 MAX_TREE_BYTES = 48 * 2**20
 MACHINE_PATH = re.compile(r"(?<![\w.~}$/-])/(?:home|Users|root|work|opt|mnt|tmp|private|workspace)/[\w.-]+")
 LICENCE_SECTIONS = [

@@ -1,0 +1,32 @@
+"""Components that are wrong on purpose, and components that are odd and right: they test the kit.
+
+A mutant is a reference component with one fault, and names in `breaks` the requirement that it does not meet. Each
+requirement has at least one, and `tests/test_mutants.py` runs each against its own. An oddity must pass everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, ClassVar
+
+from kvloom_testkit.kinds import CLASSES
+
+
+class Mutant:
+    """Mixed into a component, before the reference that it spoils."""
+
+    breaks: ClassVar[str]
+    """The id of a requirement."""
+
+
+class Oddity:
+    """Mixed into a component that is legal, though not what anybody would expect."""
+
+
+def of(kind: str) -> Iterator[type[Any]]:
+    """Every mutant and oddity of a kind."""
+    module = import_module(f"{__name__}.{CLASSES[kind].split(':')[0].rsplit('.')[-1]}")
+    for cls in vars(module).values():
+        if isinstance(cls, type) and issubclass(cls, (Mutant, Oddity)) and cls not in (Mutant, Oddity):
+            yield cls

@@ -1,0 +1,65 @@
+"""A storage backend that keeps its blobs in one directory, a file each, by the shortest way that is right."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvloom import Buffer, Buffers, Config, Entry, StorageBackend
+
+
+class DirectoryBackend(StorageBackend):
+    """Files in a directory. Each is written under another name first, so that nobody sees half of it."""
+
+    type = "kit_directory"
+    persistent = True
+    shared = True
+
+    class Config(Config):
+        """Where the files are."""
+
+        path: Path
+
+    def __init__(self, config: Config, spec: object = None) -> None:
+        super().__init__(config)
+        self._path = config.path  # type: ignore[attr-defined]
+        self._path.mkdir(parents=True, exist_ok=True)
+
+    def put(self, key: str, blob: Buffers) -> None:
+        number, name = tempfile.mkstemp(prefix="+", dir=self._path)
+        try:
+            with open(number, "wb") as file:
+                for part in blob:
+                    file.write(part)
+            os.replace(name, self._file(key))
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def get(self, key: str) -> Buffer | None:
+        try:
+            return self._file(key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def contains(self, key: str) -> bool:
+        return self._file(key).exists()
+
+    def delete(self, key: str) -> None:
+        self._file(key).unlink(missing_ok=True)
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        with os.scandir(self._path) as files:
+            for file in files:
+                key = file.name.replace("=", "/")
+                if not key.startswith("+") and key.startswith(prefix):
+                    try:
+                        status = file.stat()
+                    except FileNotFoundError:  # deleted meanwhile
+                        continue
+                    yield Entry(key, status.st_size, status.st_mtime)
+
+    def _file(self, key: str) -> Path:
+        return self._path / key.replace("/", "=")  # no key has a "="

@@ -1,0 +1,48 @@
+"""What `kvloom check` prints: a row for each requirement, and at the end what is not met, and why that matters."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from kvloom import ConfigError
+from kvloom_testkit import subjects
+from kvloom_testkit.checking import Result, check
+from kvloom_testkit.kinds import conformance_of
+from kvloom_testkit.requirements import requirements_of
+
+_MARKS = {"met": "ok", "not met": "FAIL", "skipped": "-"}
+
+
+def run(kind: str, type_: str, settings: Sequence[str], only: Sequence[str], *, as_json: bool) -> int:
+    """Check one component and print how it came out; the exit status."""
+    (subject,) = subjects.choose([f"{kind}:{type_}"], settings)
+    known = sorted(one.id for one in requirements_of(conformance_of(subject.kind)))
+    if unknown := sorted(set(only) - set(known)):
+        raise ConfigError("--only", f"no requirement {', '.join(unknown)}; a {subject.kind} has {', '.join(known)}")
+    rows = check(subject, arguments=["-k", " or ".join(only)] if only else [])
+    rows = [row for row in rows if row.id in (only or known)]
+    failed = [row for row in rows if row.outcome == "not met"]
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        _print(subject, rows, failed)
+    return 1 if failed else 0
+
+
+def _print(subject: subjects.Subject, rows: Sequence[Result], failed: Sequence[Result]) -> None:
+    width = max(len(row.title) for row in rows)
+    for row in rows:
+        why = row.reason if row.outcome == "skipped" else ""
+        print(f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {why}".rstrip())
+    about = {one.id: one for one in requirements_of(conformance_of(subject.kind))}
+    for row in failed:
+        one = about[row.id]
+        print(f"\n{one.id} {one.what}")
+        for name, text in (("Why", one.why), ("Usually", one.usually), ("Here", row.reason)):
+            print(textwrap.fill(f"{name}: {text[:1000]}", 110, initial_indent="    ", subsequent_indent="    "))
+    met = sum(row.outcome == "met" for row in rows)
+    skipped = sum(row.outcome == "skipped" for row in rows)
+    print(f"\n{subject.kind} {subject.type}: {met} met, {len(failed)} not met, {skipped} skipped")

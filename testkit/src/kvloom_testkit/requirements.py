@@ -1,0 +1,72 @@
+"""Requirements: every test of the kit is one, with an id that never changes and a docstring that says what and why."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TEST = re.compile(r"test_([A-Z][0-9]{2})_([a-z0-9_]+)")
+_DOC = re.compile(r"(.+?)\n\s*\nWhy: (.+?)\n\s*\nUsually: (.+)", re.DOTALL)
+_NEEDS = "_kvloom_needs"
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a component of one kind must do."""
+
+    id: str
+    """A letter for the kind and two digits: quoted in reports, xfails and docs/contracts."""
+    title: str
+    test: str
+    """The method of the conformance class."""
+    what: str
+    why: str
+    usually: str
+    """What is wrong, as a rule, with a component that fails it."""
+    needs: str | None
+    """The capability without which it does not apply: a class attribute that is true, or a method of its own."""
+
+
+def needs(capability: str) -> Callable[[F], F]:
+    """Marks a test that applies only to components that claim `capability`."""
+
+    def mark(test: F) -> F:
+        setattr(test, _NEEDS, capability)
+        return test
+
+    return mark
+
+
+def needed_by(test: Any) -> str | None:
+    """The capability that a test needs."""
+    return getattr(test, _NEEDS, None)
+
+
+def claims(cls: type, capability: str, contract: type) -> bool:
+    """Whether a class claims a capability of its contract: sets the attribute, or overrides the method."""
+    own, default = getattr(cls, capability), getattr(contract, capability)
+    return own is not default if callable(default) else bool(own)
+
+
+def requirements_of(cls: type) -> tuple[Requirement, ...]:
+    """The requirements of a conformance class, by id."""
+    tests = {name: match for name in dir(cls) if (match := _TEST.fullmatch(name))}
+    return tuple(_requirement(getattr(cls, name), match) for name, match in sorted(tests.items()))
+
+
+def requirement_id(test: str) -> str | None:
+    """The id in the name of a test, or None: a test that somebody added."""
+    match = _TEST.match(test)
+    return match[1] if match else None
+
+
+def _requirement(test: Any, name: re.Match[str]) -> Requirement:
+    doc = _DOC.fullmatch(inspect.cleandoc(test.__doc__ or ""))
+    assert doc is not None, f"{name[0]} lacks a docstring of three parts: what, `Why: ` and `Usually: `"
+    what, why, usually = (" ".join(part.split()) for part in doc.groups())
+    return Requirement(name[1], name[2].replace("_", " "), name[0], what, why, usually, needed_by(test))

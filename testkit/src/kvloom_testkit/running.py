@@ -1,0 +1,45 @@
+"""Work on threads and in fresh processes, for requirements about both. Nothing that is started here is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+SECONDS = 30.0
+
+
+def together(*functions: Callable[[], object], seconds: float = SECONDS) -> None:
+    """Run each function on a thread of its own, all beginning at once; raises the first error of any of them."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(functions))
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            start.wait(seconds)
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), f"a thread was still busy after {seconds:.0f} s"
+
+
+def in_fresh_process(code: str, *arguments: str, hash_seed: str = "random", path: Sequence[str] = ()) -> str:
+    """Run Python code in a new interpreter; what it printed. `sys.argv[1:]` there are `arguments`.
+
+    hash_seed: its PYTHONHASHSEED. path: where it looks for modules first; default: where this process does.
+    """
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join([*(path or sys.path)])}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, f"the process failed:\n{done.stderr.strip()[-2000:]}"
+    return done.stdout

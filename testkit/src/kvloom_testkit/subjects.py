@@ -1,0 +1,109 @@
+"""Installed components as subjects of the kit: found by kind and type, made from settings as in YAML."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from kvloom import ConfigError, KVSpec, Registry
+from kvloom_testkit.conformance import Conformance
+from kvloom_testkit.kinds import conformance_of
+
+SPEC = KVSpec(model="kit", num_layers=3, num_kv_heads=2, head_size=8, dtype="bfloat16")
+"""The model that components are made for."""
+HARNESSES = "kvloom.testkit"
+"""The entry-point group of harnesses, by `<kind>.<type>`: what the kit needs beside the component itself."""
+
+_TMP = "{tmp}"
+
+chosen: list[Subject] = []
+"""What `--kvloom` names."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One component and its settings."""
+
+    kind: str
+    type: str
+    cls: type[Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, tmp_path: Path) -> Any:
+        """A new instance, in its harness if its kind needs one. In texts of the settings, {tmp} becomes `tmp_path`."""
+        config = self.config(tmp_path)
+        return self._in_harness(lambda: self.cls(config, SPEC))
+
+    def config(self, tmp_path: Path) -> Any:
+        """Its typed settings. Raises ConfigError."""
+        try:
+            return self.cls.Config.model_validate(_filled(self.settings, tmp_path))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(".".join(map(str, first["loc"])) or f"{self.kind}.{self.type}", first["msg"]) from None
+
+    def tests(self) -> type[Conformance]:
+        """The conformance class of its kind, with `make`."""
+        subject = self
+
+        @pytest.fixture
+        def make(self: Conformance, tmp_path: Path) -> Callable[[], Any]:
+            return lambda: subject.make(tmp_path)
+
+        base = conformance_of(self.kind)
+        return type(base.__name__, (base,), {"make": make, "__doc__": base.__doc__, "__module__": __name__})
+
+    def _in_harness(self, component: Callable[[], Any]) -> Any:
+        found = metadata.entry_points(group=HARNESSES, name=f"{self.kind.replace(' ', '_')}.{self.type}")
+        if found:
+            return next(iter(found)).load()(component)
+        if conformance_of(self.kind).needs_harness:
+            raise ConfigError(
+                f"{self.kind}.{self.type}",
+                f"to test a {self.kind} the kit needs a harness: write an entry point "
+                f"{self.kind.replace(' ', '_')}.{self.type} in the group {HARNESSES!r}, a function of a function that "
+                f"makes the component; see kvloom_testkit.{conformance_of(self.kind).__name__}",
+            )
+        return component()
+
+
+def choose(named: Iterable[str], settings: Iterable[str]) -> list[Subject]:
+    """The subjects of `KIND:TYPE` and `KEY=VALUE` texts. Raises ConfigError."""
+    values = dict(_setting(text) for text in settings)
+    registry, found = Registry.discover(), []
+    for name in named:
+        kind, separator, type_ = name.partition(":")
+        kind = kind.replace("-", " ").replace("_", " ")
+        if not separator:
+            raise ConfigError("--kvloom", f"expected KIND:TYPE, as backend:disk, not {name!r}")
+        conformance_of(kind)  # says which kinds there are
+        subject = Subject(kind, type_, registry.get(kind, type_), values)
+        subject.config(Path(tempfile.gettempdir()))  # what is wrong with it is said now, and once
+        found.append(subject)
+    return found
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise ConfigError("--set", f"expected KEY=VALUE, not {text!r}")
+    return key, value if _TMP in value else yaml.safe_load(value)
+
+
+def _filled(value: Any, tmp_path: Path) -> Any:
+    if isinstance(value, str):
+        return os.path.expandvars(value.replace(_TMP, str(tmp_path)))
+    if isinstance(value, Mapping):
+        return {key: _filled(each, tmp_path) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, tmp_path) for each in value]
+    return value
