@@ -20,7 +20,7 @@ WANTED = json.loads(os.environ["KIT_WANTED"])
 
 def made(module, name, kind):
     cls = getattr(importlib.import_module(module), name)
-    return subjects.Subject(kind, cls.type, cls, json.loads(os.environ["KIT_SETTINGS"])).tests()
+    return subjects.Subject(kind, cls.type, cls, json.loads(os.environ["KIT_SETTINGS"]).get(kind, {})).tests()
 
 
 for label, module, name, kind, ids in WANTED:
@@ -56,7 +56,7 @@ def pytest_sessionfinish(session):
 
 
 def run(
-    where: Path, wanted: list[tuple[str, str, str, str, list[str] | None]], settings: dict[str, object]
+    where: Path, wanted: list[tuple[str, str, str, str, list[str] | None]], settings: dict[str, dict[str, object]]
 ) -> dict[str, tuple[str, str]]:
     """By `label::id`: outcome and what was said. wanted: label, module, class, kind, ids (None: all)."""
     where.mkdir(parents=True, exist_ok=True)

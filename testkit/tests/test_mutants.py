@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mutation
 import pytest
 
@@ -13,7 +11,24 @@ from kvloom_testkit.mutants import Mutant, Oddity
 from kvloom_testkit.requirements import requirements_of
 
 SETTINGS: dict[str, dict[str, object]] = {"backend": {"path": "{tmp}"}}
+"""Of mutants and oddities, by kind."""
 KINDS = pytest.mark.parametrize("kind", CLASSES)
+Outcomes = dict[str, tuple[str, str]]
+
+
+def label(cls: type) -> str:
+    return f"Test_{cls.__module__.rsplit('.', 1)[-1]}_{cls.__name__}"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Of every mutant on its requirement, of every oddity on all: one session of pytest, which takes long to start."""
+    wanted: list[tuple[str, str, str, str, list[str] | None]] = [
+        (label(one), one.__module__, one.__name__, kind, [one.breaks] if issubclass(one, Mutant) else None)
+        for kind in CLASSES
+        for one in mutants.of(kind)
+    ]
+    return mutation.run(tmp_path_factory.mktemp("kit"), wanted, SETTINGS)
 
 
 @KINDS
@@ -23,18 +38,17 @@ def test_every_requirement_has_a_mutant(kind: str) -> None:
 
 
 @KINDS
-def test_every_mutant_is_caught(kind: str, tmp_path: Path) -> None:
+def test_every_mutant_is_caught(kind: str, outcomes: Outcomes) -> None:
     found = [one for one in mutants.of(kind) if issubclass(one, Mutant)]
-    wanted = [(f"Test{one.__name__}", one.__module__, one.__name__, kind, [one.breaks]) for one in found]
-    seen = mutation.run(tmp_path / "kit", wanted, SETTINGS.get(kind, {}))
-    outcomes = {one.__name__: seen.get(f"Test{one.__name__}::{one.breaks}", ("did not run", "")) for one in found}
-    assert [name for name, (outcome, _) in outcomes.items() if outcome != "failed"] == []
+    seen = {one.__name__: outcomes.get(f"{label(one)}::{one.breaks}", ("did not run", ""))[0] for one in found}
+    assert {name: outcome for name, outcome in seen.items() if outcome != "failed"} == {}
 
 
 @KINDS
-def test_what_is_odd_and_right_passes(kind: str, tmp_path: Path) -> None:
-    found = [one for one in mutants.of(kind) if issubclass(one, Oddity)]
-    wanted = [(f"Test{one.__name__}", one.__module__, one.__name__, kind, None) for one in found]
-    seen = mutation.run(tmp_path / "kit", wanted, SETTINGS.get(kind, {}))
-    assert seen or not found
-    assert {key: said for key, (outcome, said) in seen.items() if outcome == "failed"} == {}
+def test_what_is_odd_and_right_passes(kind: str, outcomes: Outcomes) -> None:
+    odd = [one for one in mutants.of(kind) if issubclass(one, Oddity)]
+    assert odd
+    for one in odd:
+        seen = {key: found for key, found in outcomes.items() if key.startswith(label(one) + "::")}
+        assert {key.split("::")[1] for key in seen} == {each.id for each in requirements_of(conformance_of(kind))}
+        assert {key: said for key, (outcome, said) in seen.items() if outcome == "failed"} == {}

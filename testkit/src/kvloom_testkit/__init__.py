@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvloom_testkit.backend import BackendConformance
+    from kvloom_testkit.observer import ObserverConformance
 
 _HOME = {
     "BackendConformance": "kvloom_testkit.backend",
+    "ObserverConformance": "kvloom_testkit.observer",
 }
 
-__all__ = ["BackendConformance"]
+__all__ = ["BackendConformance", "ObserverConformance"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,148 @@
+"""What an observer must do. See `ObserverConformance`."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import get_args
+
+from kvloom import Event, Observer
+from kvloom.contracts.observer import EventName
+from kvloom_testkit.conformance import Conformance
+from kvloom_testkit.running import together
+
+NAMES: tuple[EventName, ...] = get_args(EventName)
+Opened = Callable[[], Observer]
+
+
+def events() -> list[Event]:
+    """One of each name, with much to say and with nothing."""
+    return [
+        event
+        for name in NAMES
+        for event in (
+            Event(name),
+            Event(name, "disk", 1 << 40, 1 << 30, 1 << 50, 12.5, "a reason, with = and \n and ä"),
+        )
+    ]
+
+
+class ObserverConformance(Conformance):
+    """Requirements of an `Observer`.
+
+    `make` is a function that makes a new observer; several of them may live side by side.
+    """
+
+    kind = "observer"
+    contract = Observer
+
+    def test_O01_takes_every_event(self, opened: Opened) -> None:
+        """`on_event` takes an event of every name, with any numbers and any text in it, and raises nothing.
+
+        Why: what it raises is contained and counted, and the event is lost to it.
+
+        Usually: a table of names lacks one, or a reason is taken for a number or for a label without odd characters.
+        """
+        observer = opened()
+        for event in events():
+            observer.on_event(event)
+
+    def test_O02_passes_over_names_it_does_not_know(self, opened: Opened) -> None:
+        """An event of a name that is not known yet raises nothing.
+
+        Why: a later kvloom may tell of more, and a plugin need not be released again for that.
+
+        Usually: the name is looked up with `[]`, or a match has no last case.
+        """
+        opened().on_event(Event("something_new", "disk", 1, 1, 1))  # type: ignore[arg-type]
+
+    def test_O03_does_not_keep_the_queue_waiting(self, opened: Opened) -> None:
+        """It takes two hundred events in at most a second.
+
+        Why: all observers of an engine share a queue of 4,096 events; who is slow makes all of them lose some.
+
+        Usually: each event is sent, or flushed to a disk, on its own.
+        """
+        observer, began = opened(), time.monotonic()
+        for _ in range(200):
+            observer.on_event(Event("retrieved", "memory", 256, 1, 1 << 20, 0.001))
+            assert time.monotonic() - began < 1.0, "too slow"
+
+    def test_O04_is_called_on_another_thread(self, opened: Opened) -> None:
+        """It is told of events on a thread on which it was not made.
+
+        Why: events come from a queue, on a thread of its own.
+
+        Usually: a database connection, or an event loop, that belongs to the thread that made it.
+        """
+        observer = opened()
+        together(lambda: [observer.on_event(event) for event in events()])
+
+    def test_O05_two_live_side_by_side(self, opened: Opened) -> None:
+        """Two observers of the type, with the same settings, can be made in one process, and both work.
+
+        Why: a process may have several engines: two models, or two ranks.
+
+        Usually: metrics are registered under fixed names, or a port is bound, each time one is made.
+        """
+        both = opened(), opened()
+        for observer in both:
+            for event in events():
+                observer.on_event(event)
+
+    def test_O06_closing_twice_is_fine(self, make: Opened) -> None:
+        """`close` may be called twice, and on an observer that was told nothing.
+
+        Why: an engine that fails to open closes what it has made so far, and its owner closes it once more.
+
+        Usually: the second call closes what is None by then.
+        """
+        for told in (False, True):
+            observer = make()
+            if told:
+                observer.on_event(Event("stored"))
+            observer.close()
+            observer.close()
+
+    def test_O07_leaves_no_threads_behind(self, make: Opened) -> None:
+        """After `close`, no thread of the observer goes on.
+
+        Why: engines are opened and closed again in notebooks, tests and reloading servers.
+
+        Usually: an exporter's thread is a daemon that nobody stops.
+        """
+        make().close()  # what a library starts once and keeps is not the observer's
+        before = set(threading.enumerate())
+        for _ in range(3):
+            observer = make()
+            observer.on_event(Event("stored"))
+            observer.close()
+        until = time.monotonic() + 2.0
+        while (left := set(threading.enumerate()) - before) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not left
+
+    def test_O08_leaves_the_process_as_it_is(self, opened: Opened) -> None:
+        """Making one, and telling it of events, changes neither logging, nor signals, nor hooks of the interpreter.
+
+        Why: it is a guest in somebody's server.
+
+        Usually: `logging.basicConfig`, or a handler for a signal, in the constructor.
+        """
+
+        def state() -> tuple[object, ...]:
+            root = logging.getLogger()
+            kvloom = logging.getLogger("kvloom")
+            loggers = [(log.level, tuple(log.handlers), log.propagate) for log in (root, kvloom)]
+            signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+            return *loggers, *signals, sys.excepthook, threading.excepthook
+
+        before = state()
+        observer = opened()
+        for event in events():
+            observer.on_event(event)
+        assert state() == before
