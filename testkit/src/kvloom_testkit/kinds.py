@@ -9,6 +9,7 @@ from kvloom_testkit.conformance import Conformance
 
 CLASSES = {
     "backend": "kvloom_testkit.backend:BackendConformance",
+    "blend executor": "kvloom_testkit.executor:ExecutorConformance",
     "observer": "kvloom_testkit.observer:ObserverConformance",
 }
 """By kind, as the registry calls it."""

@@ -88,7 +88,12 @@ class BlendSession(ABC):
         query_start_loc: torch.Tensor,
         token_dim: int,
     ) -> BlendOutput:
-        """Merge retrieved and fresh KV of one layer. Invalid tokens are always taken fresh; inputs are not changed."""
+        """Merge retrieved and fresh KV of one layer; inputs are not changed.
+
+        The fresh tensors are of the tokens that the layer before has selected, in its order; in the first, of all.
+        Invalid tokens are always selected, and so is the last one of each request, from which the next token is
+        predicted.
+        """
 
 
 class BlendExecutor(Component):

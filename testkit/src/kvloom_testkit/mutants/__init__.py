@@ -27,6 +27,7 @@ class Oddity:
 def of(kind: str) -> Iterator[type[Any]]:
     """Every mutant and oddity of a kind."""
     module = import_module(f"{__name__}.{CLASSES[kind].split(':')[0].rsplit('.')[-1]}")
-    for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, (Mutant, Oddity)) and cls not in (Mutant, Oddity):
+    for name, cls in vars(module).items():
+        here = isinstance(cls, type) and cls.__module__ == module.__name__ and not name.startswith("_")
+        if here and issubclass(cls, (Mutant, Oddity)):
             yield cls

@@ -1,0 +1,243 @@
+"""Blend executors with a fault each, and odd ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvloom import BlendExecutor, BlendOutput, BlendRequest
+from kvloom.contracts.blend import BlendSession
+from kvloom_testkit.mutants import Mutant, Oddity
+from kvloom_testkit.reference.executor import FullSession, NoneExecutor, NoneSession
+
+
+class _Spoils(Mutant, NoneExecutor):
+    """Its sessions are those of the reference, with `spoil` in between."""
+
+    breaks = ""
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        return _Spoiled(self, NoneSession(request))
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        raise NotImplementedError
+
+
+class _Spoiled(BlendSession):
+    def __init__(self, executor: _Spoils, session: NoneSession) -> None:
+        self._executor = executor
+        self._session = session
+
+    def blend(self, *arguments: Any) -> BlendOutput:  # type: ignore[override]
+        return self._executor.spoil(self._session, arguments)
+
+
+class CutsK(_Spoils):
+    """To the selection, like Q."""
+
+    breaks = "X01"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        return replace(output, k=output.k[: len(output.q)])
+
+
+class TrustsWhatIsInvalid(Mutant, NoneExecutor):
+    """Selects by a number of tokens, whichever they are."""
+
+    breaks = "X02"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        return NoneSession(replace(request, valid_mask=request.valid_mask | True))
+
+
+class KeepsRetrievedK(_Spoils):
+    """Merges V, and forgets K."""
+
+    breaks = "X03"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        return replace(session.blend(*arguments), k=arguments[1].clone())
+
+
+class KeepsV(_Spoils):
+    """Of the layer before, for the tokens that are reused."""
+
+    breaks = "X04"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        kept = getattr(session, "kept", output.v)
+        session.kept = kept  # type: ignore[attr-defined]
+        return replace(output, v=kept.index_copy(0, session._chosen, output.v[session._chosen]))  # type: ignore[attr-defined]
+
+
+class SortsPositions(_Spoils):
+    """By value, over all requests of the batch."""
+
+    breaks = "X05"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        return replace(output, positions=output.positions.sort().values)
+
+
+class WritesIntoTheCache(_Spoils):
+    """Saves a copy."""
+
+    breaks = "X06"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        arguments[1].copy_(output.k)
+        return output
+
+
+class SelectsByTopK(_Spoils):
+    """And leaves the indices in the order of importance."""
+
+    breaks = "X07"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        order = torch.arange(len(output.q) - 1, -1, -1)
+        return replace(output, q=output.q[order], positions=output.positions[order],
+                       local_indices=output.local_indices[order])  # fmt: skip
+
+
+class PassesOnTheStarts(_Spoils):
+    """Of the whole batch."""
+
+    breaks = "X08"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        return replace(output, query_start_loc=arguments[9])
+
+
+class KeepsTheSelection(Mutant, NoneExecutor):
+    """On the executor."""
+
+    breaks = "X09"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        self.current = NoneSession(request)
+        return _Current(self)
+
+
+class _Current(BlendSession):
+    def __init__(self, executor: KeepsTheSelection) -> None:
+        self._executor = executor
+
+    def blend(self, *arguments: Any) -> BlendOutput:  # type: ignore[override]
+        return self._executor.current.blend(*arguments)
+
+
+class EmptiesItsCacheAtTheLastLayer(_Spoils):
+    """Which a request that is cut off never reaches."""
+
+    breaks = "X10"
+    _offset = 0
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        self._offset = 1 if arguments[0] == 0 else 0 if arguments[0] == 2 else self._offset
+        if arguments[0] == 0 and getattr(self, "_cut", False):
+            output = replace(output, v=output.v + 1)
+        self._cut = self._offset == 1
+        return output
+
+
+class AlwaysReusesSome(Mutant, NoneExecutor):
+    """However little was retrieved: in a prompt of which nothing was, too."""
+
+    breaks = "X11"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        mask = request.valid_mask.clone()
+        mask[: len(mask) // 2] = True
+        return NoneSession(replace(request, valid_mask=mask))
+
+
+class ForgetsTheLastToken(Mutant, NoneExecutor):
+    """Where it was retrieved."""
+
+    breaks = "X12"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        session = NoneSession(request)
+        session._chosen = (~request.valid_mask).nonzero().flatten()
+        return session
+
+
+class MultipliesByTheMask(_Spoils):
+    """NaN times zero is NaN."""
+
+    breaks = "X13"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output, mask = session.blend(*arguments), arguments[3].unsqueeze(1)
+        return replace(output, v=arguments[2] * mask + output.v * ~mask)
+
+
+class SharesItsScratch(_Spoils):
+    """Between threads."""
+
+    breaks = "X14"
+
+    def __init__(self, config: Any, spec: Any = None) -> None:
+        super().__init__(config, spec)
+        self._busy = 0
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        import time
+
+        self._busy += 1
+        time.sleep(0.002)  # for the others to come
+        output = session.blend(*arguments)
+        disturbed, self._busy = self._busy > 1, self._busy - 1
+        return replace(output, v=output.v + 1) if disturbed else output
+
+
+class ClosesOnce(Mutant, NoneExecutor):
+    """And then has nothing left to close."""
+
+    breaks = "X15"
+
+    def close(self) -> None:
+        del self.config
+
+
+class ComputesEverything(Oddity, BlendExecutor):
+    """A blend that reuses nothing is slow, and right."""
+
+    type = "kit_everything"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        return FullSession(request)
+
+
+class SelectsMoreAndMore(Oddity, BlendExecutor):
+    """All in the first layer; from then on what must be."""
+
+    type = "kit_late"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        return _Late(request)
+
+
+class _Late(NoneSession):
+    def blend(self, layer_id: int, *arguments: Any) -> BlendOutput:  # type: ignore[override]
+        if layer_id:
+            return super().blend(layer_id, *arguments)
+        everything, chosen = self._going, self._chosen
+        self._chosen = everything
+        output = super().blend(layer_id, *arguments)
+        self._chosen = chosen
+        return output
+
+
+class ReusesWhatItMay(Oddity, NoneExecutor):
+    """The reference itself."""

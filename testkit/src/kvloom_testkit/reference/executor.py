@@ -1,0 +1,65 @@
+"""Blend executors at both ends: `full` computes every token again, `none` only what must be."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from kvloom import BlendExecutor, BlendOutput, BlendRequest
+from kvloom.contracts.blend import BlendSession
+
+
+class NoneSession(BlendSession):
+    """Selects, in the first layer, what was not retrieved and the last token of each request; nothing more."""
+
+    all_tokens: ClassVar[bool] = False
+
+    def __init__(self, request: BlendRequest) -> None:
+        chosen = ~request.valid_mask if not self.all_tokens else torch.ones_like(request.valid_mask)
+        ends = request.query_start_loc[1:].long() - 1
+        self._chosen = chosen.index_fill(0, ends.cpu(), True).nonzero().flatten()
+        """Places in the batch."""
+        self._going = torch.arange(len(request.valid_mask))
+
+    def blend(
+        self, layer_id: int, retrieved_k: torch.Tensor, retrieved_v: torch.Tensor, valid_mask: torch.Tensor,
+        original_positions: torch.Tensor, fresh_q: torch.Tensor, fresh_k: torch.Tensor, fresh_v: torch.Tensor,
+        positions: torch.Tensor, query_start_loc: torch.Tensor, token_dim: int,
+    ) -> BlendOutput:  # fmt: skip
+        local = torch.searchsorted(self._going, self._chosen)
+        left_out = len(local) < len(self._going)
+        starts = torch.searchsorted(self._chosen, query_start_loc.long()).to(query_start_loc.dtype)
+        self._going = self._chosen
+        return BlendOutput(
+            fresh_q[local],
+            retrieved_k.index_copy(token_dim, self._chosen, fresh_k[local]),
+            retrieved_v.index_copy(token_dim, self._chosen, fresh_v[local]),
+            positions[local],
+            local,
+            starts if left_out else None,
+        )
+
+
+class FullSession(NoneSession):
+    """Selects everything."""
+
+    all_tokens = True
+
+
+class NoneExecutor(BlendExecutor):
+    """Reuses all KV that was retrieved, as it is: right only where no token has moved."""
+
+    type = "kit_none"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        return NoneSession(request)
+
+
+class FullExecutor(BlendExecutor):
+    """Reuses nothing: what blending is compared with."""
+
+    type = "kit_full"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        return FullSession(request)
