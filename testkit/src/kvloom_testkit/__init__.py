@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvloom_testkit.backend import BackendConformance
+    from kvloom_testkit.executor import ExecutorConformance
     from kvloom_testkit.observer import ObserverConformance
+    from kvloom_testkit.retriever import RetrieverConformance
 
 _HOME = {
     "BackendConformance": "kvloom_testkit.backend",
+    "ExecutorConformance": "kvloom_testkit.executor",
+    "RetrieverConformance": "kvloom_testkit.retriever",
     "ObserverConformance": "kvloom_testkit.observer",
 }
 
-__all__ = ["BackendConformance", "ObserverConformance"]
+__all__ = ["BackendConformance", "ExecutorConformance", "ObserverConformance", "RetrieverConformance"]
 
 
 def __getattr__(name: str) -> object:
