@@ -14,7 +14,7 @@ BENCHES = $(filter-out bench/lmcache_peer.py,$(shell grep -l __main__ bench/*.py
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full simulate soak lint bench bench-lmcache wheels check-wheels clean
+.PHONY: help setup demo test test-full simulate soak lint bench bench-lmcache contracts wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -57,6 +57,9 @@ simulate: $(READY) ## one seed of the deterministic simulation: SEED=, OPS=, ARG
 
 bench: $(READY) ## every script in bench/, results into bench/results/
 	@set -e; for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script; done
+
+contracts: $(READY) ## write docs/contracts from the conformance kit
+	$(BIN)/python -m kvloom_testkit.contracts docs/contracts
 
 wheels: $(READY) ## a wheel of every package, into dist/
 	@rm -rf dist $(PACKAGES:=/build)

@@ -94,7 +94,7 @@ class RetrieverConformance(Conformance):
         return torch.cat(parts[:-1])
 
     def test_R01_results_have_their_shapes(self, opened: Opened) -> None:
-        """K and V are `[tokens, hidden]`, the mask is bool and on the CPU, positions are integers: each for the whole batch.
+        """K and V are `[tokens, hidden]`, the mask is bool, on the CPU, positions are integers; all are of the batch.
 
         Why: the executor indexes all of them by the places of the batch.
 

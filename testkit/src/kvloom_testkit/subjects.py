@@ -63,9 +63,6 @@ class Subject:
         return type(base.__name__, (base,), {"make": make, "__doc__": base.__doc__, "__module__": __name__})
 
     def _in_harness(self, component: Callable[[], Any]) -> Any:
-        own = getattr(self.cls, "harness", None)  # of the kit's own components
-        if own is not None:
-            return own(component)
         found = metadata.entry_points(group=HARNESSES, name=f"{self.kind.replace(' ', '_')}.{self.type}")
         if found:
             return next(iter(found)).load()(component)

@@ -1,7 +1,8 @@
-"""`kvloom check`."""
+"""`kvloom check` and `kvloom new`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,3 +26,15 @@ def add(commands: typer.Typer) -> None:
         from kvloom_testkit import report
 
         raise typer.Exit(report.run(kind, type, set or [], only or [], as_json=as_json))
+
+    @commands.command("new")
+    def new(
+        kind: Annotated[str, typer.Argument(help="backend, serializer, connector, tokens, retriever, ...")],
+        name: Annotated[str, typer.Argument(help="The word in YAML.")],
+        into: Annotated[Path, typer.Option("--into", help="Where the package's directory goes.")] = Path(),
+    ) -> None:
+        """Write a package to start a plugin from."""
+        from kvloom_testkit import scaffold
+
+        place = scaffold.create(kind, name, into)
+        print(f"{place} is a package; go on with\n\n    cd {place}\n    pip install -e '.[test]'\n    pytest\n")

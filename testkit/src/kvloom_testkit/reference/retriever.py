@@ -47,7 +47,6 @@ class PiecesRetriever(BlendRetriever):
     """Keeps KV in memory, by the tokens of each piece."""
 
     type = "kit_pieces"
-    harness = Library
 
     def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)

@@ -1,0 +1,58 @@
+"""docs/contracts, written from the kit: `python -m kvloom_testkit.contracts DIRECTORY`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvloom_testkit.kinds import CLASSES, conformance_of
+from kvloom_testkit.requirements import requirements_of
+
+_INDEX = """# What each kind of plugin must do
+
+Written from the conformance kit by `make contracts`; the tests are the truth, and these pages follow them. An id never
+changes its meaning. How to run the tests: [testkit](../../testkit/README.md). What the methods are:
+`core/src/kvloom/contracts`.
+
+| kind | requirements | |
+|---|---|---|
+"""
+
+
+def pages() -> Mapping[str, str]:
+    """The text of every page, by file name."""
+    found, index = {}, _INDEX
+    for kind in CLASSES:
+        name = f"{kind.replace(' ', '-')}.md"
+        found[name] = _page(kind)
+        count = len(requirements_of(conformance_of(kind)))
+        index += f"| [{kind}]({name}) | {count} | `{conformance_of(kind).__name__}` |\n"
+    return {"README.md": index, **found}
+
+
+def _page(kind: str) -> str:
+    cls = conformance_of(kind)
+    parts = [f"# What a {kind} must do", inspect.getdoc(cls) or ""]
+    for one in requirements_of(cls):
+        scope = f" It applies to those that claim `{one.needs}`." if one.needs else ""
+        parts.append(f"## {one.id} {one.title}\n\n{one.what}{scope}")
+        parts.append(f"- **Why**: {one.why}\n- **Usually, where it is not met**: {one.usually}")
+    return "\n\n".join(parts) + "\n"
+
+
+def main(directory: str) -> None:
+    """Write all pages into a directory, and remove what is none of them."""
+    into = Path(directory)
+    into.mkdir(parents=True, exist_ok=True)
+    texts = pages()
+    for path in into.glob("*.md"):
+        if path.name not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        (into / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,67 @@
+"""`kvloom new`: what it writes is listed and meets its requirements as it is; and it writes over nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvloom import ConfigError
+from kvloom_testkit import scaffold
+from kvloom_testkit.kinds import CLASSES
+
+STARTS = [word for word, start in scaffold.STARTS.items() if start.kind in CLASSES]
+
+
+@pytest.mark.parametrize("word", STARTS)
+def test_what_is_generated_meets_its_requirements(word: str, tmp_path: Path) -> None:
+    place = scaffold.create(word, "mine_too", tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place / "src"), *sys.path])}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(place)]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    hooks = f"import kvloom_{word}_mine_too as plugin; print(plugin.{_hook(word)}()[0].type)"
+    done = subprocess.run([sys.executable, "-c", hooks], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "mine_too"
+
+
+@pytest.mark.parametrize("word", STARTS)
+def test_it_is_written_as_this_repository_is(word: str, tmp_path: Path) -> None:
+    place = scaffold.create(word, "mine_too", tmp_path)
+    settings = str(Path(__file__).parents[2] / "pyproject.toml")
+    for verb in (["check", "--ignore=I"], ["format", "--check"]):  # what is first-party here is not so for its author
+        command = [sys.executable, "-m", "ruff", *verb, "--config", settings, place]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "said"),
+    [
+        ("backends", "mine", "no kind 'backends'"),
+        ("backend", "Mine", "no name for a type"),
+        ("backend", "a__b", "no name for a type"),
+        ("backend", "dict", "already"),
+    ],
+)
+def test_what_cannot_be_made_is_said(word: str, name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        scaffold.create(word, name, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    place = scaffold.create("backend", "mine", tmp_path)
+    (place / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        scaffold.create("backend", "mine", tmp_path)
+    assert (place / "README.md").read_text() == "mine"
+
+
+def _hook(word: str) -> str:
+    from kvloom.plugins import KINDS
+
+    return KINDS[scaffold.STARTS[word].kind].hook
