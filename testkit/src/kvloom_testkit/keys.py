@@ -14,11 +14,19 @@ class Namespace:
     def __init__(self) -> None:
         self.fingerprint = uuid.uuid4().hex
         self.prefix = f"{self.fingerprint}/{DASHES}/"
+        self.used: set[str] = set()
+        """Every key that was asked for."""
 
     def key(self, number: int = 0, *, tag: str = DASHES) -> str:
         """The same for the same number and salt tag."""
         digest = uuid.uuid5(uuid.UUID(self.fingerprint), str(number)).hex
-        return f"{self.fingerprint}/{tag}/{number}-{digest * 2}"
+        return self.named(f"{tag}/{number}-{digest * 2}")
+
+    def named(self, name: str) -> str:
+        """`<fingerprint>/<name>`."""
+        key = f"{self.fingerprint}/{name}"
+        self.used.add(key)
+        return key
 
     def keys(self, count: int, *, tag: str = DASHES) -> list[str]:
         return [self.key(number, tag=tag) for number in range(count)]

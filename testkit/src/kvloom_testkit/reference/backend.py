@@ -28,15 +28,7 @@ class DirectoryBackend(StorageBackend):
         self._path.mkdir(parents=True, exist_ok=True)
 
     def put(self, key: str, blob: Buffers) -> None:
-        number, name = tempfile.mkstemp(prefix="+", dir=self._path)
-        try:
-            with open(number, "wb") as file:
-                for part in blob:
-                    file.write(part)
-            os.replace(name, self._file(key))
-        except BaseException:
-            os.unlink(name)
-            raise
+        os.replace(self._draft(blob), self._file(key))
 
     def get(self, key: str) -> Buffer | None:
         try:
@@ -60,6 +52,18 @@ class DirectoryBackend(StorageBackend):
                     except FileNotFoundError:  # deleted meanwhile
                         continue
                     yield Entry(key, status.st_size, status.st_mtime)
+
+    def _draft(self, blob: Buffers) -> str:
+        """A new file with the blob in it, under a name that no key has."""
+        number, name = tempfile.mkstemp(prefix="+", dir=self._path)
+        try:
+            with open(number, "wb") as file:
+                for part in blob:
+                    file.write(part)
+        except BaseException:
+            os.unlink(name)
+            raise
+        return name
 
     def _file(self, key: str) -> Path:
         return self._path / key.replace("/", "=")  # no key has a "="

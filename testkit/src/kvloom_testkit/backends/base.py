@@ -1,0 +1,84 @@
+"""What the requirements of storage backends share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import pytest
+
+from kvloom import Buffer, StorageBackend
+from kvloom_testkit.conformance import Conformance
+from kvloom_testkit.keys import Namespace
+from kvloom_testkit.running import together
+
+Open = Callable[[], StorageBackend]
+_CLEANING_SECONDS = 10.0
+
+
+class Raw(Protocol):
+    """A way into the store that does not lead through the backend."""
+
+    def get(self, key: str) -> bytes | None: ...
+    def set(self, key: str, blob: bytes) -> None: ...
+
+
+class BackendRequirements(Conformance):
+    """The fixtures of every class of requirements."""
+
+    kind = "backend"
+    contract = StorageBackend
+
+    @pytest.fixture(autouse=True)
+    def names(self, make: Open) -> Iterator[Namespace]:
+        """Keys that nobody else has; what is under them is deleted at the end."""
+        names = Namespace()
+        yield names
+        if names.used:
+            together(lambda: _clean(make, sorted(names.used)), seconds=_CLEANING_SECONDS)
+
+    @pytest.fixture
+    def raw(self) -> Raw | None:
+        """A way round the backend: override it if there is one."""
+        return None
+
+
+def again(backend: StorageBackend, opened: Open) -> StorageBackend:
+    """Another instance on the same store, which has not seen what this one did; the same if there can be none.
+
+    A store that is not shared is closed before it is opened again.
+    """
+    if type(backend).shared:
+        return opened()
+    if not type(backend).persistent:
+        return backend
+    backend.close()
+    return opened()
+
+
+def content(blob: Buffer | None) -> bytes | None:
+    """What a backend returned, as bytes."""
+    return None if blob is None else bytes(blob)
+
+
+def contents(blobs: Sequence[Buffer | None]) -> list[bytes | None]:
+    return [content(blob) for blob in blobs]
+
+
+def versions_of(size: int) -> Callable[[int], bytes]:
+    """Makes blobs that tell by themselves whether they are whole: the n-th is its number again and again."""
+    return lambda number: bytes([number % 251]) * (size + 997 * (number % 251))
+
+
+def torn(blob: Any, version: Callable[[int], bytes]) -> bool:
+    """Whether a blob is none of the versions."""
+    data = bytes(blob)
+    return not data or data != version(data[0])
+
+
+def _clean(make: Open, keys: Sequence[str]) -> None:
+    backend = make()
+    try:
+        backend.delete_many(keys)
+    finally:
+        backend.close()

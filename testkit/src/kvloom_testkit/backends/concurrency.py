@@ -1,0 +1,159 @@
+"""Many threads on one store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+from kvloom import StorageBackend
+from kvloom_testkit.backends.base import BackendRequirements, Open, content, torn, versions_of
+from kvloom_testkit.backends.landing import Landing
+from kvloom_testkit.keys import Namespace, blob_of
+from kvloom_testkit.requirements import needs
+from kvloom_testkit.running import together
+
+VERSIONS = 60
+READS = 60
+"""How many at least."""
+
+
+class ConcurrencyRequirements(BackendRequirements):
+    """Threads."""
+
+    def test_B09_nobody_reads_half_of_a_put(self, names: Namespace, opened: Open) -> None:
+        """While a key is put again and again, `get` and `get_into` return one version whole, or nothing.
+
+        Why: a torn blob costs a read, a check and a miss each time; where checks are off it is wrong KV.
+
+        Usually: the blob's own file is opened for writing, which empties it, or parts are stored one by one.
+        """
+        backend, key, version = opened(), names.key(), versions_of(40_000)
+        readers = [backend, opened() if type(backend).shared else backend]
+        backend.put(key, [version(0)])
+        work = _Work(2)
+        together(
+            *(partial(work.do, partial(_put_versions, backend, key, version, first)) for first in (1, 2)),
+            *(partial(_read_whole, reader, key, version, work) for reader in readers),
+        )
+        last = backend.get(key)
+        assert last is not None and not torn(last, version)
+
+    def test_B10_puts_at_the_same_time_are_all_kept(self, names: Namespace, opened: Open) -> None:
+        """Blobs that several threads put under different keys are all there afterwards, each under its own.
+
+        Why: a tier has writers of its own besides the callers' threads.
+
+        Usually: an index is read, changed and written back without a lock, or scratch files share a name.
+        """
+        backend, keys = opened(), names.keys(80)
+        blobs = {key: blob_of(3000, seed=number) for number, key in enumerate(keys)}
+
+        def put(some: list[str]) -> None:
+            for key in some:
+                backend.put(key, [blobs[key][:1000], blobs[key][1000:]])
+
+        together(*(partial(put, keys[first::4]) for first in range(4)))
+        assert [key for key in keys if content(backend.get(key)) != blobs[key]] == []
+
+    def test_B11_get_beside_delete_is_whole_or_none(self, names: Namespace, opened: Open) -> None:
+        """While a key is deleted and put again, reading it gives the whole blob or nothing, and never raises.
+
+        Why: eviction races with every read; an exception would count against the tier.
+
+        Usually: asking whether there is a file and opening it are two steps.
+        """
+        backend, key, version = opened(), names.key(), versions_of(20_000)
+
+        def put_and_delete() -> None:
+            for number in range(1, VERSIONS):
+                backend.put(key, [version(number)])
+                backend.delete(key)
+            backend.put(key, [version(VERSIONS)])
+
+        work = _Work(1)
+        together(partial(work.do, put_and_delete), *[partial(_read_whole, backend, key, version, work)] * 3)
+        assert content(backend.get(key)) == version(VERSIONS)
+
+    @needs("create")
+    def test_B20_create_lets_exactly_one_writer_in(self, names: Namespace, opened: Open) -> None:
+        """Of several that `create` a key at once one is told True, and its blob is there; later ones are told False.
+
+        Why: it is claimed to be exclusive, so that leaders are chosen and records are written with it.
+
+        Usually: `contains` and then `put`, which is two steps.
+        """
+        backend = opened()
+        writers = [backend, opened() if type(backend).shared else backend] * 3
+        for number in range(12):
+            key, told = names.key(number), [False] * len(writers)
+
+            def create(index: int, key: str = key, told: list[bool] = told) -> None:
+                told[index] = writers[index].create(key, [bytes([index]) * 3000])
+
+            together(*(partial(create, index) for index in range(len(writers))))
+            assert told.count(True) == 1
+            assert content(backend.get(key)) == bytes([told.index(True)]) * 3000
+            assert backend.create(key, [b"late"]) is False and content(backend.get(key)) != b"late"
+        backend.delete(key)
+        assert backend.create(key, [b"anew"]) is True and content(backend.get(key)) == b"anew"
+
+    def test_B33_every_verb_may_be_called_at_any_time(self, names: Namespace, opened: Open) -> None:
+        """Threads that put, get, ask, list and delete at once meet no exception.
+
+        Why: one instance serves the reads, the writes and the upkeep of a tier, each on threads of their own.
+
+        Usually: a client or connection that belongs to the thread that made it, or a table that changes while it is
+        gone through.
+        """
+        backend, keys, blob = opened(), names.keys(30), blob_of(2000)
+        memory = memoryview(bytearray(100))
+        verbs: list[Callable[[str], object]] = [
+            lambda key: backend.put(key, [blob]),
+            lambda key: backend.get(key),
+            lambda key: (backend.contains(key), backend.get_many([key, keys[0]]), backend.contains_many([key])),
+            lambda key: list(backend.scan(names.prefix)),
+            lambda key: (backend.get_range(key, 7, memory), backend.get_into(key, Landing(blob))),
+            lambda key: (backend.delete(key), backend.put_over(key, [blob], [keys[1]])),
+        ]
+
+        def use(verb: Callable[[str], object], step: int) -> None:
+            for turn in range(2 * len(keys)):
+                verb(keys[turn * step % len(keys)])
+
+        together(*(partial(use, verb, step) for step, verb in enumerate(verbs, start=1)))
+
+
+def _put_versions(backend: StorageBackend, key: str, version: Callable[[int], bytes], first: int) -> None:
+    for number in range(first, VERSIONS, 2):
+        blob = version(number)
+        backend.put(key, [blob[:100], blob[100:]])
+
+
+def _read_whole(backend: StorageBackend, key: str, version: Callable[[int], bytes], work: _Work) -> None:
+    for turn in count():
+        if turn >= READS and work.is_done():
+            return
+        blob = backend.get(key) if turn % 2 else _got_into(backend, key)
+        assert blob is None or not torn(blob, version), f"{len(blob)} bytes of no version, or of several"
+
+
+def _got_into(backend: StorageBackend, key: str) -> bytes | None:
+    landing = Landing()
+    return bytes(landing.memory) if backend.get_into(key, landing) else None
+
+
+class _Work:
+    """What readers go on during, until everybody has done it, or failed."""
+
+    def __init__(self, workers: int) -> None:
+        self._left = [None] * workers
+
+    def do(self, function: Callable[[], object]) -> None:
+        try:
+            function()
+        finally:
+            self._left.pop()
+
+    def is_done(self) -> bool:
+        return not self._left

@@ -1,0 +1,112 @@
+"""The forms that exist for speed do what the plain ones do."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom import BackendError
+from kvloom_testkit.backends.base import BackendRequirements, Open, again, content, contents
+from kvloom_testkit.backends.landing import Landing
+from kvloom_testkit.keys import Namespace, blob_of
+
+
+class FormRequirements(BackendRequirements):
+    """`get_into`, `get_range`, the forms for many keys, and `put_over`."""
+
+    def test_B13_get_into_fills_what_the_sink_gives(self, names: Namespace, opened: Open) -> None:
+        """`get_into` reserves once, the size of the blob, says how far it has arrived and never more, in the end all.
+
+        A key without a blob is False, with nothing reserved. What `reserve` raises is let through.
+
+        Why: the blob is verified while it arrives, in memory that came out of a pool with little room.
+
+        Usually: `filled` is called before the read, or not at all; `reserve` is asked with a size that was stored
+        elsewhere, or its exception is taken for a miss.
+        """
+        backend, key = opened(), names.key()
+        absent = Landing()
+        assert backend.get_into(key, absent) is False and absent.reserved == [] and absent.told == []
+        for size in (1, 5000, (1 << 20) + 17):
+            blob = blob_of(size)
+            backend.put(key, [blob])
+            landing = Landing(blob)
+            assert backend.get_into(key, landing) is True
+            assert landing.reserved == [size], "what was reserved"
+            assert landing.early is None, f"{landing.early} bytes were said to have arrived, which had not"
+            assert landing.memory == blob, "what arrived"
+            assert landing.told == sorted(landing.told) and landing.told[-1:] == [size], "what was said to have arrived"
+            refusal = BackendError("no room")
+            with pytest.raises(BackendError) as raised:
+                backend.get_into(key, Landing(refusal=refusal))
+            assert raised.value is refusal
+        assert content(backend.get(key)) == blob, "read again after a refusal"
+
+    def test_B14_get_range_fills_exactly_what_is_asked_for(self, names: Namespace, opened: Open) -> None:
+        """`get_range` fills `into` with the bytes from `offset`; False if the blob ends before, or there is none.
+
+        Why: headers and single layers are read that way, at odd places.
+
+        Usually: a short read is taken for all of it, the offset is rounded to a page, or the end is off by one.
+        """
+        backend, key = opened(), names.key()
+        size = 100_003
+        blob = blob_of(size)
+        assert backend.get_range(key, 0, memoryview(bytearray(10))) is False
+        backend.put(key, [blob[:7], blob[7:]])
+        ranges = [(0, 1), (0, size), (1, 4096), (4095, 2), (4096, 4096), (33_333, 50_001), (size - 1, 1), (7, size - 7)]
+        for offset, length in ranges:
+            into = bytearray(length)
+            assert backend.get_range(key, offset, memoryview(into)) is True
+            assert into == blob[offset : offset + length], f"{length} bytes from {offset}"
+        for offset, length in [(0, size + 1), (size - 1, 2), (size, 1), (size + 5000, 10), (4096, size)]:
+            told = backend.get_range(key, offset, memoryview(bytearray(length)))
+            assert told is False, f"{length} bytes from {offset} of {size}"
+
+    def test_B15_many_at_once_is_one_by_one(self, names: Namespace, opened: Open) -> None:
+        """`put_many`, `get_many`, `contains_many` and `delete_many` do what the single forms do, key by key, in order.
+
+        Answers are lists as long as the keys; a key may be absent, or come twice.
+
+        Why: the core asks for whole chains of keys, and takes the answers by position.
+
+        Usually: the store's own answer is in its order and leaves out what is not there, or only one batch is asked.
+        """
+        backend = opened()
+        present, absent = names.keys(40), [names.named(f"absent-{number}") for number in range(5)]
+        blobs = {key: blob_of(100 + number) for number, key in enumerate(present)}
+        twice = [(present[0], [b"first"]), *((key, [blob[:50], blob[50:]]) for key, blob in blobs.items())]
+        backend.put_many(iter(twice))
+        backend = again(backend, opened)
+        asked = [absent[0], *present[::-1], absent[1], present[3], absent[0], present[3]]
+        assert contents(backend.get_many(asked)) == [blobs.get(key) for key in asked]
+        assert [bool(there) for there in backend.contains_many(asked)] == [key in blobs for key in asked]
+        assert [content(backend.get(key)) for key in asked] == [blobs.get(key) for key in asked]
+        backend.delete_many([absent[2], present[1], present[0], present[1]])
+        left = backend.contains_many(present)
+        assert [bool(there) for there in left] == [number not in (0, 1) for number in range(len(present))]
+        backend.put_many([])
+        backend.delete_many([])
+        assert list(backend.get_many([])) == [] and list(backend.contains_many([])) == []
+
+    def test_B19_put_over_leaves_the_blob_and_no_victim(self, names: Namespace, opened: Open) -> None:
+        """After `put_over` the blob is there, its victims are gone, and everything else is as it was.
+
+        A victim may be absent, there may be none, and what `put` promises holds: the old blob of the key is replaced.
+
+        Why: at its capacity a tier makes room with every put.
+
+        Usually: the blob takes the place of a longer victim and keeps its tail, or only the first victim goes.
+        """
+        backend, keys = opened(), names.keys(8)
+        kept, new, *victims = keys
+        for size in (300_000, 20_000, 400_000):
+            backend.put(kept, [b"kept"])
+            backend.put_many((key, [blob_of(250_000)]) for key in victims[1:])
+            blob = blob_of(size)
+            backend.put_over(new, [blob[: size // 2], blob[size // 2 :]], victims)
+            backend = again(backend, opened)
+            assert content(backend.get(new)) == blob, f"{size} bytes over victims of 250000"
+            assert [key for key in victims if backend.contains(key) or backend.get(key) is not None] == []
+            assert content(backend.get(kept)) == b"kept"
+        backend.put_over(new, [b"new"], [])
+        assert content(backend.get(new)) == b"new" and content(backend.get(kept)) == b"kept"

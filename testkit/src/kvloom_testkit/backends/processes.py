@@ -1,0 +1,156 @@
+"""Other processes: fresh ones, and forks of one that has used the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import metadata
+
+import pytest
+
+from kvloom import KVSpec, StorageBackend
+from kvloom.contracts.component import Config
+from kvloom_testkit.backends.base import BackendRequirements, Open, content
+from kvloom_testkit.keys import Namespace, blob_of
+from kvloom_testkit.requirements import needs
+from kvloom_testkit.running import in_fresh_process
+
+OPEN = """
+import importlib, importlib.util, json, os, signal, sys, time
+
+module, file, name, config, spec, entries, keys = json.loads(sys.argv[1])
+try:
+    module = importlib.import_module(module)
+except ImportError:  # a test module, which its runner imported in a way of its own
+    found = importlib.util.spec_from_file_location(module, file)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    found.loader.exec_module(module)
+for entry in entries:
+    importlib.import_module(entry)
+cls = module
+for part in name.split("."):
+    cls = getattr(cls, part)
+
+
+def opened():
+    from kvloom import KVSpec
+    return cls(cls.Config.model_validate_json(config), KVSpec.from_json(spec))
+
+"""
+"""Begins each program: `opened()` makes another instance like the one at hand."""
+
+READ = """
+backend = opened()
+print(json.dumps([bytes(blob).hex() if (blob := backend.get(key)) is not None else None for key in keys]))
+backend.close()
+"""
+
+LIGHT = """
+backend = opened()
+backend.put(keys[0], [b"blob"])
+assert bytes(backend.get(keys[0])) == b"blob"
+backend.delete(keys[0])
+backend.close()
+print("torch" in sys.modules)
+"""
+
+FORK = """
+backend = opened()
+backend.put(keys[0], [b"parent's"])
+assert bytes(backend.get(keys[0])) == b"parent's" and backend.contains(keys[0])
+child = os.fork()
+if not child:
+    code = 3
+    try:
+        got = bytes(backend.get(keys[0]))
+        backend.put(keys[1], [b"child's"])
+        code = 0 if got == b"parent's" and bytes(backend.get(keys[1])) == b"child's" else 2
+    except BaseException as error:
+        print(f"in the child: {error!r}", file=sys.stderr, flush=True)
+    os._exit(code)
+deadline = time.monotonic() + 10
+while True:
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+        break
+    if time.monotonic() > deadline:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        sys.exit("the child was still busy after 10 s")
+    time.sleep(0.005)
+if os.waitstatus_to_exitcode(status) != 0:
+    sys.exit(f"the child ended with {os.waitstatus_to_exitcode(status)}")
+assert bytes(backend.get(keys[0])) == b"parent's", "in the parent, after the fork"
+assert bytes(backend.get(keys[1])) == b"child's", "in the parent, what the child put"
+backend.put(keys[0], [b"again"])
+assert bytes(backend.get(keys[0])) == b"again"
+backend.close()
+"""
+
+
+class ProcessRequirements(BackendRequirements):
+    """Processes."""
+
+    @needs("shared")
+    def test_B23_an_instance_survives_a_fork(self, names: Namespace, opened: Open) -> None:
+        """A child process can use the instance that it inherits, and the parent goes on with it.
+
+        Why: servers fork workers, and not always before the first request.
+
+        Usually: a thread or connection is made in `__init__`; the child inherits a queue that nobody reads, or talks
+        over its parent's socket.
+        """
+        if not hasattr(os, "fork"):
+            pytest.skip("this system has no fork")
+        backend, (one, other) = opened(), names.keys(2)
+        _run(FORK, backend, [one, other])
+        assert [content(backend.get(key)) for key in (one, other)] == [b"again", b"child's"]
+
+    @needs("persistent")
+    def test_B24_another_process_reads_the_same(self, names: Namespace, opened: Open) -> None:
+        """A new process, whose `hash` of a text differs (PYTHONHASHSEED), finds what this one put.
+
+        Why: that is what a restart is.
+
+        Usually: `hash(key)` names the file, or the order of a set decides where something lies.
+        """
+        backend, keys = opened(), names.keys(6)
+        blobs = [blob_of(100 + number) for number in range(len(keys))]
+        for key, blob in zip(keys, blobs, strict=True):
+            backend.put(key, [blob])
+        if not type(backend).shared:
+            backend.close()
+        seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+        found = json.loads(_run(READ, backend, keys, hash_seed=seed))
+        assert found == [blob.hex() for blob in blobs]
+
+    def test_B26_no_torch_is_imported(self, names: Namespace, opened: Open) -> None:
+        """Neither importing the backend's package, nor its plugin module, nor using an instance imports torch.
+
+        Why: the command line lists and inspects stores, on machines and in moments that cannot wait for torch.
+
+        Usually: a type is imported for an annotation, or one module of the package imports all the others.
+        """
+        backend = opened()
+        package = type(backend).__module__.partition(".")[0]
+        backend.close()
+        entries = [entry.module for entry in metadata.entry_points(group="kvloom.v1")]
+        mine = [entry for entry in entries if entry.partition(".")[0] == package and package != "kvloom"]
+        said = _run(LIGHT, backend, [names.key()], entries=mine)
+        assert said.split() == ["False"], "torch was imported"
+
+
+def _run(
+    program: str, backend: StorageBackend, keys: list[str], *, entries: list[str] | None = None, hash_seed: str = "0"
+) -> str:
+    """What a fresh process prints that can open a backend like this one."""
+    cls, config = type(backend), backend.config
+    if "<locals>" in cls.__qualname__ or not isinstance(config, Config):
+        pytest.skip(f"{cls.__qualname__} cannot be made in another process: it needs a class and a Config of a module")
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    spec = backend.spec or KVSpec(model="kit", num_layers=3, num_kv_heads=2, head_size=8, dtype="bfloat16")
+    settings = config.model_dump_json()
+    told = json.dumps([cls.__module__, file, cls.__qualname__, settings, spec.to_json(), entries or [], keys])
+    return in_fresh_process(OPEN + program, told, hash_seed=hash_seed)

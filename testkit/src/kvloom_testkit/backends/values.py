@@ -1,0 +1,193 @@
+"""One blob, one thread: what is put comes back, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvloom import Buffer
+from kvloom_testkit.backends.base import BackendRequirements, Open, Raw, again, content
+from kvloom_testkit.keys import Namespace, blob_of
+
+SIZES = (1, 4095, 4096, 4097, 1 << 20)
+"""Bytes of blobs: around a page, and more than one call of an operating system may move."""
+
+
+class Broken(Exception):
+    """The memory of a blob could not be read."""
+
+
+class BreaksHalfWay(Sequence[Buffer]):
+    """Three buffers, of which the second cannot be had."""
+
+    def __init__(self, part: bytes) -> None:
+        self._part = part
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Buffer:  # type: ignore[override]
+        if index >= 3:
+            raise IndexError(index)
+        if index:
+            raise Broken
+        return self._part
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return (self[index] for index in range(3))
+
+
+class ValueRequirements(BackendRequirements):
+    """Single blobs."""
+
+    def test_B01_gives_back_what_was_put(self, names: Namespace, opened: Open) -> None:
+        """`get` returns the bytes that `put` was given, however many, in one buffer or several.
+
+        Why: everything else rests on it.
+
+        Usually: only the first buffer is written, or a short write or read is taken for all of it.
+        """
+        backend = opened()
+        for number, size in enumerate(SIZES):
+            blob = blob_of(size)
+            for parts in ([blob], [blob[: size // 3], blob[size // 3 : size // 2], memoryview(blob)[size // 2 :]]):
+                backend.put(names.key(number), parts)
+                assert content(backend.get(names.key(number))) == blob, f"of {size} bytes in {len(parts)} buffers"
+
+    def test_B02_what_is_not_there_is_none(self, names: Namespace, opened: Open) -> None:
+        """`get` of a key that was never put, or was deleted, is None.
+
+        Why: a miss is the most frequent answer there is, and an exception would count as a failure of the tier.
+
+        Usually: the client's "not found" exception is not caught, or something empty is returned.
+        """
+        backend = opened()
+        assert backend.get(names.key()) is None
+        backend.put(names.key(), [b"blob"])
+        backend.delete(names.key())
+        assert backend.get(names.key()) is None
+
+    def test_B03_the_last_put_wins(self, names: Namespace, opened: Open) -> None:
+        """After a second `put` of a key there is the second blob, whole and alone, whether it is longer or shorter.
+
+        Why: a chunk is stored again when a better version of it comes, and its length says where it ends.
+
+        Usually: the file is written over without being cut, or the store keeps the first of two values.
+        """
+        backend, key = opened(), names.key()
+        for size in (5000, 100_000, 100, 5000):
+            blob = blob_of(size)
+            backend.put(key, [blob])
+            assert content(backend.get(key)) == blob, f"put {size} bytes over what was there"
+        assert content(again(backend, opened).get(key)) == blob
+
+    def test_B04_delete_forgets_one_key_and_may_be_repeated(self, names: Namespace, opened: Open) -> None:
+        """`delete` removes that key's blob and no other; where there is nothing it does nothing.
+
+        Why: several processes decide to delete the same blob, and the second one has not failed.
+
+        Usually: the client's "not found" exception is not caught, or the key is taken for a prefix.
+        """
+        backend, (one, other) = opened(), names.keys(2)
+        backend.delete(one)
+        backend.put(one, [b"one"])
+        backend.put(other, [b"other"])
+        backend.delete(one)
+        backend.delete(one)
+        backend = again(backend, opened)
+        assert backend.get(one) is None and content(backend.get(other)) == b"other"
+
+    def test_B05_contains_agrees_with_get(self, names: Namespace, opened: Open) -> None:
+        """`contains` is true exactly when `get` would return a blob.
+
+        Why: a lookup promises what `contains` says, and the engine computes what it denies.
+
+        Usually: it asks a table in memory which a new instance starts without, or a deleted key stays in a filter.
+        """
+        backend, key = opened(), names.key()
+        assert not backend.contains(key)
+        backend.put(key, [b"blob"])
+        assert backend.contains(key)
+        backend.put(names.key(1), [b"blob"])
+        second = again(backend, opened)
+        assert second.contains(key) and second.contains(names.key(1))
+        second.delete(key)
+        assert not second.contains(key) and second.contains(names.key(1))
+
+    def test_B06_buffers_are_the_callers_again_after_put(self, names: Namespace, opened: Open) -> None:
+        """What the caller writes into the buffers once `put` has returned does not change the blob.
+
+        Why: the buffers are a pool's memory, which holds another chunk a moment later.
+
+        Usually: the buffer itself is kept, or the writing is still under way on another thread.
+        """
+        backend = opened()
+        for number, size in enumerate((100, 1 << 20)):
+            blob = blob_of(size)
+            memory = bytearray(blob)
+            backend.put(names.key(number), [memoryview(memory)])
+            memory[:] = bytes(size)
+            assert content(backend.get(names.key(number))) == blob, f"of {size} bytes"
+
+    def test_B07_what_get_returned_stays_as_it_is(self, names: Namespace, opened: Open) -> None:
+        """A buffer that `get` returned keeps its bytes, whatever is put, got or deleted afterwards.
+
+        Why: it is verified first and copied later; what changed in between would be served as if it were right.
+
+        Usually: a view of the store's own memory, or of a buffer that is used again for the next `get`.
+        """
+        backend, (one, other) = opened(), names.keys(2)
+        first, second = blob_of(10_000), blob_of(10_000)
+        backend.put(one, [first])
+        backend.put(other, [second])
+        got = backend.get(one)
+        for change in (
+            lambda: backend.get(other), lambda: backend.put(one, [second]), lambda: backend.delete(one),
+            lambda: backend.put(other, [bytes(10_000)]),
+        ):  # fmt: skip
+            change()
+            assert content(got) == first
+
+    def test_B12_a_put_that_fails_leaves_no_part(self, names: Namespace, opened: Open) -> None:
+        """When a buffer cannot be read half-way, `put` raises; the old blob is still there, or none, and never a part.
+
+        Why: all or nothing is what lets a reader trust a length, and whatever ends a put may end it anywhere.
+
+        Usually: buffers are written one by one to the blob's final place.
+        """
+        backend, (new, old) = opened(), names.keys(2)
+        blob = blob_of(50_000)
+        backend.put(old, [blob])
+        for key in (new, old):
+            with pytest.raises(Exception):  # noqa: B017: it may be wrapped
+                backend.put(key, BreaksHalfWay(blob_of(20_000)))
+        backend = again(backend, opened)
+        assert backend.get(new) is None and not backend.contains(new)
+        assert content(backend.get(old)) in (blob, None)
+        backend.put(new, [blob])
+        assert content(backend.get(new)) == blob, "put again after the failure"
+
+    def test_B34_put_and_get_do_not_hide_each_others_faults(
+        self, names: Namespace, opened: Open, raw: Raw | None
+    ) -> None:
+        """What `put` wrote is in the store itself: seen by an instance that did not write it, and round the backend.
+
+        Why: a `get` that is answered from what `put` remembered proves nothing about the store.
+
+        Usually: a cache in the instance in front of a write that went wrong.
+        """
+        backend, keys = opened(), names.keys(3)
+        blobs = [blob_of(size) for size in (100, 5000, 70_000)]
+        for key, blob in zip(keys, blobs, strict=True):
+            backend.put(key, [blob[:10], blob[10:]])
+            assert content(backend.get(key)) == blob
+        second = again(backend, opened)
+        if second is backend and raw is None:
+            pytest.skip("no second instance sees the store, and there is no fixture `raw` to read round the backend")
+        for key, blob in zip(keys, blobs, strict=True):
+            assert content(second.get(key)) == blob, "what another instance reads"
+            if raw is not None:
+                assert raw.get(key) == blob, "what is read round the backend"
+                raw.set(key, blob[::-1])
+                assert content(again(second, opened).get(key)) == blob[::-1], "what was written round the backend"

@@ -1,0 +1,94 @@
+"""The same directory with everything that a backend may do besides: what optional requirements are tried on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+from kvloom import Buffers, Config, Sink
+from kvloom_testkit.reference.backend import DirectoryBackend
+
+
+class CompleteDirectoryBackend(DirectoryBackend):
+    """Reads straight into the caller's memory, creates, tells its identity, notes uses and holds rights."""
+
+    type = "kit_complete_directory"
+
+    def __init__(self, config: Config, spec: object = None) -> None:
+        super().__init__(config, spec)
+        self._rights: dict[str, int] = {}
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        with self._opened(key) as file:
+            if file is None:
+                return False
+            memory = sink.reserve(os.fstat(file.fileno()).st_size)
+            self._fill(file, memory)
+            sink.filled(len(memory))
+        return True
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        with self._opened(key) as file:
+            if file is None or os.fstat(file.fileno()).st_size < offset + len(into):
+                return False
+            file.seek(offset)
+            self._fill(file, into)
+        return True
+
+    def create(self, key: str, blob: Buffers) -> bool:
+        draft = self._draft(blob)
+        try:
+            os.link(draft, self._file(key))
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(draft)
+        return True
+
+    def identity(self) -> str | None:
+        return os.path.realpath(self._path)
+
+    def touch_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._file(key), ns=(time.time_ns(), self._file(key).stat().st_mtime_ns))
+
+    def hold(self, name: str) -> bool:
+        if name in self._rights:
+            return True
+        number = os.open(self._path / f"+hold-{name}", os.O_CREAT | os.O_RDONLY)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(number)
+            return False
+        self._rights[name] = number
+        return True
+
+    def close(self) -> None:
+        while self._rights:
+            os.close(self._rights.popitem()[1])
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[BinaryIO | None]:
+        """The file of a key; None if there is none."""
+        try:
+            file = open(self._file(key), "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
+            yield None
+            return
+        with file:
+            yield file
+
+    @staticmethod
+    def _fill(file: BinaryIO, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            got = file.readinto(into[done:])  # type: ignore[attr-defined]
+            if not got:
+                raise OSError(f"the file ends {len(into) - done} bytes too early")
+            done += got
