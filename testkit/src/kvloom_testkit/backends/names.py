@@ -8,8 +8,9 @@ from kvloom_testkit.backends.base import BackendRequirements, Open, again, conte
 from kvloom_testkit.keys import Namespace
 
 ODD_NAMES = (
-    "a", "A", "b", "a/b", "a/B", "a/b/c", "a-b", "a_b", "a.b", "a--b", "a__b", "a.", ".a", "..a", "a..", "-", "_", "...",
-    "-a", "a/.b", "a/-", "a.tmp", "a.json", "a.lock", "x" * 167, "x" * 166 + "y", "a/" + "z" * 165, "0", "00", "1e3",
+    "a", "A", "b", "a/b", "a/B", "a/b/c", "a-b", "a_b", "a.b", "a--b", "a__b", "a.", ".a", "..a", "a..", "-", "_",
+    "...", "-a", "a/.b", "a/-", "a.tmp", "a.json", "a.lock", "x" * 167, "x" * 166 + "y", "a/" + "z" * 165, "0", "00",
+    "1e3",
 )  # fmt: skip
 """After a fingerprint and a slash: the longest make keys of 200 characters."""
 

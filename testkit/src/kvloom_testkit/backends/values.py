@@ -160,7 +160,7 @@ class ValueRequirements(BackendRequirements):
         blob = blob_of(50_000)
         backend.put(old, [blob])
         for key in (new, old):
-            with pytest.raises(Exception):  # noqa: B017: it may be wrapped
+            with pytest.raises(Exception):  # noqa: B017
                 backend.put(key, BreaksHalfWay(blob_of(20_000)))
         backend = again(backend, opened)
         assert backend.get(new) is None and not backend.contains(new)

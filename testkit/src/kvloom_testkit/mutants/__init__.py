@@ -6,6 +6,7 @@ requirement has at least one, and `tests/test_mutants.py` runs each against its 
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, ClassVar
@@ -25,9 +26,11 @@ class Oddity:
 
 
 def of(kind: str) -> Iterator[type[Any]]:
-    """Every mutant and oddity of a kind."""
-    module = import_module(f"{__name__}.{CLASSES[kind].split(':')[0].rsplit('.')[-1]}")
-    for name, cls in vars(module).items():
-        here = isinstance(cls, type) and cls.__module__ == module.__name__ and not name.startswith("_")
-        if here and issubclass(cls, (Mutant, Oddity)):
-            yield cls
+    """Every mutant and oddity of a kind: those of its module or, if that is a package, of the modules in it."""
+    home = f"{__name__}.{CLASSES[kind].split(':')[0].rsplit('.')[-1]}"
+    inside = pkgutil.iter_modules(getattr(import_module(home), "__path__", ()), f"{home}.")
+    for module in map(import_module, [home, *(one.name for one in inside)]):
+        for name, cls in vars(module).items():
+            here = isinstance(cls, type) and cls.__module__ == module.__name__ and not name.startswith("_")
+            if here and issubclass(cls, (Mutant, Oddity)):
+                yield cls

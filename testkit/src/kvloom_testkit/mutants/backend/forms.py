@@ -1,0 +1,171 @@
+"""Faults of the forms that exist for speed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from kvloom import Buffer, Buffers, Sink
+from kvloom_testkit.mutants import Mutant
+from kvloom_testkit.reference.backend import DirectoryBackend
+from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
+
+
+class SaysFilledBeforeItReads(Mutant, CompleteDirectoryBackend):
+    """What is verified then is what was in the memory before."""
+
+    breaks = "B13"
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        blob = self.get(key)
+        if blob is None:
+            return False
+        memory = sink.reserve(len(blob))
+        sink.filled(len(blob))
+        memory[:] = blob
+        return True
+
+
+class NeverSaysFilled(Mutant, CompleteDirectoryBackend):
+    """The caller never learns that all of it has arrived."""
+
+    breaks = "B13"
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        blob = self.get(key)
+        if blob is not None:
+            sink.reserve(len(blob))[:] = blob
+        return blob is not None
+
+
+class TakesNoRoomForAMiss(Mutant, CompleteDirectoryBackend):
+    """Whatever `reserve` raises."""
+
+    breaks = "B13"
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        try:
+            return super().get_into(key, sink)
+        except Exception:
+            return False
+
+
+class ReservesForNothing(Mutant, CompleteDirectoryBackend):
+    """Before it knows whether there is a blob."""
+
+    breaks = "B13"
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        if not self.contains(key):
+            sink.reserve(0)
+        return super().get_into(key, sink)
+
+
+class ReservesWholePages(Mutant, CompleteDirectoryBackend):
+    """And lets the rest of the last one count as the blob's."""
+
+    breaks = "B13"
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        blob = self.get(key)
+        if blob is None:
+            return False
+        padded = bytes(blob).ljust(-(-len(blob) // 4096) * 4096, b"\0")
+        sink.reserve(len(padded))[:] = padded
+        sink.filled(len(blob))
+        return True
+
+
+class FillsWhatItCan(Mutant, CompleteDirectoryBackend):
+    """And calls a range that ends after the blob read."""
+
+    breaks = "B14"
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        part = memoryview(self.get(key) or b"")[offset : offset + len(into)]
+        into[: len(part)] = part
+        return len(part) > 0
+
+
+class RoundsTheOffset(Mutant, CompleteDirectoryBackend):
+    """To a page."""
+
+    breaks = "B14"
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        return super().get_range(key, offset - offset % 4096, into)
+
+
+class MissesTheLastByte(Mutant, CompleteDirectoryBackend):
+    """Off by one."""
+
+    breaks = "B14"
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        blob = self.get(key)
+        return blob is not None and offset + len(into) < len(blob) and super().get_range(key, offset, into)
+
+
+class LeavesOutWhatIsNotThere(Mutant, DirectoryBackend):
+    """So that every answer after it is somebody else's."""
+
+    breaks = "B15"
+
+    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
+        return [blob for key in keys if (blob := self.get(key)) is not None]
+
+
+class AnswersInItsOwnOrder(Mutant, DirectoryBackend):
+    """As a query without an order does."""
+
+    breaks = "B15"
+
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        return [self.contains(key) for key in sorted(keys)]
+
+
+class AnswersEachKeyOnce(Mutant, DirectoryBackend):
+    """Though it was asked about some twice."""
+
+    breaks = "B15"
+
+    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
+        return [self.get(key) for key in dict.fromkeys(keys)]
+
+
+class DeletesTheFirst(Mutant, DirectoryBackend):
+    """And takes an absent one for the end."""
+
+    breaks = "B15"
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if not self.contains(key):
+                return
+            self.delete(key)
+
+
+class ForgetsOneVictim(Mutant, DirectoryBackend):
+    """The one whose place the blob takes, and no other."""
+
+    breaks = "B19"
+
+    def put_over(self, key: str, blob: Buffers, victims: Sequence[str]) -> None:
+        there = [victim for victim in victims if self.contains(victim)]
+        self.delete_many(there[:1])
+        self.put(key, blob)
+
+
+class KeepsAVictimsTail(Mutant, DirectoryBackend):
+    """Writes over its file, and does not cut it."""
+
+    breaks = "B19"
+
+    def put_over(self, key: str, blob: Buffers, victims: Sequence[str]) -> None:
+        there = [victim for victim in victims if self.contains(victim)]
+        self.delete_many(there[1:])
+        if not there:
+            return self.put(key, blob)
+        with self._file(there[0]).open("r+b") as file:
+            file.writelines(blob)
+        os.replace(self._file(there[0]), self._file(key))

@@ -1,0 +1,161 @@
+"""Faults that show when threads meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+from kvloom import Buffer, Buffers, Entry, Sink
+from kvloom_testkit.mutants import Mutant
+from kvloom_testkit.reference.backend import DirectoryBackend
+from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
+
+
+class WritesInPlace(Mutant, DirectoryBackend):
+    """Readers see the file while it is being written."""
+
+    breaks = "B09"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        whole = b"".join(blob)
+        self._file(key).write_bytes(whole)
+
+
+class AsksForTheSizeOfAnother(Mutant, CompleteDirectoryBackend):
+    """The size is that of one version, the bytes are those of the next."""
+
+    breaks = "B09"
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        try:
+            memory = sink.reserve(self._file(key).stat().st_size)
+            data = self._file(key).read_bytes()[: len(memory)]
+        except FileNotFoundError:
+            return False
+        memory[: len(data)] = data
+        sink.filled(len(memory))
+        return True
+
+
+class SharesItsScratchFile(Mutant, DirectoryBackend):
+    """Every writer of the process writes to the same one."""
+
+    breaks = "B10"
+
+    def _draft(self, blob: Buffers) -> str:
+        name = str(self._path / f"+{os.getpid()}")
+        with open(name, "wb") as file:
+            file.writelines(blob)
+        return name
+
+
+class KeepsAnIndexWithoutALock(Mutant, DirectoryBackend):
+    """Reads the table, adds to it and writes it back: what somebody else added meanwhile is lost."""
+
+    breaks = "B10"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        index = self._index()
+        super().put(key, blob)
+        super().put("index", [json.dumps([*index, key]).encode()])
+
+    def get(self, key: str) -> Buffer | None:
+        return super().get(key) if key in self._index() else None
+
+    def _index(self) -> list[str]:
+        found: list[str] = json.loads(super().get("index") or b"[]")
+        return found
+
+
+class AsksAndThenOpens(Mutant, DirectoryBackend):
+    """What was there may be gone a step later."""
+
+    breaks = "B11"
+
+    def get(self, key: str) -> Buffer | None:
+        return self._file(key).read_bytes() if self.contains(key) else None
+
+
+class AsksAndThenCreates(Mutant, CompleteDirectoryBackend):
+    """Two can have asked before either has created."""
+
+    breaks = "B20"
+
+    def create(self, key: str, blob: Buffers) -> bool:
+        if self.contains(key):
+            return False
+        self.put(key, blob)
+        return True
+
+
+class CreatesOverWhatIsThere(Mutant, CompleteDirectoryBackend):
+    """Says so, and has replaced the blob all the same."""
+
+    breaks = "B20"
+
+    def create(self, key: str, blob: Buffers) -> bool:
+        return super().create(key, blob) or bool(self.put(key, blob))  # type: ignore[func-returns-value]
+
+
+class BelongsToItsThread(Mutant, DirectoryBackend):
+    """Like a connection that may only be used where it was made."""
+
+    breaks = "B33"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._thread = threading.get_ident()
+
+    def get(self, key: str) -> Buffer | None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("used in another thread than it was made in")
+        return super().get(key)
+
+
+class GoesThroughATableThatChanges(Mutant, DirectoryBackend):
+    """A dictionary of keys that is gone through while others change it."""
+
+    breaks = "B33"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._known: dict[str, None] = {}
+
+    def put(self, key: str, blob: Buffers) -> None:
+        super().put(key, blob)
+        self._known[key] = None
+
+    def delete(self, key: str) -> None:
+        super().delete(key)
+        self._known.pop(key, None)
+
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        there = {key for key in self._known if self.contains(key)}
+        return [key in there for key in keys]
+
+
+class AsksForTheSizeOfWhatIsGone(Mutant, DirectoryBackend):
+    """Between being listed and being asked about, a file may be deleted."""
+
+    breaks = "B18"
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        for file in list(self._path.iterdir()):
+            status = file.stat()
+            key = file.name.replace("=", "/")
+            if key.startswith(prefix) and not key.startswith("+"):
+                yield Entry(key, status.st_size, status.st_mtime)
+
+
+class PagesByOffset(Mutant, DirectoryBackend):
+    """What is deleted on an earlier page moves the rest of the listing up."""
+
+    breaks = "B18"
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        offset = 0
+        while page := sorted(super().scan(prefix), reverse=True)[offset : offset + 10]:
+            yield from page
+            offset += len(page)

@@ -1,0 +1,294 @@
+"""Faults that one blob and one thread are enough for."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+import zlib
+from pathlib import Path
+
+from kvloom import Buffer, Buffers
+from kvloom_testkit.mutants import Mutant
+from kvloom_testkit.reference.backend import DirectoryBackend
+
+
+class WritesOnlyTheFirstBuffer(Mutant, DirectoryBackend):
+    """Forgets that a blob may be in several."""
+
+    breaks = "B01"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        super().put(key, blob[:1])
+
+
+class TakesAShortReadForAll(Mutant, DirectoryBackend):
+    """One call of the system need not read everything."""
+
+    breaks = "B01"
+
+    def get(self, key: str) -> Buffer | None:
+        blob = super().get(key)
+        return None if blob is None else blob[: 512 << 10]
+
+
+class TakesAShortWriteForAll(Mutant, DirectoryBackend):
+    """One call of the system need not write everything."""
+
+    breaks = "B01"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        super().put(key, [memoryview(part)[: 512 << 10] for part in blob])
+
+
+class RaisesWhenThereIsNothing(Mutant, DirectoryBackend):
+    """Lets the client's exception out."""
+
+    breaks = "B02"
+
+    def get(self, key: str) -> Buffer | None:
+        return self._file(key).read_bytes()
+
+
+class IsEmptyWhenThereIsNothing(Mutant, DirectoryBackend):
+    """As clients do that know no None."""
+
+    breaks = "B02"
+
+    def get(self, key: str) -> Buffer | None:
+        return super().get(key) or b""
+
+
+class WritesOverWithoutCutting(Mutant, DirectoryBackend):
+    """A shorter blob keeps the tail of the longer one before it."""
+
+    breaks = "B03"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        file = self._file(key)
+        file.touch()
+        with file.open("r+b") as stream:
+            stream.writelines(blob)
+
+
+class KeepsTheFirst(Mutant, DirectoryBackend):
+    """Does not put what is there already."""
+
+    breaks = "B03"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        if not self.contains(key):
+            super().put(key, blob)
+
+
+class DeletesOnlyWhatIsThere(Mutant, DirectoryBackend):
+    """Lets the client's exception out."""
+
+    breaks = "B04"
+
+    def delete(self, key: str) -> None:
+        self._file(key).unlink()
+
+
+class DeletesTheWholeTenant(Mutant, DirectoryBackend):
+    """Takes the key for a path, and removes what it is in."""
+
+    breaks = "B04"
+
+    def delete(self, key: str) -> None:
+        for entry in self.scan(key.rpartition("/")[0]):
+            super().delete(entry.key)
+
+
+class AsksItsMemoryWhatThereIs(Mutant, DirectoryBackend):
+    """A set that a new instance starts without."""
+
+    breaks = "B05"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._known: set[str] = set()
+
+    def put(self, key: str, blob: Buffers) -> None:
+        super().put(key, blob)
+        self._known.add(key)
+
+    def contains(self, key: str) -> bool:
+        return key in self._known
+
+
+class HasWhatItDeleted(Mutant, DirectoryBackend):
+    """Empties a file instead of removing it, and `contains` does not know."""
+
+    breaks = "B05"
+
+    def get(self, key: str) -> Buffer | None:
+        return super().get(key) or None
+
+    def delete(self, key: str) -> None:
+        if self.contains(key):
+            self._file(key).write_bytes(b"")
+
+
+class WritesLater(Mutant, DirectoryBackend):
+    """Keeps the buffers, and writes them when somebody asks."""
+
+    breaks = "B06"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._late: dict[str, Buffers] = {}
+
+    def put(self, key: str, blob: Buffers) -> None:
+        self._late[key] = blob
+
+    def get(self, key: str) -> Buffer | None:
+        if key in self._late:
+            super().put(key, self._late.pop(key))
+        return super().get(key)
+
+
+class WritesOnAThread(Mutant, DirectoryBackend):
+    """Returns before the blob is written; `get` waits for it."""
+
+    breaks = "B06"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._writing: dict[str, threading.Thread] = {}
+
+    def put(self, key: str, blob: Buffers) -> None:
+        self._writing[key] = threading.Thread(
+            target=lambda: (time.sleep(0.02), super(WritesOnAThread, self).put(key, blob))
+        )
+        self._writing[key].start()
+
+    def get(self, key: str) -> Buffer | None:
+        if key in self._writing:
+            self._writing.pop(key).join()
+        return super().get(key)
+
+
+class ReadsIntoOneBuffer(Mutant, DirectoryBackend):
+    """The next `get` changes what this one returned."""
+
+    breaks = "B07"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._buffer = bytearray(4 << 20)
+
+    def get(self, key: str) -> Buffer | None:
+        blob = super().get(key)
+        if blob is None:
+            return None
+        self._buffer[: len(blob)] = blob
+        return memoryview(self._buffer)[: len(blob)]
+
+
+class ReturnsTheFileItself(Mutant, DirectoryBackend):
+    """A view of the file, which the next `put` writes into."""
+
+    breaks = "B07"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        number = os.open(self._file(key), os.O_RDWR | os.O_CREAT)
+        with open(number, "r+b") as file:
+            file.writelines(blob)
+            file.truncate()
+
+    def get(self, key: str) -> Buffer | None:
+        try:
+            with self._file(key).open("rb") as file:
+                return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        except FileNotFoundError:
+            return None
+
+
+class WritesPartByPart(Mutant, DirectoryBackend):
+    """To the blob's own file: whoever stops it leaves what was written by then."""
+
+    breaks = "B12"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        with self._file(key).open("wb") as file:
+            file.writelines(blob)
+
+
+class CachesWhatItWroteWrongly(Mutant, DirectoryBackend):
+    """Its `get` is answered from memory, and never meets the file that its `put` has cut short."""
+
+    breaks = "B34"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._recent: dict[str, bytes] = {}
+
+    def put(self, key: str, blob: Buffers) -> None:
+        self._recent[key] = b"".join(blob)
+        super().put(key, [self._recent[key][:4096]])
+
+    def get(self, key: str) -> Buffer | None:
+        return self._recent.get(key) or super().get(key)
+
+    def delete(self, key: str) -> None:
+        self._recent.pop(key, None)
+        super().delete(key)
+
+
+class SlashesBecomeUnderscores(Mutant, DirectoryBackend):
+    """Which keys may have themselves."""
+
+    breaks = "B08"
+
+    def _file(self, key: str) -> Path:
+        return self._path / key.replace("/", "_")
+
+
+class FoldsLetterCase(Mutant, DirectoryBackend):
+    """As some file systems do."""
+
+    breaks = "B08"
+
+    def _file(self, key: str) -> Path:
+        return super()._file(key.lower())
+
+
+class LeavesTheSaltOut(Mutant, DirectoryBackend):
+    """Two tenants share what they should not."""
+
+    breaks = "B08"
+
+    def _file(self, key: str) -> Path:
+        fingerprint, *rest = key.split("/")
+        return super()._file("/".join([fingerprint, *rest[1:]] if len(rest) == 2 else [fingerprint, *rest]))
+
+
+class CutsLongNames(Mutant, DirectoryBackend):
+    """Because a file's name has its limits."""
+
+    breaks = "B08"
+
+    def _file(self, key: str) -> Path:
+        return self._path / super()._file(key).name[:192]
+
+
+class NamesFilesByAShortDigest(Mutant, DirectoryBackend):
+    """Too few bits for the keys that there are."""
+
+    breaks = "B08"
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{zlib.crc32(key.encode()) & 0xFF:02x}"
+
+
+class NeedsADirectoryWhereAFileIs(Mutant, DirectoryBackend):
+    """Keys are paths: one that is the beginning of another is in its way."""
+
+    breaks = "B08"
+
+    def _file(self, key: str) -> Path:
+        file = self._path / key
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
