@@ -16,6 +16,9 @@ from kvloom_testkit.running import together
 VERSIONS = 60
 READS = 60
 """How many at least."""
+TURNS = 120
+STRIDES = (1, 7, 11, 13, 17, 19)
+"""Each thread goes through all the keys in an order of its own."""
 
 
 class ConcurrencyRequirements(BackendRequirements):
@@ -117,11 +120,11 @@ class ConcurrencyRequirements(BackendRequirements):
             lambda key: (backend.delete(key), backend.put_over(key, [blob], [keys[1]])),
         ]
 
-        def use(verb: Callable[[str], object], step: int) -> None:
-            for turn in range(2 * len(keys)):
-                verb(keys[turn * step % len(keys)])
+        def use(verb: Callable[[str], object], stride: int) -> None:
+            for turn in range(TURNS):
+                verb(keys[turn * stride % len(keys)])
 
-        together(*(partial(use, verb, step) for step, verb in enumerate(verbs, start=1)))
+        together(*(partial(use, verb, stride) for verb, stride in zip(verbs, STRIDES, strict=True)))
 
 
 def _put_versions(backend: StorageBackend, key: str, version: Callable[[int], bytes], first: int) -> None:

@@ -1,0 +1,122 @@
+"""A TCP proxy that delays, cuts, corrupts or swallows what goes through it: a bad network for tests of clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from dataclasses import dataclass, field
+from types import TracebackType
+
+_START_SECONDS = 10.0
+_READ_BYTES = 1 << 16
+_LAST_TURNS = 5
+
+
+@dataclass
+class Faults:
+    """What happens to the bytes of one direction. May be changed at any time; counts are of each connection's own."""
+
+    delay_seconds: float = 0.0
+    """Before each piece is passed on."""
+    cut_after_bytes: int | None = None
+    """So many are passed on, and then the connection is cut."""
+    flip_at: int | None = None
+    """The byte, counted from 0, whose lowest bit is turned round."""
+    black_hole: bool = False
+    """Nothing is passed on, and nothing is said."""
+
+
+@dataclass
+class TcpProxy:
+    """`with TcpProxy(host, port) as proxy:` listens at `proxy.port` of 127.0.0.1, on a thread of its own."""
+
+    upstream_host: str
+    upstream_port: int
+    requests: Faults = field(default_factory=Faults)
+    """From the client to the server."""
+    answers: Faults = field(default_factory=Faults)
+    """From the server to the client."""
+    host: str = field(default="127.0.0.1", init=False)
+    port: int = field(default=0, init=False)
+    """Where it listens."""
+    connections: int = field(default=0, init=False)
+    """How many there have been."""
+
+    def __enter__(self) -> TcpProxy:
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kvloom-tcp-proxy", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(_START_SECONDS) or self._error is not None:
+            raise RuntimeError("the proxy did not start") from self._error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_START_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._serving: set[asyncio.Task[None]] = set()
+        server = await asyncio.start_server(self._accept, self.host, 0)
+        self.port = server.sockets[0].getsockname()[1]
+        self._ready.set()
+        await self._stop.wait()
+        server.close()
+        for _ in range(_LAST_TURNS):  # who was accepted a moment ago comes in, and what is closed goes
+            await asyncio.sleep(0)
+            for task in tuple(self._serving):
+                task.cancel()
+            await asyncio.gather(*self._serving, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = asyncio.ensure_future(self._connect(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        try:
+            there, back = await asyncio.open_connection(self.upstream_host, self.upstream_port)
+            writers.append(back)
+            async with asyncio.TaskGroup() as directions:
+                directions.create_task(_pass_on(reader, back, self.requests))
+                directions.create_task(_pass_on(there, writer, self.answers))
+        except* OSError:
+            pass  # cut, on purpose or not: both ends learn of it
+        finally:
+            for one in writers:
+                one.close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: Faults) -> None:
+    passed = 0
+    while data := bytearray(await reader.read(_READ_BYTES)):
+        if faults.black_hole:
+            continue
+        if faults.delay_seconds:
+            await asyncio.sleep(faults.delay_seconds)
+        if faults.flip_at is not None and passed <= faults.flip_at < passed + len(data):
+            data[faults.flip_at - passed] ^= 1
+        if faults.cut_after_bytes is not None and passed + len(data) > faults.cut_after_bytes:
+            writer.write(data[: faults.cut_after_bytes - passed])
+            await writer.drain()
+            raise ConnectionAbortedError
+        writer.write(data)
+        await writer.drain()
+        passed += len(data)
+    if not faults.black_hole:
+        with contextlib.suppress(OSError):
+            writer.write_eof()
