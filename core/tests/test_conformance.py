@@ -6,12 +6,34 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom import StorageBackend
+from kvloom import Observer, StorageBackend
+from kvloom.builtin.chunked import ChunkedTokenDatabase
 from kvloom.builtin.dict_backend import DictBackend
-from kvloom_testkit import BackendConformance
+from kvloom.builtin.log import LogObserver
+from kvloom.builtin.raw import RawSerializer
+from kvloom_testkit import BackendConformance, ObserverConformance, SerializerConformance, TokensConformance
+from kvloom_testkit.subjects import SPEC
 
 
 class TestDict(BackendConformance):
     @pytest.fixture
     def make(self) -> Callable[[], StorageBackend]:
         return lambda: DictBackend(DictBackend.Config())
+
+
+class TestLog(ObserverConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], Observer]:
+        return lambda: LogObserver(LogObserver.Config(), SPEC)
+
+
+class TestChunked(TokensConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], ChunkedTokenDatabase]:
+        return lambda: ChunkedTokenDatabase(ChunkedTokenDatabase.Config(), SPEC)
+
+
+class TestRaw(SerializerConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], RawSerializer]:
+        return lambda: RawSerializer(RawSerializer.Config(), SPEC)

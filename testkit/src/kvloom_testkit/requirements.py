@@ -47,10 +47,10 @@ def needed_by(test: Any) -> str | None:
     return getattr(test, _NEEDS, None)
 
 
-def claims(cls: type, capability: str, contract: type) -> bool:
-    """Whether a class claims a capability of its contract: sets the attribute, or overrides the method."""
-    own, default = getattr(cls, capability), getattr(contract, capability)
-    return own is not default if callable(default) else bool(own)
+def claims(component: Any, capability: str, contract: type) -> bool:
+    """Whether a component claims a capability: its attribute is true, maybe by its settings, or its method its own."""
+    own, default = getattr(type(component), capability), getattr(contract, capability)
+    return own is not default if callable(default) else bool(getattr(component, capability))
 
 
 def requirements_of(cls: type) -> tuple[Requirement, ...]:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 class TokenDatabase(Component):
     """Cuts a token sequence into segments and names the KV of each.
 
-    The engine sets `fingerprint` and `chunk_tokens` before the first call. A key must depend on the fingerprint, the
-    salt and every token up to the segment's end, and on nothing else: no environment variable, no Python `hash`.
-    Called from several threads.
+    The engine sets `fingerprint` and `chunk_tokens` before the first call; a command may set another `fingerprint`
+    later. A key must depend on the fingerprint, the salt and every token up to the segment's end, and on nothing else:
+    no environment variable, no Python `hash`. Its digest covers all of them, whatever the namespace says; its depth is
+    one more than that of the segment before. Called from several threads.
     """
 
     fingerprint: str
@@ -30,9 +31,13 @@ class TokenDatabase(Component):
         """The segments of `tokens` that `mask` selects, in order.
 
         tokens: 1-D integer CPU tensor. mask: 1-D bool CPU tensor of the same length, like FFFFTTTT; None selects all.
-        A tail too short for a segment has none. Raises ValueError if the Falses of the mask are not a prefix, or end
-        inside a segment; no side effects.
+        A tail too short for a segment has none, and nor has an empty sequence. Raises ValueError if the mask is of
+        another length, if its Falses are not a prefix, or end inside a segment; no side effects.
         """
 
     def learn(self, tokens: torch.Tensor, *, salt: str = "") -> None:
-        """Called after a store: a database that adapts its cuts to traffic takes note here."""
+        """Called after a store: a database that adapts its cuts to traffic takes note here.
+
+        It may change where later calls of `segments` cut, and never what a key stands for. Nor does it change the cuts
+        of the very sequence that was learnt. It does not raise.
+        """

@@ -1,0 +1,63 @@
+"""The same component once more: for another model, or in a fresh process."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+from kvloom import KVSpec
+from kvloom_testkit import subjects
+from kvloom_testkit.running import in_fresh_process
+
+_REMAKE = """
+import importlib, importlib.util, json, os, sys, tempfile
+
+recipe = json.loads(sys.argv[1])
+os.chdir(tempfile.gettempdir())
+os.environ.update(recipe["environment"])
+try:
+    module = importlib.import_module(recipe["module"])
+except ImportError:  # a module of tests, which is no package
+    found = importlib.util.spec_from_file_location("the_module_of_the_component", recipe["file"])
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    found.loader.exec_module(module)
+cls = module
+for name in recipe["class"].split("."):
+    cls = getattr(cls, name)
+from kvloom import KVSpec
+
+component = cls(cls.Config.model_validate_json(recipe["config"]), KVSpec.from_json(recipe["spec"]))
+"""
+
+_ENVIRONMENT = {"TZ": "Pacific/Chatham", "LANG": "C", "LC_ALL": "C", "USER": "someone", "HOSTNAME": "elsewhere"}
+
+
+def spec_of(component: Any) -> KVSpec:
+    """The model that a component was made for."""
+    spec = getattr(component, "spec", None)
+    return spec if isinstance(spec, KVSpec) else subjects.SPEC
+
+
+def once_more(component: Any, *, spec: KVSpec | None = None) -> Any:
+    """A new instance with the same settings, for the same model or for `spec`. The caller closes it."""
+    return type(component)(component.config, spec or spec_of(component))
+
+
+def elsewhere(component: Any, code: str, *arguments: str) -> str:
+    """Run Python code in a fresh interpreter in which `component` is an instance with the same settings.
+
+    Its hash seed, working directory and environment are others; `sys.argv[2:]` there are `arguments`. What it printed.
+    """
+    cls = type(component)
+    recipe = {
+        "module": cls.__module__,
+        "class": cls.__qualname__,
+        "file": inspect.getsourcefile(cls),
+        "config": component.config.model_dump_json(round_trip=True),
+        "spec": spec_of(component).to_json(),
+        "environment": _ENVIRONMENT,
+    }
+    assert "<locals>" not in cls.__qualname__, f"{cls.__qualname__} is defined in a function: no other process finds it"
+    return in_fresh_process(_REMAKE + code, json.dumps(recipe), *arguments)
