@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvloom import Buffers, Chunk, CorruptBlobError, MemoryFormat, Serializer
@@ -27,14 +28,14 @@ class RawSerializer(Serializer):
         return [data[start : start + step] for start in range(0, len(data), step)]
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
-        flat = into.tensor.view(torch.uint8).view(-1)
-        if sum(memoryview(buffer).nbytes for buffer in blob) != flat.numel():
+        flat = into.tensor.view(torch.uint8).view(-1).numpy()
+        parts = [np.frombuffer(buffer, dtype=np.uint8) for buffer in blob]
+        if sum(part.size for part in parts) != flat.size:
             raise CorruptBlobError("the blob is not as long as its chunk")
         at = 0
-        for buffer in blob:
-            part = torch.frombuffer(buffer, dtype=torch.uint8)
-            flat[at : at + part.numel()].copy_(part)
-            at += part.numel()
+        for part in parts:
+            flat[at : at + part.size] = part
+            at += part.size
 
     def layer_buffers(
         self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
@@ -51,7 +52,7 @@ class RawSerializer(Serializer):
         if [row.numel() for row in rows] != [memoryview(buffer).nbytes for buffer in blob]:
             raise CorruptBlobError("the buffers are not as long as their layers")
         for row, buffer in zip(rows, blob, strict=True):
-            row.copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+            row.numpy()[:] = np.frombuffer(buffer, dtype=np.uint8)
 
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
         if len(blob) != like.nbytes:

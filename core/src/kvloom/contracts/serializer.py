@@ -50,19 +50,22 @@ class Serializer(Component):
     def encode(self, chunk: Chunk) -> Buffers:
         """The chunk as one or several buffers, in order.
 
-        They may be views of the chunk's memory, which stays as it is until the blob is written.
+        They may be views of the chunk's memory, which stays as it is until the blob is written, and they stay as they
+        are when other chunks are encoded.
         """
 
     @abstractmethod
     def decode(self, blob: Buffers, into: Chunk) -> None:
         """Fill `into`, whose shape and dtype are those of the encoded chunk, from the buffers of `encode`.
 
+        The buffers may be read-only and at any address; they stay as they are. Nothing but `into` is written to.
         Raises CorruptBlobError if the buffers are not what `encode` returns for such a chunk.
         """
 
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
         """The chunk as a view of `blob` (the payload, joined), if encoding is the identity; else None.
 
+        None or CorruptBlobError for a payload of another length than the chunk's.
         `like` has the wanted shape and dtype, on the meta device.
         """
         return None

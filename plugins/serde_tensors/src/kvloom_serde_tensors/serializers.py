@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
@@ -17,6 +18,9 @@ DtypeName = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e
 
 _CASTABLE = frozenset(getattr(torch, name) for name in get_args(DtypeName)) | {torch.float64}
 
+_ZIP_END_BYTES = 22
+"""What ends a zip archive without a comment."""
+
 
 class TensorSerializer(Serializer):
     """What both formats share: the cast, what it costs in fidelity, and the checks on what comes back."""
@@ -30,6 +34,8 @@ class TensorSerializer(Serializer):
     def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
         casts = config.dtype is not None and (spec is None or config.dtype != spec.dtype)
+        if casts and spec is not None and spec.torch_dtype not in _CASTABLE:
+            raise ValueError(f"KV of {spec.dtype} cannot be kept as {config.dtype}; leave `dtype` out")
         self._cast_to: DtypeName | None = config.dtype if casts else None
         # On the instance: they follow from the settings. Widening counts as lossy too, for it loses the bits of NaNs.
         self.lossless = not casts  # type: ignore[misc]
@@ -96,6 +102,10 @@ class TorchSerializer(TensorSerializer):
     def _load(self, data: bytes) -> Any:
         if not data.startswith(b"PK"):
             raise ValueError("not a zip archive")  # torch would go on to try formats that we never write
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            first = min(entry.header_offset for entry in archive.infolist())
+        if first or data[-_ZIP_END_BYTES:][:4] != b"PK\5\6":
+            raise ValueError("bytes before or behind the archive")  # which torch does not mind
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 

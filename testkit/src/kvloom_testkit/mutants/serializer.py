@@ -1,0 +1,454 @@
+"""Serializers with a fault each, and odd ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvloom import EXACT, Buffer, Buffers, Chunk, CorruptBlobError, MemoryFormat, Place, Serializer
+from kvloom_testkit.mutants import Mutant, Oddity
+from kvloom_testkit.reference.serializer import HalfSerializer, RowsSerializer
+
+
+def _with(chunk: Chunk, tensor: torch.Tensor) -> Chunk:
+    return Chunk(tensor, chunk.format, chunk.num_tokens, chunk.fidelity)
+
+
+def _xored(blob: Buffers, mask: int) -> list[bytes]:
+    return [bytes(byte ^ mask for byte in bytes(buffer)) for buffer in blob]
+
+
+class ConvertsValues(Mutant, RowsSerializer):
+    """What is no number becomes zero."""
+
+    breaks = "S01"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        return super().encode(_with(chunk, chunk.tensor.float().nan_to_num().to(chunk.tensor.dtype)))
+
+
+class WorksOnPairsOfTokens(Mutant, RowsSerializer):
+    """The last one of an odd number is not there."""
+
+    breaks = "S01"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        tensor = chunk.tensor.clone()
+        if tensor.dim() == 4 and tensor.shape[2] % 2:
+            tensor[:, :, -1] = 0
+        return super().encode(_with(chunk, tensor))
+
+
+class KnowsOnePlaneSize(Mutant, RowsSerializer):
+    """Swaps K and V back and forth; where there is only one of them, it is lost."""
+
+    breaks = "S01"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode(blob, into)
+        if into.tensor.shape[0] == 1:
+            into.tensor.zero_()
+
+
+class Dithers(Mutant, HalfSerializer):
+    """Adds noise, so that errors do not add up."""
+
+    breaks = "S02"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode(blob, into)
+        into.tensor.copy_(into.tensor.float() * (1 + torch.rand(into.tensor.shape) / 16))
+
+
+class Overflows(Mutant, HalfSerializer):
+    """Lets large values become infinite."""
+
+    breaks = "S02"
+
+    def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.half()
+
+
+class CleansInPlace(Mutant, RowsSerializer):
+    """Clears NaNs in the caller's memory."""
+
+    breaks = "S03"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        chunk.tensor.nan_to_num_()
+        return super().encode(chunk)
+
+
+class LeavesZerosOut(Mutant, RowsSerializer):
+    """Takes memory to be zero."""
+
+    breaks = "S04"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        fresh = torch.zeros_like(into.tensor)
+        super().decode(blob, _with(into, fresh))
+        there, here = fresh.view(-1).view(torch.uint8), into.tensor.view(-1).view(torch.uint8)
+        here[there != 0] = there[there != 0]
+
+
+class RoundsUp(Mutant, RowsSerializer):
+    """Writes a few bytes more than there are."""
+
+    breaks = "S05"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode(blob, into)
+        flat = into.tensor.view(-1)
+        flat.as_strided((flat.numel() + 1,), (1,))[-1:].zero_()
+
+
+class FillsUpWhatIsLacking(Mutant, RowsSerializer):
+    """Accepts a blob that is cut off."""
+
+    breaks = "S06"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        data = b"".join(bytes(buffer) for buffer in blob)[: into.nbytes]
+        into.tensor.view(-1).view(torch.uint8).zero_()
+        if data:
+            into.tensor.view(-1).view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class IgnoresTheRest(Mutant, RowsSerializer):
+    """Accepts what comes after the end."""
+
+    breaks = "S06"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        data, step = b"".join(bytes(buffer) for buffer in blob)[: into.nbytes], into.nbytes // len(self.encode(into))
+        super().decode([data[start : start + step] for start in range(0, into.nbytes, step)], into)
+
+
+class RaisesWhatItLikes(Mutant, RowsSerializer):
+    """Lets the library's exception out."""
+
+    breaks = "S06"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        try:
+            super().decode(blob, into)
+        except CorruptBlobError as error:
+            raise ValueError(str(error)) from None
+
+
+class BelievesItsHeader(Mutant, RowsSerializer):
+    """Parses whatever is there."""
+
+    breaks = "S07"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        return [json.dumps({"parts": [*range(len(super().encode(chunk)))]}).encode(), *super().encode(chunk)]
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        if len(blob) != len(super().encode(into)) + 1:
+            raise CorruptBlobError("another number of buffers")
+        order = json.loads(bytes(blob[0]))["parts"]
+        super().decode([blob[1:][number] for number in order], into)
+
+
+class PromisesTooLittle(Mutant, RowsSerializer):
+    """Forgets that nothing compresses noise."""
+
+    breaks = "S08"
+
+    def max_encoded_bytes(self, chunk: Chunk) -> int:
+        return chunk.nbytes * 9 // 10
+
+
+class LooksAtTheValues(Mutant, RowsSerializer):
+    """A bound that depends on what there is not yet."""
+
+    breaks = "S08"
+
+    def max_encoded_bytes(self, chunk: Chunk) -> int:
+        return chunk.nbytes + (64 if chunk.tensor.is_meta else 65)
+
+
+class SharesItsScratch(Mutant, RowsSerializer):
+    """One buffer for all threads."""
+
+    breaks = "S09"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        self._scratch = [bytes(buffer) for buffer in blob]
+        time.sleep(0)
+        super().decode(self._scratch, into)
+
+
+class StoresDifferences(Mutant, RowsSerializer):
+    """Against the chunk before."""
+
+    breaks = "S10"
+    _calls = 0
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        self._calls += 1
+        return _xored(super().encode(chunk), self._calls - 1)
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode(_xored(blob, max(0, self._calls - 1)), into)
+
+
+class UsesPythonsHash(Mutant, RowsSerializer):
+    """Which is another one in the next process."""
+
+    breaks = "S11"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        return _xored(super().encode(chunk), self._mask())
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode(_xored(blob, self._mask()), into)
+
+    def _mask(self) -> int:
+        return hash("kit") % 251
+
+
+class EncodesAllLikeTheFirst(Mutant, RowsSerializer):
+    """Takes all chunks to be of one shape."""
+
+    breaks = "S12"
+
+    def encode_many(self, chunks: Sequence[Chunk], place: Place | None = None) -> list[Buffers]:
+        return [self.encode(_with(chunk, chunk.tensor[:, :, :5])) for chunk in chunks]
+
+
+class DecodesInAnotherOrder(Mutant, RowsSerializer):
+    """Those of one shape first, and which is which gets lost."""
+
+    breaks = "S12"
+
+    def decode_many(self, blobs: Sequence[Buffers], into: Sequence[Chunk], place: Place | None = None) -> None:
+        places = sorted(range(len(into)), key=lambda number: (into[number].nbytes, -number))
+        wanted = sorted(range(len(into)), key=lambda number: into[number].nbytes)
+        for blob, chunk in zip(places, wanted, strict=True):
+            self.decode(blobs[blob], into[chunk])
+
+
+class CopiesItsView(Mutant, RowsSerializer):
+    """A tensor of its own."""
+
+    breaks = "S13"
+
+    def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
+        found = super().view(blob, like)
+        return found and _with(found, found.tensor.clone())
+
+
+class ViewsTheBeginning(Mutant, RowsSerializer):
+    """Whatever comes after it."""
+
+    breaks = "S13"
+
+    def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
+        return super().view(blob[: like.nbytes], like)
+
+
+class ForgetsV(Mutant, RowsSerializer):
+    """The buffers of a layer are those of its K."""
+
+    breaks = "S14"
+
+    def layer_buffers(
+        self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
+    ) -> Sequence[Sequence[int]] | None:
+        found = super().layer_buffers(lengths, like, params)
+        return found and [each[:1] for each in found]
+
+    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        super().decode_layers([*blob, *blob][: into.tensor.shape[0] * len(layers)], layers, into)
+
+
+class TakesLayersToBeContiguous(Mutant, RowsSerializer):
+    """Fills a copy."""
+
+    breaks = "S14"
+
+    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        super().decode_layers(blob, layers, _with(into, into.tensor.contiguous()))
+
+
+class CountsLayersFromTheFirst(Mutant, RowsSerializer):
+    """Decodes a layer as if it was another one."""
+
+    breaks = "S14"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        return self._numbered(super().encode(chunk), range(chunk.tensor.shape[1]))
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode(self._numbered(blob, range(into.tensor.shape[1])), into)
+
+    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        super().decode_layers(self._numbered(blob, range(len(layers))), layers, into)
+
+    def _numbered(self, blob: Buffers, layers: range) -> Buffers:
+        return [_xored([buffer], layer)[0] for buffer, layer in zip(blob, itertools.cycle(layers), strict=False)]
+
+
+class NeverReadsByLayer(Mutant, RowsSerializer):
+    """Claims what it does not do."""
+
+    breaks = "S14"
+
+    def layer_buffers(
+        self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
+    ) -> Sequence[Sequence[int]] | None:
+        return None
+
+
+class PutsADtypeInItsParams(Mutant, RowsSerializer):
+    """Which is no JSON."""
+
+    breaks = "S15"
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return {"dtype": torch.bfloat16}
+
+
+class CountsInItsParams(Mutant, RowsSerializer):
+    """Says something else each time."""
+
+    breaks = "S15"
+    _calls = 0
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        self._calls += 1
+        return {"call": self._calls}
+
+
+class WantsBytes(Mutant, RowsSerializer):
+    """Calls a method that only bytes have."""
+
+    breaks = "S16"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode([buffer.rjust(0) for buffer in blob], into)  # type: ignore[union-attr]
+
+
+class DecodesInPlace(Mutant, RowsSerializer):
+    """Saves a copy where it can."""
+
+    breaks = "S16"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        return _xored(super().encode(chunk), 0x55)
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode([self._clear(buffer) for buffer in blob], into)
+
+    def _clear(self, buffer: Buffer) -> Buffer:
+        (clear,) = _xored([buffer], 0x55)
+        view = memoryview(buffer)
+        if view.readonly:
+            return clear
+        view[:] = clear
+        return view
+
+
+class ClosesOnce(Mutant, RowsSerializer):
+    """The second time there is nothing to close."""
+
+    breaks = "S17"
+
+    def close(self) -> None:
+        del self.config
+
+
+class ReusesItsBuffer(Mutant, RowsSerializer):
+    """The next chunk goes where this one is."""
+
+    breaks = "S18"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        data = b"".join(super().encode(chunk))
+        scratch: bytearray = self.__dict__.setdefault("_scratch", bytearray(1 << 24))
+        scratch[: len(data)] = data
+        step = len(data) // len(super().encode(chunk))
+        return [memoryview(scratch)[start : start + step] for start in range(0, len(data), step)]
+
+
+class ReturnsArrays(Mutant, RowsSerializer):
+    """Which are no bytes."""
+
+    breaks = "S18"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        return [memoryview(buffer).cast("B").tolist() for buffer in super().encode(chunk)]  # type: ignore[misc]
+
+
+class TakesEverything(Mutant, HalfSerializer):
+    """Did not think of pages."""
+
+    breaks = "S19"
+    formats = Serializer.formats
+
+
+class TakesPagesForLayers(Mutant, RowsSerializer):
+    """Expects four dimensions of everything."""
+
+    breaks = "S19"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        _, _, _, _ = chunk.tensor.shape
+        return super().encode(chunk)
+
+
+class CallsItselfExact(Mutant, HalfSerializer):
+    """Is lossy, and does not say so."""
+
+    breaks = "S20"
+
+    @property
+    def fidelity(self) -> str:
+        return EXACT
+
+
+class CallsItselfLossy(Mutant, RowsSerializer):
+    """Is lossless, and gives its own name."""
+
+    breaks = "S20"
+
+    @property
+    def fidelity(self) -> str:
+        return self.type
+
+
+class IsLossy(Oddity, HalfSerializer):
+    """Keeps half of the bits, and only of floating-point KV."""
+
+
+class ReturnsManyBuffers(Oddity, RowsSerializer):
+    """Some of them empty, some of them views, most of them tiny."""
+
+    by_layer = False
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        data = memoryview(b"".join(super().encode(chunk)))
+        step = len(data) // 40 + 1
+        return [b"", *(data[start : start + step] for start in range(0, len(data), step)), bytearray()]
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        if [memoryview(each).nbytes for each in blob] != [len(each) for each in self.encode(into)]:
+            raise CorruptBlobError("cut elsewhere")
+        data, step = b"".join(bytes(buffer) for buffer in blob), into.nbytes // len(super().encode(into))
+        super().decode([data[start : start + step] for start in range(0, len(data), step)], into)
+
+
+class TakesPagesOnly(Oddity, RowsSerializer):
+    """Of no use to most."""
+
+    formats = frozenset({MemoryFormat.KV_PAGES})
+    by_layer = False

@@ -1,0 +1,148 @@
+"""What a serializer must make of bytes: of what `encode` returns, however it is handed over, and of anything else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvloom import Buffer, Chunk, CorruptBlobError, Serializer
+from kvloom_testkit.chunks import bits, room_for
+
+Blob = list[bytes]
+
+
+class BytesRequirements:
+    """Mixed into `SerializerConformance`."""
+
+    def test_S06_a_blob_of_another_length_is_corrupt(self, opened: Callable[[], Serializer]) -> None:
+        """`decode` raises CorruptBlobError for buffers that are too short or long, too few or too many.
+
+        Why: a blob that is cut off and accepted is wrong KV; any other exception looks like a fault of the software.
+
+        Usually: what is lacking is left as it was, what is too much is not looked at, or an error of the library that
+        does the work comes through.
+        """
+        one = opened()
+        for num_tokens in (1, 7):
+            chunk = _usual(one, num_tokens)
+            good = [bytes(buffer) for buffer in one.encode(chunk)]
+            others = [bytes(buffer) for buffer in one.encode(_usual(one, num_tokens + 3))]
+            spoilt = dict(_spoilt(good))
+            if others != good and _usual(one, num_tokens + 3).nbytes != chunk.nbytes:
+                spoilt["the blob of a longer chunk"] = others
+            for name, blob in spoilt.items():
+                accepted, error = _decoded(one, blob, chunk)
+                assert error is None, f"{name}: {type(error).__name__} instead of CorruptBlobError: {error}"
+                assert not accepted, f"{name} was accepted"
+
+    def test_S07_no_bytes_do_any_harm(self, opened: Callable[[], Serializer]) -> None:
+        """For any bytes of the right lengths, `decode` fills the chunk or raises CorruptBlobError, and nothing else.
+
+        Why: a checksum does not protect from what another version wrote, or somebody who can write to the store.
+
+        Usually: a length in the blob is trusted, or the error of a parser comes through.
+        """
+        one, chance = opened(), random.Random(3)
+        chunk = _usual(one, 7)
+        good = [bytes(buffer) for buffer in one.encode(chunk)]
+        blobs = [[chance.randbytes(len(part)) for part in good] for _ in range(8)]
+        blobs += [[bytes([byte]) * len(part) for part in good] for byte in (0, 0xFF)]
+        blobs += [good[::-1]]
+        blobs += [_flipped(good, chance) for _ in range(60)]
+        for blob in blobs:
+            _, error = _decoded(one, blob, chunk)
+            assert error is None, f"{type(error).__name__} instead of CorruptBlobError: {error}"
+
+    def test_S16_any_kind_of_buffer_will_do(self, opened: Callable[[], Serializer]) -> None:
+        """`decode` takes bytes, bytearrays and memoryviews, read-only ones too, at any address; and changes none.
+
+        Why: a backend returns what it has, often a part of something larger, and others may be reading it.
+
+        Usually: a method of `bytes` is called, or bytes are decoded in place.
+        """
+        one = opened()
+        chunk = _usual(one, 7)
+        good, into = [bytes(buffer) for buffer in one.encode(chunk)], room_for(chunk)
+        one.decode(good, into)
+        expected = bits(into)
+        forms: dict[str, Callable[[bytes], Buffer]] = {
+            "bytearray": bytearray,
+            "memoryview": lambda part: memoryview(bytearray(part)),
+            "read-only memoryview": memoryview,
+            "part of something larger": lambda part: memoryview(bytearray(b"-" + part + b"-"))[1:-1],
+            "read-only part of something larger": lambda part: memoryview(b"---" + part + b"-")[3:-1],
+        }
+        for name, form in forms.items():
+            blob, into = [form(part) for part in good], room_for(chunk)
+            one.decode(blob, into)
+            assert torch.equal(bits(into), expected), name
+            assert [bytes(part) for part in blob] == good, f"the {name} was changed"
+
+    def test_S18_what_was_encoded_stays_as_it_is(self, opened: Callable[[], Serializer]) -> None:
+        """`encode` returns contiguous runs of bytes, which later calls leave as they are.
+
+        Why: a blob waits to be written while the next one is encoded.
+
+        Usually: a scratch buffer of the instance is returned, and filled again.
+        """
+        one = opened()
+        blob = one.encode(_usual(one, 7))
+        for buffer in blob:
+            assert isinstance(buffer, bytes | bytearray | memoryview), f"a {type(buffer).__name__}"
+            assert memoryview(buffer).c_contiguous
+        before = [bytes(buffer) for buffer in blob]
+        for other in (_usual(one, 7, seed=1), _usual(one, 9, seed=1)):
+            one.decode(one.encode(other), room_for(other))
+            one.encode_many([other])
+        assert [bytes(buffer) for buffer in blob] == before
+
+
+def _usual(one: Serializer, num_tokens: int, *, seed: int = 0) -> Chunk:
+    from kvloom_testkit.serializer import usual_chunk
+
+    return usual_chunk(one, num_tokens, seed=seed)
+
+
+def _decoded(one: Serializer, blob: Blob, like: Chunk) -> tuple[bool, Exception | None]:
+    """Whether a blob is accepted, and the error if it is not the one that it should be."""
+    try:
+        one.decode(blob, room_for(like))
+    except CorruptBlobError:
+        return False, None
+    except pytest.fail.Exception:
+        raise
+    except Exception as error:
+        return False, error
+    return True, None
+
+
+def _spoilt(good: Blob) -> Iterator[tuple[str, Blob]]:
+    yield "no buffer", []
+    for at in sorted({0, len(good) // 2, len(good) - 1}):
+        before, part, after = good[:at], good[at], good[at + 1 :]
+        where = f"buffer {at} of {len(good)}"
+        if part:
+            yield f"{where}, without its last byte", [*before, part[:-1], *after]
+            yield f"{where}, without its first byte", [*before, part[1:], *after]
+            yield f"{where}, half of it", [*before, part[: len(part) // 2], *after]
+            yield f"{where}, empty", [*before, b"", *after]
+            yield f"without {where}", [*before, *after]
+            yield f"{where}, twice", [*before, part, part, *after]
+        yield f"{where}, and a byte", [*before, part + b"\0", *after]
+        yield f"{where}, and 64 bytes", [*before, part + bytes(64), *after]
+    yield "a buffer too many", [*good, b"one more"]
+    yield "the whole blob twice", [*good, *good]
+    yield "the whole blob as one buffer without its end", [b"".join(good)[:-1]]
+
+
+def _flipped(good: Blob, chance: random.Random) -> Blob:
+    """With one byte changed, more often than not near the beginning of a buffer, where headers are."""
+    parts: list[Any] = [bytearray(part) for part in good]
+    part = chance.choice([part for part in parts if part])
+    place = chance.randrange(min(len(part), 64) if chance.random() < 0.6 else len(part))
+    part[place] ^= chance.randrange(1, 256)
+    return [bytes(part) for part in parts]
