@@ -48,9 +48,14 @@ def needed_by(test: Any) -> str | None:
 
 
 def claims(component: Any, capability: str, contract: type) -> bool:
-    """Whether a component claims a capability: its attribute is true, maybe by its settings, or its method its own."""
-    own, default = getattr(type(component), capability), getattr(contract, capability)
-    return own is not default if callable(default) else bool(getattr(component, capability))
+    """Whether a component, or a class of them, claims a capability.
+
+    Its attribute is true, which may be a matter of its settings, or its method is its own.
+    """
+    default = getattr(contract, capability)
+    if not callable(default):
+        return bool(getattr(component, capability))
+    return getattr(component if isinstance(component, type) else type(component), capability) is not default
 
 
 def requirements_of(cls: type) -> tuple[Requirement, ...]:

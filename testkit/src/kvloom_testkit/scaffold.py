@@ -46,7 +46,7 @@ STARTS = {
         yaml="tiers:\n  - {type: memory, capacity: 1GiB}\n  - {type: $type, path: /somewhere}",
     ),
     "serializer": Start(
-        "serializer", "serializer", "DeflateSerializer", "kit_deflate", "Serializer",
+        "serializer", "serializer", "RowsSerializer", "kit_rows", "Serializer",
         yaml="tiers:\n  - {type: dict, serializer: {type: $type}}",
     ),
     "connector": Start(
@@ -54,7 +54,7 @@ STARTS = {
         yaml="connector: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
     ),
     "tokens": Start(
-        "tokens", "tokens", "FixedTokenDatabase", "kit_fixed", "TokenDatabase",
+        "tokens", "tokens", "EvenTokenDatabase", "kit_even", "TokenDatabase",
         yaml="tokens: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
     ),
     "retriever": Start(
