@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 _START_SECONDS = 10.0
 _READ_BYTES = 1 << 16
@@ -85,20 +87,25 @@ class TcpProxy:
         task = asyncio.ensure_future(self._connect(reader, writer))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
+        task.add_done_callback(lambda _: writer.close())  # also if it never began
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers = [writer]
-        try:
+        with contextlib.suppress(OSError):
             there, back = await asyncio.open_connection(self.upstream_host, self.upstream_port)
-            writers.append(back)
-            async with asyncio.TaskGroup() as directions:
-                directions.create_task(_pass_on(reader, back, self.requests))
-                directions.create_task(_pass_on(there, writer, self.answers))
-        except* OSError:
-            pass  # cut, on purpose or not: both ends learn of it
-        finally:
-            for one in writers:
-                one.close()
+            try:
+                # The first direction that is cut, on purpose or not, takes the other with it.
+                await _both(_pass_on(reader, back, self.requests), _pass_on(there, writer, self.answers))
+            finally:
+                back.close()
+
+
+async def _both(*directions: Coroutine[Any, Any, None]) -> None:
+    tasks = [asyncio.ensure_future(one) for one in directions]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: Faults) -> None:
