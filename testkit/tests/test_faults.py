@@ -258,7 +258,7 @@ def test_the_proxy_ends_with_its_block_whoever_is_connected() -> None:
     [
         {"cut_after_bytes": 100},
         {"cut_after_bytes": 4200},
-        {"flip_at": 500},
+        {"flip_at": 100},
         {"flip_at": 4150},
         {"black_hole": True},
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from typing import Any
 
 _START_SECONDS = 10.0
 _READ_BYTES = 1 << 16
-_LAST_TURNS = 5
 
 
 @dataclass
@@ -70,33 +70,47 @@ class TcpProxy:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._serving: set[asyncio.Task[None]] = set()
-        server = await asyncio.start_server(self._accept, self.host, 0)
-        self.port = server.sockets[0].getsockname()[1]
-        self._ready.set()
-        await self._stop.wait()
-        server.close()
-        for _ in range(_LAST_TURNS):  # who was accepted a moment ago comes in, and what is closed goes
-            await asyncio.sleep(0)
-            for task in tuple(self._serving):
+        with socket.create_server((self.host, 0)) as listener:
+            listener.setblocking(False)
+            self.port = listener.getsockname()[1]
+            accepting = asyncio.ensure_future(self._accept(listener))
+            self._ready.set()
+            await self._stop.wait()
+            accepting.cancel()
+            await asyncio.wait([accepting])
+
+    async def _accept(self, listener: socket.socket) -> None:
+        # Not asyncio's server: one that is closed forgets whom it has just accepted, who then waits for ever.
+        serving: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                client, _ = await self._loop.sock_accept(listener)
+                self.connections += 1
+                task = asyncio.ensure_future(self._connect(client))
+                serving.add(task)
+                task.add_done_callback(serving.discard)
+                await asyncio.sleep(0)  # it begins, so that it can end
+        finally:
+            for task in serving:
                 task.cancel()
-            await asyncio.gather(*self._serving, return_exceptions=True)
+            await asyncio.gather(*serving, return_exceptions=True)
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        task = asyncio.ensure_future(self._connect(reader, writer))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
-        task.add_done_callback(lambda _: writer.close())  # also if it never began
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+    async def _connect(self, client: socket.socket) -> None:
+        writers: list[asyncio.StreamWriter] = []
+        try:
+            reader, writer = await asyncio.open_connection(sock=client)
+            writers.append(writer)
             there, back = await asyncio.open_connection(self.upstream_host, self.upstream_port)
-            try:
-                # The first direction that is cut, on purpose or not, takes the other with it.
-                await _both(_pass_on(reader, back, self.requests), _pass_on(there, writer, self.answers))
-            finally:
-                back.close()
+            writers.append(back)
+            # The first direction that is cut, on purpose or not, takes the other with it.
+            await _both(_pass_on(reader, back, self.requests), _pass_on(there, writer, self.answers))
+        except OSError:
+            pass  # both ends learn of it
+        finally:
+            for one in writers:
+                one.close()
+            if not writers:
+                client.close()
 
 
 async def _both(*directions: Coroutine[Any, Any, None]) -> None:
