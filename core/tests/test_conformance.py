@@ -10,8 +10,17 @@ from kvloom import Observer, StorageBackend
 from kvloom.builtin.chunked import ChunkedTokenDatabase
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.builtin.log import LogObserver
+from kvloom.builtin.plain import PlainConnector
 from kvloom.builtin.raw import RawSerializer
-from kvloom_testkit import BackendConformance, ObserverConformance, SerializerConformance, TokensConformance
+from kvloom_testkit import (
+    BackendConformance,
+    ConnectorConformance,
+    ConnectorHarness,
+    ObserverConformance,
+    SerializerConformance,
+    TokensConformance,
+)
+from kvloom_testkit.harnesses import plain
 from kvloom_testkit.subjects import SPEC
 
 
@@ -37,3 +46,9 @@ class TestRaw(SerializerConformance):
     @pytest.fixture
     def make(self) -> Callable[[], RawSerializer]:
         return lambda: RawSerializer(RawSerializer.Config(), SPEC)
+
+
+class TestPlain(ConnectorConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], ConnectorHarness]:
+        return lambda: plain(lambda: PlainConnector(PlainConnector.Config(), SPEC))

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvloom_testkit import faults as faults
     from kvloom_testkit.backend import BackendConformance
+    from kvloom_testkit.connector import ConnectorConformance
     from kvloom_testkit.executor import ExecutorConformance
+    from kvloom_testkit.memories import ConnectorHarness, EngineMemory
     from kvloom_testkit.observer import ObserverConformance
     from kvloom_testkit.retriever import RetrieverConformance
     from kvloom_testkit.serializer import SerializerConformance
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BackendConformance": "kvloom_testkit.backend",
+    "ConnectorConformance": "kvloom_testkit.connector",
+    "ConnectorHarness": "kvloom_testkit.memories",
+    "EngineMemory": "kvloom_testkit.memories",
     "ExecutorConformance": "kvloom_testkit.executor",
     "ObserverConformance": "kvloom_testkit.observer",
     "RetrieverConformance": "kvloom_testkit.retriever",
@@ -25,6 +30,9 @@ _HOME = {
 
 __all__ = [
     "BackendConformance",
+    "ConnectorConformance",
+    "ConnectorHarness",
+    "EngineMemory",
     "ExecutorConformance",
     "ObserverConformance",
     "RetrieverConformance",

@@ -9,6 +9,7 @@ from kvloom_testkit.conformance import Conformance
 
 CLASSES = {
     "backend": "kvloom_testkit.backend:BackendConformance",
+    "connector": "kvloom_testkit.connector:ConnectorConformance",
     "serializer": "kvloom_testkit.serializer:SerializerConformance",
     "tokens": "kvloom_testkit.tokens:TokensConformance",
     "blend retriever": "kvloom_testkit.retriever:RetrieverConformance",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ SPEC = KVSpec(model="kit", num_layers=3, num_kv_heads=2, head_size=8, dtype="bfl
 HARNESSES = "kvloom.testkit"
 """The entry-point group of harnesses, by `<kind>.<type>`: what the kit needs beside the component itself."""
 
+_OWN_HARNESSES = {
+    "connector.kit_pages": "kvloom_testkit.harnesses:pages",
+    "connector.kit_slots": "kvloom_testkit.harnesses:slots",
+    "connector.plain": "kvloom_testkit.harnesses:plain",
+}
+"""Of kvloom's built-in components, which do not depend on the kit, and of the kit's own."""
 _TMP = "{tmp}"
 
 chosen: list[Subject] = []
@@ -63,14 +70,17 @@ class Subject:
         return type(base.__name__, (base,), {"make": make, "__doc__": base.__doc__, "__module__": __name__})
 
     def _in_harness(self, component: Callable[[], Any]) -> Any:
-        found = metadata.entry_points(group=HARNESSES, name=f"{self.kind.replace(' ', '_')}.{self.type}")
+        name = f"{self.kind.replace(' ', '_')}.{self.type}"
+        if name in _OWN_HARNESSES:
+            return pkgutil.resolve_name(_OWN_HARNESSES[name])(component)
+        found = metadata.entry_points(group=HARNESSES, name=name)
         if found:
             return next(iter(found)).load()(component)
         if conformance_of(self.kind).needs_harness:
             raise ConfigError(
                 f"{self.kind}.{self.type}",
                 f"to test a {self.kind} the kit needs a harness: write an entry point "
-                f"{self.kind.replace(' ', '_')}.{self.type} in the group {HARNESSES!r}, a function of a function that "
+                f"{name} in the group {HARNESSES!r}, a function of a function that "
                 f"makes the component; see kvloom_testkit.{conformance_of(self.kind).__name__}",
             )
         return component()

@@ -14,14 +14,18 @@ class Fence(Protocol):
     """Tells when copies that were queued on a device are done."""
 
     def wait(self) -> None:
-        """Block until they are."""
+        """Block until they are. May be called again; fences may be waited for in any order."""
 
 
 class GPUConnector(Component):
     """Moves KV between an engine's memory and chunks. One call moves many segments: one kernel launch, not many.
 
     `where` is what the caller of `Engine.store` and `Engine.retrieve` passed on: the engine's KV tensors, page
-    tables, whatever the connector's docstring asks for. Called by one thread at a time per request.
+    tables, whatever the connector's docstring asks for. Called by one thread at a time per request, and for several
+    requests at once; nothing of one request's `where` is kept for the next.
+
+    The segments of one call are in order and do not overlap, and there may be gaps between them. What is not the KV of
+    a segment stays as it is: the engine's other memory when writing, all of it when reading.
     """
 
     format: ClassVar[MemoryFormat] = MemoryFormat.KV_BLOB
@@ -38,7 +42,10 @@ class GPUConnector(Component):
         return self.spec.blob_shape(num_tokens)
 
     def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
-        """Raise ValueError if `where` is not something this connector can read or write `num_tokens` tokens of."""
+        """Raise ValueError if `where` is not something this connector can read or write `num_tokens` tokens of.
+
+        So for what is missing, has too little room, is of another dtype or shape, and for a name that it does not know.
+        """
 
     @abstractmethod
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Fence | None:

@@ -181,7 +181,7 @@ class SharesItsScratch(Mutant, RowsSerializer):
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
         self._scratch = [bytes(buffer) for buffer in blob]
-        time.sleep(0)
+        time.sleep(0.001)
         super().decode(self._scratch, into)
 
 

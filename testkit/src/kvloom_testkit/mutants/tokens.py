@@ -218,7 +218,7 @@ class KeepsTheDigestOnTheInstance(Mutant, EvenTokenDatabase):
 
     def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
         self._before = before
-        time.sleep(0)
+        time.sleep(0.001)
         return super().digest(self._before, tokens)
 
 

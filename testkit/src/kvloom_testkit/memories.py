@@ -1,0 +1,130 @@
+"""What the requirements of connectors need beside a connector: an engine's memory that can be looked into."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvloom import Chunk, ChunkKey, GPUConnector, KVSpec, MemoryFormat, Segment
+from kvloom_testkit.chunks import room_for
+from kvloom_testkit.remaking import spec_of
+
+
+class EngineMemory(ABC):
+    """The KV memory of an engine, with one request's KV in it and other things around. Written by who tests."""
+
+    @property
+    @abstractmethod
+    def where(self) -> Mapping[str, Any]:
+        """What the caller of `Engine.store` and `Engine.retrieve` passes on for this request."""
+
+    @abstractmethod
+    def kv(self) -> torch.Tensor:
+        """A copy of the request's KV, `[planes, layers, tokens, hidden]`; for KV_PAGES, `[pages, ...]` in any form.
+
+        Without the connector's help: it is what the connector is checked against.
+        """
+
+    @abstractmethod
+    def set_kv(self, kv: torch.Tensor) -> None:
+        """Put KV of the form of `kv()` into the request's memory, without the connector's help."""
+
+    def surroundings(self) -> bytes:
+        """The bytes of all that belongs to others, and of what the connector only reads: page tables, other rows."""
+        return b""
+
+
+@dataclass(frozen=True)
+class ConnectorHarness:
+    """What `make` returns: a connector, and memory for it to work on."""
+
+    connector: GPUConnector
+    memory: Callable[[KVSpec, int], EngineMemory]
+    """Makes the memory of an engine for a model, with room for exactly so many tokens of one request."""
+    page_tokens: int = 1
+    """Segments are whole multiples of so many tokens: 1, unless the format is KV_PAGES."""
+
+    @property
+    def spec(self) -> KVSpec:
+        return spec_of(self.connector)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the requests in the tests."""
+        return 40 * self.page_tokens
+
+    def engine(self, *, seed: int = 0, num_tokens: int | None = None, blank: bool = False) -> EngineMemory:
+        """Memory filled with KV of any bits, or with the same byte everywhere. num_tokens: of room for it."""
+        memory = self.memory(self.spec, num_tokens or self.num_tokens)
+        kv = memory.kv()
+        memory.set_kv(_filled(kv, None if blank else seed))
+        return memory
+
+    def segments(self, *sizes: int, start: int = 0, gap: int = 0) -> list[Segment]:
+        """Segments of so many pages each, one after the other, with `gap` pages between them."""
+        found, at, step = [], start * self.page_tokens, self.page_tokens
+        for number, size in enumerate(sizes):
+            key = ChunkKey(f"{'0' * 32}/-", number, bytes([number]) * 32)
+            found.append(Segment(at, at + size * step, key))
+            at += (size + gap) * step
+        return found
+
+    def chunks(self, segments: Sequence[Segment], *, poison: int = 0x5A) -> list[Chunk]:
+        """Chunks for the segments, every byte of which is `poison`."""
+        return [self._chunk(segment.end - segment.start, poison) for segment in segments]
+
+    def _chunk(self, num_tokens: int, poison: int) -> Chunk:
+        tensor = torch.empty(self.connector.shape(num_tokens), dtype=self.spec.torch_dtype, device="meta")
+        like = Chunk(torch.empty_like(tensor, device="cpu"), self.connector.format, num_tokens)
+        return room_for(like, poison)
+
+    def part(self, kv: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """What a segment is of `kv()`: a view."""
+        if self.connector.format is MemoryFormat.KV_BLOB:
+            return kv[:, :, segment.start : segment.end]
+        return kv[segment.start // self.page_tokens : segment.end // self.page_tokens]
+
+    def read(self, segments: Sequence[Segment], memory: EngineMemory, *, poison: int = 0x5A) -> list[Chunk]:
+        """New chunks with what the connector reads; the fence was waited for."""
+        chunks = self.chunks(segments, poison=poison)
+        done(self.connector.read(segments, chunks, **memory.where))
+        return chunks
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], memory: EngineMemory) -> None:
+        """Have the connector write, and wait for the fence."""
+        done(self.connector.write(segments, chunks, **memory.where))
+
+
+def done(fence: Any) -> None:
+    """Wait for a fence, where there is one."""
+    if fence is not None:
+        fence.wait()
+
+
+def layer_of(chunk: Chunk, layer: int) -> Chunk:
+    """A view of one layer of a chunk, `[planes, 1, tokens, hidden]`, as the core hands it to a connector."""
+    return replace(chunk, tensor=chunk.tensor[:, layer : layer + 1])
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes: a copy, 1-D uint8."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal bit for bit, NaNs too."""
+    return one.shape == other.shape and torch.equal(raw(one), raw(other))
+
+
+def _filled(kv: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """Like `kv`, of any bits; without a seed, of one byte everywhere."""
+    count = kv.numel() * kv.element_size()
+    if seed is None:
+        flat = torch.full((count,), 0x11, dtype=torch.uint8)
+    else:
+        flat = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return flat.view(kv.dtype).view(kv.shape)

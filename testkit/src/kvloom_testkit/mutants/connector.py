@@ -1,0 +1,411 @@
+"""Connectors with a fault each, and odd ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvloom import Chunk, GPUConnector, KVSpec, MemoryFormat, Segment
+from kvloom_testkit.harnesses import PAGE_TOKENS
+from kvloom_testkit.mutants import Mutant, Oddity
+from kvloom_testkit.reference.connector import SlotsConnector
+
+Where = Mapping[str, Any]
+
+
+class SwapsWhatItReads(Mutant, SlotsConnector):
+    """V, then K."""
+
+    breaks = "C01"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        super().read(segments, chunks, pool=where["pool"].flip(0), slots=where["slots"])
+
+
+class ReadsOneTokenLate(Mutant, SlotsConnector):
+    """Counts from one."""
+
+    breaks = "C01"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        super().read(segments, chunks, pool=where["pool"], slots=where["slots"].roll(-1))
+
+
+class TakesMemoryToBeZero(Mutant, SlotsConnector):
+    """Copies only what is not zero."""
+
+    breaks = "C01"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            values = where["pool"][:, :, where["slots"][segment.start : segment.end]]
+            wanted = values.float().abs() > 1e-30
+            chunk.tensor[wanted] = values[wanted]
+
+
+class SwapsWhatItWrites(Mutant, SlotsConnector):
+    """V, then K."""
+
+    breaks = "C02"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            where["pool"][:, :, where["slots"][segment.start : segment.end]] = chunk.tensor.flip(0)
+
+
+class WritesCleanNumbers(Mutant, SlotsConnector):
+    """What is no number becomes zero."""
+
+    breaks = "C02"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            where["pool"][:, :, where["slots"][segment.start : segment.end]] = chunk.tensor.nan_to_num()
+
+
+class WritesANeighbouringSlot(Mutant, SlotsConnector):
+    """Beside its own, the one behind the last: it may be anybody's."""
+
+    breaks = "C03"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        super().write(segments, chunks, **where)
+        pool, slots = where["pool"], where["slots"]
+        for segment, chunk in zip(segments, chunks, strict=True):
+            behind = (int(slots[segment.end - 1]) + 1) % pool.shape[2]
+            if behind not in slots[segment.start : segment.end]:
+                pool[:, :, behind] = chunk.tensor[:, :, -1]
+
+
+class WritesWholePages(Mutant, SlotsConnector):
+    """Fills up the last eight slots with zeros."""
+
+    breaks = "C03"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment in segments:
+            where["pool"][:, :, where["slots"][segment.end : -(-segment.end // 8) * 8]] = 0
+        super().write(segments, chunks, **where)
+
+
+class SortsThePageTable(Mutant, SlotsConnector):
+    """Slots are faster in order, and the engine's own table is at hand."""
+
+    breaks = "C03"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        super().write(segments, chunks, **where)
+        where["slots"].copy_(where["slots"].sort().values)
+
+
+class KeepsAnAddress(Mutant, SlotsConnector):
+    """Writes back what the memory that it read from holds by now."""
+
+    breaks = "C04"
+    _read: dict[bytes, tuple[Where, Segment]] = {}  # noqa: RUF012
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        super().read(segments, chunks, **where)
+        type(self)._read.update({each.key.digest: (where, each) for each in segments})
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for each, chunk in zip(segments, chunks, strict=True):
+            there, segment = type(self)._read.get(each.key.digest, (where, each))
+            fresh = torch.empty_like(chunk.tensor)
+            SlotsConnector.read(self, [segment], [Chunk(fresh, chunk.format, chunk.num_tokens)], **there)
+            super().write([each], [Chunk(fresh, chunk.format, chunk.num_tokens)], **where)
+
+
+class TakesAllToBeLikeTheFirst(Mutant, SlotsConnector):
+    """One launch for segments of one length."""
+
+    breaks = "C05"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        size = segments[0].end - segments[0].start
+        for segment, chunk in zip(segments, chunks, strict=True):
+            end = min(segment.end, segment.start + size)
+            where["pool"][:, :, where["slots"][segment.start : end]] = chunk.tensor[:, :, : end - segment.start]
+
+
+class TakesSegmentsToLieSideBySide(Mutant, SlotsConnector):
+    """One copy from the first start to the last end."""
+
+    breaks = "C05"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        at = segments[0].start
+        for chunk in chunks:
+            chunk.tensor.copy_(where["pool"][:, :, where["slots"][at : at + chunk.num_tokens]])
+            at += chunk.num_tokens
+
+
+class EmptiesWhatItRead(Mutant, SlotsConnector):
+    """Moves instead of copying."""
+
+    breaks = "C06"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        super().read(segments, chunks, **where)
+        for segment in segments:
+            where["pool"][:, :, where["slots"][segment.start : segment.end]] = 0
+
+
+class CleansChunksInPlace(Mutant, SlotsConnector):
+    """Memory that others read from."""
+
+    breaks = "C06"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        super().write(segments, chunks, **where)
+        for chunk in chunks:
+            chunk.tensor.nan_to_num_()
+
+
+class NeverChecks(Mutant, SlotsConnector):
+    """Relies on its callers."""
+
+    breaks = "C07"
+
+    def check(self, where: Where, num_tokens: int) -> None:
+        pass
+
+
+class ChecksNoLength(Mutant, SlotsConnector):
+    """Looks at types and shapes only."""
+
+    breaks = "C07"
+
+    def check(self, where: Where, num_tokens: int) -> None:
+        super().check(where, min(num_tokens, 1))
+
+
+class RaisesKeyErrors(Mutant, SlotsConnector):
+    """Whatever comes up."""
+
+    breaks = "C07"
+
+    def check(self, where: Where, num_tokens: int) -> None:
+        self._check(where["pool"], where["slots"], num_tokens)
+
+
+class PutsLayersFirst(Mutant, SlotsConnector):
+    """`[layers, planes, tokens, hidden]`."""
+
+    breaks = "C08"
+
+    def shape(self, num_tokens: int) -> tuple[int, ...]:
+        planes, layers, tokens, hidden = super().shape(num_tokens)
+        return (layers, planes, tokens, hidden)
+
+
+class _Fence:
+    """Runs something when it is waited for, once."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run, self._ran, self._lock = run, False, threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if not self._ran:
+                self._run()
+            self._ran = True
+
+
+class ForgetsToWait(Mutant, SlotsConnector):
+    """Its fence does nothing, and the copy is made some time later."""
+
+    breaks = "C09"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Any:
+        copy = threading.Timer(0.3, super().read, (segments, chunks), where)
+        copy.daemon = True
+        copy.start()
+        return _Fence(lambda: None)
+
+
+class WaitsOnce(Mutant, SlotsConnector):
+    """The second time there is nothing to wait for."""
+
+    breaks = "C09"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Any:
+        super().write(segments, chunks, **where)
+        waiting = [None]
+        return type("Fence", (), {"wait": lambda self: waiting.pop()})()
+
+
+class WaitsForTheLatestOnly(Mutant, SlotsConnector):
+    """All fences are the same one."""
+
+    breaks = "C09"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Any:
+        self._latest = lambda: SlotsConnector.read(self, segments, chunks, **where)
+        return type("Fence", (), {"wait": lambda _: self._latest()})()
+
+
+class FillsACopyOfTheLayer(Mutant, SlotsConnector):
+    """Takes the view to be contiguous."""
+
+    breaks = "C10"
+
+    def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        whole = [Chunk(chunk.tensor.contiguous(), chunk.format, chunk.num_tokens) for chunk in chunks]
+        super().read_layer(layer, segments, whole, **where)
+
+
+class ReadsLayersUnchecked(Mutant, SlotsConnector):
+    """Relies on `check`, which nobody called."""
+
+    breaks = "C10"
+
+    def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            chunk.tensor.copy_(where["pool"][:, layer : layer + 1, where["slots"][segment.start : segment.end]])
+
+
+class WritesEveryLayer(Mutant, SlotsConnector):
+    """Those that are in use as well."""
+
+    breaks = "C11"
+
+    def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            where["pool"][:, layer:, where["slots"][segment.start : segment.end]] = chunk.tensor
+
+
+class WritesTheFirstLayer(Mutant, SlotsConnector):
+    """Whichever it is told."""
+
+    breaks = "C11"
+
+    def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        super().write_layer(0, segments, chunks, **where)
+
+
+class RepresentsItsAddress(Mutant, SlotsConnector):
+    """Finds nothing that another one stored."""
+
+    breaks = "C12"
+
+    @property
+    def representation(self) -> Mapping[str, Any]:
+        return {"connector": id(self)}
+
+
+class RepresentsADtype(Mutant, SlotsConnector):
+    """Which is no JSON."""
+
+    breaks = "C12"
+
+    @property
+    def representation(self) -> Mapping[str, Any]:
+        return {"dtype": torch.bfloat16}
+
+
+class WritesWholeEights(Mutant, SlotsConnector):
+    """What is left over is left out."""
+
+    breaks = "C13"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            count = chunk.num_tokens // 8 * 8
+            where["pool"][:, :, where["slots"][segment.start : segment.start + count]] = chunk.tensor[:, :, :count]
+
+
+class ClosesOnce(Mutant, SlotsConnector):
+    """The second time there is nothing to close."""
+
+    breaks = "C14"
+
+    def close(self) -> None:
+        del self.config
+
+
+class KeepsThePageTable(Mutant, SlotsConnector):
+    """Of the first request, for all that follow."""
+
+    breaks = "C15"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        kept = self.__dict__.setdefault("_where", where)
+        super().write(segments, chunks, **kept)
+
+
+class KeepsWhatItRead(Mutant, SlotsConnector):
+    """By segment, whoever asks."""
+
+    breaks = "C15"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        kept = self.__dict__.setdefault("_kept", {})
+        for segment, chunk in zip(segments, chunks, strict=True):
+            if segment not in kept:
+                super().read([segment], [chunk], **where)
+                kept[segment] = chunk.tensor.clone()
+            chunk.tensor.copy_(kept[segment])
+
+
+class SharesItsStaging(Mutant, SlotsConnector):
+    """One buffer for all threads."""
+
+    breaks = "C16"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            self._staging = where["pool"][:, :, where["slots"][segment.start : segment.end]]
+            time.sleep(0.001)
+            chunk.tensor.copy_(self._staging)
+
+
+class CopiesWhenWaitedFor(Oddity, SlotsConnector):
+    """Nothing happens until the fence is asked."""
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Any:
+        return _Fence(lambda: SlotsConnector.read(self, segments, chunks, **where))
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Any:
+        return _Fence(lambda: SlotsConnector.write(self, segments, chunks, **where))
+
+
+class MovesPages(Oddity, GPUConnector):
+    """where: `pages`, a tensor `[pages, elements]`; `table`, 1-D int64: the pages of the request."""
+
+    type = "kit_pages"
+    format = MemoryFormat.KV_PAGES
+
+    def shape(self, num_tokens: int) -> tuple[int, ...]:
+        assert self.spec is not None
+        return (-(-num_tokens // PAGE_TOKENS), _page_size(self.spec))
+
+    def check(self, where: Where, num_tokens: int) -> None:
+        assert self.spec is not None
+        pages, table = where.get("pages"), where.get("table")
+        if not (isinstance(pages, torch.Tensor) and isinstance(table, torch.Tensor) and len(where) == 2):
+            raise ValueError(f"expected pages= and table=, got {sorted(where)}")
+        if pages.dtype != self.spec.torch_dtype or pages.shape[1:] != (_page_size(self.spec),):
+            raise ValueError("pages: not of this model")
+        if len(table) * PAGE_TOKENS < num_tokens:
+            raise ValueError("table: too few pages")
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            chunk.tensor.copy_(where["pages"][self._pages(segment, where)])
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            where["pages"][self._pages(segment, where)] = chunk.tensor
+
+    def _pages(self, segment: Segment, where: Where) -> torch.Tensor:
+        pages: torch.Tensor = where["table"][segment.start // PAGE_TOKENS : segment.end // PAGE_TOKENS]
+        return pages
+
+
+def _page_size(spec: KVSpec) -> int:
+    return spec.kv_planes * spec.num_layers * PAGE_TOKENS * spec.hidden_dim

@@ -1,0 +1,77 @@
+"""A connector of KV in slots, as paged engines keep it, by the shortest way that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvloom import Chunk, GPUConnector, KVSpec, Segment
+from kvloom_testkit.memories import EngineMemory
+
+
+class SlotsConnector(GPUConnector):
+    """where: `pool`, a tensor `[planes, layers, slots, hidden]`; `slots`, 1-D int64: the slot of each token."""
+
+    type = "kit_slots"
+
+    def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
+        if set(where) != {"pool", "slots"}:
+            raise ValueError(f"expected pool= and slots=, got {sorted(where)}")
+        self._check(**where, num_tokens=num_tokens)
+
+    def _check(self, pool: Any, slots: Any, num_tokens: int) -> None:
+        assert self.spec is not None
+        planes, layers, _, hidden = self.spec.blob_shape(1)
+        if not isinstance(pool, torch.Tensor) or pool.dtype != self.spec.torch_dtype:
+            raise ValueError(f"pool: not a tensor of {self.spec.dtype}")
+        if pool.dim() != 4 or (*pool.shape[:2], pool.shape[3]) != (planes, layers, hidden):
+            raise ValueError(f"pool: [{planes}, {layers}, slots, {hidden}] expected, not {list(pool.shape)}")
+        if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64 or slots.dim() != 1:
+            raise ValueError("slots: not a 1-D tensor of int64")
+        if slots.numel() < num_tokens or (num_tokens and not 0 <= int(slots.min()) <= int(slots.max()) < pool.shape[2]):
+            raise ValueError(f"slots: not {num_tokens} slots of the pool")
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            chunk.tensor.copy_(where["pool"][:, :, where["slots"][segment.start : segment.end]])
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            where["pool"][:, :, where["slots"][segment.start : segment.end]] = chunk.tensor
+
+    def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        self.check(where, max(segment.end for segment in segments))
+        for segment, chunk in zip(segments, chunks, strict=True):
+            chunk.tensor.copy_(where["pool"][:, layer : layer + 1, where["slots"][segment.start : segment.end]])
+
+    def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            where["pool"][:, layer : layer + 1, where["slots"][segment.start : segment.end]] = chunk.tensor
+
+
+class SlotsMemory(EngineMemory):
+    """A pool of twice as many slots as a request needs; those of the request are anywhere in it."""
+
+    def __init__(self, spec: KVSpec, num_tokens: int) -> None:
+        order = torch.randperm(2 * num_tokens, generator=torch.Generator().manual_seed(num_tokens))
+        self.slots, self._others = order[:num_tokens], order[num_tokens:]
+        nbytes = 2 * num_tokens * spec.hidden_dim * spec.torch_dtype.itemsize
+        shape = (spec.kv_planes, spec.num_layers, nbytes)
+        bits = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+        self.pool = bits.view(spec.torch_dtype).view(*shape[:2], 2 * num_tokens, spec.hidden_dim)
+
+    @property
+    def where(self) -> Mapping[str, Any]:
+        return {"pool": self.pool, "slots": self.slots}
+
+    def kv(self) -> torch.Tensor:
+        return self.pool[:, :, self.slots].clone()
+
+    def set_kv(self, kv: torch.Tensor) -> None:
+        self.pool[:, :, self.slots] = kv
+
+    def surroundings(self) -> bytes:
+        others = self.pool[:, :, self._others].contiguous().view(torch.uint8)
+        return others.numpy().tobytes() + self.slots.numpy().tobytes()
