@@ -9,7 +9,6 @@ import torch
 
 from kvloom import GPUConnector, KVSpec
 from kvloom_testkit.memories import ConnectorHarness, EngineMemory
-from kvloom_testkit.reference.connector import SlotsMemory
 
 PAGE_TOKENS = 4
 _MARGIN = 8
@@ -63,10 +62,6 @@ class PagesMemory(EngineMemory):
 
 def plain(component: Callable[[], GPUConnector]) -> ConnectorHarness:
     return ConnectorHarness(component(), TensorMemory)
-
-
-def slots(component: Callable[[], GPUConnector]) -> ConnectorHarness:
-    return ConnectorHarness(component(), SlotsMemory)
 
 
 def pages(component: Callable[[], GPUConnector]) -> ConnectorHarness:

@@ -35,8 +35,8 @@ class Start:
     """Arguments of its Config in the test, where `tmp_path` is a directory."""
     options: str = ""
     """Of `kvloom check`."""
-    harness: str = ""
-    """The class that its tests wrap it in."""
+    harness: bool = False
+    """Its tests need more than the component: the module `<module>_harness` has a function `harness` of it."""
     yaml: str = ""
 
 
@@ -50,7 +50,7 @@ STARTS = {
         yaml="tiers:\n  - {type: dict, serializer: {type: $type}}",
     ),
     "connector": Start(
-        "connector", "connector", "SlotsConnector", "kit_slots", "Connector", harness="Harness",
+        "connector", "connector", "SlotsConnector", "kit_slots", "Connector", harness=True,
         yaml="connector: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
     ),
     "tokens": Start(
@@ -58,7 +58,7 @@ STARTS = {
         yaml="tokens: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
     ),
     "retriever": Start(
-        "blend retriever", "retriever", "PiecesRetriever", "kit_pieces", "Retriever", harness="Library",
+        "blend retriever", "retriever", "PiecesRetriever", "kit_pieces", "Retriever", harness=True,
         yaml="blend: {retriever: {type: $type}}",
     ),
     "executor": Start(
@@ -169,9 +169,8 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
     cls = "".join(part.title() for part in type_.split("_")) + start.suffix
     module = f"{type_}_{word}"
     conformance = CLASSES[start.kind].split(":")[1]
-    source = _source(start).replace(start.name, cls).replace(f'"{start.type}"', f'"{type_}"')
+    source = _source(start.module).replace(start.name, cls).replace(f'"{start.type}"', f'"{type_}"')
     made = f"{cls}({cls}.Config({start.settings}), SPEC)"
-    names = ", ".join(filter(None, sorted((cls, start.harness))))
     values = {
         "cls": cls,
         "conformance": conformance,
@@ -187,14 +186,15 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         "type": type_,
         "word": start.kind.replace(" ", "-"),
         "argument": ", tmp_path" if start.settings else "",
-        "imports": f"from kvloom_testkit.subjects import SPEC\n\nfrom {package}.{module} import {names}\n",
-        "make": f"lambda: {start.harness}(lambda: {made})" if start.harness else f"lambda: {made}",
+        "imports": f"from kvloom_testkit.subjects import SPEC\n\nfrom {package}.{module} import {cls}\n",
+        "make": f"lambda: harness(lambda: {made})" if start.harness else f"lambda: {made}",
     }
     if start.harness:
-        name, home = f"{start.kind.replace(' ', '_')}.{type_}", f"{package}.{module}:{start.harness}"
+        name, home = f"{start.kind.replace(' ', '_')}.{type_}", f"{package}.testing:harness"
         values["harness_entry"] = _HARNESS.format(group=HARNESSES, name=name, home=home)
+        values["imports"] += f"from {package}.testing import harness\n"
     values["yaml"] = Template(start.yaml).substitute(values).replace("\n", "\n    ")
-    return {
+    texts = {
         "pyproject.toml": Template(_PYPROJECT).substitute(values),
         "README.md": Template(_README).substitute(values),
         f"src/{package}/__init__.py": Template(_ENTRY).substitute(values),
@@ -202,7 +202,12 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         f"src/{package}/py.typed": "",
         "tests/test_conformance.py": Template(_TEST).substitute(values),
     }
+    if start.harness:
+        text = _source(f"{start.module}_harness").replace(start.name, cls)
+        home = f"kvloom_testkit.reference.{start.module}"
+        texts[f"src/{package}/testing.py"] = text.replace(home, f"{package}.{module}")
+    return texts
 
 
-def _source(start: Start) -> str:
-    return (files("kvloom_testkit.reference") / f"{start.module}.py").read_text(encoding="utf-8")
+def _source(module: str) -> str:
+    return (files("kvloom_testkit.reference") / f"{module}.py").read_text(encoding="utf-8")

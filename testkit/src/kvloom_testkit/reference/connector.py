@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kvloom import Chunk, GPUConnector, KVSpec, Segment
-from kvloom_testkit.memories import EngineMemory
+from kvloom import Chunk, GPUConnector, Segment
 
 
 class SlotsConnector(GPUConnector):
@@ -49,29 +48,3 @@ class SlotsConnector(GPUConnector):
     def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         for segment, chunk in zip(segments, chunks, strict=True):
             where["pool"][:, layer : layer + 1, where["slots"][segment.start : segment.end]] = chunk.tensor
-
-
-class SlotsMemory(EngineMemory):
-    """A pool of twice as many slots as a request needs; those of the request are anywhere in it."""
-
-    def __init__(self, spec: KVSpec, num_tokens: int) -> None:
-        order = torch.randperm(2 * num_tokens, generator=torch.Generator().manual_seed(num_tokens))
-        self.slots, self._others = order[:num_tokens], order[num_tokens:]
-        nbytes = 2 * num_tokens * spec.hidden_dim * spec.torch_dtype.itemsize
-        shape = (spec.kv_planes, spec.num_layers, nbytes)
-        bits = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
-        self.pool = bits.view(spec.torch_dtype).view(*shape[:2], 2 * num_tokens, spec.hidden_dim)
-
-    @property
-    def where(self) -> Mapping[str, Any]:
-        return {"pool": self.pool, "slots": self.slots}
-
-    def kv(self) -> torch.Tensor:
-        return self.pool[:, :, self.slots].clone()
-
-    def set_kv(self, kv: torch.Tensor) -> None:
-        self.pool[:, :, self.slots] = kv
-
-    def surroundings(self) -> bytes:
-        others = self.pool[:, :, self._others].contiguous().view(torch.uint8)
-        return others.numpy().tobytes() + self.slots.numpy().tobytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -31,16 +30,6 @@ class PiecesTask(BlendRetrieverTask):
             k[run], v[run] = kv[:, layer_id]
             valid[run], positions[run] = True, torch.arange(start, start + PIECE)
         return BlendRetrieverResult(k, v, valid, positions)
-
-
-class Library:
-    """What the kit asks for: see `kvloom_testkit.retriever.Library`."""
-
-    def __init__(self, make: Callable[[], PiecesRetriever]) -> None:
-        self.retriever = make()
-
-    def add(self, tokens: torch.Tensor, kv: torch.Tensor) -> None:
-        self.retriever.add(tokens, kv)
 
 
 class PiecesRetriever(BlendRetriever):
