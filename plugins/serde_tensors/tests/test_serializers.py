@@ -279,3 +279,21 @@ def test_damage_is_corrupt_or_another_chunk_of_the_same_shape(cls: Any, data: st
         make(cls).decode([bytes(blob)], into)
     except CorruptBlobError:
         assert not bits(into).any()
+
+
+@BOTH
+def test_integers_are_not_cast(cls: Any) -> None:
+    integers = KVSpec(model="m", num_layers=2, num_kv_heads=2, head_size=4, dtype="uint8")
+    with pytest.raises(ValueError, match="uint8 cannot be kept as float16"):
+        make(cls, "float16", integers)
+    assert make(cls, None, integers).lossless
+
+
+@pytest.mark.parametrize("beside", [(b"", b"\0"), (b"", bytes(64)), (b"PK", b""), (b"", b"PK\5\6" + bytes(18))])
+def test_bytes_beside_the_archive_are_corrupt(beside: tuple[bytes, bytes]) -> None:
+    chunk = random_chunk()
+    blob = b"".join(make(TorchSerializer).encode(chunk))
+    with pytest.raises(CorruptBlobError):
+        make(TorchSerializer).decode([beside[0] + blob + beside[1]], like(chunk))
+    with pytest.raises(CorruptBlobError):
+        make(TorchSerializer).decode([blob, blob], like(chunk))

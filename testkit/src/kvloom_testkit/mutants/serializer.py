@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -205,13 +206,14 @@ class UsesPythonsHash(Mutant, RowsSerializer):
     breaks = "S11"
 
     def encode(self, chunk: Chunk) -> Buffers:
-        return _xored(super().encode(chunk), self._mask())
+        return self._hidden(super().encode(chunk))
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
-        super().decode(_xored(blob, self._mask()), into)
+        super().decode(self._hidden(blob), into)
 
-    def _mask(self) -> int:
-        return hash("kit") % 251
+    def _hidden(self, blob: Buffers) -> Buffers:
+        key = str(hash("kit")).encode()
+        return [bytes(map(operator.xor, bytes(buffer), itertools.cycle(key))) for buffer in blob]
 
 
 class EncodesAllLikeTheFirst(Mutant, RowsSerializer):
