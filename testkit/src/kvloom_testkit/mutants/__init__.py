@@ -26,11 +26,11 @@ class Oddity:
 
 
 def of(kind: str) -> Iterator[type[Any]]:
-    """Every mutant and oddity of a kind: those of its module or, if that is a package, of the modules in it."""
-    home = f"{__name__}.{CLASSES[kind].split(':')[0].rsplit('.')[-1]}"
-    inside = pkgutil.iter_modules(getattr(import_module(home), "__path__", ()), f"{home}.")
-    for module in map(import_module, [home, *(one.name for one in inside)]):
-        for name, cls in vars(module).items():
-            here = isinstance(cls, type) and cls.__module__ == module.__name__ and not name.startswith("_")
-            if here and issubclass(cls, (Mutant, Oddity)):
-                yield cls
+    """Every mutant and oddity of a kind: those of the module or package of its name, and of modules `<name>_...`."""
+    stem = f"{__name__}.{CLASSES[kind].split(':')[0].rsplit('.')[-1]}"
+    for found in pkgutil.walk_packages(__path__, f"{__name__}."):
+        if f"{found.name}.".startswith((f"{stem}.", f"{stem}_")):
+            for name, cls in vars(import_module(found.name)).items():
+                here = isinstance(cls, type) and cls.__module__ == found.name and not name.startswith("_")
+                if here and issubclass(cls, (Mutant, Oddity)):
+                    yield cls

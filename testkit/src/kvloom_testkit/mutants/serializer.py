@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import operator
 import time
 from collections.abc import Mapping, Sequence
@@ -11,16 +10,16 @@ from typing import Any
 
 import torch
 
-from kvloom import EXACT, Buffer, Buffers, Chunk, CorruptBlobError, MemoryFormat, Place, Serializer
+from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, MemoryFormat, Place, Serializer
 from kvloom_testkit.mutants import Mutant, Oddity
 from kvloom_testkit.reference.serializer import HalfSerializer, RowsSerializer
 
 
-def _with(chunk: Chunk, tensor: torch.Tensor) -> Chunk:
+def with_tensor(chunk: Chunk, tensor: torch.Tensor) -> Chunk:
     return Chunk(tensor, chunk.format, chunk.num_tokens, chunk.fidelity)
 
 
-def _xored(blob: Buffers, mask: int) -> list[bytes]:
+def xored(blob: Buffers, mask: int) -> list[bytes]:
     return [bytes(byte ^ mask for byte in bytes(buffer)) for buffer in blob]
 
 
@@ -30,7 +29,7 @@ class ConvertsValues(Mutant, RowsSerializer):
     breaks = "S01"
 
     def encode(self, chunk: Chunk) -> Buffers:
-        return super().encode(_with(chunk, chunk.tensor.float().nan_to_num().to(chunk.tensor.dtype)))
+        return super().encode(with_tensor(chunk, chunk.tensor.float().nan_to_num().to(chunk.tensor.dtype)))
 
 
 class WorksOnPairsOfTokens(Mutant, RowsSerializer):
@@ -42,7 +41,7 @@ class WorksOnPairsOfTokens(Mutant, RowsSerializer):
         tensor = chunk.tensor.clone()
         if tensor.dim() == 4 and tensor.shape[2] % 2:
             tensor[:, :, -1] = 0
-        return super().encode(_with(chunk, tensor))
+        return super().encode(with_tensor(chunk, tensor))
 
 
 class KnowsOnePlaneSize(Mutant, RowsSerializer):
@@ -92,7 +91,7 @@ class LeavesZerosOut(Mutant, RowsSerializer):
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
         fresh = torch.zeros_like(into.tensor)
-        super().decode(blob, _with(into, fresh))
+        super().decode(blob, with_tensor(into, fresh))
         there, here = fresh.view(-1).view(torch.uint8), into.tensor.view(-1).view(torch.uint8)
         here[there != 0] = there[there != 0]
 
@@ -106,55 +105,6 @@ class RoundsUp(Mutant, RowsSerializer):
         super().decode(blob, into)
         flat = into.tensor.view(-1)
         flat.as_strided((flat.numel() + 1,), (1,))[-1:].zero_()
-
-
-class FillsUpWhatIsLacking(Mutant, RowsSerializer):
-    """Accepts a blob that is cut off."""
-
-    breaks = "S06"
-
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        data = b"".join(bytes(buffer) for buffer in blob)[: into.nbytes]
-        into.tensor.view(-1).view(torch.uint8).zero_()
-        if data:
-            into.tensor.view(-1).view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-class IgnoresTheRest(Mutant, RowsSerializer):
-    """Accepts what comes after the end."""
-
-    breaks = "S06"
-
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        data, step = b"".join(bytes(buffer) for buffer in blob)[: into.nbytes], into.nbytes // len(self.encode(into))
-        super().decode([data[start : start + step] for start in range(0, into.nbytes, step)], into)
-
-
-class RaisesWhatItLikes(Mutant, RowsSerializer):
-    """Lets the library's exception out."""
-
-    breaks = "S06"
-
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        try:
-            super().decode(blob, into)
-        except CorruptBlobError as error:
-            raise ValueError(str(error)) from None
-
-
-class BelievesItsHeader(Mutant, RowsSerializer):
-    """Parses whatever is there."""
-
-    breaks = "S07"
-
-    def encode(self, chunk: Chunk) -> Buffers:
-        return [json.dumps({"parts": [*range(len(super().encode(chunk)))]}).encode(), *super().encode(chunk)]
-
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        if len(blob) != len(super().encode(into)) + 1:
-            raise CorruptBlobError("another number of buffers")
-        order = json.loads(bytes(blob[0]))["parts"]
-        super().decode([blob[1:][number] for number in order], into)
 
 
 class PromisesTooLittle(Mutant, RowsSerializer):
@@ -194,10 +144,10 @@ class StoresDifferences(Mutant, RowsSerializer):
 
     def encode(self, chunk: Chunk) -> Buffers:
         self._calls += 1
-        return _xored(super().encode(chunk), self._calls - 1)
+        return xored(super().encode(chunk), self._calls - 1)
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
-        super().decode(_xored(blob, max(0, self._calls - 1)), into)
+        super().decode(xored(blob, max(0, self._calls - 1)), into)
 
 
 class UsesPythonsHash(Mutant, RowsSerializer):
@@ -222,7 +172,7 @@ class EncodesAllLikeTheFirst(Mutant, RowsSerializer):
     breaks = "S12"
 
     def encode_many(self, chunks: Sequence[Chunk], place: Place | None = None) -> list[Buffers]:
-        return [self.encode(_with(chunk, chunk.tensor[:, :, :5])) for chunk in chunks]
+        return [self.encode(with_tensor(chunk, chunk.tensor[:, :, :5])) for chunk in chunks]
 
 
 class DecodesInAnotherOrder(Mutant, RowsSerializer):
@@ -235,78 +185,6 @@ class DecodesInAnotherOrder(Mutant, RowsSerializer):
         wanted = sorted(range(len(into)), key=lambda number: into[number].nbytes)
         for blob, chunk in zip(places, wanted, strict=True):
             self.decode(blobs[blob], into[chunk])
-
-
-class CopiesItsView(Mutant, RowsSerializer):
-    """A tensor of its own."""
-
-    breaks = "S13"
-
-    def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
-        found = super().view(blob, like)
-        return found and _with(found, found.tensor.clone())
-
-
-class ViewsTheBeginning(Mutant, RowsSerializer):
-    """Whatever comes after it."""
-
-    breaks = "S13"
-
-    def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
-        return super().view(blob[: like.nbytes], like)
-
-
-class ForgetsV(Mutant, RowsSerializer):
-    """The buffers of a layer are those of its K."""
-
-    breaks = "S14"
-
-    def layer_buffers(
-        self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
-    ) -> Sequence[Sequence[int]] | None:
-        found = super().layer_buffers(lengths, like, params)
-        return found and [each[:1] for each in found]
-
-    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
-        super().decode_layers([*blob, *blob][: into.tensor.shape[0] * len(layers)], layers, into)
-
-
-class TakesLayersToBeContiguous(Mutant, RowsSerializer):
-    """Fills a copy."""
-
-    breaks = "S14"
-
-    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
-        super().decode_layers(blob, layers, _with(into, into.tensor.contiguous()))
-
-
-class CountsLayersFromTheFirst(Mutant, RowsSerializer):
-    """Decodes a layer as if it was another one."""
-
-    breaks = "S14"
-
-    def encode(self, chunk: Chunk) -> Buffers:
-        return self._numbered(super().encode(chunk), range(chunk.tensor.shape[1]))
-
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        super().decode(self._numbered(blob, range(into.tensor.shape[1])), into)
-
-    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
-        super().decode_layers(self._numbered(blob, range(len(layers))), layers, into)
-
-    def _numbered(self, blob: Buffers, layers: range) -> Buffers:
-        return [_xored([buffer], layer)[0] for buffer, layer in zip(blob, itertools.cycle(layers), strict=False)]
-
-
-class NeverReadsByLayer(Mutant, RowsSerializer):
-    """Claims what it does not do."""
-
-    breaks = "S14"
-
-    def layer_buffers(
-        self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
-    ) -> Sequence[Sequence[int]] | None:
-        return None
 
 
 class PutsADtypeInItsParams(Mutant, RowsSerializer):
@@ -331,35 +209,6 @@ class CountsInItsParams(Mutant, RowsSerializer):
         return {"call": self._calls}
 
 
-class WantsBytes(Mutant, RowsSerializer):
-    """Calls a method that only bytes have."""
-
-    breaks = "S16"
-
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        super().decode([buffer.rjust(0) for buffer in blob], into)  # type: ignore[union-attr]
-
-
-class DecodesInPlace(Mutant, RowsSerializer):
-    """Saves a copy where it can."""
-
-    breaks = "S16"
-
-    def encode(self, chunk: Chunk) -> Buffers:
-        return _xored(super().encode(chunk), 0x55)
-
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        super().decode([self._clear(buffer) for buffer in blob], into)
-
-    def _clear(self, buffer: Buffer) -> Buffer:
-        (clear,) = _xored([buffer], 0x55)
-        view = memoryview(buffer)
-        if view.readonly:
-            return clear
-        view[:] = clear
-        return view
-
-
 class ClosesOnce(Mutant, RowsSerializer):
     """The second time there is nothing to close."""
 
@@ -367,28 +216,6 @@ class ClosesOnce(Mutant, RowsSerializer):
 
     def close(self) -> None:
         del self.config
-
-
-class ReusesItsBuffer(Mutant, RowsSerializer):
-    """The next chunk goes where this one is."""
-
-    breaks = "S18"
-
-    def encode(self, chunk: Chunk) -> Buffers:
-        data = b"".join(super().encode(chunk))
-        scratch: bytearray = self.__dict__.setdefault("_scratch", bytearray(1 << 24))
-        scratch[: len(data)] = data
-        step = len(data) // len(super().encode(chunk))
-        return [memoryview(scratch)[start : start + step] for start in range(0, len(data), step)]
-
-
-class ReturnsArrays(Mutant, RowsSerializer):
-    """Which are no bytes."""
-
-    breaks = "S18"
-
-    def encode(self, chunk: Chunk) -> Buffers:
-        return [memoryview(buffer).cast("B").tolist() for buffer in super().encode(chunk)]  # type: ignore[misc]
 
 
 class TakesEverything(Mutant, HalfSerializer):

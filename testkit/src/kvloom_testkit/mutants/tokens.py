@@ -305,7 +305,7 @@ class DigestsEachSegmentAlone(Mutant, EvenTokenDatabase):
         return super().digest(self.root(""), tokens)
 
 
-class _LearningTokenDatabase(EvenTokenDatabase):
+class LearningTokenDatabase(EvenTokenDatabase):
     """Learns sequences, and cuts also where one leaves those that it knows."""
 
     def learn(self, tokens: torch.Tensor, *, salt: str = "") -> None:
@@ -325,55 +325,8 @@ class _LearningTokenDatabase(EvenTokenDatabase):
         return super().digest(before + b"a segment", tokens)
 
 
-class CutsAtBranches(Oddity, _LearningTokenDatabase):
+class CutsAtBranches(Oddity, LearningTokenDatabase):
     """Segments of any length, which change as it learns."""
-
-
-class KeysNameBranches(Mutant, _LearningTokenDatabase):
-    """The key is the number of the branch, which differs between instances."""
-
-    breaks = "T14"
-
-    def learn(self, tokens: torch.Tensor, *, salt: str = "") -> None:
-        super().learn(tokens, salt=salt)
-        self._number = len(self.__dict__["_known"])
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        number = self.__dict__.get("_number", 0)
-        return super().digest(before, tokens if number < 4 else torch.tensor([number, len(tokens)]))
-
-
-class KeysLeaveOutTheStart(Mutant, _LearningTokenDatabase):
-    """Two segments that end at the same token are one."""
-
-    breaks = "T14"
-
-    def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:
-        found = super().segments(tokens, mask, salt=salt)
-        numbers = [(each, self.digest(self.root(salt), tokens[: each.end])) for each in found]
-        return [Segment(s, e, ChunkKey(key.namespace, 0, digest)) for (s, e, key), digest in numbers]
-
-
-class RaisesWhatItKnows(Mutant, _LearningTokenDatabase):
-    """Learning what is known already is taken for an error."""
-
-    breaks = "T14"
-
-    def learn(self, tokens: torch.Tensor, *, salt: str = "") -> None:
-        before = len(self.__dict__.get("_known", ()))
-        super().learn(tokens, salt=salt)
-        if before and tokens[0] == self.__dict__["_known"][0][1][0]:
-            raise KeyError("known")
-
-
-class SeesBranchesTooLate(Mutant, _LearningTokenDatabase):
-    """A sequence is cut where it branches off only once it is learnt itself."""
-
-    breaks = "T15"
-
-    def cuts(self, tokens: torch.Tensor, salt: str) -> list[tuple[int, int]]:
-        known = (salt, tokens.tolist()) in self.__dict__.get("_known", ())
-        return super().cuts(tokens, salt) if known else EvenTokenDatabase.cuts(self, tokens, salt)
 
 
 class CutsAfterRoundIds(Oddity, EvenTokenDatabase):
