@@ -28,6 +28,9 @@ class Serializer(Component):
 
     The core frames every blob with checksums, key, shape, dtype and `params`: a serializer needs no header of its own
     and is never handed bytes that fail their checksum. It must still survive any bytes: raise `CorruptBlobError`.
+
+    Chunks are contiguous and of the dtype of `spec`. A serializer that cannot take KV like that of `spec` raises
+    ValueError when it is made.
     """
 
     lossless: ClassVar[bool] = True
