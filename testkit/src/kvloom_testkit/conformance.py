@@ -14,6 +14,24 @@ SECONDS = 60.0
 """How long one test may take before it counts as hanging."""
 
 
+class Opener:
+    """Makes components, and remembers those that are to be closed."""
+
+    def __init__(self, make: Callable[[], Any], component_of: Callable[[Any], Any]) -> None:
+        self._make = make
+        self._component_of = component_of
+        self.open: list[Any] = []
+
+    def __call__(self) -> Any:
+        self.open.append(self._make())
+        return self.open[-1]
+
+    def close(self, made: Any) -> None:
+        """Close one now, and not again at the end: only one requirement is about closing twice."""
+        self.open = [one for one in self.open if one is not made]
+        self._component_of(made).close()
+
+
 class Conformance:
     """Subclass the class of a kind in a test module, and write the fixture `make`. Do not subclass this one.
 
@@ -41,16 +59,11 @@ class Conformance:
         raise pytest.UsageError(f"{type(self).__name__} needs a fixture `make`: {inspect.getdoc(type(self).make)}")
 
     @pytest.fixture
-    def opened(self, make: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    def opened(self, make: Callable[[], Any]) -> Iterator[Opener]:
         """`make`, and everything that it made is closed at the end."""
-        made: list[Any] = []
-
-        def open_one() -> Any:
-            made.append(make())
-            return made[-1]
-
-        yield open_one
-        for one in reversed(made):
+        opener = Opener(make, self.component_of)
+        yield opener
+        for one in reversed(opener.open):
             self.component_of(one).close()
 
     @pytest.fixture(autouse=True)

@@ -12,7 +12,17 @@ from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.keys import Namespace
 from kvloom_testkit.running import together
 
-Open = Callable[[], StorageBackend]
+
+class Open(Protocol):
+    """The fixture `opened`."""
+
+    def __call__(self) -> StorageBackend: ...
+
+    def close(self, made: StorageBackend) -> None:
+        """Close it now, instead of at the end."""
+
+
+Make = Callable[[], StorageBackend]
 _CLEANING_SECONDS = 10.0
 
 
@@ -30,7 +40,7 @@ class BackendRequirements(Conformance):
     contract = StorageBackend
 
     @pytest.fixture(autouse=True)
-    def names(self, make: Open) -> Iterator[Namespace]:
+    def names(self, make: Make) -> Iterator[Namespace]:
         """Keys that nobody else has; what is under them is deleted at the end."""
         names = Namespace()
         yield names
@@ -52,7 +62,7 @@ def again(backend: StorageBackend, opened: Open) -> StorageBackend:
         return opened()
     if not type(backend).persistent:
         return backend
-    backend.close()
+    opened.close(backend)
     return opened()
 
 
@@ -76,7 +86,7 @@ def torn(blob: Any, version: Callable[[int], bytes]) -> bool:
     return not data or data != version(data[0])
 
 
-def _clean(make: Open, keys: Sequence[str]) -> None:
+def _clean(make: Make, keys: Sequence[str]) -> None:
     backend = make()
     try:
         backend.delete_many(keys)

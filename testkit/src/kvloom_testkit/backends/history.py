@@ -43,4 +43,4 @@ class HistoryRequirements(BackendRequirements):
                 assert content(backend.get(key)) == model.get(key), f"seed {seed}, step {step}: {history[-10:]}"
                 assert bool(backend.contains(key)) == (key in model), f"seed {seed}, step {step}: {history[-10:]}"
             assert contents(backend.get_many(keys)) == [model.get(key) for key in keys], f"seed {seed}, at the end"
-            backend.close()
+            opened.close(backend)

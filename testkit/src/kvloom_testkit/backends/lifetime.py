@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 
-from kvloom_testkit.backends.base import BackendRequirements, Open, again, content
+from kvloom_testkit.backends.base import BackendRequirements, Make, Open, again, content
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import needs
 from kvloom_testkit.running import together
@@ -31,7 +31,7 @@ class LifetimeRequirements(BackendRequirements):
         backend.put(names.key(1), [blob])
         backend.put(names.key(2), [blob])
         backend.delete(names.key(2))
-        backend.close()
+        opened.close(backend)
         second = opened()
         assert content(second.get(names.key(1))) == blob and second.get(names.key(2)) is None
 
@@ -61,17 +61,17 @@ class LifetimeRequirements(BackendRequirements):
         """
         unused = opened()
         unused.close()
-        unused.close()
+        opened.close(unused)
         backend = opened()
         backend.put(names.key(), [b"blob"])
         if type(backend).shared:
             other = opened()
             assert content(other.get(names.key())) == b"blob"
             other.close()
-            other.close()
+            opened.close(other)
             assert content(backend.get(names.key())) == b"blob", "after another instance was closed"
         backend.close()
-        backend.close()
+        opened.close(backend)
 
     @needs("identity")
     def test_B27_identity_is_the_stores(self, names: Namespace, opened: Open) -> None:
@@ -103,7 +103,7 @@ class LifetimeRequirements(BackendRequirements):
         together(lambda: told.append((first.hold(right), second.hold(right), first.hold(right))), seconds=10)
         assert told == [(True, False, True)]
         assert second.hold(other) is True and first.hold(other) is False, "another right"
-        first.close()
+        opened.close(first)
         assert second.hold(right) is True, "after its holder was closed"
 
     def test_B30_a_store_that_takes_blobs_says_so(self, names: Namespace, opened: Open) -> None:
@@ -119,7 +119,7 @@ class LifetimeRequirements(BackendRequirements):
         backend.check_writable()
         again(backend, opened).check_writable()
 
-    def test_B31_closing_gives_everything_back(self, names: Namespace, opened: Open, make: Open) -> None:
+    def test_B31_closing_gives_everything_back(self, names: Namespace, opened: Open, make: Make) -> None:
         """Opening, using and closing an instance many times leaves no thread and no open file behind.
 
         Why: engines are opened and closed in one process for weeks.

@@ -32,7 +32,7 @@ class ListingRequirements(BackendRequirements):
         scratch files are listed.
         """
         backend = opened()
-        keys = [*names.keys(150), names.named("-"), names.named("-/1"), names.named("other/1"), names.named("-x")]
+        keys = [*names.keys(150), names.named("-/1"), names.named("other/1"), names.named("-x")]
         backend.put_many((key, [b"blob"]) for key in keys)
         backend.delete_many(keys[:3])
         keys = keys[3:]
@@ -54,7 +54,7 @@ class ListingRequirements(BackendRequirements):
         """
         backend, key = opened(), names.key()
         backend.put(key, [b"blob"])
-        (entry,) = again(backend, opened).scan(key)
+        (entry,) = again(backend, opened).scan(names.prefix)
         now = time.time()
         for seconds in (entry.modified, entry.used):
             assert seconds == 0.0 or abs(seconds - now) < ABOUT_NOW_SECONDS, f"{seconds}, and now is {now}"

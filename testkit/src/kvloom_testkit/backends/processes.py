@@ -121,7 +121,7 @@ class ProcessRequirements(BackendRequirements):
         for key, blob in zip(keys, blobs, strict=True):
             backend.put(key, [blob])
         if not type(backend).shared:
-            backend.close()
+            opened.close(backend)
         seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
         found = json.loads(_run(READ, backend, keys, hash_seed=seed))
         assert found == [blob.hex() for blob in blobs]
@@ -135,7 +135,7 @@ class ProcessRequirements(BackendRequirements):
         """
         backend = opened()
         package = type(backend).__module__.partition(".")[0]
-        backend.close()
+        opened.close(backend)
         entries = [entry.module for entry in metadata.entry_points(group="kvloom.v1")]
         mine = [entry for entry in entries if entry.partition(".")[0] == package and package != "kvloom"]
         said = _run(LIGHT, backend, [names.key()], entries=mine)
