@@ -28,8 +28,10 @@ class Sink(Protocol):
 class StorageBackend(Component):
     """A store of blobs by key. Four methods make one; the rest is for speed.
 
-    Keys are strings of `[A-Za-z0-9._-]` and `/`, at most 200 characters. Called from several threads at once. Raise
-    what you like when something fails: the core counts it, reports it and serves a miss. Imports no torch.
+    Keys are strings of `[A-Za-z0-9._-]` and `/`, at most 200 characters; what is between two `/` is never empty, `.` or
+    `..`, and one key may be the beginning of another (`a`, `a/b`). Blobs are never empty. Called from several threads
+    at once. Raise what you like when something fails: the core counts it, reports it and serves a miss. Imports no
+    torch.
     """
 
     persistent: ClassVar[bool] = False
@@ -137,7 +139,7 @@ class StorageBackend(Component):
     def hold(self, name: str) -> bool:
         """Whether this process alone, of all that share the store, now has the right `name`, until `close` or its end.
 
-        Never waits. Asking again while holding it is True. Two instances in one process exclude each other too. The
-        default is for stores that nobody shares: always True.
+        name: of `[A-Za-z0-9._-]`. Never waits. Asking again while holding it is True. Two instances in one process
+        exclude each other too. The default is for stores that nobody shares: always True.
         """
         return True
