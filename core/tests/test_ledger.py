@@ -185,7 +185,11 @@ def test_the_place_behind_what_is_before_is_found_in_any_order() -> None:
     assert [Chain(a[1:]).previous(one) for one in a] == [None, None, a[1], a[2]]
     mixed = Chain([a[2], a[0], a[3], a[1]])  # as `load` and `save` may be given them: never a chunk itself
     assert [mixed.previous(one) for one in a] == [None, None, None, a[2]]
-    assert Chain([a[0], *chain_of("a", 2, tag="other")]).previous(chain_of("a", 2, tag="other")[1]) is None
+    other = chain_of("a", 2, tag="other")
+    assert Chain([a[0], *other]).previous(other[1]) == other[0]
+    assert Chain([a[0], a[2]]).previous(other[1]) is None
+    starts = [one._replace(depth=100 * one.depth) for one in a]  # depths that do not count chunks
+    assert [Chain(starts).previous(one) for one in starts] == [None, *starts[:3]]
     assert Chain().previous(a[1]) is None
 
 

@@ -56,7 +56,7 @@ _HOME = {
         ],
         "types",
     ),
-    **dict.fromkeys(["chain", "select"], "keys"),
+    **dict.fromkeys(["chain", "int32_tokens", "salt_tag", "select"], "keys"),
     **dict.fromkeys(
         [
             "BackendError",
@@ -122,6 +122,8 @@ if TYPE_CHECKING:
     from kvloom.hookspecs import hookimpl as hookimpl
     from kvloom.index import Index as Index
     from kvloom.keys import chain as chain
+    from kvloom.keys import int32_tokens as int32_tokens
+    from kvloom.keys import salt_tag as salt_tag
     from kvloom.keys import select as select
     from kvloom.layers import Loading as Loading
     from kvloom.layers import Storing as Storing

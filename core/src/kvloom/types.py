@@ -43,7 +43,7 @@ class ChunkKey(NamedTuple):
     namespace: str
     """`<fingerprint>/<salt tag>`"""
     depth: int
-    """How many chunks come before this one in its chain."""
+    """How many chunks come before this one in its chain, or something else that grows along it."""
     digest: bytes
     """32 bytes of SHA-256."""
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from kvloom.types import ChunkKey
+
+_depth = attrgetter("depth")
 
 
 class Chain:
@@ -33,8 +37,11 @@ class Chain:
         """The chunk right before `key`, where the chunks are in order."""
         place = key.depth - self._keys[0].depth - 1 if self._keys else -1
         found = self._keys[place] if 0 <= place < len(self._keys) else None
-        right = found is not None and (found.namespace, found.depth) == (key.namespace, key.depth - 1)
-        return found if right else None
+        if found is not None and (found.namespace, found.depth) == (key.namespace, key.depth - 1):
+            return found
+        place = bisect_left(self._keys, key.depth, key=_depth)  # depths grow, and need not count chunks
+        there = 0 < place < len(self._keys) and self._keys[place] == key
+        return self._keys[place - 1] if there else None
 
     def has(self, digest: bytes) -> bool:
         return digest in self._by_digest()

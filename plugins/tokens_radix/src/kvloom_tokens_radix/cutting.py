@@ -1,0 +1,40 @@
+"""Where the part of a sequence is cut that nothing is known of yet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Rules(NamedTuple):
+    """Of where segments may end."""
+
+    chunk_tokens: int
+    """Every multiple of this is the end of a segment, so no segment is longer."""
+    min_tokens: int = 16
+    """No segment is shorter, unless chunks are."""
+    align_tokens: int = 1
+    """Every end within a chunk is a multiple of this."""
+
+
+def planned(rules: Rules, *, reach: int, shared: int, total: int) -> list[int]:
+    """The ends of the segments of a sequence behind token `reach`, ascending.
+
+    reach: what is cut already. shared: leading tokens that a known sequence has too. total: tokens of the sequence.
+    Segments end at every chunk's end, where the sequence leaves the known ones, and where it ends itself. An end
+    within a chunk moves to the left until `min_tokens` are left behind it, and is no end if that makes a short one.
+    """
+    step, least, align = rules
+    ends: list[int] = []
+    at = reach
+    for stop in (shared, total):
+        if stop <= at:
+            continue
+        whole = range((at // step + 1) * step, stop + 1, step)
+        if whole:
+            ends.extend(whole)
+            at = whole[-1]
+        inner = min(stop, (stop // step + 1) * step - least) // align * align
+        if inner - at >= least:
+            ends.append(inner)
+            at = inner
+    return ends

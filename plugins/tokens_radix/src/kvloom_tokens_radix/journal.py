@@ -1,0 +1,180 @@
+"""A tree's journal: what it learns is written behind it by a thread, and is there again after a restart.
+
+Nothing is synced: a power cut may take the newest records, which only loses hits. The same goes for whatever goes
+wrong here; it is logged, and never raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from kvloom_tokens_radix import slots
+from kvloom_tokens_radix.records import MAGIC, DamagedError, Replay, payloads, record, snapshot
+from kvloom_tokens_radix.tree import Change, Leaf, Tree
+
+logger = logging.getLogger("kvloom.tokens_radix")
+
+_WAITING_BYTES = 16 << 20
+"""When more than this waits to be written, the file is written anew instead."""
+_SMALL_BYTES = 1 << 20
+_RETRY_SECONDS = 60.0
+_CLOSE_SECONDS = 5.0
+_BATCH = 256
+"""Nodes in one record of a file that is written anew."""
+_SNAPSHOT = b"*"
+"""Before the payload of such a record: its nodes are in the order of their use, the latest first."""
+
+
+class Journal:
+    """One tree's. `lock` is what guards the tree: `loaded` and `add` are called with it held."""
+
+    def __init__(self, directory: Path, name: str, lock: threading.Lock) -> None:
+        self._directory = directory
+        self._name = name
+        self._changed = threading.Condition(lock)
+        self._waiting: list[Sequence[Change]] = []
+        self._waiting_bytes = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._slot: slots.Slot | None = None
+        # From here on used by the thread alone, once there is one.
+        self._fd = -1
+        self._bytes = 0
+        self._limit_bytes = 0
+        self._anew = True
+        self._retry_at = 0.0
+        self._tree: Tree
+
+    def load(self, tree: Tree, *, most_bytes: int) -> None:
+        """Have in `tree`, which is empty, what was learnt before."""
+        self._tree = tree
+        try:
+            self._slot, begin = slots.take(self._directory, self._name)
+        except OSError as error:
+            logger.warning("what is learnt is not kept: %s: %s", self._directory, error)
+            return
+        if begin is None:
+            return
+        try:
+            good_bytes = self._replay(begin, most_bytes)
+        except OSError as error:
+            logger.warning("starting afresh: cannot read %s: %s", begin, error)
+            return
+        if self._slot.path == begin and good_bytes:
+            self._anew, self._bytes, self._limit_bytes = False, good_bytes, _limit(tree.nbytes)
+
+    def _replay(self, path: Path, most_bytes: int) -> int:
+        """Up to which byte the file is what was written; 0 if nothing of it is."""
+        replay, good_bytes = Replay(self._tree), 0
+        with path.open("rb") as file:
+            try:
+                for payload, end in payloads(file, most_bytes=most_bytes):
+                    whole = payload[:1] == _SNAPSHOT
+                    replay.apply(payload[1:] if whole else payload, oldest_last=whole)
+                    good_bytes = end
+            except DamagedError as error:
+                logger.warning(
+                    "%s is damaged behind its first %d bytes, the rest is left out: %s", path, good_bytes, error
+                )
+        return good_bytes
+
+    def add(self, changes: Sequence[Change]) -> None:
+        """Write these, in a while."""
+        if self._slot is None or self._closed:
+            return
+        self._waiting.append(changes)
+        self._waiting_bytes += sum(len(each.edge) + 64 if isinstance(each, Leaf) else 64 for each in changes)
+        if self._waiting_bytes > _WAITING_BYTES:
+            self._waiting, self._waiting_bytes, self._anew = [], 0, True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="kvloom-radix-journal", daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def close(self) -> None:
+        """Write what waits, within a few seconds. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_CLOSE_SECONDS)
+            if thread.is_alive():
+                return  # it hangs in the file system, and the lock goes with the process
+        if self._slot is not None:
+            self._slot.release()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+                closed = self._closed
+            try:
+                self._write(waiting)
+            except OSError as error:
+                logger.warning("what is learnt is not kept for a while: %s: %s", self._directory, error)
+                self._anew, self._retry_at = True, time.monotonic() + _RETRY_SECONDS
+            if closed:
+                self._let_go()
+                return
+
+    def _write(self, waiting: list[Sequence[Change]]) -> None:
+        if self._anew or self._bytes > self._limit_bytes:
+            if time.monotonic() >= self._retry_at:
+                self._write_anew()
+            return
+        if not waiting:
+            return
+        assert self._slot is not None
+        if self._fd < 0:
+            self._fd = os.open(self._slot.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+            os.ftruncate(self._fd, self._bytes)
+        self._bytes += _write_all(self._fd, b"".join(map(record, waiting)))
+
+    def _write_anew(self) -> None:
+        assert self._slot is not None
+        self._let_go()
+        with self._changed:
+            changes = list(snapshot(self._tree.nodes()))
+            self._waiting, self._waiting_bytes, self._anew = [], 0, False
+        draft = self._slot.path.with_suffix(".draft")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            self._bytes = _write_all(fd, MAGIC)
+            rest = iter(changes)
+            while batch := list(islice(rest, _BATCH)):
+                self._bytes += _write_all(fd, record(batch, before=_SNAPSHOT))
+            os.replace(draft, self._slot.path)
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            raise
+        self._fd, self._limit_bytes = fd, _limit(self._bytes)
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _limit(live_bytes: int) -> int:
+    return 2 * live_bytes + _SMALL_BYTES
+
+
+def _write_all(fd: int, data: bytes) -> int:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+    return len(data)

@@ -1,0 +1,68 @@
+"""Files that processes share a directory for: each process that learns has one of its own, locked while it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger("kvloom.tokens_radix")
+
+
+class Slot:
+    """One process's file: `<name>.<number>.journal`, and a lock beside it that goes with the process."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    def release(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def take(directory: Path, name: str) -> tuple[Slot | None, Path | None]:
+    """A slot that no living process has, and the file to begin with, which may be another's.
+
+    Of the free slots it is the one that was written last, so that what was learnt last is not left behind. No slot
+    where the file system has no locks. Raises OSError.
+    """
+    written = _written(directory, name)
+    numbers = [number for number, _, _ in written]
+    free = next(number for number in range(len(numbers) + 1) if number not in numbers)
+    for number in [*numbers, free, *range(max(numbers, default=0) + 1, max(numbers, default=0) + 1000)]:
+        slot = _locked(directory / f"{name}.{number}")
+        if slot is not None:
+            break
+    else:
+        raise OSError(f"a thousand processes learn in {directory}")
+    begin = slot.path if slot.path.exists() else written[0][2] if written else None
+    return slot, begin
+
+
+def _written(directory: Path, name: str) -> list[tuple[int, int, Path]]:
+    """Number, time of writing and path of each file, the latest first."""
+    found = []
+    for path in directory.glob(f"{name}.*.journal"):
+        number = path.name[len(name) + 1 : -len(".journal")]
+        with contextlib.suppress(OSError):
+            if number.isdecimal():
+                found.append((int(number), path.stat().st_mtime_ns, path))
+    return sorted(found, key=lambda one: -one[1])
+
+
+def _locked(stem: Path) -> Slot | None:
+    fd = os.open(f"{stem}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return Slot(Path(f"{stem}.journal"), fd)
