@@ -27,7 +27,7 @@ _everybody: weakref.WeakSet[RadixTokenDatabase] = weakref.WeakSet()
 class RadixTokenDatabase(TokenDatabase):
     """Segments end where chunks do, where known sequences branch and where sequences end.
 
-    A forked child knows nothing and keeps nothing: the tree and its journal stay with the parent.
+    A forked child begins anew, as another process would.
     """
 
     type: ClassVar[str] = "radix"
@@ -98,7 +98,7 @@ class RadixTokenDatabase(TokenDatabase):
                 text = "\0".join((DOMAIN, *map(str, (*about, settings.min_tokens, settings.align_tokens))))
                 name = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
                 journal = Journal(self._directory, name, self._lock)
-                journal.load(tree, most_bytes=2 * settings.memory)
+                journal.load(tree)
             self._known[about] = tree, journal
         return self._known[about]
 

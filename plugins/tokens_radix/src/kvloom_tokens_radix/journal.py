@@ -26,7 +26,7 @@ _WAITING_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
 _RETRY_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
-_BATCH = 256
+_BATCH = 64
 """Nodes in one record of a file that is written anew."""
 _SNAPSHOT = b"*"
 """Before the payload of such a record: its nodes are in the order of their use, the latest first."""
@@ -52,7 +52,7 @@ class Journal:
         self._retry_at = 0.0
         self._tree: Tree
 
-    def load(self, tree: Tree, *, most_bytes: int) -> None:
+    def load(self, tree: Tree) -> None:
         """Have in `tree`, which is empty, what was learnt before."""
         self._tree = tree
         try:
@@ -63,19 +63,19 @@ class Journal:
         if begin is None:
             return
         try:
-            good_bytes = self._replay(begin, most_bytes)
+            good_bytes = self._replay(begin)
         except OSError as error:
             logger.warning("starting afresh: cannot read %s: %s", begin, error)
             return
         if self._slot.path == begin and good_bytes:
             self._anew, self._bytes, self._limit_bytes = False, good_bytes, _limit(tree.nbytes)
 
-    def _replay(self, path: Path, most_bytes: int) -> int:
+    def _replay(self, path: Path) -> int:
         """Up to which byte the file is what was written; 0 if nothing of it is."""
         replay, good_bytes = Replay(self._tree), 0
         with path.open("rb") as file:
             try:
-                for payload, end in payloads(file, most_bytes=most_bytes):
+                for payload, end in payloads(file):
                     whole = payload[:1] == _SNAPSHOT
                     replay.apply(payload[1:] if whole else payload, oldest_last=whole)
                     good_bytes = end

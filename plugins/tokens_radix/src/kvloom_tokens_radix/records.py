@@ -45,18 +45,16 @@ def snapshot(nodes: Iterable[Node]) -> Iterator[Change]:
             yield Leaf(node.id, node.parent.id, node.ends.tobytes(), node.starts.tobytes(), node.edge)
 
 
-def payloads(file: BinaryIO, *, most_bytes: int) -> Iterator[tuple[bytes, int]]:
+def payloads(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Each record's payload and where it ends in the file. A record that was not written to its end is the last.
 
-    Raises DamagedError at the first that is not what was written; `most_bytes` is more than any has.
+    Raises DamagedError at the first that is not what was written.
     """
     if file.read(len(MAGIC)) != MAGIC:
         raise DamagedError("not a journal")
     end = len(MAGIC)
     while len(head := file.read(_HEAD.size)) == _HEAD.size:
         length, checksum = _HEAD.unpack(head)
-        if length > most_bytes:
-            raise DamagedError("a record longer than there can be")
         payload = file.read(length)
         if len(payload) < length:
             return
@@ -74,7 +72,7 @@ class Replay:
         self._nodes: dict[int, Node] = {}
 
     def apply(self, payload: bytes, *, oldest_last: bool = False) -> None:
-        """Raises DamagedError if it is not a payload. oldest_last: each new node was used before those that are there."""
+        """Raises DamagedError if it is not a payload. oldest_last: each new node was used before those there are."""
         try:
             for change in _unpacked(payload):
                 self._apply(change, oldest_last)

@@ -1,0 +1,88 @@
+"""What the tests of the radix token database share: instances, sequences that branch, and a model of the tree."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import torch
+
+from kvloom import Segment
+from kvloom_tokens_radix.cutting import Rules
+from kvloom_tokens_radix.database import RadixTokenDatabase
+
+FINGERPRINT = "0123456789abcdef0123456789abcdef"
+
+
+def radix(*, chunk_tokens: int = 256, fingerprint: str = FINGERPRINT, **settings: Any) -> RadixTokenDatabase:
+    database = RadixTokenDatabase(RadixTokenDatabase.Config(**settings))
+    database.fingerprint, database.chunk_tokens = fingerprint, chunk_tokens
+    return database
+
+
+def tokens_of(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.tensor(random.Random(seed).choices(range(120_000), k=count), dtype=torch.int64)
+
+
+def spans(segments: list[Segment]) -> list[tuple[int, int]]:
+    return [(segment.start, segment.end) for segment in segments]
+
+
+def ends(segments: list[Segment]) -> list[int]:
+    return [segment.end for segment in segments]
+
+
+def packed(tokens: tuple[int, ...]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+class Model:
+    """The tree without a tree: every known end as the tokens before it."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.known: list[tuple[int, ...]] = []
+        self.starts: dict[tuple[int, ...], int] = {}
+
+    def cut(self, tokens: tuple[int, ...]) -> list[int]:
+        shared = max((self._common(tokens, each) for each in self.known), default=0)
+        reach = max((end for end in range(1, shared + 1) if tokens[:end] in self.starts), default=0)
+        chain, at = [], reach
+        while at:
+            chain.append(at)
+            at = self.starts[tokens[:at]]
+        chain.reverse()
+        step, least, align = self.rules
+        at = reach
+        for end in range(reach + 1, len(tokens) + 1):
+            room = (end // step + 1) * step - end
+            fits = end % align == 0 and end - at >= least and room >= least
+            if end % step == 0 or (fits and self._wanted(end, shared, tokens)):
+                chain.append(end)
+                at = end
+        return chain
+
+    def _wanted(self, end: int, shared: int, tokens: tuple[int, ...]) -> bool:
+        """Whether it is the last place before a branch, or before the end, where a segment can end."""
+        step, least, align = self.rules
+        return any(
+            end <= stop and end == min(stop, (stop // step + 1) * step - least) // align * align
+            for stop in (shared, len(tokens))
+        )
+
+    def learn(self, tokens: tuple[int, ...]) -> None:
+        chain = self.cut(tokens)
+        for start, end in zip([0, *chain], chain, strict=False):
+            self.starts.setdefault(tokens[:end], start)
+        if chain:
+            self.known.append(tokens[: chain[-1]])
+
+    @staticmethod
+    def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+        count = 0
+        for a, b in zip(one, other, strict=False):
+            if a != b:
+                break
+            count += 1
+        return count
