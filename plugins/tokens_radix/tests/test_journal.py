@@ -118,8 +118,8 @@ def test_what_was_used_last_is_kept_when_there_is_less_memory(tmp_path: Path) ->
         journal._anew = True
     database.learn(tokens_of(500, 1000))
     database.close()
-    branches = [torch.cat([each[:500], tokens_of(100, 1)]) for each in asked]
-    found = [500 in each for each in cuts(tmp_path, branches, memory="256KiB")]
+    branches = [torch.cat([each[:400], tokens_of(100, 1)]) for each in asked]
+    found = [400 in each for each in cuts(tmp_path, branches, memory="256KiB")]
     assert found == sorted(found) and 10 < sum(found) < 100
 
 
