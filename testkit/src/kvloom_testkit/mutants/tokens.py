@@ -231,14 +231,14 @@ class PutsTheSaltInTheNamespace(Mutant, EvenTokenDatabase):
         return f"{self.fingerprint}/{salt or '-'}"
 
 
-class CountsTokensAsDepth(Mutant, EvenTokenDatabase):
-    """The depth is where the segment starts."""
+class HasNoDepth(Mutant, EvenTokenDatabase):
+    """Every segment has the same depth."""
 
     breaks = "T12"
 
     def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:
         found = super().segments(tokens, mask, salt=salt)
-        return [Segment(s, e, ChunkKey(key.namespace, s, key.digest)) for s, e, key in found]
+        return [Segment(s, e, ChunkKey(key.namespace, 0, key.digest)) for s, e, key in found]
 
 
 class HasShortDigests(Mutant, EvenTokenDatabase):
