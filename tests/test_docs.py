@@ -24,7 +24,15 @@ from kvloom.config import resolve
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "core/*.md", "testkit/*.md", "plugins/*/*.md", "docs/**/*.md", "bench/*.md", "evals/**/*.md")
+    for pattern in (
+        "*.md",
+        "core/*.md",
+        "testkit/*.md",
+        "plugins/*/*.md",
+        "docs/**/*.md",
+        "bench/*.md",
+        "evals/**/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 BLOCK = re.compile(
