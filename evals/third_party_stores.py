@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 import sys
 import textwrap
@@ -75,7 +76,12 @@ def check(name: str) -> list[dict[str, str]]:
     found = getattr(import_module(module), cls)
     settings = {"path": "{tmp}/store"} if "path" in found.Config.model_fields else {}
     rows = checking.check(subjects.Subject("backend", name, found, settings))
-    return [{"id": row.id, "title": row.title, "outcome": row.outcome, "reason": row.reason} for row in rows]
+    return [{"id": row.id, "title": row.title, "outcome": row.outcome, "reason": _brief(row.reason)} for row in rows]
+
+
+def _brief(reason: str) -> str:
+    """The first line, without the paths of this machine."""
+    return re.sub(r"/[\w./+-]+/", ".../", (reason.splitlines() or [""])[0])[:200]
 
 
 def run(name: str) -> dict[str, Any]:
