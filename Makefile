@@ -41,7 +41,7 @@ lint: $(READY) ## ruff, and mypy --strict on core
 	$(BIN)/mypy
 
 test: lint ## lint, types and every test that is not slow
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile
 
 test-full: $(READY) ## the slow tests
 	$(BIN)/pytest -m slow

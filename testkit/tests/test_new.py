@@ -16,7 +16,9 @@ from kvloom_testkit.kinds import CLASSES
 STARTS = [word for word, start in scaffold.STARTS.items() if start.kind in CLASSES]
 
 
-@pytest.mark.parametrize("word", STARTS)
+@pytest.mark.parametrize(
+    "word", [pytest.param(word, marks=[] if word == "backend" else pytest.mark.slow) for word in STARTS]
+)
 def test_what_is_generated_meets_its_requirements(word: str, tmp_path: Path) -> None:
     place = scaffold.create(word, "mine_too", tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place / "src"), *sys.path])}

@@ -5,18 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-COUNTS = pytest.StashKey[Counter[str]]()
 Tally = Callable[..., None]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[COUNTS] = Counter()
 
 
 @pytest.fixture
@@ -26,16 +20,9 @@ def tally(request: pytest.FixtureRequest) -> Tally:
 
     def add(**counts: int) -> None:
         for name, number in counts.items():
-            request.config.stash[COUNTS][f"{test}: {name.replace('_', ' ')}"] += number
+            request.node.user_properties.append(("counted", (f"{test}: {name.replace('_', ' ')}", number)))
 
     return add
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.stash[COUNTS]:
-        terminalreporter.section("what the reliability tests did")
-        for name, number in config.stash[COUNTS].items():
-            terminalreporter.write_line(f"{number:>10,}  {name}")
 
 
 @pytest.fixture
