@@ -7,6 +7,7 @@ plugins="builtin testkit $(ls plugins)"
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
+scripts=$PWD/scripts
 sh scripts/make_venv.sh "$python" "$place/venv"
 "$place/venv/bin/python" -m pip install --quiet --constraint constraints.txt dist/*.whl
 
@@ -22,3 +23,7 @@ states = {plugin["name"]: plugin["state"] for plugin in json.load(open("listing.
 wrong = [f"{name} is {states.get(name, 'not listed')}" for name in sys.argv[1:] if states.get(name) != "ok"]
 sys.exit(f"kvloom plugins: {', '.join(wrong)}" if wrong else 0)
 PY
+
+mkdir new
+cd new
+sh "$scripts/check_new.sh" "$place/venv/bin"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -43,12 +44,26 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A component that hangs fails the requirement that it hangs in."""
+    with _in_time(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Closing may hang too."""
+    with _in_time(item):
+        return (yield)
+
+
+@contextmanager
+def _in_time(item: pytest.Item) -> Iterator[None]:
     from kvloom_testkit.conformance import SECONDS, Conformance
 
     cls = getattr(item, "cls", None)
     is_ours = cls is not None and issubclass(cls, Conformance)
     if not (is_ours and hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()):
-        return (yield)
+        yield
+        return
 
     def hang(number: int, frame: FrameType | None) -> None:
         pytest.fail(f"still not done after {SECONDS:.0f} s", pytrace=True)
@@ -56,7 +71,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, hang)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
-        return (yield)
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -31,6 +31,7 @@ _OWN_HARNESSES = {
     "connector.plain": "kvloom_testkit.harnesses:plain",
 }
 """Of kvloom's built-in components, which do not depend on the kit, and of the kit's own."""
+_SHORT = {"retriever": "blend retriever", "executor": "blend executor"}
 _TMP = "{tmp}"
 
 chosen: list[Subject] = []
@@ -94,6 +95,7 @@ def choose(named: Iterable[str], settings: Iterable[str]) -> list[Subject]:
     for name in named:
         kind, separator, type_ = name.partition(":")
         kind = kind.replace("-", " ").replace("_", " ")
+        kind = _SHORT.get(kind, kind)
         if not separator:
             raise ConfigError("--kvloom", f"expected KIND:TYPE, as backend:disk, not {name!r}")
         conformance_of(kind)  # says which kinds there are

@@ -13,7 +13,7 @@ def add(commands: typer.Typer) -> None:
 
     @commands.command("check")
     def check(
-        kind: Annotated[str, typer.Argument(help="backend, serializer, tokens, connector, observer, ...")],
+        kind: Annotated[str, typer.Argument(help="backend, serializer, connector, tokens, retriever, ...")],
         type: Annotated[str, typer.Argument(help="The word in YAML.")],
         set: Annotated[
             list[str] | None,

@@ -1,0 +1,139 @@
+"""The three doors to the kit's tests, and what stops at them: tests left out, excuses without a reason, hanging."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import time
+
+import pytest
+from kvloom import Config, Event
+from kvloom_testkit import ObserverConformance
+from kvloom_testkit.reference.observer import CountingObserver
+
+
+class Base(ObserverConformance):
+    @pytest.fixture
+    def make(self):
+        return lambda: CountingObserver(Config())
+
+
+"""
+
+
+def run(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_mine.py").write_text(HEAD + text)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+
+def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from kvloom.cli.main import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_subclass_runs_them_all(tmp_path: Path) -> None:
+    done = run(tmp_path, "class TestMine(Base):\n    pass\n")
+    assert done.returncode == 0 and "8 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "how", ["test_O06_closing_twice_is_fine = None", "def test_O06_closing_twice_is_fine(self): pass"]
+)
+def test_nothing_is_left_out_in_silence(tmp_path: Path, how: str) -> None:
+    line = how.format(name="test_O06_closing_twice_is_fine")
+    done = run(tmp_path, f"class TestMine(Base):\n    {line}\n")
+    assert done.returncode != 0 and "passed" not in done.stdout
+    assert "overrides test_O06_closing_twice_is_fine" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        ("xfail(reason='its library cannot')", "1 xfailed"),
+        ("xfail(reason='its library cannot', strict=False)", "1 xfailed"),
+        ("xfail", "overrides test_O06"),
+        ("skip(reason='no')", "overrides test_O06"),
+    ],
+)
+def test_an_excuse_has_a_reason(tmp_path: Path, mark: str, said: str) -> None:
+    body = f"    @pytest.mark.{mark}\n    def test_O06_closing_twice_is_fine(self, make):\n        assert False\n"
+    done = run(tmp_path, f"class TestMine(Base):\n{body}")
+    assert said in done.stdout + done.stderr
+
+
+def test_an_excuse_that_is_none_any_more_is_a_failure(tmp_path: Path) -> None:
+    body = "    @pytest.mark.xfail(reason='once', strict=False)\n    def test_O06_closing_twice_is_fine(self): pass\n"
+    done = run(tmp_path, f"class TestMine(Base):\n{body}")
+    assert "1 failed" in done.stdout and "XPASS(strict)" in done.stdout
+
+
+@pytest.mark.parametrize("verb", ["on_event", "close"])
+def test_who_hangs_fails(tmp_path: Path, verb: str) -> None:
+    hanging = f"class Hanging(CountingObserver):\n    def {verb}(self, *event):\n        time.sleep(1000)\n\n\n"
+    mine = "class TestMine(Base):\n    @pytest.fixture\n    def make(self):\n        return lambda: Hanging(Config())\n"
+    short = "import kvloom_testkit.conformance\nkvloom_testkit.conformance.SECONDS = 1.0\n\n\n"
+    done = run(tmp_path, short + hanging + mine, "-k", "O02")
+    assert done.returncode == 1 and "still not done after 1 s" in done.stdout
+
+
+def test_an_installed_component_under_pytest(tmp_path: Path) -> None:
+    done = run(tmp_path, "", "--kvloom", "observer:log", "--kvloom-set", "level=debug")
+    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout
+    wrong = run(tmp_path, "", "--kvloom", "observer:log", "--kvloom-set", "level=loud")
+    assert wrong.returncode == 4 and "level: Input should be" in wrong.stderr
+
+
+def test_a_table_by_requirement() -> None:
+    done = kvloom("check", "observer", "log")
+    assert done.returncode == 0
+    assert "O06  ok" in done.stdout and done.stdout.endswith("observer log: 8 met, 0 not met, 0 skipped\n")
+
+
+def test_the_same_as_json_and_only_some() -> None:
+    rows = json.loads(kvloom("check", "backend", "dict", "--only", "B01", "--only", "B21", "--json").stdout)
+    assert [(row["id"], row["outcome"]) for row in rows] == [("B01", "met"), ("B21", "skipped")]
+    assert rows[1]["reason"] == "DictBackend does not claim persistent"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["backend", "dict", "--only", "B99"], "no requirement B99"),
+        (["backend", "dict", "--set", "x"], "expected KEY=VALUE"),
+        (["backend", "dict", "--set", "x=1"], "x: Extra inputs are not permitted"),
+        (["backend", "nope"], "no backend of type 'nope'"),
+        (["bakend", "dict"], "no kind 'bakend'"),
+    ],
+)
+def test_what_cannot_be_checked_is_said(arguments: list[str], said: str) -> None:
+    done = kvloom("check", *arguments)
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_requirement_that_is_not_met_is_explained(tmp_path: Path) -> None:
+    """With what, why, the usual cause, and what was seen; and the exit status is 1."""
+    program = (
+        "import sys\n"
+        "from kvloom_testkit import checking, report, subjects\n"
+        "from kvloom_testkit.mutants.observer import ClosesOnce\n"
+        "subjects.choose = lambda *_: [subjects.Subject('observer', 'once', ClosesOnce)]\n"
+        "sys.exit(report.run('observer', 'once', [], [], as_json=False))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    for said in (
+        "O06  FAIL",
+        "Why: an engine that fails",
+        "Usually: the second",
+        "Here: AttributeError",
+        "7 met, 1 not met",
+    ):
+        assert said in done.stdout
