@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 SECONDS = 30.0
+_PROCESS_SECONDS = 120.0
+"""Of a fresh interpreter, which may have to import torch on a machine with much else to do."""
 _SWITCH_SECONDS = 1e-5
 """How often threads take turns: what goes wrong when they meet goes wrong sooner."""
 
@@ -47,6 +49,8 @@ def in_fresh_process(code: str, *arguments: str, hash_seed: str = "random", path
     """
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join([*(path or sys.path)])}
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=_PROCESS_SECONDS, check=False
+    )
     assert done.returncode == 0, f"the process failed:\n{done.stderr.strip()[-2000:]}"
     return done.stdout
