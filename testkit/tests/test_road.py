@@ -27,3 +27,22 @@ def test_the_first_backend_meets_its_requirements(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
     counted = re.search(r"# (\d+ passed, \d+ skipped)", text)
     assert counted is not None and counted[1] in done.stdout
+
+
+def test_the_serializers_of_the_page_meet_their_requirements(tmp_path: Path) -> None:
+    text = PAGE.with_name("your-first-serializer.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    code = "\n\n".join(block.split("\n\n\nlayered = ")[0] for block in blocks if "class " in block)
+    tests = (
+        "\n\nfrom kvloom_testkit.subjects import Subject\n\n"
+        "TestZlib = Subject('serializer', 'zlib', ZlibSerializer).tests()\n"
+        "TestLayersOfZlib = Subject('serializer', 'zlib_layers', LayersOfZlib).tests()\n"
+    )
+    (tmp_path / "test_page.py").write_text(code + tests)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

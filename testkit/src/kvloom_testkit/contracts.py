@@ -34,7 +34,7 @@ def pages() -> Mapping[str, str]:
 
 def _page(kind: str) -> str:
     cls = conformance_of(kind)
-    parts = [f"# What a {kind} must do", inspect.getdoc(cls) or ""]
+    parts = [f"# {kind.capitalize()}: what it must do", inspect.getdoc(cls) or ""]
     for one in requirements_of(cls):
         scope = f" It applies to those that claim `{one.needs}`." if one.needs else ""
         parts.append(f"## {one.id} {one.title}\n\n{one.what}{scope}")
