@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import pytest
-
 from kvloom import Entry, StorageBackend
 from kvloom_testkit.backends.base import BackendRequirements, Open, again
 from kvloom_testkit.keys import Namespace, blob_of
@@ -102,7 +100,7 @@ class ListingRequirements(BackendRequirements):
         backend.touch_many([])
         assert not backend.contains(absent) and backend.get(absent) is None
         if not claims(backend, "scan", StorageBackend):
-            pytest.skip("touched without an error; it has no scan to say so")
+            return  # there is nothing by which it could tell
         after, now = _listed(again(backend, opened), names), time.time()
         assert {key: entry[:3] for key, entry in after.items()} == {key: entry[:3] for key, entry in before.items()}
         used = [after[key].used for key in keys]

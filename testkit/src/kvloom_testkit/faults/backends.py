@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -179,9 +180,9 @@ class Alters(Proxy):
     def __init__(self, inner: StorageBackend, *, verbs: Collection[str] = READS, **which: Any) -> None:
         super().__init__(inner, verbs=verbs, **which)
 
+    @abstractmethod
     def altered(self, blob: bytes) -> bytes:
         """What becomes of a blob."""
-        raise NotImplementedError
 
     def get(self, key: str) -> Buffer | None:
         return self._read("get", key)

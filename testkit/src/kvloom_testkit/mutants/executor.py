@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,12 @@ from kvloom_testkit.reference.executor import FullSession, NoneExecutor, NoneSes
 class _Spoils(Mutant, NoneExecutor):
     """Its sessions are those of the reference, with `spoil` in between."""
 
-    breaks = ""
-
     def begin(self, request: BlendRequest) -> BlendSession:
         return _Spoiled(self, NoneSession(request))
 
+    @abstractmethod
     def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
-        raise NotImplementedError
+        """What becomes of one layer."""
 
 
 class _Spoiled(BlendSession):

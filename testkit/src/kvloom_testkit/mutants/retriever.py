@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +29,9 @@ class _Spoils(Mutant, PiecesRetriever):
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
         return _Task(self, super().new_request(input_tokens, query_start_loc))
 
+    @abstractmethod
     def spoil(self, task: _Task, layer: int) -> BlendRetrieverResult:
-        raise NotImplementedError
+        """What becomes of one layer."""
 
 
 class ReturnsWhatWasFound(_Spoils):
