@@ -54,6 +54,11 @@ def test_nothing_is_left_out_in_silence(tmp_path: Path, how: str) -> None:
     assert "overrides test_O06_closing_twice_is_fine" in done.stdout + done.stderr
 
 
+def test_no_class_is_skipped(tmp_path: Path) -> None:
+    done = run(tmp_path, "@pytest.mark.skip(reason='later')\nclass TestMine(Base):\n    pass\n")
+    assert done.returncode != 0 and "is marked to be skipped" in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("mark", "said"),
     [

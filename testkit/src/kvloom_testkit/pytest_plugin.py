@@ -41,6 +41,21 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"kvloom: holding {', '.join(subjects)} to the requirements of its kind" if subjects else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A requirement that is skipped on purpose is one left out in silence."""
+    from kvloom_testkit.conformance import Conformance
+    from kvloom_testkit.requirements import requirement_id
+
+    for item in items:
+        cls = getattr(item, "cls", None)
+        is_ours = cls is not None and issubclass(cls, Conformance) and requirement_id(item.name) is not None
+        if is_ours and item.get_closest_marker("skip") is not None:
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked to be skipped; a requirement that is not met is marked "
+                "@pytest.mark.xfail(reason=...), and one that does not apply is skipped by the kit"
+            )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A component that hangs fails the requirement that it hangs in."""
