@@ -144,7 +144,7 @@ def test_plugins(run: Run) -> None:
         "reason": "",
         "provides": [["backend", "drawer"]],
     }
-    assert re.search(r"drawers\s+made-here 1.0\s+ok\s+backend drawer", run("plugins"))
+    assert re.search(r"drawers\s+ok\s+backend drawer\s+made-here 1.0", run("plugins"))
 
 
 # -- config ------------------------------------------------------------------------------------------------------------

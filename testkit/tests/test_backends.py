@@ -64,6 +64,8 @@ class TestBackwards(BackendConformance):
     def raw(self, tmp_path: Path) -> Raw:
         return Files(tmp_path)
 
-    @pytest.mark.xfail(reason="it turns blobs round, which the kit sees only round the backend", strict=True)
-    def test_B34_put_and_get_do_not_hide_each_others_faults(self, names, opened, raw) -> None:  # type: ignore[no-untyped-def]
-        super().test_B34_put_and_get_do_not_hide_each_others_faults(names, opened, raw)
+    @pytest.mark.xfail(
+        reason="it turns blobs round, which the kit sees only round the backend",
+    )
+    def test_B34_put_and_get_do_not_hide_faults_of_each_other(self) -> None:  # type: ignore[override]
+        """The kit's own test runs."""

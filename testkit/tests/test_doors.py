@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from kvloom import Config, ConfigError
+from kvloom_testkit import checking
+from kvloom_testkit.reference.backend import DirectoryBackend
+from kvloom_testkit.reference.connector import SlotsConnector
+from kvloom_testkit.reference.observer import CountingObserver
+from kvloom_testkit.subjects import Subject
 
 HEAD = """
 import time
@@ -59,33 +67,80 @@ def test_no_class_is_skipped(tmp_path: Path) -> None:
     assert done.returncode != 0 and "is marked to be skipped" in done.stdout + done.stderr
 
 
+ONCE = """
+from kvloom_testkit.mutants.observer import ClosesOnce
+
+
+class Once(ObserverConformance):
+    @pytest.fixture
+    def make(self):
+        return lambda: ClosesOnce(Config())
+
+
+"""
+
+
 @pytest.mark.parametrize(
     ("mark", "said"),
     [
         ("xfail(reason='its library cannot')", "1 xfailed"),
         ("xfail(reason='its library cannot', strict=False)", "1 xfailed"),
+        ("xfail(reason='its library cannot', run=False)", "overrides test_O06"),
         ("xfail", "overrides test_O06"),
         ("skip(reason='no')", "overrides test_O06"),
     ],
 )
 def test_an_excuse_has_a_reason(tmp_path: Path, mark: str, said: str) -> None:
-    body = f"    @pytest.mark.{mark}\n    def test_O06_closing_twice_is_fine(self, make):\n        assert False\n"
-    done = run(tmp_path, f"class TestMine(Base):\n{body}")
+    body = f"    @pytest.mark.{mark}\n    def test_O06_closing_twice_is_fine(self):\n        pass\n"
+    done = run(tmp_path, f"{ONCE}class TestMine(Once):\n{body}")
     assert said in done.stdout + done.stderr
 
 
 def test_an_excuse_that_is_none_any_more_is_a_failure(tmp_path: Path) -> None:
-    body = "    @pytest.mark.xfail(reason='once', strict=False)\n    def test_O06_closing_twice_is_fine(self): pass\n"
+    """Whatever its body says: it is the kit's test that runs."""
+    mark = "    @pytest.mark.xfail(reason='once', strict=False)\n"
+    body = mark + "    def test_O06_closing_twice_is_fine(self): assert False\n"
     done = run(tmp_path, f"class TestMine(Base):\n{body}")
     assert "1 failed" in done.stdout and "XPASS(strict)" in done.stdout
+
+
+@pytest.mark.parametrize("where", ["class", "module", "hook"])
+def test_nothing_is_excused_from_outside(tmp_path: Path, where: str) -> None:
+    if where == "hook":
+        hook = "def pytest_collection_modifyitems(items):\n    [item.add_marker(pytest.mark.xfail) for item in items]\n"
+        (tmp_path / "conftest.py").write_text("import pytest\n\n\n" + hook)
+    above = {"class": "@pytest.mark.xfail(reason='later', strict=True)\n", "hook": "",
+             "module": "pytestmark = pytest.mark.xfail(reason='later', strict=True)\n\n\n"}[where]  # fmt: skip
+    done = run(tmp_path, f"{above}class TestMine(Base):\n    pass\n")
+    assert done.returncode != 0 and "is marked xfail from outside" in done.stdout + done.stderr
+
+
+def test_what_requirements_are_built_on_stays(tmp_path: Path) -> None:
+    body = "    @pytest.fixture\n    def opened(self):\n        return None\n"
+    done = run(tmp_path, f"class TestMine(Base):\n{body}")
+    assert done.returncode != 0 and "overrides opened" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("lambda: open('/nowhere/at/all')", "could not be opened: FileNotFoundError"),
+        ("CountingObserver(Config())", "is to return a function that makes one, not an instance of CountingObserver"),
+        ("lambda: None", "make() is to make an instance of Observer, not None"),
+    ],
+)
+def test_a_make_that_makes_nothing_is_said_once(tmp_path: Path, made: str, said: str) -> None:
+    mine = f"    @pytest.fixture\n    def make(self):\n        return {made}\n"
+    done = run(tmp_path, f"class TestMine(ObserverConformance):\n{mine}", "-rN")
+    assert "8 errors" in done.stdout and said in done.stdout, done.stdout
+    assert done.stdout.count("make() does not give a component, as was said") == 7
 
 
 @pytest.mark.parametrize("verb", ["on_event", "close"])
 def test_who_hangs_fails(tmp_path: Path, verb: str) -> None:
     hanging = f"class Hanging(CountingObserver):\n    def {verb}(self, *event):\n        time.sleep(1000)\n\n\n"
     mine = "class TestMine(Base):\n    @pytest.fixture\n    def make(self):\n        return lambda: Hanging(Config())\n"
-    short = "import kvloom_testkit.conformance\nkvloom_testkit.conformance.SECONDS = 1.0\n\n\n"
-    done = run(tmp_path, short + hanging + mine, "-k", "O02")
+    done = run(tmp_path, hanging + mine, "-k", "O02", "--kvloom-seconds=1")
     assert done.returncode == 1 and "still not done after 1 s" in done.stdout
 
 
@@ -93,7 +148,7 @@ def test_an_installed_component_under_pytest(tmp_path: Path) -> None:
     done = run(tmp_path, "", "--kvloom", "observer:log", "--kvloom-set", "level=debug")
     assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout
     wrong = run(tmp_path, "", "--kvloom", "observer:log", "--kvloom-set", "level=loud")
-    assert wrong.returncode == 4 and "level: Input should be" in wrong.stderr
+    assert wrong.returncode == 4 and "observer log: level: Input should be" in wrong.stderr
 
 
 def test_a_table_by_requirement() -> None:
@@ -115,12 +170,49 @@ def test_the_same_as_json_and_only_some() -> None:
         (["backend", "dict", "--set", "x"], "expected KEY=VALUE"),
         (["backend", "dict", "--set", "x=1"], "x: Extra inputs are not permitted"),
         (["backend", "nope"], "no backend of type 'nope'"),
-        (["bakend", "dict"], "no kind 'bakend'"),
+        (["bakend", "dict"], "no kind 'bakend'; there are backend, connector, serializer, tokens, retriever, executor"),
     ],
 )
 def test_what_cannot_be_checked_is_said(arguments: list[str], said: str) -> None:
     done = kvloom("check", *arguments)
     assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_all_that_is_wrong_with_the_settings_is_said() -> None:
+    with pytest.raises(ConfigError, match="path: Field required; pth: Extra inputs"):
+        Subject("backend", "kit_directory", DirectoryBackend, {"pth": "/somewhere"}).config(Path())
+
+
+def test_who_cannot_be_opened_is_not_tested() -> None:
+    with pytest.raises(ConfigError, match="backend kit_directory: could not be opened: NotADirectoryError"):
+        checking.check(Subject("backend", "kit_directory", DirectoryBackend, {"path": "/dev/null/x"}))
+
+
+def test_who_hangs_while_opening_is_named() -> None:
+    class Hanging(DirectoryBackend):
+        def __init__(self, config: Config, spec: object = None) -> None:
+            threading.Event().wait(1000)
+
+    with pytest.raises(ConfigError, match=r"could not be opened in 0\.1 s"):
+        checking.check(Subject("backend", "hanging", Hanging, {"path": "{tmp}"}), seconds=0.1)
+
+
+def test_results_come_one_by_one_in_the_order_of_their_ids() -> None:
+    told: list[checking.Result] = []
+    rows = checking.check(Subject("observer", "kit_counting", CountingObserver), tell=told.append)
+    assert [row.id for row in told] == sorted(row.id for row in rows) and set(told) == set(rows)
+
+
+def test_a_harness_is_looked_for_before_anything_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="the kit needs a harness: write an entry point"):
+        Subject("connector", "bare", SlotsConnector).harness()
+    (tmp_path / "lost-1.dist-info").mkdir()
+    (tmp_path / "lost-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: lost\nVersion: 1\n")
+    entry = "[kvloom.testkit]\nconnector.lost = kvloom_nowhere:harness\n"
+    (tmp_path / "lost-1.dist-info" / "entry_points.txt").write_text(entry)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="its harness kvloom_nowhere:harness cannot be imported"):
+        Subject("connector", "lost", SlotsConnector).harness()
 
 
 def test_a_requirement_that_is_not_met_is_explained(tmp_path: Path) -> None:
@@ -130,7 +222,7 @@ def test_a_requirement_that_is_not_met_is_explained(tmp_path: Path) -> None:
         "from kvloom_testkit import checking, report, subjects\n"
         "from kvloom_testkit.mutants.observer import ClosesOnce\n"
         "subjects.choose = lambda *_: [subjects.Subject('observer', 'once', ClosesOnce)]\n"
-        "sys.exit(report.run('observer', 'once', [], [], as_json=False))\n"
+        "sys.exit(report.run('observer', 'once', [], [], 60.0, as_json=False))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, ClassVar
 
 import pytest
 
 from kvloom_testkit.requirements import claims, needed_by, requirement_id
 
-SECONDS = 180.0
-"""How long one test may take before it counts as hanging."""
+_OURS = "kvloom_testkit."
 
 
 class Opener:
@@ -36,7 +36,7 @@ class Conformance:
     """Subclass the class of a kind in a test module, and write the fixture `make`. Do not subclass this one.
 
     Tests may be added. One of the kit's may be overridden only to say that it fails, and why, by
-    `@pytest.mark.xfail(reason=...)`; it then counts as a failure if it passes.
+    `@pytest.mark.xfail(reason=...)`; the kit's test runs nevertheless, and counts as a failure if it passes.
     """
 
     kind: ClassVar[str]
@@ -45,13 +45,20 @@ class Conformance:
     """The abstract class of the kind."""
     needs_harness: ClassVar[bool] = False
     """The component alone is not enough: `make` makes what the class's docstring describes."""
+    yours: ClassVar[frozenset[str]] = frozenset({"make"})
+    """What a subclass outside of the kit may define anew, of what is here."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, test in list(vars(cls).items()):
-            theirs = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
-            if requirement_id(name) and theirs is not None:
-                _check_override(cls, name, test)
+        for name, own in list(vars(cls).items()):
+            theirs = [vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)]
+            if theirs and requirement_id(name):
+                setattr(cls, name, _excused(cls, name, own, theirs[-1]))
+            elif theirs and not (name.startswith("__") or name in cls.yours or cls.__module__.startswith(_OURS)):
+                raise pytest.UsageError(
+                    f"{cls.__module__}.{cls.__qualname__} overrides {name}, which its requirements are built on; "
+                    f"what may be overridden is {', '.join(sorted(cls.yours))}"
+                )
 
     @pytest.fixture
     def make(self) -> Callable[[], Any]:
@@ -67,14 +74,26 @@ class Conformance:
             self.component_of(one).close()
 
     @pytest.fixture(autouse=True)
-    def _only_what_is_claimed(self, request: pytest.FixtureRequest) -> None:
-        capability = needed_by(request.function)
-        if capability is None:
+    def _only_what_is_claimed(self, request: pytest.FixtureRequest, make: Callable[[], Any]) -> None:
+        capability, problem = needed_by(request.function), vars(type(self)).get(_OPENS)
+        if problem:
+            pytest.fail(problem, pytrace=False)
+        if capability is None and problem is not None:
             return
-        component = self.component_of(request.getfixturevalue("make")())
-        component.close()  # some stores cannot be open twice
-        if not claims(component, capability, self.contract):
+        component = self._component(make)
+        if capability is not None and not claims(component, capability, self.contract):
             pytest.skip(f"{type(component).__name__} does not claim {capability}")
+
+    def _component(self, make: Callable[[], Any]) -> Any:
+        """One that was open. What is wrong with `make` itself is said before any requirement, once at length."""
+        cls = type(self)
+        try:
+            component = opens(make, cls)
+        except CannotOpenError:
+            setattr(cls, _OPENS, "make() does not give a component, as was said")
+            raise
+        setattr(cls, _OPENS, "")
+        return component
 
     @staticmethod
     def component_of(made: Any) -> Any:
@@ -82,13 +101,50 @@ class Conformance:
         return made
 
 
-def _check_override(cls: type, name: str, test: Any) -> None:
-    marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "xfail"]
-    if not any(mark.kwargs.get("reason") for mark in marks):
+_OPENS = "_kvloom_opens"
+"""On a class: '' once `make` has made something, else what to say."""
+
+
+class CannotOpenError(Exception):
+    """`make` does not make what it should; says why."""
+
+
+def opens(make: Callable[[], Any], cls: type[Conformance]) -> Any:
+    """A component that was opened and closed again. Raises CannotOpenError."""
+    if not callable(make):
+        raise CannotOpenError(f"the fixture make is to return a function that makes one, not {_a(make)}")
+    try:
+        made = make()
+    except Exception as error:
+        raise CannotOpenError(f"could not be opened: {type(error).__name__}: {error}") from error
+    try:
+        component = cls.component_of(made)
+    except AttributeError as error:
+        raise CannotOpenError(f"make() is to return what {cls.__name__} describes, not {_a(made)}: {error}") from error
+    if not isinstance(component, cls.contract):
+        raise CannotOpenError(f"make() is to make an instance of {cls.contract.__name__}, not {_a(component)}")
+    component.close()  # some stores cannot be open twice
+    return component
+
+
+def _a(value: Any) -> str:
+    return "None" if value is None else f"an instance of {type(value).__name__}"
+
+
+def _excused(cls: type, name: str, own: Any, theirs: FunctionType) -> FunctionType:
+    """The kit's test with the marks of what overrides it: what has a body of its own could fail for ever."""
+    marks = [mark for mark in getattr(own, "pytestmark", ()) if mark.name == "xfail"]
+    if not any(mark.kwargs.get("reason") for mark in marks) or any(not mark.kwargs.get("run", True) for mark in marks):
         raise pytest.UsageError(
             f"{cls.__module__}.{cls.__qualname__} overrides {name}; a requirement may only be overridden to say why it "
-            "is not met: @pytest.mark.xfail(reason=...)"
+            "is not met: @pytest.mark.xfail(reason=...), without run=False"
         )
+    test = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__, theirs.__closure__)
+    test.__dict__.update(theirs.__dict__)
+    test.__doc__ = theirs.__doc__
+    test.__annotations__ = theirs.__annotations__
+    test.__kwdefaults__ = theirs.__kwdefaults__
     # Else one that is met by now would go on being excused.
     strict = [pytest.mark.xfail(*mark.args, **{**mark.kwargs, "strict": True}).mark for mark in marks]
-    test.pytestmark = [*(mark for mark in test.pytestmark if mark.name != "xfail"), *strict]
+    test.pytestmark = [*getattr(theirs, "pytestmark", ()), *strict]  # type: ignore[attr-defined]
+    return test

@@ -37,7 +37,7 @@ class ConnectorConformance(LayerRequirements, Conformance):
     def component_of(made: Any) -> Any:
         return made.connector
 
-    def test_C01_reading_gives_the_engines_kv(self, opened: Opened) -> None:
+    def test_C01_reading_gives_the_kv_of_the_engine(self, opened: Opened) -> None:
         """`read` fills each chunk with the KV of its segment, bit for bit; of pages, with all that is in them.
 
         Why: this is what is stored.

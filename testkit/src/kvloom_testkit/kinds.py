@@ -17,12 +17,22 @@ CLASSES = {
     "observer": "kvloom_testkit.observer:ObserverConformance",
 }
 """By kind, as the registry calls it."""
+WORDS = {kind.removeprefix("blend "): kind for kind in CLASSES}
+"""The kinds by what they are called on the command line."""
+
+
+def kind_of(word: str) -> str:
+    """The kind that a word means: `retriever`, or `blend-retriever` in full. Raises ConfigError."""
+    kind = word.replace("-", " ").replace("_", " ")
+    if kind in CLASSES:
+        return kind
+    if kind not in WORDS:
+        raise ConfigError("kind", f"no kind {word!r}; there are {', '.join(WORDS)}")
+    return WORDS[kind]
 
 
 def conformance_of(kind: str) -> type[Conformance]:
-    """The conformance class of a kind. Raises ConfigError if there is no such kind."""
-    if kind not in CLASSES:
-        raise ConfigError("kind", f"no kind {kind!r}; there are {', '.join(CLASSES)}")
+    """The conformance class of a kind, as the registry calls it."""
     module, name = CLASSES[kind].split(":")
     cls: type[Conformance] = getattr(import_module(module), name)
     return cls

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from kvloom import ConfigError
+from kvloom.cli import output
 from kvloom_testkit import subjects
 from kvloom_testkit.checking import Result, check
 from kvloom_testkit.kinds import conformance_of
@@ -16,27 +17,32 @@ from kvloom_testkit.requirements import requirements_of
 _MARKS = {"met": "ok", "not met": "FAIL", "skipped": "-"}
 
 
-def run(kind: str, type_: str, settings: Sequence[str], only: Sequence[str], *, as_json: bool) -> int:
+def run(kind: str, type_: str, settings: Sequence[str], only: Sequence[str], seconds: float, *, as_json: bool) -> int:
     """Check one component and print how it came out; the exit status."""
     (subject,) = subjects.choose([f"{kind}:{type_}"], settings)
-    known = sorted(one.id for one in requirements_of(conformance_of(subject.kind)))
-    if unknown := sorted(set(only) - set(known)):
+    known = {one.id: one.title for one in requirements_of(conformance_of(subject.kind))}
+    wanted = sorted(set(only) or known)
+    if unknown := sorted(set(wanted) - set(known)):
         raise ConfigError("--only", f"no requirement {', '.join(unknown)}; a {subject.kind} has {', '.join(known)}")
-    rows = check(subject, arguments=["-k", " or ".join(only)] if only else [])
-    rows = [row for row in rows if row.id in (only or known)]
+    width = max(len(known[each]) for each in wanted)
+    with output.progress(f"{subject.kind} {subject.type}", len(wanted)) as step:
+
+        def tell(row: Result) -> None:
+            if not as_json:
+                why = row.reason if row.outcome == "skipped" else ""
+                print(f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {why}".rstrip(), flush=True)
+            step()
+
+        rows = check(subject, only=wanted, seconds=seconds, tell=tell)
     failed = [row for row in rows if row.outcome == "not met"]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        _print(subject, rows, failed)
+        _explain(subject, rows, failed)
     return 1 if failed else 0
 
 
-def _print(subject: subjects.Subject, rows: Sequence[Result], failed: Sequence[Result]) -> None:
-    width = max(len(row.title) for row in rows)
-    for row in rows:
-        why = row.reason if row.outcome == "skipped" else ""
-        print(f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {why}".rstrip())
+def _explain(subject: subjects.Subject, rows: Sequence[Result], failed: Sequence[Result]) -> None:
     about = {one.id: one for one in requirements_of(conformance_of(subject.kind))}
     for row in failed:
         one = about[row.id]

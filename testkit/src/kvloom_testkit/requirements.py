@@ -13,6 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TEST = re.compile(r"test_([A-Z][0-9]{2})_([a-z0-9_]+)")
 _DOC = re.compile(r"(.+?)\n\s*\nWhy: (.+?)\n\s*\nUsually: (.+)", re.DOTALL)
 _NEEDS = "_kvloom_needs"
+_CAPITALS = {"kv": "KV", "cpu": "CPU", "gpu": "GPU"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +75,5 @@ def _requirement(test: Any, name: re.Match[str]) -> Requirement:
     doc = _DOC.fullmatch(inspect.cleandoc(test.__doc__ or ""))
     assert doc is not None, f"{name[0]} lacks a docstring of three parts: what, `Why: ` and `Usually: `"
     what, why, usually = (" ".join(part.split()) for part in doc.groups())
-    return Requirement(name[1], name[2].replace("_", " "), name[0], what, why, usually, needed_by(test))
+    title = " ".join(_CAPITALS.get(word, word) for word in name[2].split("_"))
+    return Requirement(name[1], title, name[0], what, why, usually, needed_by(test))

@@ -80,6 +80,7 @@ class RetrieverConformance(Conformance):
     kind = "blend retriever"
     contract = BlendRetriever
     needs_harness = True
+    yours = Conformance.yours | {"separator"}
     separator: ClassVar[tuple[int, ...]] = ()
     """Tokens that stand between texts, for retrievers that look for them."""
 

@@ -13,7 +13,7 @@ from string import Template
 
 from kvloom import ConfigError, Registry
 from kvloom.plugins import KINDS
-from kvloom_testkit.kinds import CLASSES
+from kvloom_testkit.kinds import CLASSES, kind_of
 from kvloom_testkit.subjects import HARNESSES
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -146,10 +146,9 @@ class Test$cls($conformance):
 def create(word: str, type_: str, into: Path) -> Path:
     """Write the package of a new plugin into a directory of `into`, which must not be there yet; where it is.
 
-    word: a key of STARTS. Raises ConfigError.
+    word: a kind. Raises ConfigError.
     """
-    if word not in STARTS:
-        raise ConfigError("kind", f"no kind {word!r}; there are {', '.join(STARTS)}")
+    word = kind_of(word).removeprefix("blend ")
     if not _NAME.fullmatch(type_):
         raise ConfigError("name", f"{type_!r} is no name for a type: small letters, digits and single underscores")
     start = STARTS[word]

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from kvloom import ConfigError, KVSpec, Registry
 from kvloom_testkit.conformance import Conformance
-from kvloom_testkit.kinds import conformance_of
+from kvloom_testkit.kinds import conformance_of, kind_of
 
 SPEC = KVSpec(model="kit", num_layers=3, num_kv_heads=2, head_size=8, dtype="bfloat16")
 """The model that components are made for."""
@@ -31,7 +31,6 @@ _OWN_HARNESSES = {
     "connector.plain": "kvloom_testkit.harnesses:plain",
 }
 """Of kvloom's built-in components, which do not depend on the kit, and of the kit's own."""
-_SHORT = {"retriever": "blend retriever", "executor": "blend executor"}
 _TMP = "{tmp}"
 
 chosen: list[Subject] = []
@@ -50,15 +49,17 @@ class Subject:
     def make(self, tmp_path: Path) -> Any:
         """A new instance, in its harness if its kind needs one. In texts of the settings, {tmp} becomes `tmp_path`."""
         config = self.config(tmp_path)
-        return self._in_harness(lambda: self.cls(config, SPEC))
+        harness = self.harness()
+        return self.cls(config, SPEC) if harness is None else harness(lambda: self.cls(config, SPEC))
 
     def config(self, tmp_path: Path) -> Any:
         """Its typed settings. Raises ConfigError."""
         try:
             return self.cls.Config.model_validate(_filled(self.settings, tmp_path))
         except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(".".join(map(str, first["loc"])) or f"{self.kind}.{self.type}", first["msg"]) from None
+            wrong = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+            said = [": ".join(filter(None, one)) for one in wrong]
+            raise ConfigError(f"{self.kind} {self.type}", "; ".join(said)) from None
 
     def tests(self) -> type[Conformance]:
         """The conformance class of its kind, with `make`."""
@@ -71,21 +72,28 @@ class Subject:
         base = conformance_of(self.kind)
         return type(base.__name__, (base,), {"make": make, "__doc__": base.__doc__, "__module__": __name__})
 
-    def _in_harness(self, component: Callable[[], Any]) -> Any:
+    def harness(self) -> Callable[[Callable[[], Any]], Any] | None:
+        """What makes its harness of a function that makes the component; None if it needs none. Raises ConfigError."""
         name = f"{self.kind.replace(' ', '_')}.{self.type}"
         if name in _OWN_HARNESSES:
-            return pkgutil.resolve_name(_OWN_HARNESSES[name])(component)
-        found = metadata.entry_points(group=HARNESSES, name=name)
-        if found:
-            return next(iter(found)).load()(component)
+            own: Callable[[Callable[[], Any]], Any] = pkgutil.resolve_name(_OWN_HARNESSES[name])
+            return own
+        for found in metadata.entry_points(group=HARNESSES, name=name):
+            try:
+                theirs: Callable[[Callable[[], Any]], Any] = found.load()
+            except Exception as error:
+                raise ConfigError(
+                    f"{self.kind} {self.type}", f"its harness {found.value} cannot be imported: {error}"
+                ) from error
+            return theirs
         if conformance_of(self.kind).needs_harness:
             raise ConfigError(
-                f"{self.kind}.{self.type}",
+                f"{self.kind} {self.type}",
                 f"to test a {self.kind} the kit needs a harness: write an entry point "
                 f"{name} in the group {HARNESSES!r}, a function of a function that "
                 f"makes the component; see kvloom_testkit.{conformance_of(self.kind).__name__}",
             )
-        return component()
+        return None
 
 
 def choose(named: Iterable[str], settings: Iterable[str]) -> list[Subject]:
@@ -93,14 +101,13 @@ def choose(named: Iterable[str], settings: Iterable[str]) -> list[Subject]:
     values = dict(_setting(text) for text in settings)
     registry, found = Registry.discover(), []
     for name in named:
-        kind, separator, type_ = name.partition(":")
-        kind = kind.replace("-", " ").replace("_", " ")
-        kind = _SHORT.get(kind, kind)
+        word, separator, type_ = name.partition(":")
         if not separator:
             raise ConfigError("--kvloom", f"expected KIND:TYPE, as backend:disk, not {name!r}")
-        conformance_of(kind)  # says which kinds there are
+        kind = kind_of(word)
         subject = Subject(kind, type_, registry.get(kind, type_), values)
-        subject.config(Path(tempfile.gettempdir()))  # what is wrong with it is said now, and once
+        subject.config(Path(tempfile.gettempdir()))  # what is wrong is said now, and once
+        subject.harness()
         found.append(subject)
     return found
 

@@ -7,29 +7,32 @@ from typing import Annotated
 
 import typer
 
+_KINDS = "backend, serializer, connector, tokens, retriever, executor or observer"
+
 
 def add(commands: typer.Typer) -> None:
     """Add the verbs of the kit."""
 
     @commands.command("check")
     def check(
-        kind: Annotated[str, typer.Argument(help="backend, serializer, connector, tokens, retriever, ...")],
+        kind: Annotated[str, typer.Argument(help=_KINDS)],
         type: Annotated[str, typer.Argument(help="The word in YAML.")],
         set: Annotated[
             list[str] | None,
             typer.Option("--set", help="A setting, KEY=VALUE as in YAML; {tmp} is a directory of each test's own."),
         ] = None,
         only: Annotated[list[str] | None, typer.Option("--only", help="Ids of requirements; default: all.")] = None,
+        seconds: Annotated[float, typer.Option("--seconds", help="How long each may take before it hangs.")] = 120.0,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Hold an installed component to the requirements of its kind."""
         from kvloom_testkit import report
 
-        raise typer.Exit(report.run(kind, type, set or [], only or [], as_json=as_json))
+        raise typer.Exit(report.run(kind, type, set or [], only or [], seconds, as_json=as_json))
 
     @commands.command("new")
     def new(
-        kind: Annotated[str, typer.Argument(help="backend, serializer, connector, tokens, retriever, ...")],
+        kind: Annotated[str, typer.Argument(help=_KINDS)],
         name: Annotated[str, typer.Argument(help="The word in YAML.")],
         into: Annotated[Path, typer.Option("--into", help="Where the package's directory goes.")] = Path(),
     ) -> None:

@@ -20,14 +20,16 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         if as_json:
             print(json.dumps([asdict(status) for status in statuses], indent=2))
             return
-        rows = [(status.name, _dist(status), status.state, _says(status)) for status in statuses]
-        output.print_table("", ("name", "distribution", "state", "provides"), rows)
+        rows = [(status.name, status.state, _provides(status), _dist(status)) for status in statuses]
+        output.print_table("", ("name", "state", "provides", "distribution"), rows)
+        for status in statuses:
+            if status.reason:  # too long for a column
+                print(f"{status.name}: {status.reason}")
 
 
 def _dist(status: PluginStatus) -> str:
     return f"{status.dist} {status.version}".strip() or "-"
 
 
-def _says(status: PluginStatus) -> str:
-    provides = ", ".join(f"{kind} {type_}" for kind, type_ in status.provides)
-    return "; ".join(filter(None, (status.reason, provides)))
+def _provides(status: PluginStatus) -> str:
+    return ", ".join(f"{kind} {type_}" for kind, type_ in status.provides) or "-"

@@ -38,6 +38,7 @@ class BackendRequirements(Conformance):
 
     kind = "backend"
     contract = StorageBackend
+    yours = Conformance.yours | {"raw"}
 
     @pytest.fixture(autouse=True)
     def names(self, make: Make) -> Iterator[Namespace]:

@@ -15,7 +15,7 @@ KEYS = 5
 class HistoryRequirements(BackendRequirements):
     """Sequences."""
 
-    def test_B32_any_history_equals_a_dictionarys(self, names: Namespace, opened: Open) -> None:
+    def test_B32_any_history_equals_that_of_a_dictionary(self, names: Namespace, opened: Open) -> None:
         """After any sequence of puts, deletes and re-openings the store holds what a dictionary would.
 
         Why: what each verb leaves is what the next one meets.

@@ -168,7 +168,7 @@ class ValueRequirements(BackendRequirements):
         backend.put(new, [blob])
         assert content(backend.get(new)) == blob, "put again after the failure"
 
-    def test_B34_put_and_get_do_not_hide_each_others_faults(
+    def test_B34_put_and_get_do_not_hide_faults_of_each_other(
         self, names: Namespace, opened: Open, raw: Raw | None
     ) -> None:
         """What `put` wrote is in the store itself: seen by an instance that did not write it, and round the backend.
