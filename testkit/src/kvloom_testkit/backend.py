@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvloom_testkit.backends.concurrency import ConcurrencyRequirements
+from kvloom_testkit.backends.deaths import DeathRequirements
 from kvloom_testkit.backends.forms import FormRequirements
 from kvloom_testkit.backends.history import HistoryRequirements
 from kvloom_testkit.backends.lifetime import LifetimeRequirements
@@ -20,6 +21,7 @@ class BackendConformance(
     ListingRequirements,
     LifetimeRequirements,
     ProcessRequirements,
+    DeathRequirements,
     HistoryRequirements,
 ):
     """Requirements of a `StorageBackend`.

@@ -32,7 +32,9 @@ class DiskCache(StorageBackend):
         self.cache.delete(key)
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        return (Entry(key, 1, 0.0) for key in self.cache if key.startswith(prefix))
+        for key in self.cache:
+            if key.startswith(prefix) and (data := self.cache.get(key)) is not None:
+                yield Entry(key, len(data), 0.0)
 
     def create(self, key: str, blob: Buffers) -> bool:
         return bool(self.cache.add(key, join(blob)))

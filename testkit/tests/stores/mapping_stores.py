@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dbm.dumb
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +40,9 @@ class Mapping(StorageBackend):
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         names = (key.decode() if isinstance(key, bytes) else key for key in self.mapping.keys())  # noqa: SIM118
-        return (Entry(key, 1, time.time()) for key in names if key.startswith(prefix))
+        for name in names:
+            if name.startswith(prefix) and (data := self.get(name)) is not None:
+                yield Entry(name, len(data), 0.0)
 
     def close(self) -> None:
         self.mapping.close()

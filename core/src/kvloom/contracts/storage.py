@@ -35,21 +35,28 @@ class StorageBackend(Component):
     """
 
     persistent: ClassVar[bool] = False
-    """What was put survives `close` and reopening."""
+    """What was put survives `close` and reopening, and `scan` lists it: that is how a restart finds and counts it.
+
+    Only a store that is `shared` and `bounded` too need not list: it is asked for every key, and keeps its own bounds.
+    """
     shared: ClassVar[bool] = False
     """Other processes that open the same store see it."""
     bounded: ClassVar[bool] = False
     """It evicts by itself."""
     threads: ClassVar[int] = 4
-    """How many reads the core should have under way at once, at most; writes come on top, two at most."""
+    """How many reads the core should have under way at once: 1 or more, at most so many; two writes come on top."""
 
     @abstractmethod
     def put(self, key: str, blob: Buffers) -> None:
-        """Keep `blob` under `key`: all or nothing, the last one wins. The buffers are the caller's again on return."""
+        """Keep `blob` under `key`: all or nothing, the last one wins. The buffers are the caller's again on return.
+
+        All or nothing also if the process is killed meanwhile: whoever opens a `persistent` store then finds the blob
+        whole, or the one before it, or none.
+        """
 
     @abstractmethod
     def get(self, key: str) -> Buffer | None:
-        """The blob, or None if there is none."""
+        """The blob, or None if there is none. It stays as it is after `close`, too."""
 
     @abstractmethod
     def contains(self, key: str) -> bool:
@@ -60,7 +67,11 @@ class StorageBackend(Component):
         """Forget `key`; it is fine if there is nothing."""
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        """Every blob whose key starts with `prefix`, in any order; where a store cannot list, nothing."""
+        """Every blob whose key starts with `prefix`, in any order; where a store cannot list, nothing.
+
+        The prefix is text and no pattern. Everything else may be called while a listing is under way, and a listing may
+        be left before its end.
+        """
         return iter(())
 
     # -- for speed ---------------------------------------------------------------------------------------------------
@@ -76,14 +87,18 @@ class StorageBackend(Component):
         return True
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
-        """Fill `into` with the blob's bytes from `offset`; False if there is no blob or it ends before."""
+        """Fill `into` with the blob's bytes from `offset`; False if there is no blob or it ends before.
+
+        offset: bytes, 0 or more. After False `into` may hold anything. An empty `into` is filled if the blob reaches as
+        far as `offset`, which may be its end.
+        """
         blob = self.get(key)
         if blob is None:
             return False
-        part = memoryview(blob).cast("B")[offset : offset + len(into)]
-        if len(part) != len(into):
+        view = memoryview(blob).cast("B")
+        if len(view) < offset + len(into):
             return False
-        into[:] = part
+        into[:] = view[offset : offset + len(into)]
         return True
 
     def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
@@ -103,13 +118,17 @@ class StorageBackend(Component):
     def put_over(self, key: str, blob: Buffers, victims: Sequence[str]) -> None:
         """Forget `victims` and keep `blob`: a store may have it take the place of one of them, which is less work.
 
-        They are gone on return. `key` is none of them. If this raises, any of it may have happened.
+        They are gone on return. `key` is none of them. If this raises, any of it may have happened, but `put` is all or
+        nothing here too.
         """
         self.delete_many(victims)
         self.put(key, blob)
 
     def create(self, key: str, blob: Buffers) -> bool:
-        """Optional: `put` only if there is nothing under `key`; whether it did. Exclusive among all writers."""
+        """Optional: `put` only if there is nothing under `key`; whether it did. Exclusive among all writers.
+
+        All or nothing, as `put`.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no exclusive create")
 
     # -- at start ----------------------------------------------------------------------------------------------------
@@ -124,7 +143,8 @@ class StorageBackend(Component):
     def check_writable(self) -> None:
         """Raise OSError, or ValueError with what to do about it, if nothing can be put here.
 
-        Called once the store is open, unless the tier is only read: a store that may only be read opens.
+        Called once the store is open, unless the tier is only read: a store that may only be read opens. It leaves
+        every blob as it was, and none behind.
         """
 
     # -- for stores that several processes share, or that outlive one --------------------------------------------------
@@ -140,6 +160,7 @@ class StorageBackend(Component):
         """Whether this process alone, of all that share the store, now has the right `name`, until `close` or its end.
 
         name: of `[A-Za-z0-9._-]`. Never waits. Asking again while holding it is True. Two instances in one process
-        exclude each other too. The default is for stores that nobody shares: always True.
+        exclude each other too. What it takes in the store is no blob. Where the end of a process is noticed by a lease,
+        that lasts ten seconds at most. The default is for stores that nobody shares: always True.
         """
         return True

@@ -23,7 +23,7 @@ class Open(Protocol):
 
 
 Make = Callable[[], StorageBackend]
-_CLEANING_SECONDS = 10.0
+_CLEANING_SECONDS = 30.0
 
 
 class Raw(Protocol):
@@ -68,8 +68,8 @@ def again(backend: StorageBackend, opened: Open) -> StorageBackend:
 
 
 def content(blob: Buffer | None) -> bytes | None:
-    """What a backend returned, as bytes."""
-    return None if blob is None else bytes(blob)
+    """What a backend returned, as bytes; read as the core does, which takes a buffer and nothing else."""
+    return None if blob is None else bytes(memoryview(blob).cast("B"))
 
 
 def contents(blobs: Sequence[Buffer | None]) -> list[bytes | None]:
@@ -83,7 +83,7 @@ def versions_of(size: int) -> Callable[[int], bytes]:
 
 def torn(blob: Any, version: Callable[[int], bytes]) -> bool:
     """Whether a blob is none of the versions."""
-    data = bytes(blob)
+    data = content(blob) or b""
     return not data or data != version(data[0])
 
 

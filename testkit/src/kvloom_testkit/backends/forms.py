@@ -44,21 +44,26 @@ class FormRequirements(BackendRequirements):
     def test_B14_get_range_fills_exactly_what_is_asked_for(self, names: Namespace, opened: Open) -> None:
         """`get_range` fills `into` with the bytes from `offset`; False if the blob ends before, or there is none.
 
+        An empty `into` is True wherever the blob reaches, its end included, and False beyond it.
+
         Why: headers and single layers are read that way, at odd places.
 
-        Usually: a short read is taken for all of it, the offset is rounded to a page, or the end is off by one.
+        Usually: a short read is taken for all of it, the offset is rounded to a page, the end is off by one, or a range
+        of nothing is an error of the store's.
         """
         backend, key = opened(), names.key()
         size = 100_003
         blob = blob_of(size)
         assert backend.get_range(key, 0, memoryview(bytearray(10))) is False
+        assert backend.get_range(key, 0, memoryview(bytearray())) is False, "an empty range of no blob"
         backend.put(key, [blob[:7], blob[7:]])
         ranges = [(0, 1), (0, size), (1, 4096), (4095, 2), (4096, 4096), (33_333, 50_001), (size - 1, 1), (7, size - 7)]
+        ranges += [(0, 0), (5000, 0), (size, 0)]
         for offset, length in ranges:
             into = bytearray(length)
             assert backend.get_range(key, offset, memoryview(into)) is True
             assert into == blob[offset : offset + length], f"{length} bytes from {offset}"
-        for offset, length in [(0, size + 1), (size - 1, 2), (size, 1), (size + 5000, 10), (4096, size)]:
+        for offset, length in [(0, size + 1), (size - 1, 2), (size, 1), (size + 5000, 10), (4096, size), (size + 1, 0)]:
             told = backend.get_range(key, offset, memoryview(bytearray(length)))
             assert told is False, f"{length} bytes from {offset} of {size}"
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 import threading
+from collections.abc import Callable
+from functools import partial
 
+from kvloom import BackendError, StorageBackend
 from kvloom_testkit.backends.base import BackendRequirements, Make, Open, again, content
+from kvloom_testkit.backends.broken import BreaksHalfWay, Broken
+from kvloom_testkit.backends.landing import Landing
 from kvloom_testkit.keys import Namespace, blob_of
-from kvloom_testkit.requirements import needs
+from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import together
 
 OPENINGS = 30
 SLACK = 10
 """Threads and descriptors that somebody else may have opened meanwhile."""
+
+_OF_A_MODEL = re.compile(r"(quarantine/|spec/)?[0-9a-f]{32}")
 
 
 class LifetimeRequirements(BackendRequirements):
@@ -93,34 +102,48 @@ class LifetimeRequirements(BackendRequirements):
     def test_B28_one_at_a_time_has_a_right(self, names: Namespace, opened: Open) -> None:
         """Of two instances one is told True by `hold`, again and again, until it is closed; the other never waits.
 
+        What a right takes in the store is no blob: it is not listed, and is nobody's key.
+
         Why: of the processes that share a store one evicts.
 
         Usually: a lock that belongs to the process, so that two instances in it both have it; one that waits; one that
-        says no to its own holder; or a right that is not given back.
+        says no to its own holder; a right that is not given back; or a lock file among the blobs' files.
         """
         first, second, told = opened(), opened(), []
         right, other = f"kit-{names.fingerprint[:8]}", f"kit-{names.fingerprint[:8]}-2"
         together(lambda: told.append((first.hold(right), second.hold(right), first.hold(right))), seconds=10)
         assert told == [(True, False, True)]
         assert second.hold(other) is True and first.hold(other) is False, "another right"
+        assert not second.contains(right) and second.get(right) is None, "a blob by the name of the right"
+        assert [entry.key for entry in second.scan() if right in entry.key] == [], "listed as blobs"
         opened.close(first)
         assert second.hold(right) is True, "after its holder was closed"
 
     def test_B30_a_store_that_takes_blobs_says_so(self, names: Namespace, opened: Open) -> None:
-        """`check_writable` raises nothing where `put` works, and changes nothing.
+        """`check_writable` raises nothing where `put` works, changes no blob and leaves none behind.
 
         Why: it decides whether an engine starts.
 
-        Usually: it tries something that needs more rights than a put does, or trips over what it left last time.
+        Usually: it tries something that needs more rights than a put does, trips over what it left last time, or puts a
+        blob and does not delete it.
         """
-        backend = opened()
+        backend, keys = opened(), names.keys(4)
+        before = _foreign(backend)
         backend.check_writable()
-        backend.put(names.key(), [b"blob"])
+        for key in keys:
+            backend.put(key, [key.encode()])
+        listed = sorted((entry.key, entry.modified) for entry in backend.scan(names.prefix))
         backend.check_writable()
-        again(backend, opened).check_writable()
+        assert sorted((entry.key, entry.modified) for entry in backend.scan(names.prefix)) == listed
+        backend = again(backend, opened)
+        backend.check_writable()
+        assert [content(backend.get(key)) for key in keys] == [key.encode() for key in keys]
+        assert _foreign(backend) <= before, "blobs that nobody put"
 
     def test_B31_closing_gives_everything_back(self, names: Namespace, opened: Open, make: Make) -> None:
         """Opening, using and closing an instance many times leaves no thread and no open file behind.
+
+        Every verb is used, also on keys without a blob, and where the caller raises.
 
         Why: engines are opened and closed in one process for weeks.
 
@@ -130,18 +153,87 @@ class LifetimeRequirements(BackendRequirements):
         def use() -> None:
             backend = make()
             try:
-                backend.put(names.key(), [b"blob"])
-                together(lambda: backend.get(names.key()), lambda: backend.contains(names.key()))
+                together(partial(_use, backend, names), lambda: backend.contains(names.key()))
             finally:
                 backend.close()
 
-        for _ in range(3):
-            use()
-        before = _held()
-        for _ in range(OPENINGS):
-            use()
-        more = {what: number - before[what] for what, number in _held().items()}
+        more = _more_after(use)
         assert all(number < SLACK for number in more.values()), f"after opening it {OPENINGS} times, in excess: {more}"
+
+    def test_B39_using_it_long_takes_no_more(self, names: Namespace, opened: Open) -> None:
+        """One instance that does the same again and again has no more threads and open files in the end.
+
+        Each time another thread calls it, and some of what it is asked for is not there, or the caller raises.
+
+        Why: an engine is open for weeks, in a process that may have a thousand files open.
+
+        Usually: a file that is not closed where a range ends too early or `reserve` raises, a listing that was left in
+        the middle, or a connection for each thread in a table that nobody clears.
+        """
+        backend = opened()
+        more = _more_after(lambda: together(partial(_use, backend, names)))
+        assert all(number < SLACK for number in more.values()), f"after using it {OPENINGS} times, in excess: {more}"
+
+    def test_B40_what_it_claims_can_be_used(self, opened: Open) -> None:
+        """`persistent`, `shared` and `bounded` are True or False, and `threads` is a number from 1.
+
+        Why: the core asks whether they are true, and starts as many threads: with none, every read waits for its
+        deadline.
+
+        Usually: a word such as "no", which is true; or 0 threads, to say that reads come one by one.
+        """
+        backend = opened()
+        for claim in ("persistent", "shared", "bounded"):
+            assert isinstance(getattr(backend, claim), bool), f"{claim} is {getattr(backend, claim)!r}"
+        threads = backend.threads
+        assert isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1, f"threads is {threads!r}"
+
+
+def _foreign(backend: StorageBackend) -> set[str]:
+    """Of the keys in the store those that no model's fingerprint begins, and that are not the core's own record.
+
+    Somebody else may be using the store; what a probe left is not named like that.
+    """
+    return {entry.key for entry in backend.scan() if not _OF_A_MODEL.match(entry.key)}
+
+
+def _use(backend: StorageBackend, names: Namespace) -> None:
+    """Every verb, where there is something, where there is nothing, and where the caller has had enough."""
+    keys, absent, blob = names.keys(4), names.named("absent"), blob_of(5000)
+    room = memoryview(bytearray(2000))
+    backend.put(keys[0], [blob])
+    backend.put_many((key, [blob]) for key in keys[1:])
+    backend.put_over(keys[1], [blob], [keys[2], absent])
+    for key in (keys[0], absent):
+        backend.get(key)
+        backend.get_into(key, Landing())
+        for offset in (10, 4000, 6000):
+            backend.get_range(key, offset, room)
+        backend.contains(key)
+    with contextlib.suppress(BackendError):
+        backend.get_into(keys[0], Landing(refusal=BackendError("no room")))
+    with contextlib.suppress(Broken):
+        backend.put(keys[3], BreaksHalfWay(blob))
+    if claims(backend, "create", StorageBackend):
+        backend.create(keys[0], [blob])
+    if claims(backend, "hold", StorageBackend):
+        backend.hold(f"kit-{names.fingerprint[:8]}")
+    next(iter(backend.scan(names.prefix)), None)
+    backend.touch_many([*keys, absent])
+    backend.get_many([*keys, absent])
+    backend.contains_many([*keys, absent])
+    backend.delete(keys[0])
+    backend.delete_many([*keys, absent])
+
+
+def _more_after(use: Callable[[], object]) -> dict[str, int]:
+    """How much more is held after many uses than after a few."""
+    for _ in range(3):
+        use()
+    before = _held()
+    for _ in range(OPENINGS):
+        use()
+    return {what: number - before[what] for what, number in _held().items()}
 
 
 def _held() -> dict[str, int]:

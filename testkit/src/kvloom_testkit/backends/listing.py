@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 from kvloom import Entry, StorageBackend
-from kvloom_testkit.backends.base import BackendRequirements, Open, again
+from kvloom_testkit.backends.base import BackendRequirements, Open, again, contents
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import together
 
 ABOUT_NOW_SECONDS = 3600.0
 """How far a store's clock may be from ours."""
+SETTLING_SECONDS = 6.0
+"""How long a listing may say an old time or size: clocks of whole seconds, file systems that allocate later."""
+ANSWER_SECONDS = 10.0
+"""For a few calls. What has not returned by then waits for something that does not come."""
+MANY = 1100
+"""More than stores take or give in one request, which for many is 1,000 or 1,024."""
+MANY_IF_BOUNDED = 150
+ODD_NAMES = ("Case/1", "case/1", "a_c", "abc", "a.c", "a-c", "ab/c")
+"""Such as a store that ignores letter case, or takes the prefix for a pattern, mixes up."""
 
 
 class ListingRequirements(BackendRequirements):
@@ -22,21 +32,24 @@ class ListingRequirements(BackendRequirements):
     def test_B16_scan_lists_what_starts_with_the_prefix(self, names: Namespace, opened: Open) -> None:
         """`scan` yields every blob whose key starts with the prefix, once, by its key, and nothing else.
 
-        A prefix may end anywhere, in the middle of a part too. Each entry's `bytes` is above 0.
+        A prefix may end anywhere, in the middle of a part too, and is compared letter by letter. Each entry's `bytes`
+        is above 0.
 
         Why: the ledger is recovered from it at start, and a tenant is purged by it; what has no size cannot be counted.
 
-        Usually: the prefix is taken for a directory or a pattern, one page of a listing is taken for all of it, or
-        scratch files are listed.
+        Usually: the prefix is taken for a directory or a pattern (`_` in SQL's LIKE, which ignores letter case too),
+        one page of a listing is taken for all of it, or scratch files are listed.
         """
         backend = opened()
         keys = [*names.keys(150), names.named("-/1"), names.named("other/1"), names.named("-x")]
+        keys += map(names.named, ODD_NAMES)
         backend.put_many((key, [b"blob"]) for key in keys)
         backend.delete_many(keys[:3])
         keys = keys[3:]
         backend = again(backend, opened)
         prefixes = [names.fingerprint, names.fingerprint[:-1], names.prefix, f"{names.prefix}1", keys[9], keys[9][:-5]]
-        for prefix in [*prefixes, f"{names.fingerprint}/-", f"{names.fingerprint}/o", f"{names.fingerprint}/none"]:
+        endings = ("-", "o", "none", "C", "c", "Case/", "case", "a_", "a.", "a_c", "a", "[a]", "a*", "a%")
+        for prefix in [*prefixes, *(f"{names.fingerprint}/{ending}" for ending in endings)]:
             entries = list(backend.scan(prefix))
             assert sorted(entry.key for entry in entries) == sorted(key for key in keys if key.startswith(prefix))
             assert all(entry.bytes > 0 for entry in entries)
@@ -46,24 +59,54 @@ class ListingRequirements(BackendRequirements):
     def test_B17_scan_says_when_in_seconds(self, names: Namespace, opened: Open) -> None:
         """An entry's `modified` is when the blob was put, in seconds since the epoch, or 0.0 if the store cannot tell.
 
+        It is the last `put` that counts.
+
         Why: `ttl` and the order of eviction after a restart depend on it.
 
-        Usually: milliseconds, a clock that starts at boot, or a local time that is taken for UTC.
+        Usually: milliseconds, a clock that starts at boot, a local time that is taken for UTC, or the time when the key
+        was put for the first time.
         """
         backend, key = opened(), names.key()
         backend.put(key, [b"blob"])
-        (entry,) = again(backend, opened).scan(names.prefix)
+        backend = again(backend, opened)
+        (entry,) = backend.scan(names.prefix)
         now = time.time()
         for seconds in (entry.modified, entry.used):
             assert seconds == 0.0 or abs(seconds - now) < ABOUT_NOW_SECONDS, f"{seconds}, and now is {now}"
+
+        def put_again() -> bool:
+            backend.put(key, [blob_of(10)])
+            return _listed(backend, names)[key].modified > entry.modified
+
+        assert entry.modified == 0.0 or _comes_true(put_again), f"put again and again, it still says {entry.modified}"
+
+    @needs("scan")
+    def test_B41_scan_says_how_much_a_blob_takes_up(self, names: Namespace, opened: Open) -> None:
+        """An entry's `bytes` is at least the length of a blob that cannot be compressed, also after it was put anew.
+
+        It may be more: headers, whole blocks.
+
+        Why: after a restart the capacity of a tier is kept by it; with sizes too small the disk runs full.
+
+        Usually: a count of blocks or pages, a size that is not looked up and said to be 1, or that of the first `put`.
+        """
+        backend, key = opened(), names.key()
+        for size in (10_000, 500_000):
+            backend.put(key, [blob_of(size)])
+            backend = again(backend, opened)
+            enough = partial(_says_at_least, size, backend, names, key)
+            assert _comes_true(enough), f"{_listed(backend, names)[key].bytes} bytes, and {size} were put"
 
     @needs("scan")
     def test_B18_scan_goes_on_while_the_store_changes(self, names: Namespace, opened: Open) -> None:
         """A listing during which other keys are put and deleted raises nothing, and has all that was there throughout.
 
+        While one is under way, or was left in the middle, everything else can be called and returns.
+
         Why: tiers list while they serve; an aborted listing leaves a ledger that counts wrongly.
 
-        Usually: what was listed a moment ago is gone when it is asked for its size, or pages are counted by offset.
+        Usually: what was listed a moment ago is gone when it is asked for its size, pages are counted by offset, or a
+        lock is held from one entry to the next.
         """
         backend = opened()
         steady, moving = names.keys(60), [names.named(f"-/moving-{number}") for number in range(40)]
@@ -82,19 +125,36 @@ class ListingRequirements(BackendRequirements):
 
         together(scan, scan, partial(change, moving[::2]), partial(change, moving[1::2]))
 
+        def use_everything() -> None:
+            backend.put(moving[0], [b"blob"])
+            assert backend.get(steady[0]) is not None and backend.contains(moving[0])
+            backend.delete(moving[0])
+            assert len(list(backend.scan(names.prefix))) == len(steady)
+
+        under_way, left = iter(backend.scan(names.prefix)), iter(backend.scan(names.prefix))
+        found = {next(under_way).key, next(left).key}
+        together(use_everything, seconds=ANSWER_SECONDS)
+        found = {entry.key for entry in under_way} | found
+        assert set(steady) <= found, "a listing misses what was there throughout"
+        del left
+        together(use_everything, seconds=ANSWER_SECONDS)
+
     @needs("touch_many")
     def test_B29_touch_many_notes_use_and_changes_nothing_else(self, names: Namespace, opened: Open) -> None:
         """After `touch_many` a scan's `used` of these blobs is about now, and their bytes and `modified` are unchanged.
 
-        A key without a blob is passed over, and none is made. A store may leave `used` at 0.
+        A key without a blob is passed over, and none is made. What was not named keeps its `used`. A store may leave
+        `used` at 0.
 
         Why: it is how processes that share a store learn what the others use; it happens with every hit.
 
-        Usually: touching makes an empty file, or it is the time of writing that is changed.
+        Usually: touching makes an empty file, it is the time of writing that is changed, or an update lacks its
+        `where`.
         """
         backend, keys = opened(), names.keys(4)
         absent = names.named("absent")
         backend.put_many((key, [blob_of(100)]) for key in keys)
+        backend = again(backend, opened)
         before = _listed(backend, names)
         backend.touch_many([keys[2], absent, keys[1]])
         backend.touch_many([])
@@ -107,7 +167,63 @@ class ListingRequirements(BackendRequirements):
         assert all(seconds == 0.0 or abs(seconds - now) < ABOUT_NOW_SECONDS for seconds in used), f"{used}, now {now}"
         assert used[2] <= used[1], "the least recently used one comes first"
         assert all(after[key].used >= before[key].used for key in keys[1:3])
+        assert [after[key].used for key in keys[::3]] == [before[key].used for key in keys[::3]], "what was not named"
+
+    @needs("persistent")
+    def test_B35_what_persists_is_listed(self, names: Namespace, opened: Open) -> None:
+        """A store that is `persistent` has a `scan`, and a new instance lists what an earlier one put.
+
+        One that is `shared` and `bounded` as well may do without.
+
+        Why: at start the ledger is made from a listing. What is not listed is not found again in a tier that has a
+        capacity or a ttl, and takes up room that is never given back.
+
+        Usually: the store cannot list, and no index is kept beside it; or the index is written at `close`.
+        """
+        backend = opened()
+        if type(backend).shared and type(backend).bounded and not claims(backend, "scan", StorageBackend):
+            return
+        keys = names.keys(3)
+        for key in keys:
+            backend.put(key, [b"blob"])
+        opened.close(backend)
+        assert sorted(entry.key for entry in opened().scan(names.prefix)) == sorted(keys)
+
+    def test_B38_a_thousand_blobs_at_once(self, names: Namespace, opened: Open) -> None:
+        """The forms for many keys take more than a thousand at once, and a listing yields as many.
+
+        Of a store that is `bounded` it is asked with 150.
+
+        Why: stores answer in pages and limit a request, and what is cut off there is not seen with a few keys.
+
+        Usually: only the first page of a listing is read, or the keys behind the limit of a request are left out.
+        """
+        backend = opened()
+        keys = names.keys(MANY_IF_BOUNDED if type(backend).bounded else MANY)
+        blobs = [key.encode() for key in keys]
+        backend.put_many((key, [blob]) for key, blob in zip(keys, blobs, strict=True))
+        assert contents(backend.get_many(keys)) == blobs
+        assert all(backend.contains_many(keys))
+        if claims(backend, "scan", StorageBackend):
+            found = [entry.key for entry in backend.scan(names.prefix)]
+            assert len(found) == len(keys) and set(found) == set(keys)
+        backend.delete_many(keys)
+        assert not any(backend.contains_many(keys)) and backend.get(keys[-1]) is None
 
 
 def _listed(backend: StorageBackend, names: Namespace) -> dict[str, Entry]:
     return {entry.key: entry for entry in backend.scan(names.prefix)}
+
+
+def _says_at_least(num_bytes: int, backend: StorageBackend, names: Namespace, key: str) -> bool:
+    return _listed(backend, names)[key].bytes >= num_bytes
+
+
+def _comes_true(told: Callable[[], bool]) -> bool:
+    """Whether it does before a listing should have settled."""
+    until = time.monotonic() + SETTLING_SECONDS
+    while not told():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True

@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from kvloom import Buffer
+from kvloom import StorageBackend
 from kvloom_testkit.backends.base import BackendRequirements, Open, Raw, again, content
+from kvloom_testkit.backends.broken import BreaksHalfWay
 from kvloom_testkit.keys import Namespace, blob_of
+from kvloom_testkit.requirements import claims
 
-SIZES = (1, 4095, 4096, 4097, 1 << 20)
-"""Bytes of blobs: around a page, and more than one call of an operating system may move."""
-
-
-class Broken(Exception):
-    """The memory of a blob could not be read."""
-
-
-class BreaksHalfWay(Sequence[Buffer]):
-    """Three buffers, of which the second cannot be had."""
-
-    def __init__(self, part: bytes) -> None:
-        self._part = part
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> Buffer:  # type: ignore[override]
-        if index >= 3:
-            raise IndexError(index)
-        if index:
-            raise Broken
-        return self._part
-
-    def __iter__(self) -> Iterator[Buffer]:
-        return (self[index] for index in range(3))
+SIZES = (1, 4095, 4096, 4097, 1 << 20, (4 << 20) + 1)
+"""Bytes of blobs: around a page, and more than one call of an operating system, or one message, may move."""
+BUFFERS = 1025
+"""One more than an operating system takes in one call (IOV_MAX)."""
 
 
 class ValueRequirements(BackendRequirements):
     """Single blobs."""
 
     def test_B01_gives_back_what_was_put(self, names: Namespace, opened: Open) -> None:
-        """`get` returns the bytes that `put` was given, however many, in one buffer or several.
+        """`get` returns the bytes that `put` was given, however many, in one buffer or in a thousand.
+
+        What it returns is `bytes` or another buffer.
 
         Why: everything else rests on it.
 
-        Usually: only the first buffer is written, or a short write or read is taken for all of it.
+        Usually: only the first buffer is written, a short write or read is taken for all of it, or more is given to one
+        call or message than fits.
         """
         backend = opened()
         for number, size in enumerate(SIZES):
@@ -54,6 +37,9 @@ class ValueRequirements(BackendRequirements):
             for parts in ([blob], [blob[: size // 3], blob[size // 3 : size // 2], memoryview(blob)[size // 2 :]]):
                 backend.put(names.key(number), parts)
                 assert content(backend.get(names.key(number))) == blob, f"of {size} bytes in {len(parts)} buffers"
+        many = [blob[start : start + 99] for start in range(0, 99 * BUFFERS, 99)]
+        backend.put(names.key(), many)
+        assert content(backend.get(names.key())) == b"".join(many), f"in {BUFFERS} buffers"
 
     def test_B02_what_is_not_there_is_none(self, names: Namespace, opened: Open) -> None:
         """`get` of a key that was never put, or was deleted, is None.
@@ -85,6 +71,8 @@ class ValueRequirements(BackendRequirements):
     def test_B04_delete_forgets_one_key_and_may_be_repeated(self, names: Namespace, opened: Open) -> None:
         """`delete` removes that key's blob and no other; where there is nothing it does nothing.
 
+        That is so too where the key is the beginning of others.
+
         Why: several processes decide to delete the same blob, and the second one has not failed.
 
         Usually: the client's "not found" exception is not caught, or the key is taken for a prefix.
@@ -95,15 +83,21 @@ class ValueRequirements(BackendRequirements):
         backend.put(other, [b"other"])
         backend.delete(one)
         backend.delete(one)
+        below = names.named("a/b/c")
+        backend.put(below, [b"below"])
+        for above in (names.named("a/b"), names.named("a")):
+            backend.delete(above)
         backend = again(backend, opened)
         assert backend.get(one) is None and content(backend.get(other)) == b"other"
+        assert content(backend.get(below)) == b"below", "after what its key begins with was deleted"
 
     def test_B05_contains_agrees_with_get(self, names: Namespace, opened: Open) -> None:
-        """`contains` is true exactly when `get` would return a blob.
+        """`contains` is true exactly when `get` would return a blob; no key is there because a longer one is.
 
         Why: a lookup promises what `contains` says, and the engine computes what it denies.
 
-        Usually: it asks a table in memory which a new instance starts without, or a deleted key stays in a filter.
+        Usually: it asks a table in memory which a new instance starts without, a deleted key stays in a filter, or a
+        directory is taken for a blob.
         """
         backend, key = opened(), names.key()
         assert not backend.contains(key)
@@ -114,6 +108,9 @@ class ValueRequirements(BackendRequirements):
         assert second.contains(key) and second.contains(names.key(1))
         second.delete(key)
         assert not second.contains(key) and second.contains(names.key(1))
+        second.put(names.named("a/b/c"), [b"blob"])
+        for above in (names.named("a/b"), names.named("a")):
+            assert not second.contains(above) and second.get(above) is None, "the beginning of a key"
 
     def test_B06_buffers_are_the_callers_again_after_put(self, names: Namespace, opened: Open) -> None:
         """What the caller writes into the buffers once `put` has returned does not change the blob.
@@ -131,11 +128,12 @@ class ValueRequirements(BackendRequirements):
             assert content(backend.get(names.key(number))) == blob, f"of {size} bytes"
 
     def test_B07_what_get_returned_stays_as_it_is(self, names: Namespace, opened: Open) -> None:
-        """A buffer that `get` returned keeps its bytes, whatever is put, got or deleted afterwards.
+        """A buffer that `get` returned keeps its bytes, whatever is put, got or deleted, and when the store is closed.
 
         Why: it is verified first and copied later; what changed in between would be served as if it were right.
 
-        Usually: a view of the store's own memory, or of a buffer that is used again for the next `get`.
+        Usually: a view of the store's own memory, of a buffer that is used again for the next `get`, or of a mapped
+        file, which `close` unmaps or cannot.
         """
         backend, (one, other) = opened(), names.keys(2)
         first, second = blob_of(10_000), blob_of(10_000)
@@ -148,13 +146,18 @@ class ValueRequirements(BackendRequirements):
         ):  # fmt: skip
             change()
             assert content(got) == first
+        opened.close(backend)
+        assert content(got) == first, "after `close`"
 
     def test_B12_a_put_that_fails_leaves_no_part(self, names: Namespace, opened: Open) -> None:
         """When a buffer cannot be read half-way, `put` raises; the old blob is still there, or none, and never a part.
 
+        So it is with `put_many`, `put_over` and `create`, of each blob.
+
         Why: all or nothing is what lets a reader trust a length, and whatever ends a put may end it anywhere.
 
-        Usually: buffers are written one by one to the blob's final place.
+        Usually: buffers are written one by one to the blob's final place; `create` opens that place, or `put_over` a
+        victim's, and writes there.
         """
         backend, (new, old) = opened(), names.keys(2)
         blob = blob_of(50_000)
@@ -167,6 +170,20 @@ class ValueRequirements(BackendRequirements):
         assert content(backend.get(old)) in (blob, None)
         backend.put(new, [blob])
         assert content(backend.get(new)) == blob, "put again after the failure"
+        new, old, victim = names.keys(5)[2:]
+        backend.put_many([(old, [blob]), (victim, [blob])])
+        broken = BreaksHalfWay(blob_of(20_000))
+        ways: list[Callable[[], object]] = [
+            lambda: backend.put_many(iter([(old, [blob]), (new, broken)])),
+            lambda: backend.put_over(new, broken, [victim]),
+        ]
+        if claims(backend, "create", StorageBackend):
+            ways.append(lambda: backend.create(new, broken))
+        for way in ways:
+            with pytest.raises(Exception):  # noqa: B017
+                way()
+            assert backend.get(new) is None and not backend.contains(new)
+            assert content(backend.get(old)) in (blob, None) and content(backend.get(victim)) in (blob, None)
 
     def test_B34_put_and_get_do_not_hide_faults_of_each_other(
         self, names: Namespace, opened: Open, raw: Raw | None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from kvloom import Buffers, Config, Sink
+from kvloom import Buffers, Config, Entry, Sink
 from kvloom_testkit.reference.backend import DirectoryBackend
 
 
@@ -51,6 +51,11 @@ class CompleteDirectoryBackend(DirectoryBackend):
 
     def identity(self) -> str | None:
         return os.path.realpath(self._path)
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        for entry in super().scan(prefix):
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                yield entry._replace(used=self._file(entry.key).stat().st_atime)
 
     def touch_many(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -169,3 +169,27 @@ class KeepsAVictimsTail(Mutant, DirectoryBackend):
         with self._file(there[0]).open("r+b") as file:
             file.writelines(blob)
         os.replace(self._file(there[0]), self._file(key))
+
+
+class AsksForARangeOfNothing(Mutant, CompleteDirectoryBackend):
+    """Whose last byte is before its first, which a server does not understand."""
+
+    breaks = "B14"
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        if offset + len(into) - 1 < offset:
+            raise ValueError(f"bytes={offset}-{offset + len(into) - 1}: not a range")
+        return super().get_range(key, offset, into)
+
+
+class FindsNothingAnywhere(Mutant, DirectoryBackend):
+    """A range of no bytes is found beyond the end, too: a slice has no complaint."""
+
+    breaks = "B14"
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        part = memoryview(self.get(key) or b"")[offset : offset + len(into)]
+        if len(part) != len(into):
+            return False
+        into[:] = part
+        return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import fcntl
 import threading
 import time
 from collections import OrderedDict
@@ -43,7 +43,7 @@ class SaysLittle(Oddity, CompleteDirectoryBackend):
     """Does not know when, nor which store it is."""
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        return (entry._replace(modified=0.0) for entry in super().scan(prefix))
+        return (entry._replace(modified=0.0, used=0.0) for entry in super().scan(prefix))
 
     def identity(self) -> str | None:
         return None
@@ -53,22 +53,36 @@ class SaysLittle(Oddity, CompleteDirectoryBackend):
 
 
 class OpensOnce(Oddity, DirectoryBackend):
-    """A store of one instance at a time, which cannot list."""
+    """A store of one instance at a time."""
 
     shared = False
-    scan = StorageBackend.scan
 
     def __init__(self, config: BaseConfig, spec: object = None) -> None:
         super().__init__(config)
-        self._lock = self._path / "+lock"
-        self._lock.touch(exist_ok=False)
-        self._owner = os.getpid()
-        self._open = True
+        self._lock = (self._path / "+lock").open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._lock.unlink()
+        self._lock.close()
+
+
+class CannotList(Oddity, CompleteDirectoryBackend):
+    """Like a cache that others share, which keeps its own bounds and is asked for every key."""
+
+    bounded = True
+    scan = StorageBackend.scan
+
+
+class TellsTimeInSeconds(Oddity, CompleteDirectoryBackend):
+    """Whole ones; and its clock is a minute behind."""
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        for entry in super().scan(prefix):
+            yield entry._replace(modified=entry.modified // 1 - 60, used=entry.used // 1 - 60)
 
 
 class EvictsByItself(Oddity, StorageBackend):

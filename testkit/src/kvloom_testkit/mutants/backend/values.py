@@ -292,3 +292,23 @@ class NeedsADirectoryWhereAFileIs(Mutant, DirectoryBackend):
         file = self._path / key
         file.parent.mkdir(parents=True, exist_ok=True)
         return file
+
+
+class DeletesWhatIsBelow(Mutant, DirectoryBackend):
+    """A key is a directory, and goes with all that is in it."""
+
+    breaks = "B04"
+
+    def delete(self, key: str) -> None:
+        for entry in self.scan(f"{key}/"):
+            super().delete(entry.key)
+        super().delete(key)
+
+
+class TakesADirectoryForABlob(Mutant, DirectoryBackend):
+    """Something is there, though it is none."""
+
+    breaks = "B05"
+
+    def contains(self, key: str) -> bool:
+        return super().contains(key) or any(self.scan(f"{key}/"))

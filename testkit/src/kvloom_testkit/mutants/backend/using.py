@@ -1,0 +1,138 @@
+"""Faults that show in long use, at `close`, and in what an instance says of itself."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+
+from kvloom import Buffer, Sink
+from kvloom_testkit.mutants import Mutant
+from kvloom_testkit.reference.backend import DirectoryBackend
+from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
+
+
+class UnmapsWhatItReturned(Mutant, DirectoryBackend):
+    """It reads by mapping, and `close` cannot unmap what somebody still has."""
+
+    breaks = "B07"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._maps: list[mmap.mmap] = []
+
+    def get(self, key: str) -> Buffer | None:
+        try:
+            with self._file(key).open("rb") as file:
+                self._maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        except FileNotFoundError:
+            return None
+        return memoryview(self._maps[-1])
+
+    def close(self) -> None:
+        while self._maps:
+            self._maps.pop().close()
+
+
+class HoldsAFileAmongBlobs(Mutant, CompleteDirectoryBackend):
+    """Its name is the right's, which may be a key."""
+
+    breaks = "B28"
+
+    def hold(self, name: str) -> bool:
+        told = super().hold(name)
+        (self._path / name).touch()
+        return told
+
+
+class LeavesItsProbe(Mutant, DirectoryBackend):
+    """A blob that nobody deletes."""
+
+    breaks = "B30"
+
+    def check_writable(self) -> None:
+        self.put("write-test", [b"x"])
+
+
+class ProbesWithTheNextBestKey(Mutant, DirectoryBackend):
+    """Puts a blob where there is one already."""
+
+    breaks = "B30"
+
+    def check_writable(self) -> None:
+        for entry in self.scan():
+            return self.put(entry.key, [b"x"])
+
+
+class EmptiesTheStore(Mutant, DirectoryBackend):
+    """To see whether it may."""
+
+    breaks = "B30"
+
+    def check_writable(self) -> None:
+        self.delete_many([entry.key for entry in self.scan()])
+
+
+class KeepsTheFileOfAShortRange(Mutant, CompleteDirectoryBackend):
+    """It closes it at the end, and there is an end before that."""
+
+    breaks = "B39"
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        if not self.contains(key):
+            return False
+        number = os.open(self._file(key), os.O_RDONLY)
+        if os.fstat(number).st_size < offset + len(into):
+            return False
+        os.preadv(number, [into], offset)
+        os.close(number)
+        return True
+
+
+class KeepsTheFileOfARefusal(Mutant, CompleteDirectoryBackend):
+    """What `reserve` raises goes by its `close`."""
+
+    breaks = "B31"
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        if not self.contains(key):
+            return False
+        number = os.open(self._file(key), os.O_RDONLY)
+        memory = sink.reserve(os.fstat(number).st_size)
+        os.preadv(number, [memory], 0)
+        os.close(number)
+        sink.filled(len(memory))
+        return True
+
+
+class ConnectsEveryThread(Mutant, DirectoryBackend):
+    """In a table that `close` clears, and nobody before."""
+
+    breaks = "B39"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._connections: dict[threading.Thread, int] = {}
+
+    def get(self, key: str) -> Buffer | None:
+        if threading.current_thread() not in self._connections:
+            self._connections[threading.current_thread()] = os.open(self._path, os.O_RDONLY)
+        return super().get(key)
+
+    def close(self) -> None:
+        while self._connections:
+            os.close(self._connections.popitem()[1])
+
+
+class WantsNoThreads(Mutant, DirectoryBackend):
+    """One read at a time is meant."""
+
+    breaks = "B40"
+    threads = 0
+
+
+class SaysNoInWords(Mutant, DirectoryBackend):
+    """Which is true."""
+
+    breaks = "B40"
+    shared = "no"  # type: ignore[assignment]
