@@ -23,6 +23,8 @@ class Open(Protocol):
 
 
 Make = Callable[[], StorageBackend]
+ANSWER_SECONDS = 10.0
+"""For a few calls. What has not returned by then waits for something that does not come."""
 _CLEANING_SECONDS = 30.0
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvloom import BackendError
-from kvloom_testkit.backends.base import BackendRequirements, Open, again, content, contents
+from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, content, contents
 from kvloom_testkit.backends.landing import Landing
 from kvloom_testkit.keys import Namespace, blob_of
+from kvloom_testkit.running import together
 
 
 class FormRequirements(BackendRequirements):
@@ -16,12 +17,13 @@ class FormRequirements(BackendRequirements):
     def test_B13_get_into_fills_what_the_sink_gives(self, names: Namespace, opened: Open) -> None:
         """`get_into` reserves once, the size of the blob, says how far it has arrived and never more, in the end all.
 
-        A key without a blob is False, with nothing reserved. What `reserve` raises is let through.
+        A key without a blob is False, with nothing reserved. What `reserve` raises is let through, and other threads go
+        on reading and writing.
 
         Why: the blob is verified while it arrives, in memory that came out of a pool with little room.
 
         Usually: `filled` is called before the read, or not at all; `reserve` is asked with a size that was stored
-        elsewhere, or its exception is taken for a miss.
+        elsewhere; or its exception is taken for a miss, or leaves a lock behind.
         """
         backend, key = opened(), names.key()
         absent = Landing()
@@ -39,6 +41,7 @@ class FormRequirements(BackendRequirements):
             with pytest.raises(BackendError) as raised:
                 backend.get_into(key, Landing(refusal=refusal))
             assert raised.value is refusal
+            together(lambda: (backend.get(key), backend.put(names.key(1), [b"blob"])), seconds=ANSWER_SECONDS)
         assert content(backend.get(key)) == blob, "read again after a refusal"
 
     def test_B14_get_range_fills_exactly_what_is_asked_for(self, names: Namespace, opened: Open) -> None:

@@ -62,11 +62,12 @@ class LifetimeRequirements(BackendRequirements):
             assert not reader.contains(key) and reader.get(key) is None
 
     def test_B25_close_may_be_repeated(self, names: Namespace, opened: Open) -> None:
-        """`close` works whether or not the instance was used, and once more; other instances go on.
+        """`close` works whether or not the instance was used, and once more, on any thread; other instances go on.
 
-        Why: whatever fails at start closes what was opened, and the engine closes it again.
+        Why: whatever fails at start closes what was opened, and the engine closes it again, where it pleases.
 
-        Usually: what is closed is not there any more at the second time, was never made, or is everybody's.
+        Usually: what is closed is not there any more at the second time, was never made, is everybody's, or may only be
+        closed by the thread that made it.
         """
         unused = opened()
         unused.close()
@@ -79,7 +80,7 @@ class LifetimeRequirements(BackendRequirements):
             other.close()
             opened.close(other)
             assert content(backend.get(names.key())) == b"blob", "after another instance was closed"
-        backend.close()
+        together(backend.close)
         opened.close(backend)
 
     @needs("identity")

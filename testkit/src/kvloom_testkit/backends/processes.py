@@ -39,6 +39,7 @@ if not child:
         got = bytes(backend.get(keys[0]))
         backend.put(keys[1], [b"child's"])
         code = 0 if got == b"parent's" and bytes(backend.get(keys[1])) == b"child's" else 2
+        backend.close()
     except BaseException as error:
         print(f"in the child: {error!r}", file=sys.stderr, flush=True)
     os._exit(code)
@@ -67,12 +68,12 @@ class ProcessRequirements(BackendRequirements):
 
     @needs("shared")
     def test_B23_an_instance_survives_a_fork(self, names: Namespace, opened: Open) -> None:
-        """A child process can use the instance that it inherits, and the parent goes on with it.
+        """A child process can use the instance that it inherits, and close it, and the parent goes on with it.
 
         Why: servers fork workers, and not always before the first request.
 
-        Usually: a thread or connection is made in `__init__`; the child inherits a queue that nobody reads, or talks
-        over its parent's socket.
+        Usually: a thread or connection is made in `__init__`; the child inherits a queue that nobody reads, talks over
+        its parent's socket, or says goodbye on it.
         """
         if not hasattr(os, "fork"):
             pytest.skip("this system has no fork")

@@ -16,31 +16,27 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class LocksReadersOut(Mutant, DirectoryBackend):
-    """While it writes in place. Nobody reads half of it, and an `except` tidies up; a kill does neither."""
+    """While it writes in place. Nobody reads half of it, and an `except` tidies up; of a kill nobody tidies up."""
 
     breaks = "B36"
 
     def put(self, key: str, blob: Buffers) -> None:
-        with self._file(key).open("ab") as file:
+        with open(os.open(self._file(key), os.O_RDWR | os.O_CREAT), "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
-                file.truncate(0)
                 file.writelines(blob)
+                file.truncate()
             except BaseException:
-                file.truncate(0)
-                self._file(key).unlink(missing_ok=True)
+                self.delete(key)
                 raise
 
     def get(self, key: str) -> Buffer | None:
         try:
             with self._file(key).open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
-                return file.read() or None
+                return file.read()
         except FileNotFoundError:
             return None
-
-    def contains(self, key: str) -> bool:
-        return self.get(key) is not None
 
 
 class WritesTheIndexFirst(Mutant, DirectoryBackend):
@@ -102,9 +98,13 @@ class DraftsUnderOneName(Mutant, DirectoryBackend):
 
 
 class KeepsTheRightsOfTheDead(Mutant, CompleteDirectoryBackend):
-    """A file that is there while somebody has the right; only `close` removes it."""
+    """A file that is there while somebody has the right; only its holder's `close` removes it."""
 
     breaks = "B37"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._pid = os.getpid()
 
     def hold(self, name: str) -> bool:
         if name not in self._rights:
@@ -115,7 +115,7 @@ class KeepsTheRightsOfTheDead(Mutant, CompleteDirectoryBackend):
         return True
 
     def close(self) -> None:
-        for name in self._rights:
+        for name in self._rights if self._pid == os.getpid() else ():
             self._right(name).unlink()
         super().close()
 
@@ -136,3 +136,14 @@ class HoldsInATable(Mutant, CompleteDirectoryBackend):
         for right, holder in tuple(self._holders.items()):
             if holder == id(self):
                 del self._holders[right]
+
+
+class UnlocksWhatItInherited(Mutant, CompleteDirectoryBackend):
+    """A forked child has a copy of the lock, and its `close` is everybody's."""
+
+    breaks = "B37"
+
+    def close(self) -> None:
+        for number in self._rights.values():
+            fcntl.flock(number, fcntl.LOCK_UN)
+        super().close()

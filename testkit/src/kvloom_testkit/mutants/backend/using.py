@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import threading
 
-from kvloom import Buffer, Sink
+from kvloom import Buffer, Buffers, Sink
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.backend import DirectoryBackend
 from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
@@ -136,3 +137,75 @@ class SaysNoInWords(Mutant, DirectoryBackend):
 
     breaks = "B40"
     shared = "no"  # type: ignore[assignment]
+
+
+class ClosesOnItsThread(Mutant, DirectoryBackend):
+    """As connections do that belong to the thread that made them."""
+
+    breaks = "B25"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._thread = threading.get_ident()
+
+    def close(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("closed in another thread than it was made in")
+
+
+class SaysGoodbyeForItsParent(Mutant, DirectoryBackend):
+    """A forked child shares the connection, and ends it for both."""
+
+    breaks = "B23"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._ours, self._theirs = socket.socketpair()
+        self._closed = False
+
+    def put(self, key: str, blob: Buffers) -> None:
+        self._ours.send(b"put")
+        self._theirs.recv(3)
+        super().put(key, blob)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._ours.shutdown(socket.SHUT_RDWR)
+            self._ours.close()
+            self._theirs.close()
+
+
+class KeepsItsLockWhenAPutFails(Mutant, DirectoryBackend):
+    """The release is the last line, and no `finally`."""
+
+    breaks = "B12"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._lock = threading.RLock()
+
+    def put(self, key: str, blob: Buffers) -> None:
+        self._lock.acquire()
+        super().put(key, blob)
+        self._lock.release()
+
+
+class KeepsItsLockWhenRefused(Mutant, DirectoryBackend):
+    """What `reserve` raises goes by the release."""
+
+    breaks = "B13"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._lock = threading.RLock()
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        self._lock.acquire()
+        found = super().get_into(key, sink)
+        self._lock.release()
+        return found
+
+    def put(self, key: str, blob: Buffers) -> None:
+        with self._lock:
+            super().put(key, blob)
