@@ -40,12 +40,16 @@ STORES = {
 _PATHS = "keys are paths: one that another one continues (`a`, `a/b`) cannot be both a file and a directory"
 WHY = {
     ("fsspec_memory", "B08"): _PATHS,
+    ("fsspec_memory", "B33"): "asking whether there is a file and removing it are two steps, and the adapter adds no lock",
     ("fsspec_local", "B08"): _PATHS,
     ("fsspec_local", "B09"): "`pipe_file` opens the file itself for writing, which empties it: readers see a part",
     ("fsspec_local", "B11"): "the same: a reader beside a put finds an empty file",
+    ("fsspec_local", "B36"): "the same: a process that is killed meanwhile leaves the part that it has written",
+    ("zarr_local", "B04"): "`delete` of a key that is the beginning of others removes a directory with all that is in it",
     ("zarr_local", "B08"): _PATHS,
     ("zarr_local", "B16"): "`list_prefix` takes the prefix for a directory, where `MemoryStore`'s compares text: one "
     "that ends inside a part lists nothing",
+    ("obstore_local", "B04"): "`delete` of a key that is the beginning of others meets a directory, and raises",
     ("obstore_local", "B08"): _PATHS,
     ("obstore_local", "B23"): "its runtime's threads are not in a forked child, where the first call waits for ever",
     ("sqlitedict", "B23"): "a thread that is started by opening does all the work, and is not in a forked child, "
@@ -55,6 +59,7 @@ WHY = {
     ("dbm_dumb", "B11"): "it has no locks",
     ("dbm_dumb", "B18"): "it lists the dictionary that others change: `RuntimeError`",
     ("dbm_dumb", "B33"): "it is not made for threads: two that write its index rename each other's files away",
+    ("dbm_dumb", "B36"): "values are written in place, and the index that says where they end only at `close`",
     ("rocksdict", "B25"): "`close` raises `DbClosedError` the second time",
     ("zodb", "B09"): "writers that meet raise `ConflictError`: who uses it must try again, and the adapter does not",
     ("zodb", "B10"): "the same: of puts at the same time some raise",
