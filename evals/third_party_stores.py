@@ -40,12 +40,12 @@ STORES = {
 _PATHS = "keys are paths: one that another one continues (`a`, `a/b`) cannot be both a file and a directory"
 WHY = {
     ("fsspec_memory", "B08"): _PATHS,
-    ("fsspec_memory", "B33"): "asking whether there is a file and removing it are two steps, and the adapter adds no lock",
+    ("fsspec_memory", "B33"): "asking whether there is a file and removing it are two steps, with no lock",
     ("fsspec_local", "B08"): _PATHS,
     ("fsspec_local", "B09"): "`pipe_file` opens the file itself for writing, which empties it: readers see a part",
     ("fsspec_local", "B11"): "the same: a reader beside a put finds an empty file",
     ("fsspec_local", "B36"): "the same: a process that is killed meanwhile leaves the part that it has written",
-    ("zarr_local", "B04"): "`delete` of a key that is the beginning of others removes a directory with all that is in it",
+    ("zarr_local", "B04"): "`delete` of a key that is the beginning of others removes a directory and all in it",
     ("zarr_local", "B08"): _PATHS,
     ("zarr_local", "B16"): "`list_prefix` takes the prefix for a directory, where `MemoryStore`'s compares text: one "
     "that ends inside a part lists nothing",
