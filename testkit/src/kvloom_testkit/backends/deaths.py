@@ -169,7 +169,8 @@ class DeathRequirements(BackendRequirements):
         Why: two processes that evict delete each other's blobs; with none the store fills up, until somebody notices.
 
         Usually: a table in memory, which other processes do not see; a file that is there while the right is held,
-        which nobody removes for the dead; or a lock that a child inherits and unlocks.
+        which nobody removes for the dead; or a lock that a child inherits and unlocks, or that is
+        gone when another instance closes the same file (POSIX).
         """
         if not hasattr(os, "fork"):
             pytest.skip("this system has no fork")
@@ -177,6 +178,9 @@ class DeathRequirements(BackendRequirements):
         backend = opened()
         if type(backend).shared:
             assert backend.hold(mine) is True
+            other = opened()
+            assert other.hold(mine) is False
+            opened.close(other)  # which closes a file that is locked, where it is one
         else:
             opened.close(backend)
         told = run(CHILDREN + HOLD, backend, [mine, theirs]).split()

@@ -46,20 +46,23 @@ class LifetimeRequirements(BackendRequirements):
 
     @needs("shared")
     def test_B22_two_instances_see_each_other_at_once(self, names: Namespace, opened: Open) -> None:
-        """What one instance puts or deletes, another that is open already sees with its next call.
+        """What one instance puts or deletes, another that is open already sees with its next call, listings included.
 
-        Why: `shared` is claimed; ranks and replicas find each other's KV that way.
+        Why: `shared` is claimed; ranks and replicas find each other's KV that way, and count it.
 
-        Usually: each keeps a cache, of what there is or of what there is not; or a read transaction stays open.
+        Usually: each keeps a cache, of blobs, of what there is not, or of listings; or a read transaction stays open.
         """
         first, second, key = opened(), opened(), names.key()
+        lists = claims(first, "scan", StorageBackend)
         assert not second.contains(key) and second.get(key) is None
         for writer, reader in ((first, second), (second, first)):
             for blob in (b"one", b"another", b"third"):
                 writer.put(key, [blob])
                 assert reader.contains(key) and content(reader.get(key)) == blob
+                assert not lists or [entry.key for entry in reader.scan(names.prefix)] == [key], "a listing"
             writer.delete(key)
             assert not reader.contains(key) and reader.get(key) is None
+            assert list(reader.scan(names.prefix)) == [], "a listing"
 
     def test_B25_close_may_be_repeated(self, names: Namespace, opened: Open) -> None:
         """`close` works whether or not the instance was used, and once more, on any thread; other instances go on.

@@ -8,6 +8,8 @@ from functools import partial
 
 from kvloom import Entry, StorageBackend
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, contents
+from kvloom_testkit.backends.landing import Landing
+from kvloom_testkit.backends.names import ODD_NAMES
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import together
@@ -19,7 +21,7 @@ SETTLING_SECONDS = 6.0
 MANY = 1100
 """More than stores take or give in one request, which for many is 1,000 or 1,024."""
 MANY_IF_BOUNDED = 150
-ODD_NAMES = ("Case/1", "case/1", "a_c", "abc", "a.c", "a-c", "ab/c")
+ALIKE_NAMES = ("Case/1", "case/1", "a_c", "abc", "a.c", "a-c", "ab/c")
 """Such as a store that ignores letter case, or takes the prefix for a pattern, mixes up."""
 
 
@@ -36,11 +38,12 @@ class ListingRequirements(BackendRequirements):
         Why: the ledger is recovered from it at start, and a tenant is purged by it; what has no size cannot be counted.
 
         Usually: the prefix is taken for a directory or a pattern (`_` in SQL's LIKE, which ignores letter case too),
-        one page of a listing is taken for all of it, or scratch files are listed.
+        one page of a listing is taken for all of it, scratch files are listed, or blobs are not whose keys look like
+        those (`.a`, `a.tmp`).
         """
         backend = opened()
         keys = [*names.keys(150), names.named("-/1"), names.named("other/1"), names.named("-x")]
-        keys += map(names.named, ODD_NAMES)
+        keys += map(names.named, (*(name for name in ODD_NAMES if "/" not in name), *ALIKE_NAMES))
         backend.put_many((key, [b"blob"]) for key in keys)
         backend.delete_many(keys[:3])
         keys = keys[3:]
@@ -57,12 +60,12 @@ class ListingRequirements(BackendRequirements):
     def test_B17_scan_says_when_in_seconds(self, names: Namespace, opened: Open) -> None:
         """An entry's `modified` is when the blob was put, in seconds since the epoch, or 0.0 if the store cannot tell.
 
-        It is the last `put` that counts.
+        It is the last `put` that counts, and no `get`.
 
         Why: `ttl` and the order of eviction after a restart depend on it.
 
-        Usually: milliseconds, a clock that starts at boot, a local time that is taken for UTC, or the time when the key
-        was put for the first time.
+        Usually: milliseconds, a clock that starts at boot, a local time that is taken for UTC, the time when the key
+        was put for the first time, or that of its last use.
         """
         backend, key = opened(), names.key()
         backend.put(key, [b"blob"])
@@ -71,6 +74,9 @@ class ListingRequirements(BackendRequirements):
         now = time.time()
         for seconds in (entry.modified, entry.used):
             assert seconds == 0.0 or abs(seconds - now) < ABOUT_NOW_SECONDS, f"{seconds}, and now is {now}"
+        for read in (backend.get, lambda key: backend.get_into(key, Landing()), backend.contains):
+            assert read(key)
+            assert _listed(backend, names)[key].modified == entry.modified, "after it was read"
 
         def put_again() -> bool:
             backend.put(key, [blob_of(10)])

@@ -147,3 +147,30 @@ class UnlocksWhatItInherited(Mutant, CompleteDirectoryBackend):
         for number in self._rights.values():
             fcntl.flock(number, fcntl.LOCK_UN)
         super().close()
+
+
+class LocksAsPosixDoes(Mutant, CompleteDirectoryBackend):
+    """Whoever closes the file in this process has given the lock back; among instances there is a table."""
+
+    breaks = "B37"
+    _holders: ClassVar[dict[tuple[Path, str], int]] = {}
+
+    def hold(self, name: str) -> bool:
+        number = os.open(self._path / f"+hold-{name}", os.O_CREAT | os.O_RDWR)
+        holder = self._holders.setdefault((self._path, name), id(self))
+        if holder != id(self):
+            os.close(number)
+            return False
+        try:
+            fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(number)
+            return False
+        self._rights.setdefault(name, number)
+        return True
+
+    def close(self) -> None:
+        for right, holder in tuple(self._holders.items()):
+            if holder == id(self):
+                del self._holders[right]
+        super().close()

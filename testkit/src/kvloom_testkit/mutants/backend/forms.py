@@ -193,3 +193,12 @@ class FindsNothingAnywhere(Mutant, DirectoryBackend):
             return False
         into[:] = part
         return True
+
+
+class AnswersOneByOne(Mutant, DirectoryBackend):
+    """Nothing is asked before somebody goes through the answer."""
+
+    breaks = "B15"
+
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        return (self.contains(key) for key in keys)  # type: ignore[return-value]

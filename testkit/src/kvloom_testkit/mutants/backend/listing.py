@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import ClassVar
 
-from kvloom import Buffers, Entry, StorageBackend
+from kvloom import Buffer, Buffers, Entry
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.backend import DirectoryBackend
 from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
@@ -160,38 +160,6 @@ class KeepsTheFirstTime(Mutant, DirectoryBackend):
             os.utime(self._file(key), (old[0], old[0]))
 
 
-class DoesNotLookSizesUp(Mutant, DirectoryBackend):
-    """The listing wants one, so there is one."""
-
-    breaks = "B41"
-
-    def scan(self, prefix: str = "") -> Iterator[Entry]:
-        return (entry._replace(bytes=1) for entry in super().scan(prefix))
-
-
-class CountsBlocks(Mutant, DirectoryBackend):
-    """As `st_blocks` does."""
-
-    breaks = "B41"
-
-    def scan(self, prefix: str = "") -> Iterator[Entry]:
-        return (entry._replace(bytes=-(-entry.bytes // 512)) for entry in super().scan(prefix))
-
-
-class KeepsTheFirstSize(Mutant, DirectoryBackend):
-    """A table of sizes whose rows are inserted, and ignored if they are there."""
-
-    breaks = "B41"
-    _sizes: ClassVar[dict[str, int]] = {}
-
-    def put(self, key: str, blob: Buffers) -> None:
-        self._sizes.setdefault(key, sum(map(len, blob)))
-        super().put(key, blob)
-
-    def scan(self, prefix: str = "") -> Iterator[Entry]:
-        return (entry._replace(bytes=self._sizes[entry.key]) for entry in super().scan(prefix))
-
-
 class LocksTheListing(Mutant, DirectoryBackend):
     """From its first entry to its last, whatever its reader does between them."""
 
@@ -210,53 +178,53 @@ class LocksTheListing(Mutant, DirectoryBackend):
             yield from super().scan(prefix)
 
 
-class CannotListWhatItKeeps(Mutant, DirectoryBackend):
-    """Nothing of it is found again in a tier that has a capacity."""
+class SkipsHiddenFiles(Mutant, DirectoryBackend):
+    """Which a key may be named like."""
 
-    breaks = "B35"
-    scan = StorageBackend.scan
+    breaks = "B16"
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        return (entry for entry in super().scan(prefix) if not entry.key.rpartition("/")[2].startswith("."))
 
 
-class ListsWhatItPutItself(Mutant, DirectoryBackend):
-    """An index that is not kept."""
+class SkipsWhatLooksLikeADraft(Mutant, DirectoryBackend):
+    """A key may end with `.tmp`."""
 
-    breaks = "B35"
+    breaks = "B16"
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        return (entry for entry in super().scan(prefix) if not entry.key.endswith(".tmp"))
+
+
+class ReadingIsWriting(Mutant, DirectoryBackend):
+    """So that what was used last is evicted last; and what is used never expires."""
+
+    breaks = "B17"
+
+    def get(self, key: str) -> Buffer | None:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._file(key), (time.time(), time.time()))
+        return super().get(key)
+
+
+class CachesItsListing(Mutant, DirectoryBackend):
+    """Until it puts or deletes something itself."""
+
+    breaks = "B22"
 
     def __init__(self, config, spec=None) -> None:
         super().__init__(config, spec)
-        self._mine: set[str] = set()
+        self._listings: dict[str, list[Entry]] = {}
 
     def put(self, key: str, blob: Buffers) -> None:
         super().put(key, blob)
-        self._mine.add(key)
+        self._listings.clear()
+
+    def delete(self, key: str) -> None:
+        super().delete(key)
+        self._listings.clear()
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        return (entry for entry in super().scan(prefix) if entry.key in self._mine)
-
-
-class ListsAThousand(Mutant, DirectoryBackend):
-    """The first page of them, and does not ask for the next."""
-
-    breaks = "B38"
-
-    def scan(self, prefix: str = "") -> Iterator[Entry]:
-        return islice(super().scan(prefix), 1000)
-
-
-class DeletesAThousand(Mutant, DirectoryBackend):
-    """As many as one request may name."""
-
-    breaks = "B38"
-
-    def delete_many(self, keys: Sequence[str]) -> None:
-        super().delete_many(keys[:1000])
-
-
-class KeepsWholeBatches(Mutant, DirectoryBackend):
-    """What is left over at the end is never sent, once there was a batch."""
-
-    breaks = "B38"
-
-    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
-        items = list(items)
-        super().put_many(items[: len(items) // 500 * 500] or items)
+        if prefix not in self._listings:
+            self._listings[prefix] = list(super().scan(prefix))
+        return iter(self._listings[prefix])
