@@ -20,15 +20,6 @@ class DoesNotLookSizesUp(Mutant, DirectoryBackend):
         return (entry._replace(bytes=1) for entry in super().scan(prefix))
 
 
-class CountsBlocks(Mutant, DirectoryBackend):
-    """As `st_blocks` does."""
-
-    breaks = "B41"
-
-    def scan(self, prefix: str = "") -> Iterator[Entry]:
-        return (entry._replace(bytes=-(-entry.bytes // 512)) for entry in super().scan(prefix))
-
-
 class KeepsTheFirstSize(Mutant, DirectoryBackend):
     """A table of sizes whose rows are inserted, and ignored if they are there."""
 
