@@ -9,7 +9,6 @@ from functools import partial
 from kvloom import Entry, StorageBackend
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, contents
 from kvloom_testkit.backends.landing import Landing
-from kvloom_testkit.backends.names import ODD_NAMES
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import together
@@ -21,8 +20,11 @@ SETTLING_SECONDS = 6.0
 MANY = 1100
 """More than stores take or give in one request, which for many is 1,000 or 1,024."""
 MANY_IF_BOUNDED = 150
-ALIKE_NAMES = ("Case/1", "case/1", "a_c", "abc", "a.c", "a-c", "ab/c")
-"""Such as a store that ignores letter case, or takes the prefix for a pattern, mixes up."""
+ODD_NAMES = (
+    "Case/1", "case/1", "a_c", "abc", "a.c", "a-c", "ab/c", ".a", "..a", "a..", "...", "_", "a.tmp", "a.lock", "a.json",
+    "x" * 167,
+)  # fmt: skip
+"""Such as a store that ignores letter case, takes the prefix for a pattern, or leaves out what is no blob, mixes up."""
 
 
 class ListingRequirements(BackendRequirements):
@@ -43,7 +45,7 @@ class ListingRequirements(BackendRequirements):
         """
         backend = opened()
         keys = [*names.keys(150), names.named("-/1"), names.named("other/1"), names.named("-x")]
-        keys += map(names.named, (*(name for name in ODD_NAMES if "/" not in name), *ALIKE_NAMES))
+        keys += map(names.named, ODD_NAMES)
         backend.put_many((key, [b"blob"]) for key in keys)
         backend.delete_many(keys[:3])
         keys = keys[3:]
