@@ -56,7 +56,7 @@ class StorageBackend(Component):
 
     @abstractmethod
     def get(self, key: str) -> Buffer | None:
-        """The blob, or None if there is none. It stays as it is after `close`, too."""
+        """The blob, or None if there is none. What is returned keeps its bytes, also after `close`."""
 
     @abstractmethod
     def contains(self, key: str) -> bool:
