@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from kvloom import Buffer, Buffers, Entry, Sink
@@ -75,7 +76,9 @@ class AsksAndThenOpens(Mutant, DirectoryBackend):
     breaks = "B11"
 
     def get(self, key: str) -> Buffer | None:
-        return self._file(key).read_bytes() if self.contains(key) else None
+        there = self.contains(key)
+        time.sleep(0.0002)  # the way to a server and back
+        return self._file(key).read_bytes() if there else None
 
 
 class AsksAndThenCreates(Mutant, CompleteDirectoryBackend):
