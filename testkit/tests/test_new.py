@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from kvloom import ConfigError
+from kvloom import ConfigError, EngineConfig
+from kvloom.plugins import KINDS
 from kvloom_testkit import scaffold
 from kvloom_testkit.kinds import CLASSES
 
@@ -28,6 +33,36 @@ def test_what_is_generated_meets_its_requirements(word: str, tmp_path: Path) -> 
     hooks = f"import kvloom_{word}_mine_too as plugin; print(plugin.{_hook(word)}()[0].type)"
     done = subprocess.run([sys.executable, "-c", hooks], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "mine_too"
+
+
+@pytest.mark.parametrize("word", STARTS)
+def test_only_public_names_are_used(word: str, tmp_path: Path) -> None:
+    place = scaffold.create(word, "mine_too", tmp_path)
+    for file in place.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvloom"):
+                home = node.module.partition(".")[0]
+                if home in ("kvloom", "kvloom_testkit"):
+                    public = importlib.import_module(home).__all__
+                    assert node.module == home and {name.name for name in node.names} <= {*public}, file.name
+
+
+@pytest.mark.parametrize("word", STARTS)
+def test_one_class_is_asked_for_and_one_is_there(word: str, tmp_path: Path) -> None:
+    place = scaffold.create(word, "mine_too", tmp_path)
+    (source,) = place.glob("src/*/mine_too_*.py")
+    name = "".join(part.title() for part in source.stem.split("_"))
+    contract = pkgutil.resolve_name(KINDS[scaffold.STARTS[word].kind].abc).__name__
+    classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert [node.name for node in classes if contract in map(ast.unparse, node.bases)] == [name]
+
+
+@pytest.mark.parametrize("word", STARTS)
+def test_the_configuration_in_its_readme_is_one(word: str, tmp_path: Path) -> None:
+    readme = (scaffold.create(word, "mine_too", tmp_path) / "README.md").read_text()
+    block = readme.partition("In a configuration:")[2].partition("##")[0]
+    (tmp_path / "kvloom.yaml").write_text(textwrap.dedent(block))
+    EngineConfig.load(tmp_path / "kvloom.yaml")
 
 
 @pytest.mark.parametrize("word", STARTS)
@@ -64,6 +99,4 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 def _hook(word: str) -> str:
-    from kvloom.plugins import KINDS
-
     return KINDS[scaffold.STARTS[word].kind].hook

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from kvloom_testkit.reference.connector import SlotsConnector
-from kvloom_testkit.reference.executor import FullExecutor, NoneExecutor
+from kvloom_testkit.reference.executor import NoneExecutor
+from kvloom_testkit.reference.full_executor import FullExecutor
+from kvloom_testkit.reference.half_serializer import HalfSerializer
 from kvloom_testkit.reference.observer import CountingObserver
 from kvloom_testkit.reference.retriever import PiecesRetriever
-from kvloom_testkit.reference.serializer import HalfSerializer, RowsSerializer
+from kvloom_testkit.reference.serializer import RowsSerializer
 from kvloom_testkit.reference.tokens import EvenTokenDatabase
 from kvloom_testkit.subjects import Subject
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvloom_testkit.observer import ObserverConformance
     from kvloom_testkit.retriever import RetrieverConformance
     from kvloom_testkit.serializer import SerializerConformance
+    from kvloom_testkit.subjects import SPEC
     from kvloom_testkit.tokens import TokensConformance
 
 _HOME = {
@@ -24,11 +25,13 @@ _HOME = {
     "ExecutorConformance": "kvloom_testkit.executor",
     "ObserverConformance": "kvloom_testkit.observer",
     "RetrieverConformance": "kvloom_testkit.retriever",
+    "SPEC": "kvloom_testkit.subjects",
     "SerializerConformance": "kvloom_testkit.serializer",
     "TokensConformance": "kvloom_testkit.tokens",
 }
 
 __all__ = [
+    "SPEC",
     "BackendConformance",
     "ConnectorConformance",
     "ConnectorHarness",

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kvloom import BlendExecutor, BlendOutput, BlendRequest
-from kvloom.contracts.blend import BlendSession
+from kvloom import BlendExecutor, BlendOutput, BlendRequest, BlendSession
 from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.running import together
 from kvloom_testkit.subjects import SPEC

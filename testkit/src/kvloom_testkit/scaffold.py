@@ -6,6 +6,7 @@ Its component is the kit's reference of that kind under a new name: what is trie
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +18,8 @@ from kvloom_testkit.kinds import CLASSES, kind_of
 from kvloom_testkit.subjects import HARNESSES
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_CAPITAL = re.compile(r"(?<=.)(?=[A-Z])")
+_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,48 +27,73 @@ class Start:
     """What the package of one kind is made from."""
 
     kind: str
+    noun: str
+    """What it is, at the beginning of a sentence."""
     module: str
     """Of `kvloom_testkit.reference`."""
     name: str
     """Of the reference class."""
     type: str
     suffix: str
-    """What the new class's name ends with."""
+    """What the new class's name ends with; in small letters, the name of its module too."""
+    change: str
+    """What its author begins with."""
+    yaml: str
     settings: str = ""
     """Arguments of its Config in the test, where `tmp_path` is a directory."""
     options: str = ""
     """Of `kvloom check`."""
     harness: bool = False
     """Its tests need more than the component: the module `<module>_harness` has a function `harness` of it."""
-    yaml: str = ""
 
 
 STARTS = {
     "backend": Start(
-        "backend", "backend", "DirectoryBackend", "kit_directory", "Backend", "path=tmp_path", " --set path={tmp}",
-        yaml="tiers:\n  - {type: memory, capacity: 1GiB}\n  - {type: $type, path: /somewhere}",
+        "backend", "A storage backend", "backend", "DirectoryBackend", "kit_directory", "Backend",
+        "Put your store in the place of the directory: first the settings in `Config`, then `put`, `get`, `contains` "
+        "and `delete`, then `scan`. Say in `persistent` and `shared` what is true of it, or delete them.",
+        "tiers:\n  - {type: memory, capacity: 1GiB}\n  - {type: $type, path: /somewhere}",
+        settings="path=tmp_path", options=" --set path={tmp}",
     ),
     "serializer": Start(
-        "serializer", "serializer", "RowsSerializer", "kit_rows", "Serializer",
-        yaml="tiers:\n  - {type: dict, serializer: {type: $type}}",
+        "serializer", "A serializer", "serializer", "RowsSerializer", "kit_rows", "Serializer",
+        "Change `encode` and `decode`, and what `max_encoded_bytes` promises. Delete `view` unless the bytes of a blob "
+        "are those of its chunk, and what has to do with layers unless single ones can be decoded. If something is "
+        "lost, say `lossless = False`; if K has to be told from V, `formats = frozenset({MemoryFormat.KV_BLOB})`.",
+        "tiers:\n  - {type: memory, capacity: 1GiB}\n  - {type: dict, serializer: {type: $type}}",
     ),
     "connector": Start(
-        "connector", "connector", "SlotsConnector", "kit_slots", "Connector", harness=True,
-        yaml="connector: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
+        "connector", "A GPU connector", "connector", "SlotsConnector", "kit_slots", "Connector",
+        "Put the KV of your engine in the place of `pool` and `slots`: in the class's docstring what its callers pass, "
+        "in `check` what is refused, in `read` and `write` the copies. Delete `read_layer` and `write_layer` if layers "
+        "are not moved one by one. `testing.py` makes the same memory for the tests.",
+        "connector: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
+        harness=True,
     ),
     "tokens": Start(
-        "tokens", "tokens", "EvenTokenDatabase", "kit_even", "TokenDatabase",
-        yaml="tokens: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
+        "tokens", "A token database", "tokens", "EvenTokenDatabase", "kit_even", "TokenDatabase",
+        "Change `cuts`, which says where segments end, and write `learn` if that depends on traffic. Keep `root` and "
+        "`digest`: a key has to cover the type, the fingerprint, the salt and every token up to its end.",
+        "tokens: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
     ),
     "retriever": Start(
-        "blend retriever", "retriever", "PiecesRetriever", "kit_pieces", "Retriever", harness=True,
-        yaml="blend: {retriever: {type: $type}}",
+        "blend retriever", "A blend retriever", "retriever", "PiecesRetriever", "kit_pieces", "Retriever",
+        "Put your store in the place of the dictionary: `new_request` finds what is known of a batch, and `result` of "
+        "its task gives it layer by layer. `add` is there for the tests, which reach it through `testing.py`.",
+        "blend: {retriever: {type: $type}}",
+        harness=True,
     ),
     "executor": Start(
-        "blend executor", "executor", "NoneExecutor", "kit_none", "Executor", yaml="blend: {executor: {type: $type}}",
+        "blend executor", "A blend executor", "executor", "NoneExecutor", "kit_none", "Executor",
+        "Choose more tokens: `_chosen` has at least those that it has now, and never one that the layer before has "
+        "left out. Turn K of tokens that have moved from `original_positions` to where they stand now.",
+        "blend: {executor: $type}",
     ),
     "observer": Start(
-        "observer", "observer", "CountingObserver", "kit_counting", "Observer", yaml="observers:\n  - {type: $type}",
+        "observer", "An observer", "observer", "CountingObserver", "kit_counting", "Observer",
+        "Change `on_event`. All events come to it on one thread, so it leaves to another one what takes long. What it "
+        "holds is given back in `close`.",
+        "observers:\n  - {type: $type}",
     ),
 }  # fmt: skip
 """By the word of `kvloom new`."""
@@ -77,7 +105,7 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "$dist"
 version = "0.1.0"
-description = "kvloom $kind: $type"
+description = "$noun for kvloom: $type"
 readme = "README.md"
 requires-python = ">=3.11"
 dependencies = ["kvloom>=0.1,<0.2"$more]
@@ -102,26 +130,33 @@ _HARNESS = """
 
 _README = """# $dist
 
-A kvloom $kind of type `$type`.
+$noun for kvloom, of type `$type`.
 
     pip install -e '.[test]'
-    kvloom plugins                                # lists $plugin as ok
-    pytest                                        # the requirements of its kind, and your own tests
+    kvloom plugins    # lists $plugin as ok
+    pytest            # the requirements of its kind, and your own tests
     kvloom check $word $type$options
 
 In a configuration:
 
     $yaml
+
+## What to change
+
+The class is in `$source`. It works as it is, and does something simple.
+$change
+
+What it must do is in kvloom's `docs/contracts/$page.md`; `pytest` says which of it is not met yet.
 """
 
-_ENTRY = '''"""The entry module: every `kvloom` command imports it, so it imports nothing itself."""
+_ENTRY = '''"""The entry module: every `kvloom` command imports it, so it imports the class only when asked."""
 
 from __future__ import annotations
 
-from kvloom.hookspecs import hookimpl
+import kvloom
 
 
-@hookimpl
+@kvloom.hookimpl
 def $hook() -> list[type]:
     from $package.$module import $cls
 
@@ -133,12 +168,15 @@ _TEST = '''"""$cls meets the requirements of its kind."""
 from __future__ import annotations
 
 import pytest
-from kvloom_testkit import $conformance
+from kvloom_testkit import SPEC, $conformance
+
 $imports
 
 class Test$cls($conformance):
+    """Tests of your own go here too, or beside it."""
+
     @pytest.fixture
-    def make(self$argument):
+    def make(self$argument):  # with settings that suit a test
         return $make
 '''
 
@@ -166,26 +204,29 @@ def create(word: str, type_: str, into: Path) -> Path:
 
 def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str]:
     cls = "".join(part.title() for part in type_.split("_")) + start.suffix
-    module = f"{type_}_{word}"
+    module = f"{type_}_{_CAPITAL.sub('_', start.suffix).lower()}"
     conformance = CLASSES[start.kind].split(":")[1]
-    source = _source(start.module).replace(start.name, cls).replace(f'"{start.type}"', f'"{type_}"')
+    source = _begun(_source(start.module).replace(start.name, cls).replace(f'"{start.type}"', f'"{type_}"'), start)
     made = f"{cls}({cls}.Config({start.settings}), SPEC)"
     values = {
+        "change": textwrap.fill(start.change, _WIDTH),
         "cls": cls,
         "conformance": conformance,
         "dist": package.replace("_", "-"),
         "harness_entry": "",
         "hook": KINDS[start.kind].hook,
-        "kind": start.kind,
+        "noun": start.noun,
+        "page": start.kind.replace(" ", "-"),
         "module": module,
         "more": ', "torch>=2.6"' if "import torch" in source else "",
         "options": start.options,
+        "source": f"src/{package}/{module}.py",
         "package": package,
         "plugin": f"{word}_{type_}",
         "type": type_,
         "word": start.kind.replace(" ", "-"),
         "argument": ", tmp_path" if start.settings else "",
-        "imports": f"from kvloom_testkit.subjects import SPEC\n\nfrom {package}.{module} import {cls}\n",
+        "imports": f"from {package}.{module} import {cls}\n",
         "make": f"lambda: harness(lambda: {made})" if start.harness else f"lambda: {made}",
     }
     if start.harness:
@@ -206,6 +247,13 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         home = f"kvloom_testkit.reference.{start.module}"
         texts[f"src/{package}/testing.py"] = text.replace(home, f"{package}.{module}")
     return texts
+
+
+def _begun(source: str, start: Start) -> str:
+    """The module with what to do about it in its docstring."""
+    title, rest = source.split('"""\n', 1)
+    what = textwrap.fill(f"Written by `kvloom new`. {start.change}", _WIDTH)
+    return f'{title}\n\n{what}\n"""\n{rest}'
 
 
 def _source(module: str) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from kvloom import BlendExecutor, BlendOutput, BlendRequest
-from kvloom.contracts.blend import BlendSession
+from kvloom import BlendExecutor, BlendOutput, BlendRequest, BlendSession
 from kvloom_testkit.mutants import Mutant, Oddity
-from kvloom_testkit.reference.executor import FullSession, NoneExecutor, NoneSession
+from kvloom_testkit.reference.executor import NoneExecutor, NoneSession
+from kvloom_testkit.reference.full_executor import FullSession
 
 
 class _Spoils(Mutant, NoneExecutor):
@@ -216,7 +216,7 @@ class ComputesEverything(Oddity, BlendExecutor):
     type = "kit_everything"
 
     def begin(self, request: BlendRequest) -> BlendSession:
-        return FullSession(request)
+        return FullSession()
 
 
 class SelectsMoreAndMore(Oddity, BlendExecutor):

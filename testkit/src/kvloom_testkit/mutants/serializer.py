@@ -12,7 +12,8 @@ import torch
 
 from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, MemoryFormat, Place, Serializer
 from kvloom_testkit.mutants import Mutant, Oddity
-from kvloom_testkit.reference.serializer import HalfSerializer, RowsSerializer
+from kvloom_testkit.reference.half_serializer import HalfSerializer
+from kvloom_testkit.reference.serializer import RowsSerializer
 
 
 def with_tensor(chunk: Chunk, tensor: torch.Tensor) -> Chunk:

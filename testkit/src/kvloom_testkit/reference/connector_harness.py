@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvloom import GPUConnector, KVSpec
-from kvloom_testkit.memories import ConnectorHarness, EngineMemory
+from kvloom_testkit import ConnectorHarness, EngineMemory
 
 
 class SlotsMemory(EngineMemory):

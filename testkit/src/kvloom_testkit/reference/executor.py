@@ -1,24 +1,18 @@
-"""Blend executors at both ends: `full` computes every token again, `none` only what must be."""
+"""A blend executor that computes again only what must be, by the shortest way that is right."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
-from kvloom import BlendExecutor, BlendOutput, BlendRequest
-from kvloom.contracts.blend import BlendSession
+from kvloom import BlendExecutor, BlendOutput, BlendRequest, BlendSession
 
 
 class NoneSession(BlendSession):
     """Selects, in the first layer, what was not retrieved and the last token of each request; nothing more."""
 
-    all_tokens: ClassVar[bool] = False
-
     def __init__(self, request: BlendRequest) -> None:
-        chosen = ~request.valid_mask if not self.all_tokens else torch.ones_like(request.valid_mask)
         ends = request.query_start_loc[1:].long() - 1
-        self._chosen = chosen.index_fill(0, ends.cpu(), True).nonzero().flatten()
+        self._chosen = (~request.valid_mask).index_fill(0, ends.cpu(), True).nonzero().flatten()
         """Places in the batch."""
         self._going = torch.arange(len(request.valid_mask))
 
@@ -32,19 +26,13 @@ class NoneSession(BlendSession):
         starts = torch.searchsorted(self._chosen, query_start_loc.long()).to(query_start_loc.dtype)
         self._going = self._chosen
         return BlendOutput(
-            fresh_q[local],
-            retrieved_k.index_copy(token_dim, self._chosen, fresh_k[local]),
-            retrieved_v.index_copy(token_dim, self._chosen, fresh_v[local]),
+            fresh_q.index_select(token_dim, local),
+            retrieved_k.index_copy(token_dim, self._chosen, fresh_k.index_select(token_dim, local)),
+            retrieved_v.index_copy(token_dim, self._chosen, fresh_v.index_select(token_dim, local)),
             positions[local],
             local,
             starts if left_out else None,
         )
-
-
-class FullSession(NoneSession):
-    """Selects everything."""
-
-    all_tokens = True
 
 
 class NoneExecutor(BlendExecutor):
@@ -54,12 +42,3 @@ class NoneExecutor(BlendExecutor):
 
     def begin(self, request: BlendRequest) -> BlendSession:
         return NoneSession(request)
-
-
-class FullExecutor(BlendExecutor):
-    """Reuses nothing: what blending is compared with."""
-
-    type = "kit_full"
-
-    def begin(self, request: BlendRequest) -> BlendSession:
-        return FullSession(request)

@@ -1,4 +1,4 @@
-"""Two serializers, lossless and lossy, by the shortest way that is right."""
+"""A lossless serializer, by the shortest way that is right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvloom import Buffer, Buffers, Chunk, Config, CorruptBlobError, KVSpec, MemoryFormat, Serializer
+from kvloom import Buffer, Buffers, Chunk, CorruptBlobError, MemoryFormat, Serializer
 
 
 class RowsSerializer(Serializer):
@@ -41,31 +41,6 @@ class RowsSerializer(Serializer):
 
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
         _fill(_rows(into), blob)
-
-
-class HalfSerializer(Serializer):
-    """Values as float16. Those that are too large become the largest ones that there are."""
-
-    type = "kit_half"
-    lossless = False
-    formats = frozenset({MemoryFormat.KV_BLOB})
-
-    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
-        super().__init__(config, spec)
-        if spec is not None and (not spec.torch_dtype.is_floating_point or spec.dtype == "float16"):
-            raise ValueError(f"KV of {spec.dtype} cannot be kept as float16")
-
-    def encode(self, chunk: Chunk) -> Buffers:
-        return [self.narrow(chunk.tensor.float()).numpy().tobytes()]
-
-    def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        limit = torch.finfo(torch.float16).max
-        return tensor.clamp(-limit, limit).half()
-
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        half = torch.empty(into.tensor.shape, dtype=torch.float16)
-        _fill([half.view(-1).view(torch.uint8)], blob)
-        into.tensor.copy_(half)
 
 
 def _rows(chunk: Chunk) -> list[torch.Tensor]:

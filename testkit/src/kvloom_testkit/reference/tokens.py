@@ -6,8 +6,7 @@ import hashlib
 
 import torch
 
-from kvloom import ChunkKey, Segment, TokenDatabase, select
-from kvloom.keys import salt_tag
+from kvloom import ChunkKey, Segment, TokenDatabase, salt_tag, select
 
 
 class EvenTokenDatabase(TokenDatabase):
@@ -32,7 +31,7 @@ class EvenTokenDatabase(TokenDatabase):
 
     def root(self, salt: str) -> bytes:
         """The digest before the first segment."""
-        return hashlib.sha256(f"kit\0{self.fingerprint}\0{salt}".encode(errors="surrogatepass")).digest()
+        return hashlib.sha256(f"{self.type}\0{self.fingerprint}\0{salt}".encode(errors="surrogatepass")).digest()
 
     def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
         """Of a segment: of all tokens up to its end."""
