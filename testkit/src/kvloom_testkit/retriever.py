@@ -9,6 +9,7 @@ import torch
 
 from kvloom import BlendRetriever, BlendRetrieverResult
 from kvloom_testkit.conformance import Conformance
+from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.running import together
 from kvloom_testkit.subjects import SPEC
 
@@ -95,11 +96,12 @@ class RetrieverConformance(Conformance):
         return torch.cat(parts[:-1])
 
     def test_R01_results_have_their_shapes(self, opened: Opened) -> None:
-        """K and V are `[tokens, hidden]`, the mask is bool, on the CPU, positions are integers; all are of the batch.
+        """K and V are `[tokens, hidden]`, the mask is bool, on the CPU, positions int32 or int64; all are of the batch.
 
         Why: the executor indexes all of them by the places of the batch.
 
-        Usually: only what was found is returned, or heads are a dimension of their own.
+        Usually: only what was found is returned, heads are a dimension of their own, or positions are kept in as few
+        bytes as will do for a short text.
         """
         library = opened()
         library.add(text(1), kv_of(text(1)))
@@ -107,7 +109,7 @@ class RetrieverConformance(Conformance):
         for result in ask(library, prompt):
             assert result.valid_mask.shape == result.original_positions.shape == prompt.shape
             assert result.valid_mask.dtype == torch.bool and result.valid_mask.device.type == "cpu"
-            assert not result.original_positions.dtype.is_floating_point
+            assert result.original_positions.dtype in (torch.int32, torch.int64)
             for plane in (result.k, result.v):
                 assert plane is not None and plane.shape == (len(prompt), HIDDEN) and plane.dtype == SPEC.torch_dtype
 
@@ -270,3 +272,35 @@ class RetrieverConformance(Conformance):
         library.retriever.new_request(text(1), starts_of(text(1)))
         library.retriever.close()
         library.retriever.close()
+
+    def test_R13_what_is_valid_in_one_layer_is_valid_in_all(self, opened: Opened) -> None:
+        """The mask, and the positions, of one task are the same in every layer, also if texts are added meanwhile.
+
+        Why: a token that was passed over in one layer has no hidden state in the next, and cannot be computed there.
+
+        Usually: each layer is looked up when it is asked for.
+        """
+        library = opened()
+        library.add(text(1), kv_of(text(1)))
+        prompt = self.prompt(text(1), text(2))
+        task = library.retriever.new_request(prompt, starts_of(prompt))
+        first = task.result(0)
+        mask, positions = first.valid_mask.clone(), first.original_positions.clone()
+        library.add(text(2), kv_of(text(2)))
+        for layer in range(LAYERS):
+            result = task.result(layer)
+            assert torch.equal(result.valid_mask, mask), f"layer {layer} has another mask than layer 0"
+            assert torch.equal(result.original_positions, positions), f"layer {layer} has other positions than layer 0"
+
+    def test_R14_leaves_the_process_as_it_is(self, make: Opened) -> None:
+        """Retrieving changes neither logging, signals and warnings, nor random numbers, nor the settings of torch.
+
+        Why: it runs beside somebody's model, which computes on with these settings.
+
+        Usually: gradients are switched off for good, or the number of torch's threads is set.
+        """
+        with left_as_it_is():
+            library = make()
+            library.add(text(1), kv_of(text(1)))
+            ask(library, text(1))
+            library.retriever.close()

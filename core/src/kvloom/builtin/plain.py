@@ -34,22 +34,26 @@ class PlainConnector(GPUConnector):
                 f"got {list(kv.shape)} of {kv.dtype}"
             )
 
+    @torch.inference_mode()
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         kv: torch.Tensor = where["kv"]
         for segment, chunk in zip(segments, chunks, strict=True):
             chunk.tensor.copy_(kv[:, :, segment.start : segment.end])
 
+    @torch.inference_mode()
     def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         kv: torch.Tensor = where["kv"]
         for segment, chunk in zip(segments, chunks, strict=True):
             kv[:, :, segment.start : segment.end].copy_(chunk.tensor)
 
+    @torch.inference_mode()
     def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         self.check(where, max(segment.end for segment in segments))
         kv: torch.Tensor = where["kv"]
         for segment, chunk in zip(segments, chunks, strict=True):
             chunk.tensor.copy_(kv[:, layer : layer + 1, segment.start : segment.end])
 
+    @torch.inference_mode()
     def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         kv: torch.Tensor = where["kv"]
         for segment, chunk in zip(segments, chunks, strict=True):

@@ -1,7 +1,8 @@
 """Blending: reuse KV that was computed in another context. The interfaces of CacheBlend, inside sessions.
 
 Shapes are those of one layer: Q, K and V of `[num_tokens, hidden_dim]` over the tokens of one batch, in which
-`query_start_loc` (one entry more than requests) says where each request starts.
+`query_start_loc` (one entry more than requests, int32 or int64) says where each request starts. Q may be wider than
+K and V, where several of its heads share one of theirs. Layers are counted from 0.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class BlendRetrieverResult:
     """None if nothing was retrieved; undefined where `valid_mask` is False."""
     v: torch.Tensor | None
     valid_mask: torch.Tensor
-    """Bool, on CPU: whose KV was retrieved."""
+    """Bool, on CPU: whose KV was retrieved. The same in every layer of a task."""
     original_positions: torch.Tensor
-    """The position each K was rotated to when it was stored, 0 where invalid; on the device of `k`."""
+    """The position each K was rotated to when it was stored, 0 where invalid; int32 or int64, on the device of `k`."""
 
 
 class BlendRetrieverTask(ABC):
@@ -34,7 +35,11 @@ class BlendRetrieverTask(ABC):
 
     @abstractmethod
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """Block until the KV of `layer_id` is there."""
+        """Block until the KV of `layer_id` is there; layers may be asked for in any order, and again.
+
+        What is valid in one layer is valid in all: a token that was passed over in one layer has no hidden state in
+        the next. Raises BackendError if the KV of what was said to be valid is lost by now.
+        """
 
 
 class BlendRetriever(Component):
@@ -50,8 +55,10 @@ class BlendRequest:
     """What a blend session is begun with."""
 
     input_tokens: torch.Tensor
+    """1-D, of all requests."""
     query_start_loc: torch.Tensor
     valid_mask: torch.Tensor
+    """Bool, on CPU: whose KV was retrieved. Every `blend` of the session is handed the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +66,17 @@ class BlendOutput:
     """A short Q over a long, blended KV."""
 
     q: torch.Tensor
-    """Of the selected tokens only."""
+    """Of the selected tokens only, in the dtype of the fresh Q."""
     k: torch.Tensor
+    """Of all tokens of the batch, in the dtype of the fresh K."""
     v: torch.Tensor
+    """Likewise, of V."""
     positions: torch.Tensor
-    """Of the selected tokens in the input sequence."""
+    """Of the selected tokens in the input sequence, in the dtype of the positions that were handed in."""
     local_indices: torch.Tensor
-    """Of the selected tokens in the fresh Q."""
+    """Of the selected tokens in the fresh Q: int64, ascending."""
     query_start_loc: torch.Tensor | None
-    """Where each request starts in `q`; None if no selection was made."""
+    """Where each request starts in `q`, in the dtype of the one that was handed in; None if no selection was made."""
 
 
 class BlendSession(ABC):
@@ -92,7 +101,12 @@ class BlendSession(ABC):
 
         The fresh tensors are of the tokens that the layer before has selected, in its order; in the first, of all.
         Invalid tokens are always selected, and so is the last one of each request, from which the next token is
-        predicted.
+        predicted. A token that is not selected has retrieved KV, or fresh KV where it was handed on to this layer.
+
+        layer_id: from 0; a session may end before the last layer. retrieved_k, retrieved_v, original_positions: of all
+        tokens of the batch, undefined where `valid_mask` is False. valid_mask: that of `begin`, whatever was selected
+        since. positions: of the fresh tokens, in their request. query_start_loc: of the whole batch, in every layer.
+        token_dim: the dimension of Q, K and V that counts tokens, as torch counts: 0, or -2, which is the same.
         """
 
 
@@ -100,4 +114,5 @@ class BlendExecutor(Component):
     """Decides which tokens to recompute and merges the rest."""
 
     @abstractmethod
-    def begin(self, request: BlendRequest) -> BlendSession: ...
+    def begin(self, request: BlendRequest) -> BlendSession:
+        """Begin the blending of one batch, of which layer 0 is next. Several may be under way, on several threads."""

@@ -41,7 +41,9 @@ _Config = Config  # inside the class, the name is the attribute
 class Component(ABC):
     """A pluggable part. Subclass one of the kinds, not this.
 
-    A class is registered by returning it from the hook of its kind; the core makes the instances.
+    A class is registered by returning it from the hook of its kind; the core makes the instances. They are guests in
+    somebody's process: what belongs to all of it (logging, signals, warnings, random numbers, the settings of torch)
+    they leave as it is, also when they are closed.
     """
 
     type: ClassVar[str]

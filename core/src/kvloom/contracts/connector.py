@@ -20,9 +20,13 @@ class Fence(Protocol):
 class GPUConnector(Component):
     """Moves KV between an engine's memory and chunks. One call moves many segments: one kernel launch, not many.
 
+    Layers are counted from 0, and tokens from the beginning of the request.
+
     `where` is what the caller of `Engine.store` and `Engine.retrieve` passed on: the engine's KV tensors, page
     tables, whatever the connector's docstring asks for. Called by one thread at a time per request, and for several
-    requests at once; nothing of one request's `where` is kept for the next.
+    requests at once; nothing of `where` is kept for the next call, for an engine rewrites its page tables in place.
+    Its tensors may be inference tensors, and the calling thread need not be in inference mode: copy under
+    `torch.inference_mode()`.
 
     The segments of one call are in order and do not overlap, and there may be gaps between them. What is not the KV of
     a segment stays as it is: the engine's other memory when writing, all of it when reading.

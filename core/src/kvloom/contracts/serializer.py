@@ -29,6 +29,9 @@ class Serializer(Component):
     The core frames every blob with checksums, key, shape, dtype and `params`: a serializer needs no header of its own
     and is never handed bytes that fail their checksum. It must still survive any bytes: raise `CorruptBlobError`.
 
+    `decode` is told nothing but the buffers, and must not depend on the settings of the instance: the blob may have
+    been encoded with others. What it needs to know beside shape and dtype, `encode` puts into the blob.
+
     Chunks are contiguous and of the dtype of `spec`. A serializer that cannot take KV like that of `spec` raises
     ValueError when it is made.
     """
@@ -41,7 +44,10 @@ class Serializer(Component):
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """What `decode` needs to know and the blob should say (JSON values)."""
+        """What the header of a blob says about how it was encoded (JSON values), for who looks into a store.
+
+        `layer_buffers` is handed it, of the blob in question; `decode`, which has the buffers themselves, is not.
+        """
         return {}
 
     @property
@@ -54,15 +60,17 @@ class Serializer(Component):
         """The chunk as one or several buffers, in order.
 
         They may be views of the chunk's memory, which stays as it is until the blob is written, and they stay as they
-        are when other chunks are encoded.
+        are when other chunks are encoded. A memoryview may be of any shape and format, but is contiguous.
         """
 
     @abstractmethod
     def decode(self, blob: Buffers, into: Chunk) -> None:
         """Fill `into`, whose shape and dtype are those of the encoded chunk, from the buffers of `encode`.
 
-        The buffers may be read-only and at any address; they stay as they are. Nothing but `into` is written to.
-        Raises CorruptBlobError if the buffers are not what `encode` returns for such a chunk.
+        The buffers may be bytes, bytearrays and memoryviews, the latter 1-D, contiguous and of unsigned bytes
+        (`format` "B"). They may be read-only and at any address, and stay as they are. Nothing but `into` is written
+        to. Raises CorruptBlobError if the buffers are not what `encode` returns for such a chunk, with whatever
+        settings.
         """
 
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
@@ -100,8 +108,9 @@ class Serializer(Component):
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
         """Optional: `decode` of some layers only, next to each other; needs `layer_buffers`, which says of what.
 
-        blob: the buffers that hold these layers, each once, in the order of `encode`; each passed its checksum. into:
-        `[planes, len(layers), tokens, hidden]`, of which each layer of a plane is contiguous, but not the whole.
+        blob: the buffers that hold these layers, each once, in the order of `encode`; each passed its checksum. layers:
+        counted from 0. into: `[planes, len(layers), tokens, hidden]`, of which each layer of a plane is contiguous, but
+        not the whole.
         Raises CorruptBlobError as `decode` does; what it has written by then is not used.
         """
         raise NotImplementedError(f"{type(self).__name__} does not decode single layers")

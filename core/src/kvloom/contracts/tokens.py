@@ -18,7 +18,8 @@ class TokenDatabase(Component):
     The engine sets `fingerprint` and `chunk_tokens` before the first call; a command may set another `fingerprint`
     later. A key must depend on the fingerprint, the salt and every token up to the segment's end, and on nothing else:
     no environment variable, no Python `hash`. Its digest covers all of them, whatever the namespace says; its depth is
-    one more than that of the segment before. Called from several threads.
+    one more than that of the segment before. Equal keys mean equal segments, start included, also where `chunk_tokens`
+    differs. Called from several threads.
     """
 
     fingerprint: str
@@ -39,5 +40,6 @@ class TokenDatabase(Component):
         """Called after a store: a database that adapts its cuts to traffic takes note here.
 
         It may change where later calls of `segments` cut, and never what a key stands for. Nor does it change the cuts
-        of the very sequence that was learnt. It does not raise.
+        of the very sequence that was learnt, or those for another salt: where prompts are cut would tell one tenant
+        what another one has asked. It does not raise.
         """

@@ -1,4 +1,4 @@
-"""Blend executors with a fault each, and odd ones."""
+"""Blend executors with a fault each."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from kvloom import BlendExecutor, BlendOutput, BlendRequest, BlendSession
-from kvloom_testkit.mutants import Mutant, Oddity
+from kvloom import BlendOutput, BlendRequest, BlendSession
+from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.executor import NoneExecutor, NoneSession
-from kvloom_testkit.reference.full_executor import FullSession
 
 
 class _Spoils(Mutant, NoneExecutor):
@@ -42,6 +41,37 @@ class CutsK(_Spoils):
     def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
         output = session.blend(*arguments)
         return replace(output, k=output.k[: len(output.q)])
+
+
+class CountsPositionsInFloats(_Spoils):
+    """As the rotation does."""
+
+    breaks = "X01"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        return replace(output, positions=output.positions.float())
+
+
+class StartsInShorts(_Spoils):
+    """Batches have grown since."""
+
+    breaks = "X01"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        starts = output.query_start_loc
+        return replace(output, query_start_loc=None if starts is None else starts.short())
+
+
+class TakesQToBeAsWideAsK(_Spoils):
+    """Knows no model whose heads share K and V."""
+
+    breaks = "X01"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        return replace(output, q=torch.empty_like(output.k[: len(output.q)]).copy_(output.q[:, : output.k.shape[1]]))
 
 
 class TrustsWhatIsInvalid(Mutant, NoneExecutor):
@@ -210,34 +240,32 @@ class ClosesOnce(Mutant, NoneExecutor):
         del self.config
 
 
-class ComputesEverything(Oddity, BlendExecutor):
-    """A blend that reuses nothing is slow, and right."""
+class ComparesDimensions(_Spoils):
+    """Which dimension is the tokens', it finds by counting from the first."""
 
-    type = "kit_everything"
+    breaks = "X16"
 
-    def begin(self, request: BlendRequest) -> BlendSession:
-        return FullSession()
-
-
-class SelectsMoreAndMore(Oddity, BlendExecutor):
-    """All in the first layer; from then on what must be."""
-
-    type = "kit_late"
-
-    def begin(self, request: BlendRequest) -> BlendSession:
-        return _Late(request)
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        output = session.blend(*arguments)
+        index = tuple(output.local_indices if dim == arguments[10] else slice(None) for dim in range(2))
+        return replace(output, q=arguments[5][index])
 
 
-class _Late(NoneSession):
-    def blend(self, layer_id: int, *arguments: Any) -> BlendOutput:  # type: ignore[override]
-        if layer_id:
-            return super().blend(layer_id, *arguments)
-        everything, chosen = self._going, self._chosen
-        self._chosen = everything
-        output = super().blend(layer_id, *arguments)
-        self._chosen = chosen
-        return output
+class SwitchesGradientsOff(_Spoils):
+    """For good."""
+
+    breaks = "X17"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        torch.set_grad_enabled(False)
+        return session.blend(*arguments)
 
 
-class ReusesWhatItMay(Oddity, NoneExecutor):
-    """The reference itself."""
+class DrawsFromTheProcess(_Spoils):
+    """Breaks ties by random numbers that the model samples with."""
+
+    breaks = "X17"
+
+    def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
+        torch.rand(1)
+        return session.blend(*arguments)

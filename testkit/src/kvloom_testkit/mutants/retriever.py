@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from abc import abstractmethod
 from dataclasses import replace
@@ -43,6 +44,16 @@ class ReturnsWhatWasFound(_Spoils):
         result = task.task.result(layer)
         assert result.k is not None and result.v is not None
         return replace(result, k=result.k[result.valid_mask], v=result.v[result.valid_mask])
+
+
+class KeepsPositionsInBytes(_Spoils):
+    """Which will do for texts of 128 tokens."""
+
+    breaks = "R01"
+
+    def spoil(self, task: _Task, layer: int) -> BlendRetrieverResult:
+        result = task.task.result(layer)
+        return replace(result, original_positions=result.original_positions.byte())
 
 
 class FindsPrefixes(Mutant, PiecesRetriever):
@@ -171,6 +182,46 @@ class ClosesOnce(Mutant, PiecesRetriever):
         del self._pieces
 
 
+class LooksUpEachLayer(Mutant, PiecesRetriever):
+    """When it is asked for: by then there may be more."""
+
+    breaks = "R13"
+
+    def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
+        return _Anew(self, input_tokens.clone(), query_start_loc.clone())
+
+    def now(self, tokens: torch.Tensor, starts: torch.Tensor) -> BlendRetrieverTask:
+        return super().new_request(tokens, starts)
+
+
+class _Anew(BlendRetrieverTask):
+    def __init__(self, retriever: LooksUpEachLayer, tokens: torch.Tensor, starts: torch.Tensor) -> None:
+        self._ask = lambda: retriever.now(tokens, starts)
+
+    def result(self, layer_id: int) -> BlendRetrieverResult:
+        return self._ask().result(layer_id)
+
+
+class LosesALayer(_Spoils):
+    """Of which it says nothing before."""
+
+    breaks = "R13"
+
+    def spoil(self, task: _Task, layer: int) -> BlendRetrieverResult:
+        result = task.task.result(layer)
+        return replace(result, valid_mask=result.valid_mask & (layer < 2))
+
+
+class TakesAllThreads(_Spoils):
+    """Of the process, for its copies."""
+
+    breaks = "R14"
+
+    def spoil(self, task: _Task, layer: int) -> BlendRetrieverResult:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        return task.task.result(layer)
+
+
 class FindsHalf(Oddity, PiecesRetriever):
     """Of the pieces that it could: nobody has a right to a hit."""
 
@@ -181,7 +232,7 @@ class FindsHalf(Oddity, PiecesRetriever):
 
 
 class FindsFromTheEnd(Oddity, PiecesRetriever):
-    """Its tasks are worked out when they are asked."""
+    """Its tasks are worked out when they are asked for the first time."""
 
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
         return _Late(self, input_tokens.clone(), query_start_loc.clone())
@@ -192,7 +243,7 @@ class FindsFromTheEnd(Oddity, PiecesRetriever):
 
 class _Late(BlendRetrieverTask):
     def __init__(self, retriever: FindsFromTheEnd, tokens: torch.Tensor, starts: torch.Tensor) -> None:
-        self._ask = lambda: retriever.now(tokens, starts)
+        self._ask = functools.cache(lambda: retriever.now(tokens, starts))
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
         return self._ask().result(layer_id)

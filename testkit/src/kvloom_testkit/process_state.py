@@ -1,0 +1,82 @@
+"""What belongs to the whole process, which a component leaves as it is: it is a guest in somebody's server."""
+
+from __future__ import annotations
+
+import gc
+import locale
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def left_as_it_is() -> Iterator[None]:
+    """Fails if anything of it is another afterwards, and says what; puts the worst of it back for the next test."""
+    variables = tuple(os.environ)  # a library may add what only it reads
+    before = _state(variables)
+    handlers, disabled = logging.getLogger().handlers[:], logging.root.manager.disable
+    threads, dtype, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        yield
+        changed = [name for name, value in _state(variables).items() if value != before[name]]
+    finally:
+        logging.getLogger().handlers[:] = handlers
+        logging.disable(disabled)
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+    assert not changed, f"changed for the whole process: {', '.join(changed)}"
+
+
+def _state(variables: Sequence[str]) -> dict[str, object]:
+    looks: dict[str, Callable[[], object]] = {
+        "logging": _logging,
+        "handlers of signals": lambda: [signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        "hooks of the interpreter": lambda: (
+            sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook, sys.stdout, sys.stderr,
+        ),
+        "warnings": _filters_of_everything,
+        "garbage collection": lambda: (gc.isenabled(), gc.get_threshold()),
+        "limits of the interpreter": lambda: (sys.getrecursionlimit(), sys.getswitchinterval()),
+        "the locale": lambda: locale.setlocale(locale.LC_ALL),
+        "the working directory": os.getcwd,
+        "environment variables": lambda: [os.environ.get(name) for name in variables],
+        "the default timeout of sockets": socket.getdefaulttimeout,
+        "random numbers": random.getstate,
+        "random numbers of numpy": lambda: [each.tobytes() if isinstance(each, np.ndarray) else each
+                                            for each in np.random.get_state(legacy=True)],
+        "random numbers of torch": lambda: torch.get_rng_state().numpy().tobytes(),
+        "errors of numpy": np.geterr,
+        "threads of torch": lambda: (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "default dtype of torch": torch.get_default_dtype,
+        "default device of torch": torch.get_default_device,
+        "grad mode of torch": lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "deterministic algorithms of torch": torch.are_deterministic_algorithms_enabled,
+        "precision of matrix products of torch": torch.get_float32_matmul_precision,
+    }  # fmt: skip
+    return {name: look() for name, look in looks.items()}
+
+
+def _logging() -> object:
+    loggers = [logging.getLogger(name) for name in ("", "kvloom")]
+    about = [(log.level, tuple(log.handlers), tuple(log.filters), log.propagate, log.disabled) for log in loggers]
+    return about, logging.root.manager.disable, logging.getLoggerClass(), logging.getLogRecordFactory()
+
+
+def _filters_of_everything() -> object:
+    """The filters that hit warnings of everybody: what a library says of its own warnings is its own affair."""
+    return [
+        (action, category)
+        for action, message, category, module, _ in warnings.filters
+        if message is None and module is None and category.__module__ == "builtins"
+    ]
