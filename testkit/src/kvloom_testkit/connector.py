@@ -16,13 +16,13 @@ from kvloom.types import canonical_json
 from kvloom_testkit.chunks import POISONS
 from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.connector_layers import LayerRequirements
-from kvloom_testkit.memories import ConnectorHarness, EngineMemory, done, raw, same
-from kvloom_testkit.running import together
+from kvloom_testkit.connector_sharing import SharingRequirements
+from kvloom_testkit.memories import ConnectorHarness, done, raw, same
 
 Opened = Callable[[], ConnectorHarness]
 
 
-class ConnectorConformance(LayerRequirements, Conformance):
+class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
     """Requirements of a `GPUConnector`.
 
     `make` is a function that returns a `ConnectorHarness` with a new connector each time it is called: the connector,
@@ -107,11 +107,12 @@ class ConnectorConformance(LayerRequirements, Conformance):
         assert same(target.kv(), kv)
 
     def test_C05_many_at_once_are_the_same_as_one_by_one(self, opened: Opened) -> None:
-        """Many segments in one call, of any lengths and with gaps, are moved as they are one by one.
+        """Many segments in one call, of any lengths and with gaps, are moved as they are one by one; and long ones.
 
         Why: one call moves as many as were found, and in the middle some may be missing.
 
-        Usually: all are taken to be as long as the first, or to lie side by side.
+        Usually: all are taken to be as long as the first, or to lie side by side; or a kernel's launch has a limit, of
+        segments or of tokens, that nobody splits the work by.
         """
         it = opened()
         source = it.engine()
@@ -124,6 +125,14 @@ class ConnectorConformance(LayerRequirements, Conformance):
             for segment, chunk in zip(segments, whole, strict=True):
                 it.write([segment], [chunk], one_by_one)
             assert same(together_.kv(), one_by_one.kv()), "write"
+        for sizes in ((1,) * 300, (1100, 700)):
+            large, target = (it.engine(seed=seed, num_tokens=1800 * it.page_tokens) for seed in (1, 2))
+            segments = it.segments(*sizes, gap=len(sizes) == 300)
+            kv, expected = large.kv(), target.kv()
+            for segment in segments:
+                it.part(expected, segment).copy_(it.part(kv, segment))
+            it.write(segments, it.read(segments, large), target)
+            assert same(target.kv(), expected), f"{len(sizes)} segments of {sizes[0] * it.page_tokens} tokens and so on"
 
     def test_C06_what_is_copied_from_stays_as_it_is(self, opened: Opened) -> None:
         """`read` changes nothing in the engine, and `write` nothing in the chunks, nor do they change their arguments.
@@ -256,40 +265,3 @@ class ConnectorConformance(LayerRequirements, Conformance):
         for one in (used, opened()):
             one.connector.close()
             one.connector.close()
-
-    def test_C15_requests_do_not_meet(self, opened: Opened) -> None:
-        """What is passed for one request has no part in the next: calls for two of them in turn move the KV of each.
-
-        Why: one connector serves all requests of an engine.
-
-        Usually: a page table, or what was worked out from it, is kept from the first call.
-        """
-        it = opened()
-        sources = [it.engine(seed=seed) for seed in (1, 2)]
-        targets = [it.engine(blank=True) for _ in sources]
-        segments = it.segments(8, 8, 8, 8, 8)
-        for segment in segments:
-            for source, target in zip(sources, targets, strict=True):
-                it.connector.check(source.where, segment.end)
-                it.write([segment], it.read([segment], source), target)
-        for source, target in zip(sources, targets, strict=True):
-            assert same(target.kv(), source.kv())
-
-    def test_C16_two_requests_at_once(self, opened: Opened) -> None:
-        """Calls for two requests on two threads at once move the KV of each.
-
-        Why: a request is served by one thread at a time, and several requests by several threads.
-
-        Usually: a staging buffer is kept on the instance.
-        """
-        it = opened()
-
-        def serve(source: EngineMemory) -> None:
-            kv, segments = source.kv(), it.segments(16, 16, 8)
-            for _ in range(8):
-                target = it.engine(blank=True)
-                it.write(segments, it.read(segments, source), target)
-                assert same(target.kv(), kv)
-
-        sources = [it.engine(seed=seed) for seed in range(3)]
-        together(*(lambda source=source: serve(source) for source in sources))  # type: ignore[misc]

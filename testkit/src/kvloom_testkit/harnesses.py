@@ -42,7 +42,7 @@ class PagesMemory(EngineMemory):
     def __init__(self, spec: KVSpec, num_tokens: int) -> None:
         count = -(-num_tokens // PAGE_TOKENS)
         order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(num_tokens))
-        self.table, self._others = order[:count], order[count:]
+        self.table, self._others = order[:count].clone(), order[count:]
         size = spec.kv_planes * spec.num_layers * PAGE_TOKENS * spec.hidden_dim
         self.pages = torch.full((2 * count, size), 3).to(spec.torch_dtype)
 
@@ -55,6 +55,12 @@ class PagesMemory(EngineMemory):
 
     def set_kv(self, kv: torch.Tensor) -> None:
         self.pages[self.table] = kv
+
+    def move(self) -> bool:
+        taken, free = self.table.clone(), self._others
+        self.table.copy_(free[: len(taken)])
+        self._others = torch.cat([taken, free[len(taken) :]])
+        return True
 
     def surroundings(self) -> bytes:
         return self.pages[self._others].view(torch.uint8).numpy().tobytes() + self.table.numpy().tobytes()

@@ -33,6 +33,13 @@ class EngineMemory(ABC):
     def set_kv(self, kv: torch.Tensor) -> None:
         """Put KV of the form of `kv()` into the request's memory, without the connector's help."""
 
+    def move(self) -> bool:
+        """Give the request other pages, by writing others into its page table: the same tensor, as engines do it.
+
+        Afterwards `kv()` and `surroundings()` are those of the new pages. False if there is no page table.
+        """
+        return False
+
     def surroundings(self) -> bytes:
         """The bytes of all that belongs to others, and of what the connector only reads: page tables, other rows."""
         return b""
@@ -60,15 +67,14 @@ class ConnectorHarness:
     def engine(self, *, seed: int = 0, num_tokens: int | None = None, blank: bool = False) -> EngineMemory:
         """Memory filled with KV of any bits, or with the same byte everywhere. num_tokens: of room for it."""
         memory = self.memory(self.spec, num_tokens or self.num_tokens)
-        kv = memory.kv()
-        memory.set_kv(_filled(kv, None if blank else seed))
+        fill(memory, seed=None if blank else seed)
         return memory
 
     def segments(self, *sizes: int, start: int = 0, gap: int = 0) -> list[Segment]:
         """Segments of so many pages each, one after the other, with `gap` pages between them."""
         found, at, step = [], start * self.page_tokens, self.page_tokens
         for number, size in enumerate(sizes):
-            key = ChunkKey(f"{'0' * 32}/-", number, bytes([number]) * 32)
+            key = ChunkKey(f"{'0' * 32}/-", number, number.to_bytes(2, "big") * 16)
             found.append(Segment(at, at + size * step, key))
             at += (size + gap) * step
         return found
@@ -103,6 +109,11 @@ def done(fence: Any) -> None:
     """Wait for a fence, where there is one."""
     if fence is not None:
         fence.wait()
+
+
+def fill(memory: EngineMemory, *, seed: int | None) -> None:
+    """Put KV of any bits into a request's memory; without a seed, of one byte everywhere."""
+    memory.set_kv(_filled(memory.kv(), seed))
 
 
 def layer_of(chunk: Chunk, layer: int) -> Chunk:

@@ -1,4 +1,4 @@
-"""Connectors with a fault each, and odd ones."""
+"""Connectors with a fault each."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from kvloom import Chunk, GPUConnector, KVSpec, MemoryFormat, Segment
-from kvloom_testkit.harnesses import PAGE_TOKENS
-from kvloom_testkit.mutants import Mutant, Oddity
+from kvloom import Chunk, Segment
+from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.connector import SlotsConnector
 
 Where = Mapping[str, Any]
@@ -143,6 +142,26 @@ class TakesSegmentsToLieSideBySide(Mutant, SlotsConnector):
             at += chunk.num_tokens
 
 
+class LaunchesOnce(Mutant, SlotsConnector):
+    """With as many blocks as a launch may have: a block for each token."""
+
+    breaks = "C05"
+
+    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            slots = where["slots"][segment.start : segment.end][:1024]
+            where["pool"][:, :, slots] = chunk.tensor[:, :, :1024]
+
+
+class TakesSomeSegments(Mutant, SlotsConnector):
+    """As many as its table of arguments has room for."""
+
+    breaks = "C05"
+
+    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        super().read(segments[:256], chunks[:256], **where)
+
+
 class EmptiesWhatItRead(Mutant, SlotsConnector):
     """Moves instead of copying."""
 
@@ -253,50 +272,3 @@ class ClosesOnce(Mutant, SlotsConnector):
 
     def close(self) -> None:
         del self.config
-
-
-class CopiesWhenWaitedFor(Oddity, SlotsConnector):
-    """Nothing happens until the fence is asked."""
-
-    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Any:
-        return LazyFence(lambda: SlotsConnector.read(self, segments, chunks, **where))
-
-    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Any:
-        return LazyFence(lambda: SlotsConnector.write(self, segments, chunks, **where))
-
-
-class MovesPages(Oddity, GPUConnector):
-    """where: `pages`, a tensor `[pages, elements]`; `table`, 1-D int64: the pages of the request."""
-
-    type = "kit_pages"
-    format = MemoryFormat.KV_PAGES
-
-    def shape(self, num_tokens: int) -> tuple[int, ...]:
-        assert self.spec is not None
-        return (-(-num_tokens // PAGE_TOKENS), _page_size(self.spec))
-
-    def check(self, where: Where, num_tokens: int) -> None:
-        assert self.spec is not None
-        pages, table = where.get("pages"), where.get("table")
-        if not (isinstance(pages, torch.Tensor) and isinstance(table, torch.Tensor) and len(where) == 2):
-            raise ValueError(f"expected pages= and table=, got {sorted(where)}")
-        if pages.dtype != self.spec.torch_dtype or pages.shape[1:] != (_page_size(self.spec),):
-            raise ValueError("pages: not of this model")
-        if len(table) * PAGE_TOKENS < num_tokens:
-            raise ValueError("table: too few pages")
-
-    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
-        for segment, chunk in zip(segments, chunks, strict=True):
-            chunk.tensor.copy_(where["pages"][self._pages(segment, where)])
-
-    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
-        for segment, chunk in zip(segments, chunks, strict=True):
-            where["pages"][self._pages(segment, where)] = chunk.tensor
-
-    def _pages(self, segment: Segment, where: Where) -> torch.Tensor:
-        pages: torch.Tensor = where["table"][segment.start // PAGE_TOKENS : segment.end // PAGE_TOKENS]
-        return pages
-
-
-def _page_size(spec: KVSpec) -> int:
-    return spec.kv_planes * spec.num_layers * PAGE_TOKENS * spec.hidden_dim

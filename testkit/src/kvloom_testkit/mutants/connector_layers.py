@@ -1,9 +1,8 @@
-"""Connectors with a fault in when they copy, for whom, and which layer."""
+"""Connectors with a fault in when they copy, and which layer."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,39 +82,3 @@ class WritesTheFirstLayer(Mutant, SlotsConnector):
 
     def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         super().write_layer(0, segments, chunks, **where)
-
-
-class KeepsThePageTable(Mutant, SlotsConnector):
-    """Of the first request, for all that follow."""
-
-    breaks = "C15"
-
-    def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
-        kept = self.__dict__.setdefault("_where", where)
-        super().write(segments, chunks, **kept)
-
-
-class KeepsWhatItRead(Mutant, SlotsConnector):
-    """By segment, whoever asks."""
-
-    breaks = "C15"
-
-    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
-        kept = self.__dict__.setdefault("_kept", {})
-        for segment, chunk in zip(segments, chunks, strict=True):
-            if segment not in kept:
-                super().read([segment], [chunk], **where)
-                kept[segment] = chunk.tensor.clone()
-            chunk.tensor.copy_(kept[segment])
-
-
-class SharesItsStaging(Mutant, SlotsConnector):
-    """One buffer for all threads."""
-
-    breaks = "C16"
-
-    def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
-        for segment, chunk in zip(segments, chunks, strict=True):
-            self._staging = where["pool"][:, :, where["slots"][segment.start : segment.end]]
-            time.sleep(0.001)
-            chunk.tensor.copy_(self._staging)

@@ -16,7 +16,7 @@ class SlotsMemory(EngineMemory):
 
     def __init__(self, spec: KVSpec, num_tokens: int) -> None:
         order = torch.randperm(2 * num_tokens, generator=torch.Generator().manual_seed(num_tokens))
-        self.slots, self._others = order[:num_tokens], order[num_tokens:]
+        self.slots, self._others = order[:num_tokens].clone(), order[num_tokens:]
         nbytes = 2 * num_tokens * spec.hidden_dim * spec.torch_dtype.itemsize
         shape = (spec.kv_planes, spec.num_layers, nbytes)
         bits = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
@@ -31,6 +31,12 @@ class SlotsMemory(EngineMemory):
 
     def set_kv(self, kv: torch.Tensor) -> None:
         self.pool[:, :, self.slots] = kv
+
+    def move(self) -> bool:
+        taken, free = self.slots.clone(), self._others
+        self.slots.copy_(free[: len(taken)])
+        self._others = torch.cat([taken, free[len(taken) :]])
+        return True
 
     def surroundings(self) -> bytes:
         others = self.pool[:, :, self._others].contiguous().view(torch.uint8)
