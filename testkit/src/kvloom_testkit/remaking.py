@@ -15,7 +15,6 @@ import importlib, importlib.util, json, os, sys, tempfile
 
 recipe = json.loads(sys.argv[1])
 os.chdir(tempfile.gettempdir())
-os.environ.update(recipe["environment"])
 try:
     module = importlib.import_module(recipe["module"])
 except ImportError:  # a module of tests, which is no package
@@ -31,7 +30,12 @@ from kvloom import KVSpec
 component = cls(cls.Config.model_validate_json(recipe["config"]), KVSpec.from_json(recipe["spec"]))
 """
 
-_ENVIRONMENT = {"TZ": "Pacific/Chatham", "LANG": "C", "LC_ALL": "C", "USER": "someone", "HOSTNAME": "elsewhere"}
+_ENVIRONMENT = {
+    "TZ": "Pacific/Chatham", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "USER": "someone", "LOGNAME": "someone",
+    "HOSTNAME": "elsewhere", "CUDA_VISIBLE_DEVICES": "5,3", "RANK": "6", "LOCAL_RANK": "2", "WORLD_SIZE": "8",
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+"""What differs between the processes of one deployment."""
 
 
 def spec_of(component: Any) -> KVSpec:
@@ -57,7 +61,6 @@ def elsewhere(component: Any, code: str, *arguments: str) -> str:
         "file": inspect.getsourcefile(cls),
         "config": component.config.model_dump_json(round_trip=True),
         "spec": spec_of(component).to_json(),
-        "environment": _ENVIRONMENT,
     }
     assert "<locals>" not in cls.__qualname__, f"{cls.__qualname__} is defined in a function: no other process finds it"
-    return in_fresh_process(_REMAKE + code, json.dumps(recipe), *arguments)
+    return in_fresh_process(_REMAKE + code, json.dumps(recipe), *arguments, environment=_ENVIRONMENT)

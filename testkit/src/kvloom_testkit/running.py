@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 SECONDS = 30.0
 _PROCESS_SECONDS = 120.0
@@ -42,15 +42,18 @@ def together(*functions: Callable[[], object], seconds: float = SECONDS) -> None
     assert not any(thread.is_alive() for thread in threads), f"a thread was still busy after {seconds:.0f} s"
 
 
-def in_fresh_process(code: str, *arguments: str, hash_seed: str = "random", path: Sequence[str] = ()) -> str:
+def in_fresh_process(
+    code: str, *arguments: str, hash_seed: str = "random", path: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> str:  # fmt: skip
     """Run Python code in a new interpreter; what it printed. `sys.argv[1:]` there are `arguments`.
 
     hash_seed: its PYTHONHASHSEED. path: where it looks for modules first; default: where this process does.
+    environment: variables that are others there.
     """
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join([*(path or sys.path)])}
+    paths = os.pathsep.join([*(path or sys.path)])
+    variables = {**os.environ, **(environment or {}), "PYTHONHASHSEED": hash_seed, "PYTHONPATH": paths}
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=_PROCESS_SECONDS, check=False
-    )
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_PROCESS_SECONDS, check=False)
     assert done.returncode == 0, f"the process failed:\n{done.stderr.strip()[-2000:]}"
     return done.stdout

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvloom import ChunkKey, Segment, TokenDatabase
-from kvloom.keys import salt_tag
+from kvloom import Segment, TokenDatabase
 from kvloom_testkit.conformance import Conformance
-from kvloom_testkit.examples import few
-from kvloom_testkit.remaking import elsewhere
+from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.running import together
+from kvloom_testkit.sequences import CHUNK_TOKENS, FINGERPRINT, Database, segments_of, some_tokens
+from kvloom_testkit.tokens_keys import KeyRequirements
 from kvloom_testkit.tokens_learning import LearningRequirements
 
-CHUNK_TOKENS = 16
-FINGERPRINT = "0123456789abcdef0123456789abcdef"
-_ALIKE = ("", "-", "a", "A", "a ", " a", "tenant-1", "tenant-11", "é", "e\u0301", "a\0b", "\ud800")
-SALTS = (*_ALIKE, "x" * 999 + "1", "x" * 999 + "2")
 
-Database = Callable[..., TokenDatabase]
-
-
-def some_tokens(count: int, *, seed: int = 0) -> list[int]:
-    """Token ids, the same ones for the same seed."""
-    return random.Random(seed).choices(range(50_000), k=count)
-
-
-def segments_of(database: TokenDatabase, tokens: Sequence[int], *, salt: str = "") -> list[Segment]:
-    return database.segments(torch.tensor(tokens, dtype=torch.int64), salt=salt)
-
-
-def digests_of(segments: Sequence[Segment]) -> set[bytes]:
-    return {one.key.digest for one in segments}
-
-
-class TokensConformance(LearningRequirements, Conformance):
+class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
     """Requirements of a `TokenDatabase`.
 
     `make` is a function that makes a new instance, which has learnt nothing, each time it is called. The tests set its
@@ -53,9 +30,9 @@ class TokensConformance(LearningRequirements, Conformance):
     def database(self, opened: Callable[[], TokenDatabase]) -> Database:
         """A function that makes an instance and tells it what the engine does."""
 
-        def database(*, fingerprint: str = FINGERPRINT) -> TokenDatabase:
+        def database(*, fingerprint: str = FINGERPRINT, chunk_tokens: int = CHUNK_TOKENS) -> TokenDatabase:
             one = opened()
-            one.fingerprint, one.chunk_tokens = fingerprint, CHUNK_TOKENS
+            one.fingerprint, one.chunk_tokens = fingerprint, chunk_tokens
             return one
 
         return database
@@ -121,117 +98,6 @@ class TokensConformance(LearningRequirements, Conformance):
                 continue
             pytest.fail(f"a mask was accepted: {name}")
 
-    def test_T04_another_fingerprint_gives_other_digests(self, database: Database) -> None:
-        """With another fingerprint every digest is another, also if it is set anew on the same instance.
-
-        Why: the fingerprint tells models and layouts apart; KV under a key of another model's would be wrong.
-
-        Usually: it is only put in front of the digest, or was read once for all.
-        """
-        one, tokens = database(), some_tokens(4 * CHUNK_TOKENS)
-        here = segments_of(one, tokens)
-        other = FINGERPRINT[:-1] + "0"
-        there = segments_of(database(fingerprint=other), tokens)
-        assert not digests_of(here) & digests_of(there)
-        one.fingerprint = other
-        assert segments_of(one, tokens) == there, "the fingerprint was set anew"
-
-    def test_T05_another_salt_gives_other_digests(self, database: Database) -> None:
-        """With another salt every digest is another, however alike the two are.
-
-        Why: the salt keeps tenants apart. The tag in the namespace has eight bytes only: two salts can be found that
-        share it, so the digest has to differ too.
-
-        Usually: the salt is stripped, folded or cut, or is in the namespace only.
-        """
-        one, tokens = database(), some_tokens(4 * CHUNK_TOKENS)
-        seen: dict[bytes, str] = {}
-        for salt in SALTS:
-            for digest in digests_of(segments_of(one, tokens, salt=salt)):
-                assert digest not in seen, f"salts {salt[-20:]!r} and {seen[digest][-20:]!r} give the same digest"
-                seen[digest] = salt
-
-    def test_T06_every_token_up_to_the_end_counts(self, database: Database) -> None:
-        """Changing any one token changes the key of its own segment and of every later one.
-
-        Why: KV depends on all tokens before it. A key that does not notice one gives a wrong answer that looks right.
-
-        Usually: tokens are sampled, only the last ones are digested, or the digest before is not part of the next.
-        """
-        one = database()
-        tokens = st.lists(st.integers(0, 50_000), min_size=3 * CHUNK_TOKENS, max_size=5 * CHUNK_TOKENS)
-
-        @few(40)
-        @given(before=tokens, at=st.integers(0, 3 * CHUNK_TOKENS - 1), add=st.integers(1, 9))
-        def check(before: list[int], at: int, add: int) -> None:
-            after = [*before[:at], before[at] + add, *before[at + 1 :]]
-            known = {segment.key for segment in segments_of(one, before)}
-            same = [segment for segment in segments_of(one, after) if segment.end > at and segment.key in known]
-            assert not same, f"token {at} was changed, and {same[0]} has the key that it had"
-
-        check()
-        long = some_tokens(64 * CHUNK_TOKENS)
-        changed = [long[0] + 1, *long[1:]]
-        assert not digests_of(segments_of(one, long)) & digests_of(segments_of(one, changed)), "the first of many"
-
-    def test_T07_nothing_after_the_end_counts(self, database: Database) -> None:
-        """Tokens after a segment's end, how many there are, and other calls before, leave its key as it is.
-
-        Why: a prompt is found by the beginning that it shares with another one.
-
-        Usually: the length of the sequence, a counter or a state of the instance gets into the digest.
-        """
-        one, prefix = database(), some_tokens(4 * CHUNK_TOKENS)
-        there = segments_of(one, prefix)[:-1]
-        keys = {segment[:2]: segment.key for segment in segments_of(one, prefix)}
-        assert there, f"{len(prefix)} tokens in one segment: shorter prompts will find nothing"
-
-        @few(25)
-        @given(rest=st.lists(st.integers(0, 50_000), max_size=3 * CHUNK_TOKENS), other=st.booleans())
-        def check(rest: list[int], other: bool) -> None:
-            longer = segments_of(database() if other else one, [*prefix, *rest])
-            assert longer[: len(there)] == there, f"{len(rest)} tokens were appended"
-            assert all(keys.get(each[:2], each.key) == each.key for each in longer), f"{len(rest)} tokens were appended"
-
-        check()
-
-    def test_T08_the_form_of_the_tensor_does_not_count(self, database: Database) -> None:
-        """Tokens as int16, int32 or int64, contiguous or not, give the same segments.
-
-        Why: an engine, a router and a command have the same prompt in different tensors.
-
-        Usually: the bytes of the tensor are digested as they lie in memory.
-        """
-        one, numbers = database(), [each % 32_000 for each in some_tokens(4 * CHUNK_TOKENS)]
-        expected = segments_of(one, numbers)
-        wide = torch.tensor(numbers, dtype=torch.int64)
-        forms = {
-            "int32": wide.int(),
-            "int16": wide.short(),
-            "every second of int64": torch.stack([wide, -wide], dim=1)[:, 0],
-            "every second of int32": torch.stack([wide, -wide], dim=1)[:, 0].int(),
-            "the middle of another tensor": torch.cat([wide, wide, wide])[len(wide) : 2 * len(wide)],
-        }
-        for name, tensor in forms.items():
-            assert one.segments(tensor) == expected, name
-
-    def test_T09_another_process_gives_the_same_keys(self, database: Database) -> None:
-        """A fresh interpreter, with another hash seed, environment and working directory, gives the same keys.
-
-        Why: KV outlives the process, and other processes and hosts share it.
-
-        Usually: Python's `hash`, an `id`, a process id or an environment variable gets into the digest.
-        """
-        one, tokens = database(), some_tokens(4 * CHUNK_TOKENS)
-        expected = [str(each.key) for salt in ("", "tenant") for each in segments_of(one, tokens, salt=salt)]
-        one.close()
-        code = (
-            f"component.fingerprint, component.chunk_tokens = {FINGERPRINT!r}, {CHUNK_TOKENS}\n"
-            f"import torch\ntokens = torch.tensor({tokens})\n"
-            "for salt in ('', 'tenant'):\n    for each in component.segments(tokens, salt=salt): print(each.key)\n"
-        )
-        assert elsewhere(one, code).split() == expected
-
     def test_T10_asking_changes_nothing(self, database: Database) -> None:
         """`segments` changes neither its arguments nor what the next call returns, whatever is done with the result.
 
@@ -268,45 +134,6 @@ class TokensConformance(LearningRequirements, Conformance):
 
         together(*(lambda number=number: ask(number) for number in range(len(tokens))))  # type: ignore[misc]
 
-    def test_T12_keys_have_the_form_of_kvloom(self, database: Database) -> None:
-        """A key is `<fingerprint>/<salt tag>`, a depth from 0 that grows along the sequence, and 32 bytes of digest.
-
-        Why: tiers find a tenant's blobs by the namespace, know from the depth what comes before what, and read keys
-        back from the names of blobs.
-
-        Usually: keys are made by hand, with a shorter digest or the salt itself in the namespace.
-        """
-        for salt in ("", "tenant", "with/a slash"):
-            found = segments_of(database(), some_tokens(5 * CHUNK_TOKENS), salt=salt)
-            depths = [each.key.depth for each in found]
-            assert depths[0] == 0 and depths == sorted(set(depths)), f"depths: {depths}"
-            for key in (each.key for each in found):
-                assert isinstance(key, ChunkKey) and key.namespace == f"{FINGERPRINT}/{salt_tag(salt)}"
-                assert type(key.digest) is bytes and ChunkKey.parse(str(key)) == key
-
-    def test_T13_every_token_id_is_one_of_its_own(self, database: Database) -> None:
-        """Ids of any size and sign count in full, and where one ends and the next begins is never in doubt.
-
-        Why: `1 23` and `12 3` are different prompts, and so are 1 and 65537.
-
-        Usually: decimal numbers are joined without a separator, or ids are cut to 16 bits.
-        """
-        one, filler = database(), some_tokens(CHUNK_TOKENS * 2 - 2)
-        small = [(1, 23), (12, 3), (123, 0), (0, 123), (23, 1), (1, -23), (-1, 23), (0, 0), (0, -1), (-1, 0)]
-        large = [(1, 255), (1, 256), (256, 1), (0, 65_535), (0, 65_536), (1, 65_536), (0, 2**31 - 1), (0, -(2**31))]
-        seen: dict[bytes, list[int]] = {}
-        for pair in (*small, *large):
-            tokens = [*pair, *filler]
-            for segment in segments_of(one, tokens):
-                here = tokens[: segment.end]
-                other = seen.setdefault(segment.key.digest, here)
-                assert other == here, f"tokens that begin with {here[:2]} and with {other[:2]} have the same digest"
-        try:
-            beyond = segments_of(one, [2**32 + 1, 23, *filler])
-        except ValueError:
-            return
-        assert not digests_of(beyond) & set(seen), f"{2**32 + 1} is taken for 1"
-
     def test_T16_little_or_nothing_is_no_error(self, database: Database) -> None:
         """No tokens have no segments, and very few tokens raise nothing; nor does learning them.
 
@@ -336,15 +163,17 @@ class TokensConformance(LearningRequirements, Conformance):
             one.close()
             one.close()
 
-    def test_T18_the_same_tokens_elsewhere_have_another_key(self, database: Database) -> None:
-        """The same tokens at another place, or behind others, have another key.
+    def test_T21_leaves_the_process_as_it_is(self, database: Database) -> None:
+        """Cutting and learning change neither logging, signals and warnings, nor random numbers, nor the settings of
+        torch.
 
-        Why: KV has its position in it, and everything before it.
+        Why: it runs in somebody's server, in front of every request.
 
-        Usually: a segment is digested by itself.
+        Usually: `random.seed`, so that keys are the same every time; or `logging.basicConfig`.
         """
-        one, block = database(), some_tokens(CHUNK_TOKENS)
-        found = segments_of(one, block * 6)
-        assert len(digests_of(found)) == len(found), "the same block six times"
-        behind = segments_of(one, [*some_tokens(CHUNK_TOKENS, seed=1), *block, *block])
-        assert not digests_of(found) & digests_of(behind), "behind other tokens"
+        tokens = torch.tensor(some_tokens(5 * CHUNK_TOKENS))
+        with left_as_it_is():
+            one = database()
+            one.learn(tokens)
+            one.segments(tokens, salt="tenant")
+            one.close()

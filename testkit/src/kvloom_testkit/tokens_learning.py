@@ -70,6 +70,24 @@ class LearningRequirements:
                 assert one.segments(tokens) == stored
             assert torch.equal(tokens, copy)
 
+    @needs("learn")
+    def test_T19_tenants_learn_nothing_from_each_other(self, database: Callable[..., Any]) -> None:
+        """What was learnt with one salt changes nothing about how tokens with another salt are cut.
+
+        Why: the salt keeps tenants apart. From where a prompt of one's own is cut, or is found, one could tell what
+        others have asked.
+
+        Usually: there is one tree for all, since the keys differ anyway.
+        """
+        chance = random.Random(11)
+        one, untaught = database(), database()
+        prompts = [torch.tensor(tokens) for tokens in _branching(chance, count=8)]
+        for tokens in prompts:
+            one.learn(tokens, salt="tenant-1")
+            one.learn(tokens)
+        for tokens in prompts:
+            assert one.segments(tokens, salt="tenant-2") == untaught.segments(tokens, salt="tenant-2")
+
 
 def _branching(chance: random.Random, *, count: int) -> list[list[int]]:
     """Sequences each of which begins like another one, branching off anywhere."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
+import random
 import time
 from typing import Any
 
 import torch
 
-from kvloom import ChunkKey, Segment
+from kvloom import Segment
 from kvloom_testkit.mutants import Mutant, Oddity
 from kvloom_testkit.reference.tokens import EvenTokenDatabase
 
@@ -75,120 +74,6 @@ class AcceptsALongerMask(Mutant, EvenTokenDatabase):
         return super().segments(tokens, None if mask is None else mask[: tokens.numel()], salt=salt)
 
 
-class LeavesTheFingerprintToTheNamespace(Mutant, EvenTokenDatabase):
-    """Its digests are the same for all models."""
-
-    breaks = "T04"
-
-    def root(self, salt: str) -> bytes:
-        return hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
-
-
-class ReadsTheFingerprintOnce(Mutant, EvenTokenDatabase):
-    """Keeps the first digest of each salt."""
-
-    breaks = "T04"
-
-    def root(self, salt: str) -> bytes:
-        roots = self.__dict__.setdefault("_roots", {})
-        return roots.setdefault(salt, super().root(salt))  # type: ignore[no-any-return]
-
-
-class LeavesTheSaltToTheNamespace(Mutant, EvenTokenDatabase):
-    """Its digests are the same for all tenants."""
-
-    breaks = "T05"
-
-    def root(self, salt: str) -> bytes:
-        return super().root("")
-
-
-class TidiesSalts(Mutant, EvenTokenDatabase):
-    """Two tenants are one if their names differ in spaces or case."""
-
-    breaks = "T05"
-
-    def root(self, salt: str) -> bytes:
-        return super().root(salt.strip().casefold())
-
-
-class DigestsEveryOtherToken(Mutant, EvenTokenDatabase):
-    """Twice as fast."""
-
-    breaks = "T06"
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return super().digest(before, tokens[::2])
-
-
-class AddsTokensUp(Mutant, EvenTokenDatabase):
-    """A digest of the sum, the first and the last."""
-
-    breaks = "T06"
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return super().digest(before, torch.stack([tokens.sum() // 8, tokens[0], tokens[-1]]))
-
-
-class DigestsTheLength(Mutant, EvenTokenDatabase):
-    """Every key covers how long the prompt is."""
-
-    breaks = "T07"
-
-    def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:
-        self._count = tokens.numel()
-        return super().segments(tokens, mask, salt=salt)
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return super().digest(before + bytes(self._count % 251), tokens)
-
-
-class DividesEvenly(Mutant, EvenTokenDatabase):
-    """Four segments, however long the prompt is."""
-
-    breaks = "T07"
-
-    def cuts(self, tokens: torch.Tensor, salt: str) -> list[tuple[int, int]]:
-        step = tokens.numel() // 4
-        return [(start, start + step) for start in range(0, 4 * step, step)] if step else []
-
-
-class DigestsMemoryAsItLies(Mutant, EvenTokenDatabase):
-    """The same numbers in another type are other bytes."""
-
-    breaks = "T08"
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return hashlib.sha256(before + tokens.numpy().tobytes()).digest()
-
-
-class ReadsPastTheStride(Mutant, EvenTokenDatabase):
-    """Takes the storage for the tensor."""
-
-    breaks = "T08"
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return super().digest(before, tokens.as_strided(tokens.shape, (1,)))
-
-
-class UsesPythonsHash(Mutant, EvenTokenDatabase):
-    """Of a text, which differs from process to process."""
-
-    breaks = "T09"
-
-    def root(self, salt: str) -> bytes:
-        return super().root(f"{salt}{hash('kit' + salt)}")
-
-
-class DigestsTheUser(Mutant, EvenTokenDatabase):
-    """Keys of one user are of no use to another."""
-
-    breaks = "T09"
-
-    def root(self, salt: str) -> bytes:
-        return super().root(f"{salt}{os.environ.get('USER')}{os.getcwd()}")
-
-
 class KeepsTheListItReturns(Mutant, EvenTokenDatabase):
     """A cache of results, which belong to the callers too."""
 
@@ -222,61 +107,6 @@ class KeepsTheDigestOnTheInstance(Mutant, EvenTokenDatabase):
         return super().digest(self._before, tokens)
 
 
-class PutsTheSaltInTheNamespace(Mutant, EvenTokenDatabase):
-    """Names tenants in every listing, and breaks on a slash."""
-
-    breaks = "T12"
-
-    def namespace(self, salt: str) -> str:
-        return f"{self.fingerprint}/{salt or '-'}"
-
-
-class HasNoDepth(Mutant, EvenTokenDatabase):
-    """Every segment has the same depth."""
-
-    breaks = "T12"
-
-    def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:
-        found = super().segments(tokens, mask, salt=salt)
-        return [Segment(s, e, ChunkKey(key.namespace, 0, key.digest)) for s, e, key in found]
-
-
-class HasShortDigests(Mutant, EvenTokenDatabase):
-    """Sixteen bytes ought to be enough."""
-
-    breaks = "T12"
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return super().digest(before, tokens)[:16]
-
-
-class JoinsDecimals(Mutant, EvenTokenDatabase):
-    """1 and 23 read as 12 and 3."""
-
-    breaks = "T13"
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return hashlib.sha256(before + "".join(map(str, tokens.tolist())).encode()).digest()
-
-
-class CutsIdsTo16Bits(Mutant, EvenTokenDatabase):
-    """Vocabularies have grown since."""
-
-    breaks = "T13"
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return super().digest(before, tokens & 0xFFFF)
-
-
-class CutsIdsTo32Bits(Mutant, EvenTokenDatabase):
-    """An id that does not fit is another id."""
-
-    breaks = "T13"
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return super().digest(before, tokens.int())
-
-
 class FailsForNothing(Mutant, EvenTokenDatabase):
     """Looks at the first token."""
 
@@ -296,13 +126,14 @@ class ClosesOnce(Mutant, EvenTokenDatabase):
         del self.chunk_tokens
 
 
-class DigestsEachSegmentAlone(Mutant, EvenTokenDatabase):
-    """What comes before does not count."""
+class SeedsRandomNumbers(Mutant, EvenTokenDatabase):
+    """Which everybody draws."""
 
-    breaks = "T18"
+    breaks = "T21"
 
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return super().digest(self.root(""), tokens)
+    def root(self, salt: str) -> bytes:
+        random.seed(0)
+        return super().root(salt)
 
 
 class LearningTokenDatabase(EvenTokenDatabase):

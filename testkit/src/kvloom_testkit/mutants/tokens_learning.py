@@ -55,3 +55,15 @@ class SeesBranchesTooLate(Mutant, LearningTokenDatabase):
     def cuts(self, tokens: torch.Tensor, salt: str) -> list[tuple[int, int]]:
         known = (salt, tokens.tolist()) in self.__dict__.get("_known", ())
         return super().cuts(tokens, salt) if known else EvenTokenDatabase.cuts(self, tokens, salt)
+
+
+class TeachesEveryTenant(Mutant, LearningTokenDatabase):
+    """One tree for all: their keys differ anyway."""
+
+    breaks = "T19"
+
+    def learn(self, tokens: torch.Tensor, *, salt: str = "") -> None:
+        super().learn(tokens)
+
+    def cuts(self, tokens: torch.Tensor, salt: str) -> list[tuple[int, int]]:
+        return super().cuts(tokens, "")
