@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +10,7 @@ from typing import get_args
 from kvloom import Event, Observer
 from kvloom.contracts.observer import EventName
 from kvloom_testkit.conformance import Conformance
+from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.running import together
 
 NAMES: tuple[EventName, ...] = get_args(EventName)
@@ -126,23 +124,16 @@ class ObserverConformance(Conformance):
             time.sleep(0.01)
         assert not left
 
-    def test_O08_leaves_the_process_as_it_is(self, opened: Opened) -> None:
-        """Making one, and telling it of events, changes neither logging, nor signals, nor hooks of the interpreter.
+    def test_O08_leaves_the_process_as_it_is(self, make: Opened) -> None:
+        """Making one, telling it of events and closing it changes neither logging, signals, warnings and hooks of the
+        interpreter, nor random numbers, nor the settings of torch.
 
         Why: it is a guest in somebody's server.
 
-        Usually: `logging.basicConfig`, or a handler for a signal, in the constructor.
+        Usually: `logging.basicConfig`, or a handler for a signal, in the constructor; or `close` stops more than its own.
         """
-
-        def state() -> tuple[object, ...]:
-            root = logging.getLogger()
-            kvloom = logging.getLogger("kvloom")
-            loggers = [(log.level, tuple(log.handlers), log.propagate) for log in (root, kvloom)]
-            signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-            return *loggers, *signals, sys.excepthook, threading.excepthook
-
-        before = state()
-        observer = opened()
-        for event in events():
-            observer.on_event(event)
-        assert state() == before
+        with left_as_it_is():
+            observer = make()
+            for event in events():
+                observer.on_event(event)
+            observer.close()

@@ -24,6 +24,7 @@ def left_as_it_is() -> Iterator[None]:
     """Fails if anything of it is another afterwards, and says what; puts the worst of it back for the next test."""
     variables = tuple(os.environ)  # a library may add what only it reads
     before = _state(variables)
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers, disabled = logging.getLogger().handlers[:], logging.root.manager.disable
     threads, dtype, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
     try:
@@ -32,6 +33,8 @@ def left_as_it_is() -> Iterator[None]:
     finally:
         logging.getLogger().handlers[:] = handlers
         logging.disable(disabled)
+        for number, handler in signals.items():
+            signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import json
+import types
+import typing
+from collections.abc import Iterator
 from typing import Any
 
 from kvloom import KVSpec
@@ -47,6 +51,39 @@ def spec_of(component: Any) -> KVSpec:
 def once_more(component: Any, *, spec: KVSpec | None = None) -> Any:
     """A new instance with the same settings, for the same model or for `spec`. The caller closes it."""
     return type(component)(component.config, spec or spec_of(component))
+
+
+def with_other_settings(component: Any) -> Iterator[Any]:
+    """Instances each with one setting that is another, for the same model. The caller closes them.
+
+    Numbers, truth values and choices are varied, as far as the config and the constructor take them; texts and paths
+    are not, for what they may be nobody knows.
+    """
+    config = component.config
+    for name, field in type(config).model_fields.items():
+        now = getattr(config, name)
+        for value in _others(field.annotation, now):
+            try:
+                other = type(config).model_validate({**config.model_dump(), name: value})
+                yield type(component)(other, spec_of(component))
+            except ValueError:  # ConfigError and ValidationError are two
+                continue
+
+
+def _others(annotation: Any, now: Any) -> list[Any]:
+    """Other values of a type, that it may have."""
+    if typing.get_origin(annotation) is typing.Literal:
+        found: list[Any] = list(typing.get_args(annotation))
+    elif isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        found = list(annotation)
+    elif annotation in (bool, types.NoneType):
+        found = [True, False] if annotation is bool else [None]
+    elif annotation in (int, float):
+        base = now if isinstance(now, int | float) else 4
+        found = [base + 1, base - 1, 2 * base] if annotation is int else [base / 2, base * 2]
+    else:
+        found = [value for each in typing.get_args(annotation) for value in _others(each, now)]
+    return [value for value in found if (type(value), value) != (type(now), now)]
 
 
 def elsewhere(component: Any, code: str, *arguments: str) -> str:

@@ -83,17 +83,22 @@ class BytesRequirements:
             assert [bytes(part) for part in blob] == good, f"the {name} was changed"
 
     def test_S18_what_was_encoded_stays_as_it_is(self, opened: Callable[[], Serializer]) -> None:
-        """`encode` returns contiguous runs of bytes, which later calls leave as they are.
+        """`encode` returns contiguous runs of bytes, which a memoryview casts to "B" and later calls leave as they are.
 
-        Why: a blob waits to be written while the next one is encoded.
+        Why: a blob waits to be written while the next one is encoded, and its buffers are framed as bytes.
 
-        Usually: a scratch buffer of the instance is returned, and filled again.
+        Usually: a scratch buffer of the instance is returned, and filled again; or an array in several dimensions, one
+        of which is 0 where there is nothing to say, which cannot be cast.
         """
         one = opened()
         blob = one.encode(_usual(one, 7))
         for buffer in blob:
             assert isinstance(buffer, bytes | bytearray | memoryview), f"a {type(buffer).__name__}"
             assert memoryview(buffer).c_contiguous
+            try:
+                memoryview(buffer).cast("B")
+            except TypeError as error:
+                pytest.fail(f"a buffer of shape {memoryview(buffer).shape} is no run of bytes: {error}")
         before = [bytes(buffer) for buffer in blob]
         for other in (_usual(one, 7, seed=1), _usual(one, 9, seed=1)):
             one.decode(one.encode(other), room_for(other))

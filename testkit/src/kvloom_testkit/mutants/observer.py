@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
+import signal
 import threading
 import time
+import warnings
 from typing import ClassVar
 
 from kvloom import Config, Event, KVSpec
@@ -107,6 +110,46 @@ class ConfiguresLogging(Mutant, CountingObserver):
 
     def on_event(self, event: Event) -> None:
         logging.getLogger("kvloom").setLevel(logging.CRITICAL)
+
+
+class DisablesLogging(Mutant, CountingObserver):
+    """So that nobody hears of what happens after the end."""
+
+    breaks = "O08"
+
+    def close(self) -> None:
+        logging.disable(logging.CRITICAL)
+
+
+class SilencesWarnings(Mutant, CountingObserver):
+    """Of everybody."""
+
+    breaks = "O08"
+
+    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        warnings.simplefilter("ignore")
+
+
+class ExportsAtSigterm(Mutant, CountingObserver):
+    """Where the server has a handler of its own."""
+
+    breaks = "O08"
+
+    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        signal.signal(signal.SIGTERM, lambda number, frame: self.close())
+
+
+class SamplesEvents(Mutant, CountingObserver):
+    """By seeded random numbers, the same ones every time."""
+
+    breaks = "O08"
+
+    def on_event(self, event: Event) -> None:
+        random.seed(event.name)
+        if random.random() < 0.5:
+            super().on_event(event)
 
 
 class ExportsInTheBackground(Oddity, CountingObserver):

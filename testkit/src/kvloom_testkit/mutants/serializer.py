@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, MemoryFormat, Place, Serializer
+from kvloom import Buffers, Chunk, Config, CorruptBlobError, MemoryFormat, Place, Serializer
 from kvloom_testkit.mutants import Mutant, Oddity
 from kvloom_testkit.reference.half_serializer import HalfSerializer
 from kvloom_testkit.reference.serializer import RowsSerializer
@@ -45,6 +44,18 @@ class WorksOnPairsOfTokens(Mutant, RowsSerializer):
         return super().encode(with_tensor(chunk, tensor))
 
 
+class CountsTokensInBytes(Mutant, RowsSerializer):
+    """Of which there are no more than 256 in a chunk."""
+
+    breaks = "S01"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        tensor = chunk.tensor.clone()
+        if tensor.dim() == 4:
+            tensor[:, :, 256:] = 0
+        return super().encode(with_tensor(chunk, tensor))
+
+
 class KnowsOnePlaneSize(Mutant, RowsSerializer):
     """Swaps K and V back and forth; where there is only one of them, it is lost."""
 
@@ -73,6 +84,19 @@ class Overflows(Mutant, HalfSerializer):
 
     def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.half()
+
+
+class ScalesWholeBlocks(Mutant, HalfSerializer):
+    """Of 256 tokens, and leaves the rest to what was there."""
+
+    breaks = "S02"
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        whole = with_tensor(into, into.tensor.clone())
+        super().decode(blob, whole)
+        count = into.tensor.shape[2]
+        end = count if count < 256 else count // 256 * 256
+        into.tensor[:, :, :end] = whole.tensor[:, :, :end]
 
 
 class CleansInPlace(Mutant, RowsSerializer):
@@ -188,28 +212,6 @@ class DecodesInAnotherOrder(Mutant, RowsSerializer):
             self.decode(blobs[blob], into[chunk])
 
 
-class PutsADtypeInItsParams(Mutant, RowsSerializer):
-    """Which is no JSON."""
-
-    breaks = "S15"
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        return {"dtype": torch.bfloat16}
-
-
-class CountsInItsParams(Mutant, RowsSerializer):
-    """Says something else each time."""
-
-    breaks = "S15"
-    _calls = 0
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        self._calls += 1
-        return {"call": self._calls}
-
-
 class ClosesOnce(Mutant, RowsSerializer):
     """The second time there is nothing to close."""
 
@@ -236,26 +238,6 @@ class TakesPagesForLayers(Mutant, RowsSerializer):
         return super().encode(chunk)
 
 
-class CallsItselfExact(Mutant, HalfSerializer):
-    """Is lossy, and does not say so."""
-
-    breaks = "S20"
-
-    @property
-    def fidelity(self) -> str:
-        return EXACT
-
-
-class CallsItselfLossy(Mutant, RowsSerializer):
-    """Is lossless, and gives its own name."""
-
-    breaks = "S20"
-
-    @property
-    def fidelity(self) -> str:
-        return self.type
-
-
 class IsLossy(Oddity, HalfSerializer):
     """Keeps half of the bits, and only of floating-point KV."""
 
@@ -275,6 +257,43 @@ class ReturnsManyBuffers(Oddity, RowsSerializer):
             raise CorruptBlobError("cut elsewhere")
         data, step = b"".join(bytes(buffer) for buffer in blob), into.nbytes // len(super().encode(into))
         super().decode([data[start : start + step] for start in range(0, len(data), step)], into)
+
+
+class LevelConfig(Config):
+    """With a setting that the bytes depend on."""
+
+    level: int = 1
+
+
+class SaysItsLevel(Oddity, RowsSerializer):
+    """In the blob, where `decode` finds it whatever the settings are by then."""
+
+    by_layer = False
+    Config = LevelConfig
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        level = self.config.level & 0xFF  # type: ignore[attr-defined]
+        return [bytes([level]), *xored(super().encode(chunk), level)]
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        if not blob or memoryview(blob[0]).nbytes != 1:
+            raise CorruptBlobError("no level")
+        super().decode(xored(blob[1:], bytes(blob[0])[0]), into)
+
+    def max_encoded_bytes(self, chunk: Chunk) -> int:
+        return super().max_encoded_bytes(chunk) + 1
+
+    def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
+        return None
+
+
+class RefusesOtherLevels(SaysItsLevel):
+    """What it cannot read is a miss, and no wrong KV."""
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        if not blob or bytes(blob[0]) != bytes([self.config.level & 0xFF]):  # type: ignore[attr-defined]
+            raise CorruptBlobError("another level")
+        super().decode(blob, into)
 
 
 class TakesPagesOnly(Oddity, RowsSerializer):

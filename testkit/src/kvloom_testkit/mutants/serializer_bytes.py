@@ -178,6 +178,18 @@ class ReusesItsBuffer(Mutant, RowsSerializer):
         return [memoryview(scratch)[start : start + step] for start in range(0, len(data), step)]
 
 
+class ReturnsAnEmptyTable(Mutant, RowsSerializer):
+    """Of rows of two, where there are none."""
+
+    breaks = "S18"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        return [*super().encode(chunk), memoryview(torch.empty(0, 2, dtype=torch.uint8).numpy())]  # type: ignore[arg-type]
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        super().decode(blob[:-1], into)
+
+
 class ReturnsArrays(Mutant, RowsSerializer):
     """Which are no bytes."""
 
