@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from kvloom_testkit.memories import ConnectorHarness, EngineMemory, fill, same
+from kvloom import Chunk, GPUConnector, Segment
+from kvloom_testkit.memories import ConnectorHarness, EngineMemory, done, fill, layer_of, same
 from kvloom_testkit.process_state import left_as_it_is
+from kvloom_testkit.requirements import claims
 from kvloom_testkit.running import together
 
 Opened = Callable[[], ConnectorHarness]
@@ -76,6 +78,11 @@ class SharingRequirements:
         it.write(segments, chunks, target)
         with torch.inference_mode():
             assert same(target.kv(), source.kv())
+            fill(target, seed=None)
+        if claims(it.connector, "write_layer", GPUConnector):
+            _write_layers(it, segments, chunks, target)
+            with torch.inference_mode():
+                assert same(target.kv(), source.kv()), "layer by layer"
         for chunk in chunks:
             chunk.tensor.zero_()  # the next one's: no inference tensor itself
 
@@ -93,6 +100,13 @@ class SharingRequirements:
             it.connector.check(source.where, segments[-1].end)
             it.write(segments, it.read(segments, source), target)
             it.connector.close()
+
+
+def _write_layers(
+    it: ConnectorHarness, segments: Sequence[Segment], chunks: Sequence[Chunk], memory: EngineMemory
+) -> None:
+    for layer in range(it.spec.num_layers):
+        done(it.connector.write_layer(layer, segments, [layer_of(chunk, layer) for chunk in chunks], **memory.where))
 
 
 def _check_page_tables_written_anew(it: ConnectorHarness) -> None:
@@ -116,4 +130,13 @@ def _check_moves(it: ConnectorHarness, memory: EngineMemory, when: str) -> None:
     for segment in segments:
         it.part(expected, segment).copy_(it.part(kv, segment))
     assert same(memory.kv(), expected), when
+    if claims(it.connector, "write_layer", GPUConnector):
+        fill(memory, seed=None)
+        _write_layers(it, segments, chunks, memory)
+        assert same(memory.kv(), expected), f"{when}, layer by layer"
+    if claims(it.connector, "read_layer", GPUConnector):
+        again = it.chunks(segments)
+        for layer in range(it.spec.num_layers):
+            done(it.connector.read_layer(layer, segments, [layer_of(c, layer) for c in again], **memory.where))
+        assert all(same(one.tensor, two.tensor) for one, two in zip(again, chunks, strict=True)), f"{when}, by layers"
     assert memory.surroundings() == around, f"{when}: what belongs to others was changed"

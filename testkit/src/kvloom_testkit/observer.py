@@ -130,7 +130,8 @@ class ObserverConformance(Conformance):
 
         Why: it is a guest in somebody's server.
 
-        Usually: `logging.basicConfig`, or a handler for a signal, in the constructor; or `close` stops more than its own.
+        Usually: `logging.basicConfig`, or a handler for a signal, in the constructor; or `close` stops more than what
+        is its own.
         """
         with left_as_it_is():
             observer = make()

@@ -34,7 +34,8 @@ def left_as_it_is() -> Iterator[None]:
         logging.getLogger().handlers[:] = handlers
         logging.disable(disabled)
         for number, handler in signals.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)

@@ -72,6 +72,27 @@ class KeepsATableForEachAddress(Mutant, SlotsConnector):
         super().write(segments, chunks, pool=where["pool"], slots=kept)
 
 
+class KeepsATableForItsLayers(Mutant, SlotsConnector):
+    """What is worked out for the first of them will do for the others, and for whoever comes then."""
+
+    breaks = "C15"
+
+    def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        if layer == 0 and where["slots"] not in self.__dict__.setdefault("_tables", {}):
+            self._tables[where["slots"]] = where["slots"].clone()
+        super().write_layer(layer, segments, chunks, pool=where["pool"], slots=self._tables[where["slots"]])
+
+
+class WritesLayersOnAThreadOfItsOwn(Mutant, SlotsConnector):
+    """And is in inference mode nowhere but where it was made."""
+
+    breaks = "C17"
+
+    def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
+        for segment, chunk in zip(segments, chunks, strict=True):
+            where["pool"][:, layer : layer + 1, where["slots"][segment.start : segment.end]] = chunk.tensor
+
+
 class KnowsNoInferenceMode(Mutant, SlotsConnector):
     """Writes as if all tensors were of its thread."""
 
