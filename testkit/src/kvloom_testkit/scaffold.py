@@ -79,14 +79,16 @@ STARTS = {
     "retriever": Start(
         "blend retriever", "A blend retriever", "retriever", "PiecesRetriever", "kit_pieces", "Retriever",
         "Put your store in the place of the dictionary: `new_request` finds what is known of a batch, and `result` of "
-        "its task gives it layer by layer. `add` is there for the tests, which reach it through `testing.py`.",
+        "its task gives it layer by layer. `add` is there for the tests, which reach it through `testing.py`. The "
+        "engine does not blend yet.",
         "blend: {retriever: {type: $type}}",
         harness=True,
     ),
     "executor": Start(
         "blend executor", "A blend executor", "executor", "NoneExecutor", "kit_none", "Executor",
         "Choose more tokens: `_chosen` has at least those that it has now, and never one that the layer before has "
-        "left out. Turn K of tokens that have moved from `original_positions` to where they stand now.",
+        "left out. Turn K of tokens that have moved from `original_positions` to where they stand now. The "
+        "engine does not blend yet.",
         "blend: {executor: $type}",
     ),
     "observer": Start(
@@ -206,7 +208,7 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
     cls = "".join(part.title() for part in type_.split("_")) + start.suffix
     module = f"{type_}_{_CAPITAL.sub('_', start.suffix).lower()}"
     conformance = CLASSES[start.kind].split(":")[1]
-    source = _begun(_source(start.module).replace(start.name, cls).replace(f'"{start.type}"', f'"{type_}"'), start)
+    source = _begun(_renamed(start.module, start, cls).replace(f'"{start.type}"', f'"{type_}"'), start)
     made = f"{cls}({cls}.Config({start.settings}), SPEC)"
     values = {
         "change": textwrap.fill(start.change, _WIDTH),
@@ -243,7 +245,7 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         "tests/test_conformance.py": Template(_TEST).substitute(values),
     }
     if start.harness:
-        text = _source(f"{start.module}_harness").replace(start.name, cls)
+        text = _renamed(f"{start.module}_harness", start, cls)
         home = f"kvloom_testkit.reference.{start.module}"
         texts[f"src/{package}/testing.py"] = text.replace(home, f"{package}.{module}")
     return texts
@@ -254,6 +256,12 @@ def _begun(source: str, start: Start) -> str:
     title, rest = source.split('"""\n', 1)
     what = textwrap.fill(f"Written by `kvloom new`. {start.change}", _WIDTH)
     return f'{title}\n\n{what}\n"""\n{rest}'
+
+
+def _renamed(module: str, start: Start, cls: str) -> str:
+    """A module of the reference, in which the component, and what else is named like it, has its new name."""
+    old, new = start.name.removesuffix(start.suffix), cls.removesuffix(start.suffix)
+    return re.sub(rf"\b{old}(?=[A-Z])", new, _source(module))
 
 
 def _source(module: str) -> str:

@@ -9,18 +9,15 @@ from collections.abc import Sequence
 
 import torch
 
-from kvloom import Buffers, Chunk, Config, CorruptBlobError, MemoryFormat, Place, Serializer
+from kvloom import Buffers, Chunk, CorruptBlobError, MemoryFormat, Place, Serializer
 from kvloom_testkit.mutants import Mutant, Oddity
+from kvloom_testkit.mutants.serializer_levels import LevelledSerializer, xored
 from kvloom_testkit.reference.half_serializer import HalfSerializer
 from kvloom_testkit.reference.serializer import RowsSerializer
 
 
 def with_tensor(chunk: Chunk, tensor: torch.Tensor) -> Chunk:
     return Chunk(tensor, chunk.format, chunk.num_tokens, chunk.fidelity)
-
-
-def xored(blob: Buffers, mask: int) -> list[bytes]:
-    return [bytes(byte ^ mask for byte in bytes(buffer)) for buffer in blob]
 
 
 class ConvertsValues(Mutant, RowsSerializer):
@@ -259,41 +256,17 @@ class ReturnsManyBuffers(Oddity, RowsSerializer):
         super().decode([data[start : start + step] for start in range(0, len(data), step)], into)
 
 
-class LevelConfig(Config):
-    """With a setting that the bytes depend on."""
-
-    level: int = 1
-
-
-class SaysItsLevel(Oddity, RowsSerializer):
+class SaysItsLevel(Oddity, LevelledSerializer):
     """In the blob, where `decode` finds it whatever the settings are by then."""
 
-    by_layer = False
-    Config = LevelConfig
 
-    def encode(self, chunk: Chunk) -> Buffers:
-        level = self.config.level & 0xFF  # type: ignore[attr-defined]
-        return [bytes([level]), *xored(super().encode(chunk), level)]
-
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        if not blob or memoryview(blob[0]).nbytes != 1:
-            raise CorruptBlobError("no level")
-        super().decode(xored(blob[1:], bytes(blob[0])[0]), into)
-
-    def max_encoded_bytes(self, chunk: Chunk) -> int:
-        return super().max_encoded_bytes(chunk) + 1
-
-    def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
-        return None
-
-
-class RefusesOtherLevels(SaysItsLevel):
+class RefusesOtherLevels(Oddity, LevelledSerializer):
     """What it cannot read is a miss, and no wrong KV."""
 
-    def decode(self, blob: Buffers, into: Chunk) -> None:
-        if not blob or bytes(blob[0]) != bytes([self.config.level & 0xFF]):  # type: ignore[attr-defined]
+    def level_of(self, blob: Buffers) -> int:
+        if super().level_of(blob) != self.level:
             raise CorruptBlobError("another level")
-        super().decode(blob, into)
+        return self.level
 
 
 class TakesPagesOnly(Oddity, RowsSerializer):

@@ -11,7 +11,8 @@ import torch
 
 from kvloom import Buffer, Buffers, Chunk, CorruptBlobError
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.mutants.serializer import with_tensor, xored
+from kvloom_testkit.mutants.serializer import with_tensor
+from kvloom_testkit.mutants.serializer_levels import xored
 from kvloom_testkit.reference.serializer import RowsSerializer
 
 

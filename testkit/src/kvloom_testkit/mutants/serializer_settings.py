@@ -9,7 +9,7 @@ import torch
 
 from kvloom import EXACT, Buffers, Chunk, Config
 from kvloom_testkit.mutants import Mutant
-from kvloom_testkit.mutants.serializer import LevelConfig, xored
+from kvloom_testkit.mutants.serializer_levels import LevelConfig, LevelledSerializer, xored
 from kvloom_testkit.reference.half_serializer import HalfSerializer
 from kvloom_testkit.reference.serializer import RowsSerializer
 
@@ -90,6 +90,15 @@ class DecodesByItsParams(Mutant, RowsSerializer):
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
         super().decode(xored(blob, 0x55 if self.params["order"] == "backward" else 0), into)
+
+
+class DecodesLayersByItsLevel(Mutant, LevelledSerializer):
+    """And whole chunks as it should."""
+
+    breaks = "S21"
+
+    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        RowsSerializer.decode_layers(self, xored(blob[1:], self.level), layers, into)
 
 
 class SetsTheDefaultDtype(Mutant, HalfSerializer):

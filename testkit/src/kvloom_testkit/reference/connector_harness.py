@@ -33,6 +33,7 @@ class SlotsMemory(EngineMemory):
         self.pool[:, :, self.slots] = kv
 
     def move(self) -> bool:
+        # As an engine does that has one tensor for the slots of whatever request comes next.
         taken, free = self.slots.clone(), self._others
         self.slots.copy_(free[: len(taken)])
         self._others = torch.cat([taken, free[len(taken) :]])
