@@ -36,7 +36,8 @@ def left_as_it_is() -> Iterator[None]:
         for number, handler in signals.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-        torch.set_num_threads(threads)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
     assert not changed, f"changed for the whole process: {', '.join(changed)}"
