@@ -103,9 +103,9 @@ class BlendSession(ABC):
         Invalid tokens are always selected, and so is the last one of each request, from which the next token is
         predicted. A token that is not selected has retrieved KV, or fresh KV where it was handed on to this layer.
 
-        layer_id: from 0; a session may end before the last layer. retrieved_k, retrieved_v, original_positions: of all
-        tokens of the batch, undefined where `valid_mask` is False. valid_mask: that of `begin`, whatever was selected
-        since. positions: of the fresh tokens, in their request. query_start_loc: of the whole batch, in every layer.
+        layer_id: from 0; a session may end before the last layer. retrieved_k, retrieved_v: of all tokens of the
+        batch, undefined where `valid_mask` is False. valid_mask: that of `begin`, whatever was selected since.
+        positions: of the fresh tokens, in their request. query_start_loc: of the whole batch, in every layer.
         token_dim: the dimension of Q, K and V that counts tokens, as torch counts: 0, or -2, which is the same.
         """
 

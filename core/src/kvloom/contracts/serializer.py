@@ -60,8 +60,7 @@ class Serializer(Component):
         """The chunk as one or several buffers, in order.
 
         They may be views of the chunk's memory, which stays as it is until the blob is written, and they stay as they
-        are when other chunks are encoded. A memoryview may be of any shape and format that
-        `cast("B")` takes.
+        are when other chunks are encoded. A memoryview may be of any shape and format that `cast("B")` takes.
         """
 
     @abstractmethod
