@@ -1,4 +1,4 @@
-"""Run many components against chosen requirements in one pytest session, and say what became of each."""
+"""Run many components against chosen requirements in a few pytest sessions, and say what became of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+SESSIONS = 3
+"""At once: some components keep their session waiting."""
+_SECONDS = 900
+
+Wanted = list[tuple[str, str, str, str, list[str] | None]]
+"""Of each component: label, module, class, kind, ids (None: all)."""
+Settings = dict[str, dict[str, object]]
 
 MODULE = '''
 import importlib, json, os
@@ -55,10 +64,17 @@ def pytest_sessionfinish(session):
 """
 
 
-def run(
-    where: Path, wanted: list[tuple[str, str, str, str, list[str] | None]], settings: dict[str, dict[str, object]]
-) -> dict[str, tuple[str, str]]:
-    """By `label::id`: outcome and what was said. wanted: label, module, class, kind, ids (None: all)."""
+def run(where: Path, wanted: Wanted, settings: Settings) -> dict[str, tuple[str, str]]:
+    """By `label::id`: outcome and what was said."""
+    shares = [wanted[number::SESSIONS] for number in range(SESSIONS)]
+    with ThreadPoolExecutor(SESSIONS) as sessions:
+        seen = sessions.map(lambda each: _session(where / str(each[0]), each[1], settings), enumerate(shares))
+        return {key: found for one in seen for key, found in one.items()}
+
+
+def _session(where: Path, wanted: Wanted, settings: Settings) -> dict[str, tuple[str, str]]:
+    if not wanted:
+        return {}
     where.mkdir(parents=True, exist_ok=True)
     (where / "test_wanted.py").write_text(MODULE)
     (where / "conftest.py").write_text(REPORT)
@@ -70,7 +86,7 @@ def run(
         "KIT_REPORT": str(where / "report.json"),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(where)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
     assert (where / "report.json").exists(), done.stdout + done.stderr
     seen: dict[str, tuple[str, str]] = json.loads((where / "report.json").read_text())
     return seen

@@ -22,8 +22,8 @@ def label(cls: type) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Of every mutant on its requirement, of every oddity on all: one session of pytest, which takes long to start."""
-    wanted: list[tuple[str, str, str, str, list[str] | None]] = [
+    """Of every mutant on its requirement, of every oddity on all: few sessions of pytest, which take long to start."""
+    wanted: mutation.Wanted = [
         (label(one), one.__module__, one.__name__, kind, [one.breaks] if issubclass(one, Mutant) else None)
         for kind in CLASSES
         for one in mutants.of(kind)
