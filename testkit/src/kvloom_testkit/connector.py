@@ -154,7 +154,7 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
 
     def test_C07_what_it_cannot_work_on_is_refused(self, opened: Opened) -> None:
         """`check` accepts what fits, and raises ValueError if something is missing, unknown, too short or of another
-        model's dtype or shape.
+        model's dtype or shape. Tensors with a dimension more or less do not fit, nor do fractions as indices.
 
         Why: it is the last look at what a caller passed, before memory is read and written by it.
 
@@ -164,6 +164,7 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
         count, fits = it.num_tokens, it.engine().where
         it.connector.check(fits, count)
         it.connector.check(fits, it.page_tokens)
+        it.connector.check(it.engine(num_tokens=it.page_tokens).where, it.page_tokens)
         spec = it.spec
         dtype = "float32" if spec.dtype != "float32" else "bfloat16"
         bad = {
@@ -172,9 +173,17 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
             "a name that it does not know": {**fits, "no_such_argument": 1},
             f"KV of {dtype}": it.memory(replace(spec, dtype=dtype), count).where,
             "KV of more layers": it.memory(replace(spec, num_layers=spec.num_layers + 1), count).where,
+            "KV of fewer layers": it.memory(replace(spec, num_layers=spec.num_layers - 1), count).where,
             "KV of larger heads": it.memory(replace(spec, head_size=2 * spec.head_size), count).where,
+            "KV of smaller heads": it.memory(replace(spec, head_size=spec.head_size // 2), count).where,
             **{f"no tensor in {name}": {**fits, name: "nonsense"} for name in fits},
         }
+        for name, tensor in fits.items():
+            if isinstance(tensor, torch.Tensor):
+                bad[f"a dimension more in {name}"] = {**fits, name: tensor[..., None]}
+                bad[f"a dimension less in {name}"] = {**fits, name: tensor[0]}
+                if tensor.dtype in (torch.int32, torch.int64):
+                    bad[f"fractions in {name}"] = {**fits, name: tensor.double()}
         for name, where in bad.items():
             try:
                 it.connector.check(where, count)

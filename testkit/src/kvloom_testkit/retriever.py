@@ -114,15 +114,17 @@ class RetrieverConformance(Conformance):
                 assert plane is not None and plane.shape == (len(prompt), HIDDEN) and plane.dtype == SPEC.torch_dtype
 
     def test_R02_finds_a_text_in_another_context(self, opened: Opened) -> None:
-        """A stored text is found where it stands in a request behind another text, not only at the beginning.
+        """A stored text is found where it stands in a request behind another text of any length, not only at the
+        beginning.
 
         Why: that is what blending is for; prefixes are found without it.
 
-        Usually: keys depend on all tokens before.
+        Usually: keys depend on all tokens before, or only the places where a block begins are looked at.
         """
         library = opened()
         library.add(text(1), kv_of(text(1)))
-        for prompt in (text(1), self.prompt(text(2), text(1)), self.prompt(text(2), text(1), text(3))):
+        behind = [self.prompt(text(2, length), text(1)) for length in (1, 37, LENGTH)]
+        for prompt in (text(1), *behind, self.prompt(text(2), text(1), text(3))):
             for layer, result in enumerate(ask(library, prompt)):
                 assert right(result, layer, prompt, text(1)) >= LENGTH // 2, f"of {len(prompt)} tokens"
 

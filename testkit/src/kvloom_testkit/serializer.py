@@ -110,10 +110,12 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
 
     def test_S02_what_is_lost_is_the_same_every_time(self, opened: Opened) -> None:
         """[lossy] Decoding a blob gives the same bits each time, in every instance, and finite ones for finite values.
+        Of usual values, what comes back is nearer to the positive ones, and to the negative ones, than zeros would be.
 
         Why: a chunk that is read twice must be the same chunk, and one infinity spoils every token after it.
 
-        Usually: noise is added when decoding, or the largest values overflow in the narrower type.
+        Usually: noise is added when decoding, the largest values overflow in the narrower type, or a scale or sign is
+        lost.
         """
         if opened().lossless:
             pytest.skip("it claims lossless")
@@ -125,6 +127,11 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
                 other.decode(blob, second)
                 assert torch.equal(bits(first), bits(second)), f"{name}, {spec.dtype}"
                 assert bool(first.tensor.double().isfinite().all()), f"{name} of {spec.dtype} are not finite any more"
+                if name == "usual values":
+                    back, given = first.tensor.double(), chunk.tensor.double()
+                    for sign, some in (("positive", given > 0), ("negative", given < 0)):
+                        near = (back[some] - given[some]).norm() < given[some].norm()
+                        assert near, f"of {sign} values in {spec.dtype} nothing is left"
             other.close()
         for spec, one in of_real_size(opened()):
             for num_tokens in REAL_TOKENS:

@@ -65,7 +65,7 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
         for count in range(len(whole) + 1):
             mask = torch.ones(len(tokens), dtype=torch.bool)
             mask[: whole[count - 1].end if count else 0] = False
-            assert one.segments(tokens, mask) == whole[count:], f"without the first {count}"
+            assert one.segments(tokens, mask=mask) == whole[count:], f"without the first {count}"
         assert one.segments(tokens, torch.zeros(len(tokens), dtype=torch.bool)) == []
 
     def test_T03_a_mask_that_fits_no_segments_is_refused(self, database: Database) -> None:

@@ -202,6 +202,48 @@ class ChecksNoLength(Mutant, SlotsConnector):
         super().check(where, min(num_tokens, 1))
 
 
+class CountsNoDimensions(Mutant, SlotsConnector):
+    """A table of several requests, of which it takes one to be meant."""
+
+    breaks = "C07"
+
+    def check(self, where: Where, num_tokens: int) -> None:
+        slots = where.get("slots")
+        super().check({**where, "slots": slots.flatten()} if isinstance(slots, torch.Tensor) else where, num_tokens)
+
+
+class RoundsItsIndices(Mutant, SlotsConnector):
+    """Converts whatever it is given."""
+
+    breaks = "C07"
+
+    def check(self, where: Where, num_tokens: int) -> None:
+        slots = where.get("slots")
+        super().check({**where, "slots": slots.long()} if isinstance(slots, torch.Tensor) else where, num_tokens)
+
+
+class WantsMoreThanOneSlot(Mutant, SlotsConnector):
+    """Compares the first and the last."""
+
+    breaks = "C07"
+
+    def check(self, where: Where, num_tokens: int) -> None:
+        super().check(where, num_tokens)
+        if where["slots"].min() == where["slots"].max():
+            raise ValueError("slots: all the same")
+
+
+class TakesSmallerHeads(Mutant, SlotsConnector):
+    """There is room for them."""
+
+    breaks = "C07"
+
+    def _check(self, pool: Any, slots: Any, num_tokens: int) -> None:
+        if isinstance(pool, torch.Tensor) and pool.dim() == 4 and self.spec is not None:
+            pool = torch.nn.functional.pad(pool, (0, max(self.spec.hidden_dim - pool.shape[3], 0)))
+        super()._check(pool, slots, num_tokens)
+
+
 class RaisesKeyErrors(Mutant, SlotsConnector):
     """Whatever comes up."""
 

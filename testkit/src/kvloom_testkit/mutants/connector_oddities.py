@@ -43,8 +43,8 @@ class MovesPages(Oddity, GPUConnector):
             raise ValueError(f"expected pages= and table=, got {sorted(where)}")
         if pages.dtype != self.spec.torch_dtype or pages.shape[1:] != (_page_size(self.spec),):
             raise ValueError("pages: not of this model")
-        if len(table) * PAGE_TOKENS < num_tokens:
-            raise ValueError("table: too few pages")
+        if table.dtype != torch.int64 or table.dim() != 1 or len(table) * PAGE_TOKENS < num_tokens:
+            raise ValueError("table: no pages of so many tokens")
 
     @torch.inference_mode()
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:

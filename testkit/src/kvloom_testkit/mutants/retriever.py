@@ -70,6 +70,17 @@ class FindsPrefixes(Mutant, PiecesRetriever):
         return task  # type: ignore[no-any-return]
 
 
+class FindsWholeBlocks(Mutant, PiecesRetriever):
+    """Looks where a block of the request begins."""
+
+    breaks = "R02"
+
+    def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
+        task: Any = super().new_request(input_tokens, query_start_loc)
+        task._found = {place: piece for place, piece in task._found.items() if place % PIECE == 0}
+        return task  # type: ignore[no-any-return]
+
+
 class MixesLayers(_Spoils):
     """Counts them from one."""
 

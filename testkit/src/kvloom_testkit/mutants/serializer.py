@@ -96,6 +96,15 @@ class ScalesWholeBlocks(Mutant, HalfSerializer):
         into.tensor[:, :, :end] = whole.tensor[:, :, :end]
 
 
+class LosesSigns(Mutant, HalfSerializer):
+    """Has no bit for them."""
+
+    breaks = "S02"
+
+    def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        return super().narrow(tensor.abs())
+
+
 class CleansInPlace(Mutant, RowsSerializer):
     """Clears NaNs in the caller's memory."""
 

@@ -75,6 +75,18 @@ class CopiesItsView(Mutant, RowsSerializer):
         return found and with_tensor(found, found.tensor.clone())
 
 
+class SeldomHasAView(Mutant, RowsSerializer):
+    """None where it could give one, and for the rest what the library raises."""
+
+    breaks = "S13"
+
+    def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
+        if blob.nbytes == like.nbytes:
+            return None
+        tensor = torch.frombuffer(blob, dtype=torch.uint8).view(like.tensor.dtype).view(like.tensor.shape)
+        return Chunk(tensor, like.format, like.num_tokens, like.fidelity)
+
+
 class ViewsTheBeginning(Mutant, RowsSerializer):
     """Whatever comes after it."""
 

@@ -55,6 +55,15 @@ class IgnoresTheMask(Mutant, EvenTokenDatabase):
         return super().segments(tokens, salt=salt)
 
 
+class TakesTheMaskByPosition(Mutant, EvenTokenDatabase):
+    """Calls it something else, as nobody who passes it by name expects."""
+
+    breaks = "T02"
+
+    def segments(self, tokens: torch.Tensor, wanted: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:  # type: ignore[override]
+        return super().segments(tokens, wanted, salt=salt)
+
+
 class RoundsTheMask(Mutant, EvenTokenDatabase):
     """Counts the Falses and leaves out what they cover entirely."""
 

@@ -65,7 +65,7 @@ class CompleteDirectoryBackend(DirectoryBackend):
     def hold(self, name: str) -> bool:
         if name in self._rights:
             return True
-        number = os.open(self._path / f"+hold-{name}", os.O_CREAT | os.O_RDONLY)
+        number = os.open(self._path / f"+hold-{name}", os.O_CREAT)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -95,5 +95,5 @@ class CompleteDirectoryBackend(DirectoryBackend):
         while done < len(into):
             got = file.readinto(into[done:])  # type: ignore[attr-defined]
             if not got:
-                raise OSError(f"the file ends {len(into) - done} bytes too early")
+                raise OSError("the file ends too early")
             done += got
