@@ -118,6 +118,11 @@ class ListingRequirements(BackendRequirements):
         steady, moving = names.keys(60), [names.named(f"-/moving-{number}") for number in range(40)]
         backend.put_many((key, [b"blob"]) for key in steady)
         lists = opened() if type(backend).shared else backend
+        backend.put_many((key, [b"blob"]) for key in moving)
+        listing = iter(lists.scan(names.prefix))
+        listed = {next(listing).key}
+        together(lambda: backend.delete_many(moving))
+        assert set(steady) <= listed | {entry.key for entry in listing}, "what was listed was deleted meanwhile"
 
         def change(keys: list[str]) -> None:
             for _ in range(8):
