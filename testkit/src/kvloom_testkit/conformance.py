@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvloom_testkit.process_state import put_back
 from kvloom_testkit.requirements import claims, needed_by, requirement_id
 
 _OURS = "kvloom_testkit."
@@ -74,7 +75,14 @@ class Conformance:
             self.component_of(one).close()
 
     @pytest.fixture(autouse=True)
-    def _only_what_is_claimed(self, request: pytest.FixtureRequest, make: Callable[[], Any]) -> None:
+    def _process_as_it_was(self) -> Iterator[None]:
+        with put_back():
+            yield
+
+    @pytest.fixture(autouse=True)
+    def _only_what_is_claimed(
+        self, request: pytest.FixtureRequest, _process_as_it_was: None, make: Callable[[], Any]
+    ) -> None:
         capability, problem = needed_by(request.function), vars(type(self)).get(_OPENS)
         if problem:
             pytest.fail(problem, pytrace=False)
@@ -88,7 +96,8 @@ class Conformance:
         """One that was open. What is wrong with `make` itself is said before any requirement, once at length."""
         cls = type(self)
         try:
-            component = opens(make, cls)
+            with put_back():
+                component = opens(make, cls)
         except CannotOpenError:
             setattr(cls, _OPENS, "make() does not give a component, as was said")
             raise

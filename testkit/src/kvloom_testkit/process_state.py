@@ -21,18 +21,31 @@ import torch
 
 @contextmanager
 def left_as_it_is() -> Iterator[None]:
-    """Fails if anything of it is another afterwards, and says what; puts the worst of it back for the next test."""
+    """Fails if anything of it is another afterwards, and says what."""
     variables = tuple(os.environ)  # a library may add what only it reads
     before = _state(variables)
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers, disabled = logging.getLogger().handlers[:], logging.root.manager.disable
-    threads, dtype, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
-    try:
+    with put_back():
         yield
         changed = [name for name, value in _state(variables).items() if value != before[name]]
+    assert not changed, f"changed for the whole process: {', '.join(changed)}"
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Puts the worst of it back, whatever happened: what a component has changed once, it would not be seen to change
+    again by a later test."""
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers, level, disabled = logging.root.handlers[:], logging.root.level, logging.root.manager.disable
+    hooks = sys.excepthook, threading.excepthook
+    threads, dtype, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+    environment, where = dict(os.environ), os.getcwd()
+    try:
+        with warnings.catch_warnings():
+            yield
     finally:
-        logging.getLogger().handlers[:] = handlers
+        logging.root.handlers[:], logging.root.level = handlers, level
         logging.disable(disabled)
+        sys.excepthook, threading.excepthook = hooks
         for number, handler in signals.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
@@ -40,7 +53,8 @@ def left_as_it_is() -> Iterator[None]:
             torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
-    assert not changed, f"changed for the whole process: {', '.join(changed)}"
+        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+        os.chdir(where)
 
 
 def _state(variables: Sequence[str]) -> dict[str, object]:
