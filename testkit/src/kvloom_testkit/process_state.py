@@ -14,19 +14,20 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-import numpy as np
-import torch
+from typing import Any
 
 
 @contextmanager
 def left_as_it_is() -> Iterator[None]:
-    """Fails if anything of it is another afterwards, and says what."""
+    """Fails if anything of it is another afterwards, and says what. Imports torch and numpy, to know how they were."""
+    import numpy as np
+    import torch
+
     variables = tuple(os.environ)  # a library may add what only it reads
-    before = _state(variables)
+    before = _state(variables, np, torch)
     with put_back():
         yield
-        changed = [name for name, value in _state(variables).items() if value != before[name]]
+        changed = [name for name, value in _state(variables, np, torch).items() if value != before[name]]
     assert not changed, f"changed for the whole process: {', '.join(changed)}"
 
 
@@ -37,27 +38,31 @@ def put_back() -> Iterator[None]:
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handlers, level, disabled = logging.root.handlers[:], logging.root.level, logging.root.manager.disable
     hooks = sys.excepthook, threading.excepthook
-    threads, dtype, grad = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+    torch = sys.modules.get("torch")
+    of_torch = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()) if torch else None
     environment, where = dict(os.environ), os.getcwd()
     try:
         with warnings.catch_warnings():
             yield
     finally:
-        logging.root.handlers[:], logging.root.level = handlers, level
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
         logging.disable(disabled)
         sys.excepthook, threading.excepthook = hooks
         for number, handler in signals.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(grad)
+        if torch and of_torch:
+            threads, dtype, grad = of_torch
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(grad)
         os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
         os.chdir(where)
 
 
-def _state(variables: Sequence[str]) -> dict[str, object]:
+def _state(variables: Sequence[str], np: Any, torch: Any) -> dict[str, object]:
     looks: dict[str, Callable[[], object]] = {
         "logging": _logging,
         "handlers of signals": lambda: [signal.getsignal(number) for number in sorted(signal.valid_signals())],
