@@ -1,0 +1,108 @@
+// The C interface: checks what it is asked, and shares streams out among threads.
+#include "kvz_api.h"
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#define KVZ_NAMESPACE api
+#include "codec.h"
+#include "instructions.h"
+
+namespace {
+
+using namespace kvz;
+
+bool sensible(const KvzGeometry& g) {
+  return g.dtype >= kBF16 && g.dtype <= kByte && (g.planes == 1 || g.planes == 2) && g.tokens >= 1 && g.hidden >= 1 &&
+         int64_t(g.planes) * g.tokens * g.hidden * element_bytes(g.dtype) < (int64_t(1) << 30);
+}
+
+bool sensible(const KvzGeometry& g, const KvzSettings& s) {
+  if (s.mode == kLossless) return true;
+  return (s.mode == kStep || s.mode == kCacheGen) && g.dtype != kByte && s.band >= 1 && s.band <= kMaxBand && s.band <= g.hidden && s.tile_tokens >= 1 &&
+         s.tile_tokens <= kMaxTileTokens && s.shared_from >= 0 && s.shared_from <= g.hidden && s.shared_from % s.band == 0 &&
+         (s.mode == kCacheGen || (s.step > 0.0f && s.step < 1e6f));
+}
+
+const Instructions* chosen(int32_t instructions) {
+#if defined(KVZ_X86)
+  if (instructions == 2) return kvz_instructions() == 2 ? &kAvx512 : nullptr;
+  if (instructions == 1) return kvz_instructions() >= 1 ? &kAvx2 : nullptr;
+#endif
+  return instructions == 0 ? &kPortable : nullptr;
+}
+
+// Calls work(number of the job, number of the thread) for each job, on this thread and some more.
+template <typename Work>
+void share(int32_t jobs, int32_t threads, Work&& work) {
+  std::atomic<int32_t> next{0};
+  auto run = [&](int32_t thread) {
+    for (int32_t job; (job = next.fetch_add(1)) < jobs;) work(job, thread);
+  };
+  std::vector<std::thread> others;
+  for (int32_t thread = 1; thread < threads && thread < jobs; ++thread) {
+    try {
+      others.emplace_back(run, thread);
+    } catch (...) {  // No more threads are to be had.
+      break;
+    }
+  }
+  run(0);
+  for (std::thread& each : others) each.join();
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t kvz_bound(const KvzGeometry* g, const KvzSettings* s) {
+  if (!sensible(*g) || !sensible(*g, *s)) return -1;
+  Cut cut(s->mode, g->tokens, g->hidden, s->band, s->tile_tokens);
+  int64_t raw = int64_t(g->planes) * g->tokens * g->hidden * element_bytes(g->dtype), tiles = g->planes * cut.per_plane;
+  return kHeaderBytes + table_bytes(s->mode, g->dtype, g->planes, g->tokens) + 8 * tiles + raw + 64;
+}
+
+int64_t kvz_workspace_bytes(const KvzGeometry* g, const KvzSettings* s) {
+  int64_t encode = s == nullptr ? 0 : encode_workspace(*g, *s);
+  return (std::max(encode, kDecodeWorkspace) + 127) & ~int64_t(63);
+}
+
+int32_t kvz_instructions() {
+#if defined(KVZ_X86)
+  static const int32_t best = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq")) return 2;
+    return __builtin_cpu_supports("avx2") ? 1 : 0;
+  }();
+  return best;
+#else
+  return 0;
+#endif
+}
+
+int32_t kvz_encode(const KvzGeometry* g, const KvzSettings* s, KvzEncode* jobs, int32_t count, uint8_t* workspace,
+                   int32_t threads, int32_t instructions) {
+  const Instructions* with = chosen(instructions);
+  if (with == nullptr || !sensible(*g) || !sensible(*g, *s)) return kBadSettings;
+  for (int32_t job = 0; job < count; ++job)
+    for (int plane = 0; s->mode == kCacheGen && plane < g->planes; ++plane)
+      if (jobs[job].bins[plane] < 4 || jobs[job].bins[plane] > 63) return kBadSettings;
+  int64_t each = kvz_workspace_bytes(g, s);
+  share(count, threads, [&](int32_t job, int32_t thread) { jobs[job].error = with->encode(*g, *s, jobs[job], workspace + thread * each); });
+  for (int32_t job = 0; job < count; ++job)
+    if (jobs[job].error != kOk) return jobs[job].error;
+  return kOk;
+}
+
+int32_t kvz_decode(const KvzGeometry* g, KvzDecode* jobs, int32_t count, uint8_t* workspace, int32_t threads, int32_t instructions) {
+  const Instructions* with = chosen(instructions);
+  if (with == nullptr || !sensible(*g)) return kBadSettings;
+  int64_t each = kvz_workspace_bytes(g, nullptr);
+  share(count, threads, [&](int32_t job, int32_t thread) { jobs[job].error = with->decode(*g, jobs[job], workspace + thread * each); });
+  for (int32_t job = 0; job < count; ++job)
+    if (jobs[job].error != kOk) return jobs[job].error;
+  return kOk;
+}
+}

@@ -1,0 +1,18 @@
+"""kvloom serializer `cachegen`: KV at a fifth of its size, or without loss at two thirds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvloom import hookimpl
+
+if TYPE_CHECKING:
+    from kvloom import Serializer
+
+
+@hookimpl
+def kvloom_serializers() -> Iterable[type[Serializer]]:
+    from kvloom_serde_cachegen.serializer import CacheGenSerializer
+
+    return [CacheGenSerializer]

@@ -1,0 +1,117 @@
+"""The serializer `cachegen`: one stream for each layer, so that layers are checked and decoded as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+
+from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Serializer
+from kvloom import Config as BaseConfig
+from kvloom_serde_cachegen import streams
+from kvloom_serde_cachegen.bins import CacheGenConfig
+from kvloom_serde_cachegen.streams import Mode, Settings
+
+QUALITY = {"high": 0.25, "default": 0.5, "small": 0.75}
+"""Quantiser steps, in standard deviations."""
+_BAND = 128
+"""Channels of a tile: each tile costs 128 bytes for the states of its lanes."""
+_ROPE_CHANNELS = 64
+"""Of a latent cache the last channels are keys with their position, the others behave as V does."""
+_STREAM_ELEMENTS = 1 << 20
+"""Of opaque pages, how many elements a stream has at most, if they can be cut evenly."""
+
+
+class CacheGenSerializer(Serializer):
+    """KV in few bits a value, by quantising and entropy coding; or all of its bits, in less room."""
+
+    type: ClassVar[str] = "cachegen"
+    by_layer: ClassVar[bool] = True
+
+    class Config(BaseConfig):
+        """The settings of the codec."""
+
+        mode: Literal["step", "lossless", "cachegen"] = "step"
+        """`step`: uniform steps, of each channel for K and of a layer for V. `lossless`: every bit comes back. `cachegen`:
+        a scale for each token and as many levels as LMCache's CacheGen has."""
+        quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=4.0)] = "default"
+        """Of `step`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
+        threads: Annotated[int, Field(ge=0, le=256)] = 0
+        """How many work on one chunk; 0: as many as there are processors."""
+
+        @model_validator(mode="after")
+        def _belong_together(self) -> CacheGenSerializer.Config:
+            if self.mode != "step" and self.quality != "default":
+                raise ValueError(f"quality is a setting of mode: step, not of {self.mode}")
+            return self
+
+        @property
+        def step(self) -> float:
+            return QUALITY[self.quality] if isinstance(self.quality, str) else self.quality
+
+    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        self._config = config
+        self._mode = Mode[config.mode.upper()]
+        # On the instance: they follow from the settings.
+        self.lossless = self._mode is Mode.LOSSLESS  # type: ignore[misc]
+        if not self.lossless:
+            # Nobody knows which elements of a page are whose, so nobody can quantise them.
+            self.formats = frozenset({MemoryFormat.KV_BLOB})  # type: ignore[misc]
+            if spec is not None and spec.torch_dtype not in streams.DTYPES:
+                raise ValueError(f"mode: {config.mode} does not take KV of {spec.dtype}; mode: lossless does")
+
+    @property
+    def fidelity(self) -> str:
+        if self.lossless:
+            return EXACT
+        return f"{self.type}/{self._config.step:g}" if self._mode is Mode.STEP else f"{self.type}/bins"
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        kv = _layers_of(chunk)
+        return streams.encode(kv, self._settings(kv), threads=self._config.threads)
+
+    def decode(self, blob: Buffers, into: Chunk) -> None:
+        self._decode(blob, _layers_of(into))
+
+    def layer_buffers(
+        self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
+    ) -> Sequence[Sequence[int]] | None:
+        if like.format is not MemoryFormat.KV_BLOB or len(lengths) != like.tensor.shape[1]:
+            return None
+        return [(layer,) for layer in range(len(lengths))]
+
+    def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        self._decode(blob, into.tensor)
+
+    def max_encoded_bytes(self, chunk: Chunk) -> int:
+        kv = _layers_of(chunk)
+        return streams.bound(kv.shape, kv.dtype, self._settings(kv))
+
+    def _decode(self, blob: Buffers, kv: torch.Tensor) -> None:
+        # What was encoded in another mode is decoded too: a stream says how it is to be read.
+        if not blob:
+            raise CorruptBlobError("no streams")
+        mode = streams.mode_of(blob[0])
+        if mode is not Mode.LOSSLESS and kv.dtype not in streams.DTYPES:
+            raise CorruptBlobError(f"streams of mode {mode.name.lower()} for KV of {kv.dtype}")
+        streams.decode(blob, kv, mode, threads=self._config.threads)
+
+    def _settings(self, kv: torch.Tensor) -> Settings:
+        planes, layers, _, hidden = kv.shape
+        bins = CacheGenConfig.for_layers(layers).by_layer() if self._mode is Mode.CACHEGEN else ()
+        latent = hidden - _ROPE_CHANNELS
+        shared_from = latent if planes == 1 and latent > 0 and latent % _BAND == 0 else 0
+        return Settings(self._mode, min(_BAND, hidden), shared_from, self._config.step, bins=bins)
+
+
+def _layers_of(chunk: Chunk) -> torch.Tensor:
+    """`[planes, layers, tokens, hidden]`, a stream for each layer; pages are cut evenly, if they can be."""
+    if chunk.format is MemoryFormat.KV_BLOB:
+        return chunk.tensor
+    elements = chunk.tensor.numel()
+    least = -(-elements // _STREAM_ELEMENTS)
+    cuts = next((cuts for cuts in range(least, 8 * least + 1) if elements % cuts == 0), 1)
+    return chunk.tensor.view(1, cuts, 1, elements // cuts)

@@ -1,0 +1,213 @@
+"""Streams of the native codec: one layer of one chunk each, encoded and decoded from memory to memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+import numpy as np
+import torch
+
+from kvloom import Buffer, CorruptBlobError, native
+
+TILE_TOKENS = 256
+MAX_BAND = 1024
+
+DTYPES = {
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float32: 3,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 5,
+}
+"""What `step` and `cachegen` work on, and how a stream calls it."""
+_BYTES = 6
+"""Elements that are coded as what they are made of."""
+
+
+class Mode(IntEnum):
+    STEP = 1
+    LOSSLESS = 2
+    CACHEGEN = 3
+
+
+_PROBLEMS = {
+    1: "truncated or longer than it says",
+    2: "not such a stream",
+    3: "of another version",
+    4: "of another geometry",
+    5: "tiles that are not where they should be",
+    6: "a bad table",
+    7: "words that do not decode",
+    8: "bytes that should be zero",
+}
+
+
+class _Geometry(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("dtype", "planes", "tokens", "hidden")]
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("mode", "band", "tile_tokens", "shared_from")),
+        ("step", ctypes.c_float),
+    ]
+
+
+class _Encode(ctypes.Structure):
+    _fields_ = [
+        ("source", ctypes.c_void_p),
+        ("plane_stride", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
+        ("bins", ctypes.c_int32 * 2),
+        ("out", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("error", ctypes.c_int32),
+    ]
+
+
+class _Decode(ctypes.Structure):
+    _fields_ = [
+        ("stream", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("target", ctypes.c_void_p),
+        ("plane_stride", ctypes.c_int64),
+        ("error", ctypes.c_int32),
+        ("offset", ctypes.c_int64),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = native.load("kvloom_serde_cachegen", "kvz")
+    for name in ("kvz_bound", "kvz_workspace_bytes"):
+        getattr(library, name).restype = ctypes.c_int64
+    return library
+
+
+def instructions() -> int:
+    """The best instruction set of this machine that the codec has: 0 portable, 1 AVX2, 2 AVX-512."""
+    return int(_library().kvz_instructions())
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to encode."""
+
+    mode: Mode
+    band: int = 128
+    """Channels of a tile, at most MAX_BAND; not for `LOSSLESS`."""
+    shared_from: int = 0
+    """`STEP`: the channels of the first plane before this one share a step, the others have one each. Those of the
+    second plane always share one."""
+    step: float = 0.5
+    """`STEP`: in standard deviations."""
+    weights: torch.Tensor | None = None
+    """`STEP`: relative steps of the channels of the first plane, float32 `[layers, hidden]`; else they follow each
+    channel's standard deviation."""
+    bins: Sequence[tuple[int, int]] = ()
+    """`CACHEGEN`: for each layer those of K and of V, 4 to 63."""
+
+    def native(self) -> _Settings:
+        return _Settings(self.mode, self.band, TILE_TOKENS, self.shared_from, self.step)
+
+
+def bound(shape: Sequence[int], dtype: torch.dtype, settings: Settings) -> int:
+    """The most bytes that the streams of a chunk of `[planes, layers, tokens, hidden]` take, all together."""
+    geometry = _geometry(shape, dtype, settings.mode)
+    each: int = _library().kvz_bound(ctypes.byref(geometry), ctypes.byref(settings.native()))
+    if each < 0:
+        raise ValueError(f"streams of {tuple(shape)} and {dtype} with {settings} cannot be made")
+    return shape[1] * each
+
+
+def encode(kv: torch.Tensor, settings: Settings, *, threads: int = 0, with_instructions: int = -1) -> list[memoryview]:
+    """One stream for each layer of `kv`, `[planes, layers, tokens, hidden]` in host memory.
+
+    Each layer of a plane is contiguous. threads: 0 for as many as there are processors. with_instructions: as
+    `instructions` says; all give the same bytes.
+    """
+    planes, layers, tokens, hidden = kv.shape
+    assert kv.stride(3) == 1 and (tokens == 1 or kv.stride(2) == hidden), "each layer of a plane is contiguous"
+    library, own = _library(), settings.native()
+    geometry = _geometry(kv.shape, kv.dtype, settings.mode)
+    capacity = bound(kv.shape, kv.dtype, settings) // layers
+    out = np.empty((layers, capacity), dtype=np.uint8)
+    unit = kv.element_size() // _element_bytes(geometry.dtype)
+    jobs = (_Encode * layers)()
+    for layer, job in enumerate(jobs):
+        job.source = kv.data_ptr() + layer * kv.stride(1) * kv.element_size()
+        job.plane_stride = kv.stride(0) * unit
+        job.weights = None if settings.weights is None else settings.weights[layer].data_ptr()
+        job.bins[:] = settings.bins[layer] if settings.bins else (0, 0)
+        job.out, job.capacity = out[layer].ctypes.data, capacity
+    threads, workspace = _workspace(threads, layers, library.kvz_workspace_bytes(ctypes.byref(geometry), ctypes.byref(own)))
+    error = library.kvz_encode(
+        ctypes.byref(geometry), ctypes.byref(own), jobs, layers, ctypes.c_void_p(workspace.ctypes.data), threads,
+        _set(with_instructions),
+    )  # fmt: skip
+    if error:
+        raise ValueError(f"streams of {tuple(kv.shape)} and {kv.dtype} cannot be made: {error}")
+    return [memoryview(out[layer])[: job.size] for layer, job in enumerate(jobs)]
+
+
+def decode(streams: Sequence[Buffer], into: torch.Tensor, mode: Mode, *, threads: int = 0, with_instructions: int = -1) -> None:
+    """Fill `into`, as `encode` takes it, from one stream for each of its layers.
+
+    mode: LOSSLESS or another. Raises CorruptBlobError, with the first of what is wrong and where.
+    """
+    _, layers, tokens, hidden = into.shape
+    assert into.stride(3) == 1 and (tokens == 1 or into.stride(2) == hidden), "each layer of a plane is contiguous"
+    if len(streams) != layers:
+        raise CorruptBlobError(f"{len(streams)} streams for {layers} layers")
+    library = _library()
+    geometry = _geometry(into.shape, into.dtype, mode)
+    unit = into.element_size() // _element_bytes(geometry.dtype)
+    held = [np.frombuffer(stream, dtype=np.uint8) for stream in streams]
+    jobs = (_Decode * layers)()
+    for layer, (stream, job) in enumerate(zip(held, jobs, strict=True)):
+        job.stream, job.size = stream.ctypes.data, stream.size
+        job.target = into.data_ptr() + layer * into.stride(1) * into.element_size()
+        job.plane_stride = into.stride(0) * unit
+    threads, workspace = _workspace(threads, layers, library.kvz_workspace_bytes(ctypes.byref(geometry), None))
+    library.kvz_decode(
+        ctypes.byref(geometry), jobs, layers, ctypes.c_void_p(workspace.ctypes.data), threads, _set(with_instructions)
+    )
+    for layer, job in enumerate(jobs):
+        if job.error:
+            problem = _PROBLEMS.get(job.error, f"error {job.error}")
+            raise CorruptBlobError(f"stream {layer}, byte {job.offset}: {problem}")
+
+
+def mode_of(stream: Buffer) -> Mode:
+    """How a stream was encoded. Raises CorruptBlobError if it says nothing that there is."""
+    head = memoryview(stream).cast("B")[:6]
+    try:
+        return Mode(head[5])
+    except (IndexError, ValueError):
+        raise CorruptBlobError("byte 5: no mode that there is") from None
+
+
+def _geometry(shape: Sequence[int], dtype: torch.dtype, mode: Mode) -> _Geometry:
+    planes, _, tokens, hidden = shape
+    if mode is Mode.LOSSLESS and (dtype.itemsize == 1 or dtype not in DTYPES):
+        return _Geometry(_BYTES, planes, tokens, hidden * dtype.itemsize)
+    return _Geometry(DTYPES[dtype], planes, tokens, hidden)
+
+
+def _element_bytes(dtype: int) -> int:
+    return {1: 2, 2: 2, 3: 4}.get(dtype, 1)
+
+
+def _workspace(threads: int, jobs: int, each: int) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    threads = max(1, min(threads or len(os.sched_getaffinity(0)), jobs))
+    return threads, np.empty(threads * each, dtype=np.uint8)
+
+
+def _set(wanted: int) -> int:
+    return instructions() if wanted < 0 else wanted

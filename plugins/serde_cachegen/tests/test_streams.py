@@ -1,0 +1,221 @@
+"""Streams: the same bytes whatever the processor, errors within what was promised, and nothing wrong from bad bytes."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom import CorruptBlobError
+from kvloom_serde_cachegen import streams
+from kvloom_serde_cachegen.bins import CacheGenConfig
+from kvloom_serde_cachegen.streams import Mode, Settings
+
+DTYPES = sorted(streams.DTYPES, key=str)
+SETS = range(streams.instructions() + 1)
+
+
+def kv_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int, odd: bool = True) -> torch.Tensor:
+    """KV with means, scales and outliers by channel; odd: and values that no model should make."""
+    generator = torch.Generator().manual_seed(seed)
+    kv = torch.randn(shape, generator=generator) * torch.rand(shape[-1], generator=generator) * 3
+    kv += torch.randn(shape[-1], generator=generator)
+    kv[..., ::7] *= 20
+    if odd:
+        flat = kv.view(-1)
+        places = torch.randperm(len(flat), generator=generator)[:8]
+        strange = [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 0.0, 1e-40, -0.0]
+        flat[places] = torch.tensor(strange)[: len(places)]
+        kv[:, :, :, 0] = 0.0
+        kv[:, :, -1] = 0.0
+    return kv.to(dtype)
+
+
+def settings_for(mode: Mode, kv: torch.Tensor, step: float = 0.5, band: int = 128) -> Settings:
+    bins = CacheGenConfig.for_layers(kv.shape[1]).by_layer() if mode is Mode.CACHEGEN else ()
+    return Settings(mode, min(band, kv.shape[-1]), 0, step, bins=bins)
+
+
+def bits(kv: torch.Tensor) -> torch.Tensor:
+    return kv.contiguous().view(torch.uint8)
+
+
+def decoded(blob: Any, kv: torch.Tensor, mode: Mode, which: int = -1) -> torch.Tensor:
+    into = torch.full_like(bits(kv), 0xA5).view(kv.dtype).view(kv.shape)
+    streams.decode(blob, into, mode, with_instructions=which)
+    return into
+
+
+shapes = st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 300), st.integers(1, 300))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from(list(Mode)), st.integers(1, 130), st.integers(0, 10**6))
+def test_every_processor_writes_and_reads_the_same(
+    shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, seed: int
+) -> None:
+    kv = kv_of(shape, dtype, seed)
+    how = settings_for(mode, kv, band=band)
+    blobs = [[bytes(each) for each in streams.encode(kv, how, with_instructions=which)] for which in SETS]
+    assert all(blob == blobs[0] for blob in blobs)
+    read = [bits(decoded(blobs[0], kv, mode, which)) for which in SETS]
+    assert all(torch.equal(one, read[0]) for one in read)
+    if mode is Mode.LOSSLESS:
+        assert torch.equal(read[0], bits(kv))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.sampled_from(DTYPES), st.floats(0.05, 3.0), st.integers(0, 10**6))
+def test_errors_are_within_half_a_step(shape: tuple[int, ...], dtype: torch.dtype, step: float, seed: int) -> None:
+    """Of the step of each channel, which is at most 1.05 times what was asked for, and half an ulp of the type."""
+    kv = kv_of(shape, dtype, seed)
+    out = decoded(streams.encode(kv, settings_for(Mode.STEP, kv, step)), kv, Mode.STEP)
+    x, y = kv.double(), out.double()
+    assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x[x.isinf()], y[x.isinf()])
+    for start in range(0, shape[2], streams.TILE_TOKENS):
+        part, back = x[:, :, start : start + streams.TILE_TOKENS], y[:, :, start : start + streams.TILE_TOKENS]
+        finite = part.isfinite()
+        clean = torch.where(finite, part, 0.0)
+        tokens = part.shape[2]
+        mean = clean.sum(2, keepdim=True) / tokens
+        # Where nothing is outlying the statistics are those of the encoder; with outliers they are only larger.
+        sigma = ((clean - mean) ** 2).mean(2, keepdim=True).sqrt()
+        wanted = step * sigma
+        wanted[1:] = step * sigma[1:].mean(3, keepdim=True)
+        least = mean.abs() / 120
+        least[1:] = least[1:].amax(3, keepdim=True)
+        bound = torch.maximum(torch.maximum(wanted, least) * 1.06, torch.tensor(2.0**-20)) / 2
+        bound = bound.clamp(max=2.0**12) + back.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
+        off = (back - part).abs()
+        exact = part == back
+        assert bool((exact | ~finite | (off <= bound + 1e-3 * bound)).all())
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("values", [[0.0], [1.5], [float("nan")], [float("-inf")], [1e-40], [0.0, -0.0], [3.0, -3.0]])
+def test_tiles_of_few_values(mode: Mode, dtype: torch.dtype, values: list[float]) -> None:
+    kv = torch.tensor(values).repeat(2 * 2 * 5 * 16)[: 2 * 2 * 5 * 16].view(2, 2, 5, 16).to(dtype)
+    out = decoded(streams.encode(kv, settings_for(mode, kv)), kv, mode)
+    if mode is Mode.LOSSLESS or len(values) == 1:
+        assert torch.equal(bits(out), bits(kv))
+
+
+def test_long_chunks() -> None:
+    kv = kv_of((2, 1, 65_535, 4), torch.bfloat16, 1)
+    for mode in Mode:
+        how = settings_for(mode, kv)
+        out = decoded(streams.encode(kv, how), kv, mode)
+        assert torch.equal(out.isnan(), kv.isnan())
+
+
+def test_bytes_of_any_type_come_back() -> None:
+    for dtype in (torch.float64, torch.int8, torch.uint8):
+        kv = (torch.randn(2, 3, 50, 40, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
+        how = Settings(Mode.LOSSLESS)
+        assert torch.equal(decoded(streams.encode(kv, how), kv, Mode.LOSSLESS), kv)
+
+
+def test_layers_may_be_views_of_a_larger_tensor() -> None:
+    whole = kv_of((2, 6, 40, 64), torch.bfloat16, 2)
+    part = whole[:, 2:5]
+    how = settings_for(Mode.STEP, part)
+    blob = streams.encode(part, how)
+    assert [bytes(each) for each in blob] == [bytes(each) for each in streams.encode(part.contiguous(), how)]
+    into = torch.zeros_like(whole)
+    streams.decode(blob, into[:, 2:5], Mode.STEP)
+    assert not bits(into[:, :2]).any() and not bits(into[:, 5:]).any()
+    assert torch.equal(bits(into[:, 2:5]), bits(decoded(blob, part, Mode.STEP)))
+
+
+# -- bad bytes ---------------------------------------------------------------------------------------------------------
+
+
+def outcome(blob: bytes, kv: torch.Tensor, mode: Mode) -> bytes | None:
+    """What it decodes to, None if it is refused. All processors agree about it, and write nothing beside."""
+    said = set()
+    for which in SETS:
+        room = torch.full((kv.nbytes + 128,), 0x5A, dtype=torch.uint8)
+        into = room[64:-64].view(kv.dtype).view(kv.shape)
+        try:
+            streams.decode([blob], into, mode, with_instructions=which)
+            said.add(bytes(bits(into).numpy()))
+        except CorruptBlobError as error:
+            said.add(str(error).encode())
+        assert bool((room[:64] == 0x5A).all()) and bool((room[-64:] == 0x5A).all())
+    assert len(said) == 1
+    (one,) = said
+    return None if one.startswith(b"stream 0") else one
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_what_is_cut_short_is_refused(mode: Mode) -> None:
+    kv = kv_of((2, 1, 20, 33), torch.bfloat16, 3)
+    (stream,) = streams.encode(kv, settings_for(mode, kv))
+    blob = bytes(stream)
+    short = [blob[:length] for length in range(len(blob))]
+    assert all(outcome(each, kv, mode) is None for each in [*short, blob + b"\0", blob + bytes(4)])
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_flipped_bits_do_no_harm(mode: Mode, dtype: torch.dtype) -> None:
+    """Of rANS words nearly all are noticed; the rest, and raw bits, are for the checksum of who keeps the stream."""
+    kv = kv_of((2, 1, 20, 40), dtype, 4)
+    (stream,) = streams.encode(kv, settings_for(mode, kv))
+    blob = bytearray(stream)
+    whole = outcome(bytes(blob), kv, mode)
+    for place in range(len(blob)):
+        for bit in range(8) if place < 64 else (place % 8,):
+            blob[place] ^= 1 << bit
+            made = outcome(bytes(blob), kv, mode)
+            assert made is None or place >= 32 or made == whole, f"bit {bit} of byte {place}"
+            blob[place] ^= 1 << bit
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400), st.sampled_from(list(Mode)), st.booleans())
+def test_random_bytes_do_no_harm(noise: bytes, mode: Mode, plausible: bool) -> None:
+    kv = torch.zeros((2, 1, 3, 40), dtype=torch.bfloat16)
+    blob = bytearray(noise)
+    if plausible:
+        band, tokens, tiles = (0, 0, 2) if mode is Mode.LOSSLESS else (40, 256, 2)
+        tables = len(noise) // 8 * 4 if mode is Mode.LOSSLESS else 4 + 12 if mode is Mode.CACHEGEN else 0
+        blob[:0] = struct.pack("<4sBBBBIIHHIII", b"KVZ1", 1, mode, 1, 2, 3, 40, band, tokens, tiles, tables, 32 + len(noise))
+    outcome(bytes(blob), kv, mode)
+
+
+def test_another_geometry_is_refused() -> None:
+    kv = kv_of((2, 1, 20, 40), torch.bfloat16, 5)
+    (stream,) = streams.encode(kv, settings_for(Mode.STEP, kv))
+    for shape, dtype in (
+        ((2, 1, 20, 41), torch.bfloat16), ((2, 1, 21, 40), torch.bfloat16), ((1, 1, 20, 40), torch.bfloat16),
+        ((2, 1, 40, 20), torch.bfloat16), ((2, 1, 20, 40), torch.float16),
+    ):  # fmt: skip
+        with pytest.raises(CorruptBlobError, match="of another geometry"):
+            streams.decode([stream], torch.zeros(shape, dtype=dtype), Mode.STEP)
+    with pytest.raises(CorruptBlobError, match="1 streams for 2 layers"):
+        streams.decode([stream], torch.zeros((2, 2, 20, 40), dtype=torch.bfloat16), Mode.STEP)
+
+
+def test_the_same_symbols_as_lmcache() -> None:
+    """`cachegen`: levels of a token are round(x * half / most + half), where half is half the bins less one.
+
+    But levels so rare in a channel that they would cost more than their bits come back as they were.
+    """
+    kv = kv_of((2, 12, 30, 64), torch.bfloat16, 6, odd=False)
+    how = settings_for(Mode.CACHEGEN, kv)
+    out = decoded(streams.encode(kv, how), kv, Mode.CACHEGEN)
+    for layer, (key_bins, value_bins) in enumerate(how.bins):
+        for plane, bins in enumerate((key_bins, value_bins)):
+            half = torch.tensor(bins // 2 - 1, dtype=torch.float32)
+            x = kv[plane, layer].float()
+            most = x.abs().amax(-1, keepdim=True)
+            levels = torch.round(x * (half / most) + half)
+            expected = ((levels - half) / half * most).to(torch.bfloat16)
+            same, exact = out[plane, layer] == expected, out[plane, layer] == kv[plane, layer]
+            assert bool((same | exact).all()) and same.float().mean() > 0.99, f"layer {layer}, plane {plane}"
