@@ -54,7 +54,7 @@ constexpr int64_t kDecodeWorkspace = 2 * kWideSlots * 4 + kMaxBand * 16 + 4096;
 inline int64_t encode_workspace(const KvzGeometry& g, const KvzSettings& s) {
   int64_t elements = s.mode == kLossless ? kFlatTile : int64_t(kMaxTileTokens) * (s.band + kLanes);
   int64_t words = elements * (1 + escape_words(g.dtype)) + 64;
-  return 2 * words + elements + 5 * 4 * int64_t(g.hidden) + s.band * 64 * 2 + 4 * 4 * (s.band + kLanes) + 65536;
+  return 2 * words + elements + 6 * 4 * int64_t(g.hidden) + s.band * 64 * 2 + 4 * 4 * (s.band + kLanes) + 65536;
 }
 
 namespace KVZ_NAMESPACE {
@@ -214,6 +214,24 @@ void measure(const typename T::Bits* from, int rows, int hidden, float* first, f
   }
 }
 
+// Codes of the steps that channels have for themselves, each moved half the way to the mean of all: noise in a channel
+// does the more harm the more the model makes of it, of which its own scale tells half at most. Measured in
+// docs/design/kvz.md.
+inline void blend_codes(const float* sigmas, float step, int count, uint8_t* codes) {
+  int top = 0, sum = 0, known = 0;
+  for (int c = 0; c < count; ++c) {
+    codes[c] = uint8_t(step_code(step * sigmas[c]));
+    top = std::max<int>(top, codes[c]);
+  }
+  int least = std::max(top - kCodesBelowTop, 0);
+  for (int c = 0; c < count; ++c) {
+    codes[c] = uint8_t(std::max<int>(codes[c], least));
+    if (sigmas[c] > 0.0f) sum += codes[c], known += 1;
+  }
+  int mean = known > 0 ? (sum + known / 2) / known : 0;
+  for (int c = 0; c < count; ++c) codes[c] = uint8_t((codes[c] + mean + 1) / 2);
+}
+
 // The mean of a quantity over channels: 32 sums, each in the order of channels, then those in order.
 inline float mean_of(const float* values, int count) {
   float sums[kLanes] = {};
@@ -239,12 +257,14 @@ struct StepEncoder {
   const KvzSettings& s;
   const KvzEncode& job;
   float *first, *sum, *squares, *steps, *inverses, *centre_steps;
+  uint8_t* blended;
   Scratch scratch;
   int lanes;
 
   StepEncoder(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, Arena arena) : g(g), s(s), job(job) {
     lanes = int(ceil_div(s.band, kLanes)) * kLanes;
     first = arena.take<float>(g.hidden), sum = arena.take<float>(g.hidden), squares = arena.take<float>(g.hidden);
+    blended = arena.take<uint8_t>(g.hidden);
     steps = arena.take<float>(lanes), inverses = arena.take<float>(lanes), centre_steps = arena.take<float>(lanes);
     scratch.counts = arena.take<uint16_t>(int64_t(s.band) * 64);
     scratch.bases = arena.take<uint32_t>(lanes);
@@ -265,6 +285,7 @@ struct StepEncoder {
     int shared_to = plane == 0 ? s.shared_from : g.hidden;
     float shared = s.step * mean_of(sigmas, shared_to > 0 ? shared_to : g.hidden);
     const float* weights = plane == 0 ? job.weights : nullptr;
+    if (weights == nullptr) blend_codes(sigmas + shared_to, s.step, g.hidden - shared_to, blended + shared_to);
     for (int begin = 0; begin < g.hidden; begin += s.band) {
       int width = std::min(s.band, g.hidden - begin);
       bool one = begin < shared_to;
@@ -274,7 +295,7 @@ struct StepEncoder {
       for (int c = 0; c < width; ++c) farthest = std::max(farthest, fabsf(means[begin + c]));
       for (int c = 0; c < width; ++c) {
         float mean = means[begin + c];
-        float wanted = one ? shared : weights != nullptr ? shared * weights[begin + c] : s.step * sigmas[begin + c];
+        float wanted = one ? shared : weights != nullptr ? shared * weights[begin + c] : kSteps[blended[begin + c]];
         codes[c] = uint8_t(channel_step(wanted, one ? farthest : mean));
         centres[c] = int8_t(channel_centre(mean, codes[c]));
         steps[c] = kSteps[codes[c]], inverses[c] = kInverseSteps[codes[c]], centre_steps[c] = float(centres[c]);

@@ -143,6 +143,8 @@ struct E5M2 : Small<5, 2, 15, true> {
 
 KVZ_BOTH bool is_finite(float value) { return (as_bits(value) & 0x7f800000u) != 0x7f800000u; }
 
+constexpr int kCodesBelowTop = 80;  // Ten octaves: what is that far below the largest channel counts as no lower.
+
 // The code of the step nearest to `wanted` on a logarithmic scale.
 KVZ_BOTH int step_code(float wanted) {
   if (!(wanted > kSteps[0])) return 0;
