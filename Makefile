@@ -26,8 +26,8 @@ setup: $(READY) ## make .venv with everything in it (the other targets do this t
 $(READY): constraints.txt requirements-dev.txt $(PACKAGES:=/pyproject.toml)
 	@sh scripts/make_venv.sh "$(PYTHON)" $(VENV)
 	@echo "Installing the packages of this repository and the tools ..."
-	@$(BIN)/python $(INSTALL) setuptools
-	@$(BIN)/python $(INSTALL) --no-build-isolation --requirement requirements-dev.txt
+	@$(BIN)/python $(INSTALL) setuptools scikit-build-core cmake ninja
+	@sh scripts/requirements.sh | $(BIN)/python $(INSTALL) --no-build-isolation --requirement /dev/stdin
 	@touch $@
 
 # -- what users and developers run -------------------------------------------------------------------------------------

@@ -1,27 +1,94 @@
-"""Native libraries of plugins: built when the plugin is installed, found beside its modules, called through ctypes."""
+"""One way into compiled code for every plugin that has some: find the library, check what goes in, name the stream.
+
+The libraries have a plain C interface: addresses, sizes, strides and a stream. They link no torch, so that one build
+serves every version of it.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from importlib import import_module
+import importlib.util
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvloom.errors import PluginError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvloom.types import Buffer
+
+_SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 
 def load(package: str, name: str) -> ctypes.CDLL:
-    """The library `lib<name>` that lies in an installed package. Raises ImportError, which makes the plugin `broken`.
+    """The library `lib<name>` that lies in the directory of the installed `package`.
 
-    Calls through it let other threads run. Its functions take plain pointers and sizes, so that one build serves every
-    version of Python and of torch.
+    Calls into it release the GIL. Raises PluginError, with the remedy, if it is missing or cannot be loaded.
     """
-    places = [Path(place) for place in import_module(package).__path__]
-    found = [file for place in places for suffix in ("so", "dylib") if (file := place / f"lib{name}.{suffix}").exists()]
-    if not found:
-        where = " or ".join(map(str, places))
-        raise ImportError(
-            f"lib{name} is not in {where}: it is built when the package is installed, which needs a C++ compiler; "
-            f"install {package.replace('_', '-')} again"
+    dist = package.replace("_", "-")
+    spec = importlib.util.find_spec(package)
+    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    if not places:
+        raise PluginError(f"{package}: not an installed package; pip install {dist}")
+    file = next((file for place in places if (file := place / f"lib{name}{_SUFFIX}").is_file()), None)
+    if file is None:
+        raise PluginError(
+            f"{package}: no lib{name}{_SUFFIX} in {places[0]}: it was installed without its compiled part; "
+            f"install a C++ compiler, then pip install --force-reinstall --no-deps {dist}"
         )
     try:
-        return ctypes.CDLL(str(found[0]))
+        return ctypes.CDLL(str(file))
     except OSError as error:
-        raise ImportError(f"{found[0]} cannot be loaded: {error}") from error
+        raise PluginError(f"{package}: {file} cannot be loaded ({error}); reinstall {dist} on this machine") from error
+
+
+def check_tensor(
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    shape: Sequence[int | None] | None = None,
+    contiguous: bool = True,
+    name: str = "tensor",
+) -> None:
+    """Before an address leaves Python: what the native code takes for granted. None in `shape` matches any size.
+
+    device: `"cpu"`, `"cuda"` (any), or one device. Raises TypeError for no tensor or another dtype, else ValueError.
+    """
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
+    if device is not None:
+        wanted = torch.device(device)
+        if tensor.device.type != wanted.type or wanted.index not in (None, tensor.device.index):
+            raise ValueError(f"{name}: expected a tensor on {wanted}, got one on {tensor.device}")
+    if shape is not None:
+        sizes = tuple(tensor.shape)
+        if len(sizes) != len(shape) or any(want not in (None, size) for want, size in zip(shape, sizes, strict=True)):
+            wanted_sizes = ", ".join("any" if want is None else str(want) for want in shape)
+            raise ValueError(f"{name}: expected shape ({wanted_sizes}), got {sizes}")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous memory, got strides {tensor.stride()}; pass .contiguous()")
+
+
+def pointer(memory: torch.Tensor | Buffer) -> int:
+    """The address of a tensor's first element, or of a buffer's first byte. Valid as long as `memory` is held."""
+    if isinstance(memory, bytes | bytearray | memoryview):
+        return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+    return memory.data_ptr()
+
+
+def current_stream(device: torch.device | str) -> int:
+    """The handle of the CUDA stream that work on `device` is queued on; 0 on a CPU."""
+    import torch
+
+    device = torch.device(device)
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

@@ -493,11 +493,13 @@ struct SymbolsEncoder {
     if (whole < count) end = put_some<kWidePrecision>(x, coder, symbols + whole, bases, count - whole, end, never);
     for (int at = whole - kLanes; at >= 0; at -= kLanes) end = put_row<kWidePrecision>(x, coder, symbols + at, bases, end, never);
     int states = std::min(count, kLanes);
-    int64_t words = words_end - end, rest = int64_t(count) * S::kRest;
+    int64_t words = words_end - end, rest = aligned(int64_t(count) * S::kRest);
     if (aligned(states * 4 + 2 * words + rest) >= aligned(int64_t(count) * int64_t(sizeof(Bits)))) return keep_raw(from, 0, 1, count, out);
     uint8_t* to = out;
     write(to, x, states);
+    uint8_t* after = to + rest;
     for (int i = 0; i < count; ++i, to += S::kRest) S::rest(from[i], to);
+    while (to < after) *to++ = 0;
     write(to, end, words);
     return {kSymbols, pad(out, to - out)};
   }
@@ -781,8 +783,10 @@ int32_t restore_run(uint32_t kind, const uint8_t* from, const uint8_t* end, int 
   if (kind == kConst) return restore_constant(from, end, 0, 1, count, to);
   if (kind != kSymbols) return kBadDirectory;
   int states = std::min(count, kLanes);
-  int64_t rest_bytes = int64_t(count) * S::kRest;
+  int64_t rest_bytes = aligned(int64_t(count) * S::kRest);
   if (end - from < states * 4 + rest_bytes) return kBadDirectory;
+  for (int64_t at = int64_t(count) * S::kRest; at < rest_bytes; ++at)
+    if (from[states * 4 + at] != 0) return kBadReserved;
   uint32_t x[kLanes];
   memcpy(x, from, size_t(states) * 4);
   for (int lane = 0; lane < states; ++lane)

@@ -1,5 +1,6 @@
 // Written by scripts/make_tables.py: part of the format, never to be edited.
-// SHA-256 of frequencies (u16), steps and their inverses (f32), little endian: d7d564c9fa4bcb9df2719fdc6052148a1ef181daa6656782105561186db8eb47
+// SHA-256 of frequencies (u16), steps and their inverses (f32), little endian:
+// d7d564c9fa4bcb9df2719fdc6052148a1ef181daa6656782105561186db8eb47
 #pragma once
 #include <cstdint>
 

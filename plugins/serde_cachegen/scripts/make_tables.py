@@ -39,7 +39,9 @@ def frequencies(cdf: Callable[[float], float]) -> list[int]:
     p, kept = [*p, escape], [*kept, True]
     weight = sum(each for each, keep in zip(p, kept, strict=True) if keep)
     slots = total - sum(kept)
-    counts = [max(1, math.floor(each / weight * slots + 0.5)) if keep else 0 for each, keep in zip(p, kept, strict=True)]
+    counts = [
+        max(1, math.floor(each / weight * slots + 0.5)) if keep else 0 for each, keep in zip(p, kept, strict=True)
+    ]
     counts[counts.index(max(counts))] += total - sum(counts)
     assert sum(counts) == total and min(counts) >= 0
     return [*counts, 0]
@@ -63,7 +65,9 @@ def f32(value: float) -> float:
 
 
 def rows(values: Sequence[str], per_line: int) -> str:
-    return "\n".join("    " + " ".join(f"{v}," for v in values[i : i + per_line]) for i in range(0, len(values), per_line))
+    return "\n".join(
+        "    " + " ".join(f"{v}," for v in values[i : i + per_line]) for i in range(0, len(values), per_line)
+    )
 
 
 def main() -> None:
@@ -73,7 +77,8 @@ def main() -> None:
     packed = b"".join(struct.pack(f"<{SYMBOLS}H", *each) for each in tables)
     packed += struct.pack("<256f", *steps) + struct.pack("<256f", *inverse)
     print("// Written by scripts/make_tables.py: part of the format, never to be edited.")
-    print(f"// SHA-256 of frequencies (u16), steps and their inverses (f32), little endian: {hashlib.sha256(packed).hexdigest()}")
+    print("// SHA-256 of frequencies (u16), steps and their inverses (f32), little endian:")
+    print(f"// {hashlib.sha256(packed).hexdigest()}")
     print("#pragma once\n#include <cstdint>\n\nnamespace kvz {\n")
     print(f"constexpr int kFamily = {len(tables)};")
     print("// Of 1024; 32 scales from 2^-3 to 2^4.2 steps, of each a Laplace and a Gauss distribution.")

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvloom_serializers() -> Iterable[type[Serializer]]:
+    from kvloom_serde_cachegen import streams
     from kvloom_serde_cachegen.serializer import CacheGenSerializer
 
+    streams.library()  # without it the plugin is broken, and says why
     return [CacheGenSerializer]

@@ -65,7 +65,7 @@ class CacheGenConfig:
         """Of a model that is known by name; asks nobody. Raises ValueError for others."""
         if model_name not in _LAYERS:
             raise ValueError(
-                f"the number of layers of {model_name!r} is not known; CacheGenConfig.for_layers takes it, and known are "
+                f"the number of layers of {model_name!r} is not known; CacheGenConfig.for_layers takes it; known are "
                 f"{', '.join(sorted(_LAYERS))}"
             )
         return cls.for_layers(_LAYERS[model_name])

@@ -34,8 +34,8 @@ class CacheGenSerializer(Serializer):
         """The settings of the codec."""
 
         mode: Literal["step", "lossless", "cachegen"] = "step"
-        """`step`: uniform steps, of each channel for K and of a layer for V. `lossless`: every bit comes back. `cachegen`:
-        a scale for each token and as many levels as LMCache's CacheGen has."""
+        """`step`: uniform steps, of each channel for K and of a layer for V. `lossless`: every bit comes back.
+        `cachegen`: a scale for each token and as many levels as LMCache's CacheGen has."""
         quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=4.0)] = "default"
         """Of `step`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
         threads: Annotated[int, Field(ge=0, le=256)] = 0

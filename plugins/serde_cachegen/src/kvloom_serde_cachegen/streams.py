@@ -83,16 +83,17 @@ class _Decode(ctypes.Structure):
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    library = native.load("kvloom_serde_cachegen", "kvz")
+def library() -> ctypes.CDLL:
+    """The native codec. Raises PluginError, with the remedy, if it was not built."""
+    codec = native.load("kvloom_serde_cachegen", "kvz")
     for name in ("kvz_bound", "kvz_workspace_bytes"):
-        getattr(library, name).restype = ctypes.c_int64
-    return library
+        getattr(codec, name).restype = ctypes.c_int64
+    return codec
 
 
 def instructions() -> int:
     """The best instruction set of this machine that the codec has: 0 portable, 1 AVX2, 2 AVX-512."""
-    return int(_library().kvz_instructions())
+    return int(library().kvz_instructions())
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Settings:
 def bound(shape: Sequence[int], dtype: torch.dtype, settings: Settings) -> int:
     """The most bytes that the streams of a chunk of `[planes, layers, tokens, hidden]` take, all together."""
     geometry = _geometry(shape, dtype, settings.mode)
-    each: int = _library().kvz_bound(ctypes.byref(geometry), ctypes.byref(settings.native()))
+    each: int = library().kvz_bound(ctypes.byref(geometry), ctypes.byref(settings.native()))
     if each < 0:
         raise ValueError(f"streams of {tuple(shape)} and {dtype} with {settings} cannot be made")
     return shape[1] * each
@@ -132,9 +133,9 @@ def encode(kv: torch.Tensor, settings: Settings, *, threads: int = 0, with_instr
     Each layer of a plane is contiguous. threads: 0 for as many as there are processors. with_instructions: as
     `instructions` says; all give the same bytes.
     """
-    planes, layers, tokens, hidden = kv.shape
+    _, layers, tokens, hidden = kv.shape
     assert kv.stride(3) == 1 and (tokens == 1 or kv.stride(2) == hidden), "each layer of a plane is contiguous"
-    library, own = _library(), settings.native()
+    codec, own = library(), settings.native()
     geometry = _geometry(kv.shape, kv.dtype, settings.mode)
     capacity = bound(kv.shape, kv.dtype, settings) // layers
     out = np.empty((layers, capacity), dtype=np.uint8)
@@ -146,8 +147,10 @@ def encode(kv: torch.Tensor, settings: Settings, *, threads: int = 0, with_instr
         job.weights = None if settings.weights is None else settings.weights[layer].data_ptr()
         job.bins[:] = settings.bins[layer] if settings.bins else (0, 0)
         job.out, job.capacity = out[layer].ctypes.data, capacity
-    threads, workspace = _workspace(threads, layers, library.kvz_workspace_bytes(ctypes.byref(geometry), ctypes.byref(own)))
-    error = library.kvz_encode(
+    threads, workspace = _workspace(
+        threads, layers, codec.kvz_workspace_bytes(ctypes.byref(geometry), ctypes.byref(own))
+    )
+    error = codec.kvz_encode(
         ctypes.byref(geometry), ctypes.byref(own), jobs, layers, ctypes.c_void_p(workspace.ctypes.data), threads,
         _set(with_instructions),
     )  # fmt: skip
@@ -156,7 +159,9 @@ def encode(kv: torch.Tensor, settings: Settings, *, threads: int = 0, with_instr
     return [memoryview(out[layer])[: job.size] for layer, job in enumerate(jobs)]
 
 
-def decode(streams: Sequence[Buffer], into: torch.Tensor, mode: Mode, *, threads: int = 0, with_instructions: int = -1) -> None:
+def decode(
+    streams: Sequence[Buffer], into: torch.Tensor, mode: Mode, *, threads: int = 0, with_instructions: int = -1
+) -> None:
     """Fill `into`, as `encode` takes it, from one stream for each of its layers.
 
     mode: LOSSLESS or another. Raises CorruptBlobError, with the first of what is wrong and where.
@@ -165,7 +170,7 @@ def decode(streams: Sequence[Buffer], into: torch.Tensor, mode: Mode, *, threads
     assert into.stride(3) == 1 and (tokens == 1 or into.stride(2) == hidden), "each layer of a plane is contiguous"
     if len(streams) != layers:
         raise CorruptBlobError(f"{len(streams)} streams for {layers} layers")
-    library = _library()
+    codec = library()
     geometry = _geometry(into.shape, into.dtype, mode)
     unit = into.element_size() // _element_bytes(geometry.dtype)
     held = [np.frombuffer(stream, dtype=np.uint8) for stream in streams]
@@ -174,8 +179,8 @@ def decode(streams: Sequence[Buffer], into: torch.Tensor, mode: Mode, *, threads
         job.stream, job.size = stream.ctypes.data, stream.size
         job.target = into.data_ptr() + layer * into.stride(1) * into.element_size()
         job.plane_stride = into.stride(0) * unit
-    threads, workspace = _workspace(threads, layers, library.kvz_workspace_bytes(ctypes.byref(geometry), None))
-    library.kvz_decode(
+    threads, workspace = _workspace(threads, layers, codec.kvz_workspace_bytes(ctypes.byref(geometry), None))
+    codec.kvz_decode(
         ctypes.byref(geometry), jobs, layers, ctypes.c_void_p(workspace.ctypes.data), threads, _set(with_instructions)
     )
     for layer, job in enumerate(jobs):
