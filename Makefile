@@ -32,8 +32,8 @@ $(READY): constraints.txt requirements-dev.txt $(PACKAGES:=/pyproject.toml)
 
 # -- what users and developers run -------------------------------------------------------------------------------------
 
-demo: $(READY) ## prefill a document once, answer from its stored KV in a second process
-	$(BIN)/kvloom demo
+demo: $(READY) ## prefill a document once, answer from its stored KV in a second process; CODEC=cachegen
+	$(BIN)/kvloom demo $(if $(CODEC),--codec $(CODEC))
 
 lint: $(READY) ## ruff, and mypy --strict on core
 	$(BIN)/ruff check .

@@ -27,7 +27,6 @@ WHY: dict[str, tuple[str, ...]] = {
         "if  self.all_tokens",
         "if not not self.all_tokens",
         "all_tokens = False",
-        "all_tokens: ClassVar[bool] = True",
     ),
     "What is counted of events is the observer's own affair": ("[event.name] += 0", "[event.name] += 2"),
     "Which models it is for is the serializer's own affair; what it takes meets S02": (
@@ -39,11 +38,7 @@ WHY: dict[str, tuple[str, ...]] = {
         "is_floating_point and spec",
     ),
     "`view` may always be None": ("blob.nbytes is not like.nbytes",),
-    "A store may leave `used` at 0, as this one's listing does": ("for key in []:",),
     "Settings mean what the component says they mean: the kit names a directory that is there": ("parents=False",),
-    "What a failed `put` leaves under names that no key has is seen by the owner of the store only": (
-        "BaseException: -> except CosmicRayTestingException:",
-    ),
     "Bytes are read in other portions, and are the same": ("buffering= -1", "buffering= 1"),
     "Never more is read than there is room for: both are the same": ("while done != len(into)",),
     "Each flag is a bit of its own: both are the same": ("LOCK_EX + ", "LOCK_EX ^ "),

@@ -24,6 +24,8 @@ STORED = {
     "stored": 512,
     "compute_seconds": 1.0,
     "store_seconds": 0.1,
+    "kv_bytes": 10 * 2**20,
+    "kept_bytes": 2 * 2**20,
     "note": "",
     "parameters": 1_000_000,
     "model": "llama",
@@ -47,6 +49,8 @@ ANSWERED: dict[str, Any] = {
     "resolution": 1e-6,
     "same_token": True,
     "text": " is a test.",
+    "codec": "",
+    "same_text": True,
     "threads": 2,
     "dtype": "float32",
 }
@@ -93,12 +97,14 @@ def test_it_passes_when_all_holds(app: typer.Typer, monkeypatch: pytest.MonkeyPa
     done = CliRunner().invoke(app, ["--size", "small", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "is a test." in done.output and "512 from disk" in done.output
+    assert "10.0 MiB, kept in 2.0 MiB, 5.0 times smaller" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(
     ("changes", "claim"),
     [
         ({"exact": False}, "bit for bit"),
+        ({"exact": False, "codec": "cachegen", "same_text": False}, "cachegen rounds the KV"),
         ({"cold_difference": 0.0041}, "of the cold run"),
         ({"report": ANSWERED["report"] | {"hit_tokens": 0}}, "the second process found 0 tokens"),
     ],
@@ -111,6 +117,10 @@ def test_it_fails_when_a_claim_does_not_hold(
     assert done.exit_code == 1
     (failed,) = [verdict.text for verdict in checks(ANSWERED | changes) if not verdict.holds]
     assert claim in failed and "FAILED" in done.output
+
+
+def test_a_codec_that_rounds_is_held_to_the_text() -> None:
+    assert all(verdict.holds for verdict in checks(ANSWERED | {"exact": False, "codec": "cachegen"}))
 
 
 def test_tolerance_has_a_floor() -> None:
@@ -139,6 +149,7 @@ def test_kv_of_an_earlier_run_goes_unless_kept(
     [
         (["--size", "huge"], "'huge' is not small, medium"),
         (["--size", "small", "--model", "x/y"], "either --size or --model"),
+        (["--codec", "raw", "--config", __file__], "either --codec or --config"),
         (["--document", "nowhere.txt"], "nowhere.txt"),
         ([], "evals/pylm is not in this folder nor above it"),
     ],

@@ -32,7 +32,6 @@ class SlotsConnector(GPUConnector):
         if slots.numel() < num_tokens or (num_tokens and not 0 <= int(slots.min()) <= int(slots.max()) < pool.shape[2]):
             raise ValueError(f"slots: not {num_tokens} slots of the pool")
 
-    @torch.inference_mode()
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         for segment, chunk in zip(segments, chunks, strict=True):
             chunk.tensor.copy_(where["pool"][:, :, where["slots"][segment.start : segment.end]])
@@ -42,7 +41,6 @@ class SlotsConnector(GPUConnector):
         for segment, chunk in zip(segments, chunks, strict=True):
             where["pool"][:, :, where["slots"][segment.start : segment.end]] = chunk.tensor
 
-    @torch.inference_mode()
     def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         self.check(where, max(segment.end for segment in segments))
         for segment, chunk in zip(segments, chunks, strict=True):

@@ -28,6 +28,6 @@ class HalfSerializer(Serializer):
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
         data = bytearray(join(blob))
-        if len(blob) != 1 or len(data) != 2 * into.tensor.numel():
-            raise CorruptBlobError("not one buffer of as many float16 as the chunk has elements")
+        if len(data) != 2 * into.tensor.numel():
+            raise CorruptBlobError("not as many float16 as the chunk has elements")
         into.tensor.copy_(torch.frombuffer(data, dtype=torch.float16).view(into.tensor.shape))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,7 @@ _CONFIG = """\
 connector: transformers
 tiers:
   - {{type: memory, capacity: 256MiB}}
-  - {{type: disk, path: {path}, capacity: 8GiB}}
+  - {{type: disk, path: {path}, capacity: 8GiB{codec}}}
 """
 
 
@@ -47,6 +48,9 @@ def demo(
     ] = "",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where chart, configuration and KV go.")] = Path("demo-out"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the KV there, and start from what is there.")] = False,
+    codec: Annotated[
+        str, typer.Option(metavar="TYPE", help="The serializer of the disk tier, such as cachegen (default: raw).")
+    ] = "",
     config: Annotated[
         Path | None,
         typer.Option(
@@ -64,6 +68,8 @@ def demo(
 
     if size and model:
         raise typer.BadParameter("pass either --size or --model")
+    if codec and config:
+        raise typer.BadParameter("pass either --codec or --config")
     try:
         count = parameters(size) if size else 0
     except ValueError as error:
@@ -74,10 +80,11 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     if config is None:
         config = out / "laptop.yaml"
-        config.write_text(_CONFIG.format(path=json.dumps(str(kv.resolve()))), encoding="utf-8")
+        serializer = f", serializer: {json.dumps(codec)}" if codec else ""
+        config.write_text(_CONFIG.format(path=json.dumps(str(kv.resolve())), codec=serializer), encoding="utf-8")
     job = Job(
         model=model, parameters=count, document=str(text), tokens=tokens,
-        question=question, config=str(config.resolve()),
+        question=question, config=str(config.resolve()), codec=codec,
     )  # fmt: skip
     job.save(out / "job.json")
     try:
@@ -97,7 +104,7 @@ def _run(console: Console, job: Job, out: Path) -> bool:
     console.print(f"{what}; {Path(job.document).name}, {stored['document_tokens']:,} tokens", style="bold")
     console.print(
         f"process 1  prefilled in {stored['compute_seconds']:.2f} s, stored the KV of {stored['stored']:,} tokens "
-        f"in {stored['store_seconds']:.2f} s"
+        f"in {stored['store_seconds']:.2f} s: {stored['kv_bytes'] / 2**20:.1f} MiB, {_kept(stored)}"
         + (f" ({stored['already_stored']:,} were there)" if stored["already_stored"] else "")
     )
     if stored["note"]:
@@ -155,6 +162,12 @@ def _process(console: Console, role: str, job: Job, out: Path) -> dict[str, Any]
         return result
     console.print(f"process {number} failed: {said.get('error') or log.read_text(encoding='utf-8')}", style="bold red")
     raise typer.Exit(1)
+
+
+def _kept(stored: Mapping[str, Any]) -> str:
+    kept = f"kept in {stored['kept_bytes'] / 2**20:.1f} MiB"
+    factor = stored["kv_bytes"] / max(stored["kept_bytes"], 1)
+    return f"{kept}, {factor:.1f} times smaller" if factor > 1.05 else kept
 
 
 def _model(name: str) -> str:

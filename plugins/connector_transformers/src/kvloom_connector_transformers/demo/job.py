@@ -27,6 +27,8 @@ class Job:
     """What is appended to the document."""
     config: str
     """Path of the engine's configuration."""
+    codec: str = ""
+    """The serializer of its disk tier, if it is not the default: KV may then be rounded."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")

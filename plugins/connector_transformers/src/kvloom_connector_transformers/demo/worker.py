@@ -78,6 +78,8 @@ def store(job: Job) -> dict[str, Any]:
             "stored": ours.engine.lookup(document[0]).tokens,
             "compute_seconds": report.compute_seconds,
             "store_seconds": report.store_seconds + time.perf_counter() - began,
+            "kept_bytes": sum(tier.bytes for tier in ours.engine.health().tiers if tier.name != "memory"),
+            "kv_bytes": bytes_per_token(ours) * ours.engine.lookup(document[0]).tokens,
             "note": report.note or ("" if flushed else "not everything was written in time"),
             "parameters": sum(tensor.numel() for tensor in model.parameters()),
             "model": model.config.model_type,
@@ -112,11 +114,15 @@ def answer(job: Job) -> dict[str, Any]:
     other_split = after(model, half, half.shape[1], prompt)
 
     say(doing="writing the answer")
-    text = ""
+    text, writing = "", {**_GREEDY, "max_new_tokens": ANSWER_TOKENS, "repetition_penalty": 1.15}
     with cached(model, job.config) as ours:
-        output = ours.generate(prompt, **_GREEDY, max_new_tokens=ANSWER_TOKENS, repetition_penalty=1.15)
+        output = ours.generate(prompt, **writing)
         if job.model:
             text = tokenizer.decode(output[0, prompt.shape[1] :])
+    same_text = True
+    if job.codec:
+        say(doing="writing it without kvloom, to compare")
+        same_text = torch.equal(model.generate(prompt, **writing), output)
     return {
         "load_seconds": load_seconds,
         "prompt_tokens": prompt.shape[1],
@@ -130,6 +136,8 @@ def answer(job: Job) -> dict[str, Any]:
         "resolution": torch.finfo(model.dtype).eps * float(cold.abs().max()),
         "same_token": all(bool(logits.argmax() == cold.argmax()) for logits, *_ in warm_runs),
         "text": text,
+        "codec": job.codec,
+        "same_text": same_text,
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
@@ -176,9 +184,13 @@ def warm_run(ours: CachedModel, prompt: torch.Tensor) -> tuple[torch.Tensor, flo
     logits = ours.generate(prompt, store=False, **_FIRST).logits[0]
     seconds = time.perf_counter() - began
     assert ours.last is not None
+    return logits, seconds, ours.last, bytes_per_token(ours) * ours.last.hit_tokens
+
+
+def bytes_per_token(ours: CachedModel) -> int:
+    """Of KV, as the model has it."""
     spec = ours.engine.spec
-    per_token = 2 * spec.num_layers * spec.hidden_dim * spec.torch_dtype.itemsize
-    return logits, seconds, ours.last, per_token * ours.last.hit_tokens
+    return spec.kv_planes * spec.num_layers * spec.hidden_dim * spec.torch_dtype.itemsize
 
 
 def after(model: Any, first: torch.Tensor, keep: int, prompt: torch.Tensor) -> torch.Tensor:
