@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvloom import Config, ConfigError
+from kvloom import Config, ConfigError, Event
 from kvloom_testkit import checking
 from kvloom_testkit.reference.backend import DirectoryBackend
 from kvloom_testkit.reference.connector import SlotsConnector
@@ -62,6 +67,26 @@ def test_nothing_is_left_out_in_silence(tmp_path: Path, how: str) -> None:
     assert "overrides test_O06_closing_twice_is_fine" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        "class Mixin:\n    def test_O06_closing_twice_is_fine(self): pass\n\n\nclass TestMine(Mixin, Base): pass\n",
+        "class TestMine(Base):\n    pass\n\n\nTestMine.test_O06_closing_twice_is_fine = lambda self: None\n",
+    ],
+)
+def test_nothing_takes_the_place_of_a_requirement(tmp_path: Path, how: str) -> None:
+    done = run(tmp_path, how)
+    assert done.returncode != 0 and "is not the kit's" in done.stdout + done.stderr
+
+
+def test_only_the_kit_and_make_skip(tmp_path: Path) -> None:
+    skips = "    @pytest.fixture(autouse=True)\n    def later(self):\n        pytest.skip('later')\n"
+    done = run(tmp_path, f"class TestMine(Base):\n{skips}")
+    assert "8 errors" in done.stdout and "skipped from outside of the kit: later" in done.stdout
+    makes = "    @pytest.fixture\n    def make(self):\n        return lambda: pytest.skip('no server')\n"
+    assert "8 skipped" in run(tmp_path, f"class TestMine(Base):\n{makes}").stdout
+
+
 def test_no_class_is_skipped(tmp_path: Path) -> None:
     done = run(tmp_path, "@pytest.mark.skip(reason='later')\nclass TestMine(Base):\n    pass\n")
     assert done.returncode != 0 and "is marked to be skipped" in done.stdout + done.stderr
@@ -87,6 +112,7 @@ class Once(ObserverConformance):
         ("xfail(reason='its library cannot', strict=False)", "1 xfailed"),
         ("xfail(reason='its library cannot', run=False)", "overrides test_O06"),
         ("xfail", "overrides test_O06"),
+        ("xfail(reason=' ')", "overrides test_O06"),
         ("skip(reason='no')", "overrides test_O06"),
     ],
 )
@@ -127,6 +153,7 @@ def test_what_requirements_are_built_on_stays(tmp_path: Path) -> None:
         ("lambda: open('/nowhere/at/all')", "could not be opened: FileNotFoundError"),
         ("CountingObserver(Config())", "is to return a function that makes one, not an instance of CountingObserver"),
         ("lambda: None", "make() is to make an instance of Observer, not None"),
+        ("lambda one=CountingObserver(Config()): one", "make() returned the same instance twice"),
     ],
 )
 def test_a_make_that_makes_nothing_is_said_once(tmp_path: Path, made: str, said: str) -> None:
@@ -158,7 +185,7 @@ def test_a_table_by_requirement() -> None:
 
 
 def test_the_same_as_json_and_only_some() -> None:
-    rows = json.loads(kvloom("check", "backend", "dict", "--only", "B01", "--only", "B21", "--json").stdout)
+    rows = json.loads(kvloom("check", "backend", "dict", "--only", "b01,B21", "--json").stdout)
     assert [(row["id"], row["outcome"]) for row in rows] == [("B01", "met"), ("B21", "skipped")]
     assert rows[1]["reason"] == "DictBackend does not claim persistent"
 
@@ -169,6 +196,8 @@ def test_the_same_as_json_and_only_some() -> None:
         (["backend", "dict", "--only", "B99"], "no requirement B99"),
         (["backend", "dict", "--set", "x"], "expected KEY=VALUE"),
         (["backend", "dict", "--set", "x=1"], "x: Extra inputs are not permitted"),
+        (["backend", "dict", "--set", "path={tmpdir}/kv"], "path: '{tmpdir}/kv' is not YAML"),
+        (["backend", "dict", "--seconds", "0"], "expected more than 0"),
         (["backend", "nope"], "no backend of type 'nope'"),
         (["bakend", "dict"], "no kind 'bakend'; there are backend, connector, serializer, tokens, retriever, executor"),
     ],
@@ -193,8 +222,56 @@ def test_who_hangs_while_opening_is_named() -> None:
         def __init__(self, config: Config, spec: object = None) -> None:
             threading.Event().wait(1000)
 
-    with pytest.raises(ConfigError, match=r"could not be opened in 0\.1 s"):
-        checking.check(Subject("backend", "hanging", Hanging, {"path": "{tmp}"}), seconds=0.1)
+    first, *others = checking.check(Subject("backend", "hanging", Hanging, {"path": "{tmp}"}), seconds=0.2)
+    assert "still not done after 0.2 s" in first.reason
+    assert {row.reason for row in others} == {"Failed: make() does not give a component, as was said"}
+
+
+class Stuck(CountingObserver):
+    def on_event(self, event: Event) -> None:
+        threading.Event().wait(1000)
+
+
+def test_after_three_that_hang_the_others_are_not_tried() -> None:
+    rows = checking.check(Subject("observer", "stuck", Stuck), seconds=3.0)
+    outcomes = [row.outcome for row in rows]
+    assert outcomes.count("not met") == 3 and "not tried" in outcomes
+
+
+class Leaves(CountingObserver):
+    """Once."""
+
+    done: Path
+
+    def on_event(self, event: Event) -> None:
+        if not self.done.exists():
+            self.done.touch()
+            os._exit(0)
+
+
+def test_who_ends_the_process_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leaves, "done", tmp_path / "done", raising=False)
+    rows = checking.check(Subject("observer", "leaves", Leaves), only=["O01", "O06"])
+    assert [row.outcome for row in rows] == ["not met", "met"]
+    assert rows[0].reason == "the process ended with status 0"
+
+
+class Changes(CountingObserver):
+    """Once: a later test would not see it."""
+
+    def __init__(self, config: Config, spec: object = None) -> None:
+        super().__init__(config)
+        torch.set_grad_enabled(False)
+
+    def on_event(self, event: Event) -> None:
+        gc.disable()
+
+
+def test_what_an_earlier_test_changed_does_not_hide_it() -> None:
+    rows = checking.check(Subject("observer", "changes", Changes))
+    assert [row.id for row in rows if row.outcome == "not met"] == ["O08"]
+    assert "garbage collection, grad mode of torch" in rows[-1].reason
+    assert gc.isenabled() and torch.is_grad_enabled()
 
 
 def test_results_come_one_by_one_in_the_order_of_their_ids() -> None:
@@ -234,3 +311,25 @@ def test_a_requirement_that_is_not_met_is_explained(tmp_path: Path) -> None:
         "7 met, 1 not met",
     ):
         assert said in done.stdout
+
+
+def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
+    program = (
+        "import sys, threading\n"
+        "from kvloom_testkit import report, subjects\n"
+        "from kvloom_testkit.reference.observer import CountingObserver\n"
+        "class Stuck(CountingObserver):\n"
+        "    def on_event(self, event):\n"
+        "        open(sys.argv[1], 'w').close()\n"
+        "        threading.Event().wait(1000)\n"
+        "subjects.choose = lambda *_: [subjects.Subject('observer', 'stuck', Stuck)]\n"
+        "sys.exit(report.run('observer', 'stuck', [], ['O06,O02'], 60.0, as_json=False))\n"
+    )
+    begun = tmp_path / "begun"
+    command = [sys.executable, "-c", program, str(begun)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not begun.exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "observer stuck: interrupted" in errors and "FAIL" not in said

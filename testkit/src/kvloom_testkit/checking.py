@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import signal
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import IO, Any
 
 import pytest
 
 from kvloom import ConfigError
 from kvloom_testkit import hanging, subjects
-from kvloom_testkit.conformance import CannotOpenError, opens
+from kvloom_testkit.conformance import CannotOpenError
 from kvloom_testkit.kinds import conformance_of
 from kvloom_testkit.pytest_plugin import INSTALLED
 from kvloom_testkit.requirements import requirement_id, requirements_of
+
+TROUBLES = 3
+"""After so many that hang, or end the process, the others are not tried."""
+_GRACE_SECONDS = 15.0
+"""For what hangs where nothing can interrupt it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,48 +36,9 @@ class Result:
     id: str
     title: str
     outcome: str
-    """`met`, `not met`, or `skipped`."""
+    """`met`, `not met`, `skipped`, or `not tried`."""
     reason: str = ""
     """Of a skip, or the error."""
-
-
-class Outcomes:
-    """A pytest plugin that puts the tests in the order of their ids, and says what became of each requirement."""
-
-    def __init__(self, titles: dict[str, str], tell: Callable[[Result], None]) -> None:
-        self.by_id: dict[str, Result] = {}
-        self._titles = titles
-        self._tell = tell
-        self._left: Counter[str] = Counter()
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: requirement_id(item.name) or "")
-        self._left = Counter(requirement_id(item.name) or "" for item in items)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        number = requirement_id(report.nodeid.rsplit("::", 1)[-1])
-        if number is None or (report.passed and report.when != "call"):
-            return
-        before = self.by_id.get(number)
-        if report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            self._came_out(number, "not met", str(crash.message if crash is not None else report.longrepr))
-        elif before is None and report.skipped:
-            said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self._came_out(number, "skipped", said.removeprefix("Skipped: "))
-        elif before is None or before.outcome == "skipped":
-            self._came_out(number, "met")
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        number = requirement_id(nodeid.rsplit("::", 1)[-1]) or ""
-        self._left[number] -= 1
-        if not self._left[number] and number in self.by_id:
-            self._tell(self.by_id[number])
-
-    def _came_out(self, number: str, outcome: str, reason: str = "") -> None:
-        if number not in self.by_id or self.by_id[number].outcome != "not met":
-            self.by_id[number] = Result(number, self._titles[number], outcome, reason)
 
 
 def check(
@@ -76,40 +48,175 @@ def check(
     seconds: float = hanging.SECONDS,
     tell: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run the tests of a subject's kind in this process, quietly.
+    """Run the tests of a subject's kind, quietly, in a process of their own, which the component may end.
 
     only: ids of requirements; default: all. seconds: how long one may take. tell: called with each result in turn.
     Raises ConfigError if the component cannot be opened.
     """
-    _try_to_open(subject, seconds)
-    known = {one.id: one.title for one in requirements_of(conformance_of(subject.kind))}
-    outcomes = Outcomes(known, tell)
+    titles = {one.id: one.title for one in requirements_of(conformance_of(subject.kind))}
+    found: dict[str, Result] = {}
+    troubles = 0
+    while left := [each for each in only or titles if each not in found]:
+        session = _Session(subject, left, seconds)
+        try:
+            for number, outcome, reason in session.results():
+                if CannotOpenError.__name__ in reason:
+                    problem = reason.partition(f"{CannotOpenError.__name__}: ")[2]
+                    raise ConfigError(f"{subject.kind} {subject.type}", problem)
+                found[number] = Result(number, titles[number], outcome, reason)
+                tell(found[number])
+                troubles += hanging.SAYS in reason or reason.startswith(_ENDED)
+                if troubles == TROUBLES:
+                    break
+        finally:
+            session.stop()
+        if troubles == TROUBLES:
+            why = f"{TROUBLES} hang or end the process"
+            found |= {each: Result(each, titles[each], "not tried", why) for each in left if each not in found}
+    return [found[each] for each in only or titles]
+
+
+_ENDED = "the process ended"
+_Outcome = tuple[str, str, str]
+"""Id, outcome, reason."""
+
+
+class _Session:
+    """The tests in a fork of this process; where there are no forks, in this one."""
+
+    def __init__(self, subject: subjects.Subject, wanted: Sequence[str], seconds: float) -> None:
+        self._subject, self._wanted, self._seconds = subject, wanted, seconds
+        self._child = 0
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+
+    def results(self) -> Iterator[_Outcome]:
+        if not hasattr(os, "fork"):
+            told: list[dict[str, Any]] = []
+            _run(self._subject, self._wanted, self._seconds, told.append)
+            yield from ((one["id"], one["outcome"], one["reason"]) for one in told if "id" in one)
+            return
+        reading, writing = os.pipe()
+        self._child = os.fork()
+        if not self._child:
+            self._be_the_child(reading, writing)
+        os.close(writing)
+        with open(reading, encoding="utf-8") as lines:
+            yield from self._follow(lines)
+
+    def stop(self) -> None:
+        """End it, whatever it does."""
+        if self._child:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._child, signal.SIGKILL)
+            self._wait()
+        self._said.close()
+
+    def _follow(self, lines: IO[str]) -> Iterator[_Outcome]:
+        current, came = "", set[str]()
+        while True:
+            ready, _, _ = select.select([lines], [], [], 2 * self._seconds + _GRACE_SECONDS)
+            line = lines.readline() if ready else None
+            if not line:
+                break
+            message = json.loads(line)
+            current = message.get("begins", current)
+            if "id" in message:
+                came.add(message["id"])
+                yield message["id"], message["outcome"], message["reason"]
+            if "done" in message:
+                yield from ((each, "not met", "the test did not run") for each in self._wanted if each not in came)
+                return
+        if line is None:
+            yield current or self._wanted[0], "not met", f"{hanging.SAYS} {self._seconds:g} s, and could not be stopped"
+            return
+        status = self._wait()
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        yield current or self._wanted[0], "not met", f"{_ENDED} {how}: {self._last_words()}".removesuffix(": ")
+
+    def _be_the_child(self, reading: int, writing: int) -> None:
+        os.setsid()  # Ctrl-C is for who started the check
+        os.close(reading)
+        for number in (1, 2):
+            os.dup2(self._said.fileno(), number)
+        messages = open(writing, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+        def tell(message: dict[str, Any]) -> None:
+            messages.write(json.dumps(message) + "\n")
+
+        try:
+            _run(self._subject, self._wanted, self._seconds, tell)
+            tell({"done": True})
+        finally:
+            os._exit(1)
+
+    def _wait(self) -> int:
+        child, self._child = self._child, 0
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
+
+    def _last_words(self) -> str:
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace").strip()[-500:]
+
+
+def _run(
+    subject: subjects.Subject, wanted: Sequence[str], seconds: float, tell: Callable[[dict[str, Any]], None]
+) -> None:
+    """One session of pytest; says which test begins, and how each requirement came out."""
+    # What is imported before pytest begins could not say what its assertions have seen.
+    for cls in conformance_of(subject.kind).__mro__:
+        if cls.__module__ != "kvloom_testkit.conformance" and cls.__module__.startswith("kvloom_testkit."):
+            sys.modules.pop(cls.__module__, None)
     subjects.chosen[:] = [subject]
     try:
         settings = str(INSTALLED.with_name("check.ini"))
         quiet = ["-q", "--no-header", "--no-summary", "-p", "no:cacheprovider", "--tb=short", "-W", "default"]
-        limits = [f"--kvloom-seconds={seconds}", *(["-k", " or ".join(only)] if only else [])]
+        limits = [f"--kvloom-seconds={seconds}", "-k", " or ".join(wanted)]
         where = ["--rootdir", str(INSTALLED.parent), "-c", settings, str(INSTALLED)]
-        pytest.main([*quiet, *limits, *where], plugins=[outcomes, _Silent()])
+        pytest.main([*quiet, *limits, *where], plugins=[_Outcomes(tell), _Silent()])
     finally:
         subjects.chosen.clear()
-    for each in only or known:
-        if each not in outcomes.by_id:
-            outcomes.by_id[each] = Result(each, known[each], "not met", "the test did not run")
-            tell(outcomes.by_id[each])
-    return [outcomes.by_id[each] for each in only or known]
 
 
-def _try_to_open(subject: subjects.Subject, seconds: float) -> None:
-    def hang() -> None:
-        raise CannotOpenError(f"could not be opened in {seconds:g} s")
+class _Outcomes:
+    """A pytest plugin that puts the tests in the order of their ids, and says what became of each requirement."""
 
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            with hanging.in_time(seconds, hang):
-                opens(lambda: subject.make(Path(directory)), conformance_of(subject.kind))
-        except CannotOpenError as error:
-            raise ConfigError(f"{subject.kind} {subject.type}", str(error)) from error
+    def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
+        self._tell = tell
+        self._left: Counter[str] = Counter()
+        self._outcomes: dict[str, tuple[str, str]] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: requirement_id(item.name) or "")
+        self._left = Counter(requirement_id(item.name) or "" for item in items)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._tell({"begins": _number(nodeid)})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        number = _number(report.nodeid)
+        if report.passed and report.when != "call":
+            return
+        before = self._outcomes.get(number, ("", ""))[0]
+        if report.failed and before != "not met":
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._outcomes[number] = "not met", str(crash.message if crash is not None else report.longrepr)
+        elif report.skipped and not before:
+            said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self._outcomes[number] = "skipped", said.removeprefix("Skipped: ")
+        elif report.passed and before in ("", "skipped"):
+            self._outcomes[number] = "met", ""
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        number = _number(nodeid)
+        self._left[number] -= 1
+        if not self._left[number] and number in self._outcomes:
+            outcome, reason = self._outcomes[number]
+            self._tell(asdict(Result(number, "", outcome, reason)))
+
+
+def _number(nodeid: str) -> str:
+    return requirement_id(nodeid.rsplit("::", 1)[-1]) or ""
 
 
 class _Silent:

@@ -10,6 +10,8 @@ from types import FrameType
 
 SECONDS = 120.0
 """How long one test may take before it counts as hanging; `--kvloom-seconds` and `kvloom check --seconds` set it."""
+SAYS = "still not done after"
+"""What is said of a test that hangs."""
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 
@@ -33,14 +34,26 @@ def left_as_it_is() -> Iterator[None]:
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Puts the worst of it back, whatever happened: what a component has changed once, it would not be seen to change
-    again by a later test."""
+    """Puts back what it can, whatever happened: what a component has changed once, a later test would not see it change
+    again."""
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handlers, level, disabled = logging.root.handlers[:], logging.root.level, logging.root.manager.disable
-    hooks = sys.excepthook, threading.excepthook
-    torch = sys.modules.get("torch")
-    of_torch = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()) if torch else None
-    environment, where = dict(os.environ), os.getcwd()
+    environment, where, mask = dict(os.environ), os.getcwd(), _umask()
+    undo = [
+        partial(setattr, module, name, getattr(module, name))
+        for module, names in ((sys, ("excepthook", "unraisablehook", "displayhook")), (threading, ("excepthook",)))
+        for name in names
+    ]
+    undo += [
+        gc.enable if gc.isenabled() else gc.disable,
+        partial(gc.set_threshold, *gc.get_threshold()),
+        partial(sys.setrecursionlimit, sys.getrecursionlimit()),
+        partial(sys.setswitchinterval, sys.getswitchinterval()),
+        partial(socket.setdefaulttimeout, socket.getdefaulttimeout()),
+        partial(locale.setlocale, locale.LC_ALL, locale.setlocale(locale.LC_ALL)),
+        partial(random.setstate, random.getstate()),
+        *_undo_of_torch(),
+    ]
     try:
         with warnings.catch_warnings():
             yield
@@ -48,18 +61,39 @@ def put_back() -> Iterator[None]:
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)
         logging.disable(disabled)
-        sys.excepthook, threading.excepthook = hooks
         for number, handler in signals.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-        if torch and of_torch:
-            threads, dtype, grad = of_torch
-            if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
-            torch.set_default_dtype(dtype)
-            torch.set_grad_enabled(grad)
         os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
         os.chdir(where)
+        os.umask(mask)
+        for each in undo:
+            each()
+
+
+def _undo_of_torch() -> list[Callable[[], object]]:
+    """Nothing if it was not imported: then it stays so."""
+    torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
+    undo: list[Callable[[], object]] = []
+    if np is not None:
+        undo += [partial(np.seterr, **np.geterr()), partial(np.random.set_state, np.random.get_state())]
+    if torch is not None:
+        threads = torch.get_num_threads()
+        undo += [
+            partial(torch.set_default_dtype, torch.get_default_dtype()),
+            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+            partial(torch.set_rng_state, torch.get_rng_state()),
+            partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+            partial(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()),
+            lambda: torch.set_num_threads(threads) if torch.get_num_threads() != threads else None,
+        ]
+    return undo
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _state(variables: Sequence[str], np: Any, torch: Any) -> dict[str, object]:
@@ -74,6 +108,7 @@ def _state(variables: Sequence[str], np: Any, torch: Any) -> dict[str, object]:
         "limits of the interpreter": lambda: (sys.getrecursionlimit(), sys.getswitchinterval()),
         "the locale": lambda: locale.setlocale(locale.LC_ALL),
         "the working directory": os.getcwd,
+        "the mask of new files": _umask,
         "environment variables": lambda: [os.environ.get(name) for name in variables],
         "the default timeout of sockets": socket.getdefaulttimeout,
         "random numbers": random.getstate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -23,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Else an assertion that fails would not say what it has seen. What is imported already would only be warned about.
+    modules = {f"{__package__}.{each.stem}" for each in INSTALLED.parent.iterdir() if each.stem != "__init__"}
+    pytest.register_assert_rewrite(*sorted(modules - sys.modules.keys()))
+    seconds = config.getoption("--kvloom-seconds")
+    if seconds is not None and not seconds > 0:
+        raise pytest.UsageError(f"--kvloom-seconds: expected more than 0, not {seconds:g}")
     if config.getoption("--kvloom"):
         from kvloom import KVLoomError
         from kvloom_testkit import subjects
@@ -44,6 +51,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A requirement that is skipped on purpose, or excused as one of many, is one left out in silence."""
     for item in filter(_is_requirement, items):
+        _check_that_it_is_the_kits(item)
         excuses = list(item.iter_markers_with_node("xfail"))
         if item.get_closest_marker("skip") is not None or item.get_closest_marker("skipif") is not None:
             raise pytest.UsageError(
@@ -55,6 +63,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is marked xfail from outside; a requirement that is not met is overridden by name in "
                 "its class, with @pytest.mark.xfail(reason=...)"
             )
+
+
+def _check_that_it_is_the_kits(item: pytest.Item) -> None:
+    """A mixin, or an assignment behind the class, would have put another one in its place."""
+    cls, name = item.cls, item.originalname  # type: ignore[attr-defined]
+    ours = [
+        vars(base)[name] for base in cls.__mro__ if base.__module__.startswith("kvloom_testkit.") and name in vars(base)
+    ]
+    if not ours or item.function.__code__ is not ours[-1].__code__:  # type: ignore[attr-defined]
+        raise pytest.UsageError(
+            f"{item.nodeid} is not the kit's; a requirement may only be overridden in the class itself, to say why it "
+            "is not met: @pytest.mark.xfail(reason=...)"
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Only the kit says what does not apply, and `make`, where there is nothing to open."""
+    report = yield
+    if call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception) and _is_requirement(item):
+        trace = call.excinfo.traceback
+        by_kit = Path(trace[-1].path).is_relative_to(INSTALLED.parent)
+        by_make = any(entry.name == "make" or Path(entry.path).name == "conformance.py" for entry in trace)
+        if not (by_kit or by_make):
+            report.outcome, report.longrepr = "failed", f"skipped from outside of the kit: {call.excinfo.value}"
+    return report
 
 
 def _is_requirement(item: pytest.Item) -> bool:
@@ -99,6 +133,6 @@ def _in_time(item: pytest.Item) -> AbstractContextManager[None]:
     seconds = item.config.getoption("--kvloom-seconds") or hanging.SECONDS
 
     def hang() -> None:
-        pytest.fail(f"still not done after {seconds:g} s", pytrace=True)
+        pytest.fail(f"{hanging.SAYS} {seconds:g} s", pytrace=True)
 
     return hanging.in_time(seconds, hang)

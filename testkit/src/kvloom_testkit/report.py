@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,16 +15,20 @@ from kvloom_testkit.checking import Result, check
 from kvloom_testkit.kinds import conformance_of
 from kvloom_testkit.requirements import requirements_of
 
-_MARKS = {"met": "ok", "not met": "FAIL", "skipped": "-"}
+_MARKS = {"met": "ok", "not met": "FAIL", "skipped": "-", "not tried": "?"}
+INTERRUPTED = 130
 
 
 def run(kind: str, type_: str, settings: Sequence[str], only: Sequence[str], seconds: float, *, as_json: bool) -> int:
     """Check one component and print how it came out; the exit status."""
     (subject,) = subjects.choose([f"{kind}:{type_}"], settings)
     known = {one.id: one.title for one in requirements_of(conformance_of(subject.kind))}
-    wanted = sorted(set(only) or known)
+    asked = {each.strip().upper() for text in only for each in text.split(",") if each.strip()}
+    wanted = sorted(asked or known)
     if unknown := sorted(set(wanted) - set(known)):
         raise ConfigError("--only", f"no requirement {', '.join(unknown)}; a {subject.kind} has {', '.join(known)}")
+    if not seconds > 0:
+        raise ConfigError("--seconds", f"expected more than 0, not {seconds:g}")
     width = max(len(known[each]) for each in wanted)
     with output.progress(f"{subject.kind} {subject.type}", len(wanted)) as step:
 
@@ -33,13 +38,17 @@ def run(kind: str, type_: str, settings: Sequence[str], only: Sequence[str], sec
                 print(f"{row.id}  {_MARKS[row.outcome]:4}  {row.title:{width}}  {why}".rstrip(), flush=True)
             step()
 
-        rows = check(subject, only=wanted, seconds=seconds, tell=tell)
+        try:
+            rows = check(subject, only=wanted, seconds=seconds, tell=tell)
+        except KeyboardInterrupt:
+            print(f"{subject.kind} {subject.type}: interrupted", file=sys.stderr)
+            return INTERRUPTED
     failed = [row for row in rows if row.outcome == "not met"]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         _explain(subject, rows, failed)
-    return 1 if failed else 0
+    return 1 if any(row.outcome in ("not met", "not tried") for row in rows) else 0
 
 
 def _explain(subject: subjects.Subject, rows: Sequence[Result], failed: Sequence[Result]) -> None:
@@ -49,6 +58,9 @@ def _explain(subject: subjects.Subject, rows: Sequence[Result], failed: Sequence
         print(f"\n{one.id} {one.what}")
         for name, text in (("Why", one.why), ("Usually", one.usually), ("Here", row.reason)):
             print(textwrap.fill(f"{name}: {text[:1000]}", 110, initial_indent="    ", subsequent_indent="    "))
-    met = sum(row.outcome == "met" for row in rows)
-    skipped = sum(row.outcome == "skipped" for row in rows)
-    print(f"\n{subject.kind} {subject.type}: {met} met, {len(failed)} not met, {skipped} skipped")
+    counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in _MARKS}
+    untried = counts.pop("not tried")
+    said = [f"{count} {outcome}" for outcome, count in counts.items()]
+    if untried:
+        said.append(f"{untried} not tried: {next(row.reason for row in rows if row.outcome == 'not tried')}")
+    print(f"\n{subject.kind} {subject.type}: {', '.join(said)}")

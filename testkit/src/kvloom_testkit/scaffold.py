@@ -5,6 +5,7 @@ Its component is the kit's reference of that kind under a new name: what is trie
 
 from __future__ import annotations
 
+import keyword
 import re
 import textwrap
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from kvloom.plugins import KINDS
 from kvloom_testkit.kinds import CLASSES, kind_of
 from kvloom_testkit.subjects import HARNESSES
 
+_NAME_LENGTH = 40
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _CAPITAL = re.compile(r"(?<=.)(?=[A-Z])")
 _WIDTH = 110
@@ -189,6 +191,10 @@ def create(word: str, type_: str, into: Path) -> Path:
     word: a kind. Raises ConfigError.
     """
     word = kind_of(word).removeprefix("blend ")
+    if into.exists() and not into.is_dir():
+        raise ConfigError("--into", f"{into} is no directory")
+    if keyword.iskeyword(type_) or len(type_) > _NAME_LENGTH:
+        raise ConfigError("name", f"{type_[:_NAME_LENGTH]!r} is a word of Python, or longer than {_NAME_LENGTH}")
     if not _NAME.fullmatch(type_):
         raise ConfigError("name", f"{type_!r} is no name for a type: small letters, digits and single underscores")
     start = STARTS[word]

@@ -116,7 +116,11 @@ def _setting(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise ConfigError("--set", f"expected KEY=VALUE, not {text!r}")
-    return key, value if _TMP in value else yaml.safe_load(value)
+    try:
+        return key, value if _TMP in value else yaml.safe_load(value)
+    except yaml.YAMLError:
+        hint = f"; {_TMP} stands for a directory" if "{" in value else ""
+        raise ConfigError("--set", f"{key}: {value!r} is not YAML; put it in quotes{hint}") from None
 
 
 def _filled(value: Any, tmp_path: Path) -> Any:
