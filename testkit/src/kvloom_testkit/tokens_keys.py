@@ -13,6 +13,7 @@ from kvloom_testkit.sequences import (
     CHUNK_TOKENS,
     FINGERPRINT,
     SALTS,
+    USUAL_CHUNK_TOKENS,
     VOCABULARY,
     Database,
     digests_of,
@@ -59,8 +60,8 @@ class KeyRequirements:
 
         Why: KV depends on all tokens before it. A key that does not notice one gives a wrong answer that looks right.
 
-        Usually: tokens are sampled, only the last ones are digested, or those of a window; or the digest before is not
-        part of the next.
+        Usually: tokens are sampled, only the last ones of a segment are digested, or those of a window; or the digest
+        before is not part of the next.
         """
         one = database()
         tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=3 * CHUNK_TOKENS, max_size=5 * CHUNK_TOKENS)
@@ -80,6 +81,14 @@ class KeyRequirements:
             known = digests_of([segment for segment in there if segment.end > at])
             here = segments_of(one, [*long[:at], long[at] ^ 1, *long[at + 1 :]])
             assert not known & digests_of(here), f"token {at} of {len(long)} was changed, and a later key is the same"
+        for chunk_tokens, step in ((USUAL_CHUNK_TOKENS, 7), (4096, 389)):  # primes meet every residue of a stride
+            one, tokens = database(chunk_tokens=chunk_tokens), some_tokens(2 * chunk_tokens)
+            there = segments_of(one, tokens)
+            for at in range(0, there[-1].end, step):
+                known = digests_of([segment for segment in there if segment.end > at])
+                here = segments_of(one, [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]])
+                about = f"token {at} was changed, with chunk_tokens={chunk_tokens}, and a later key is the same"
+                assert not known & digests_of(here), about
 
     def test_T07_nothing_after_the_end_counts(self, database: Database) -> None:
         """Tokens after a segment's end, how many there are, and other calls before, leave its key as it is.

@@ -59,6 +59,24 @@ class DigestsEveryOtherToken(Mutant, EvenTokenDatabase):
         return super().digest(before, tokens[::2])
 
 
+class DigestsTheEndOfEachSegment(Mutant, EvenTokenDatabase):
+    """Of which 64 tokens ought to be enough."""
+
+    breaks = "T06"
+
+    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
+        return super().digest(before, tokens[-64:])
+
+
+class DigestsTheEndOfLongSegments(Mutant, EvenTokenDatabase):
+    """Of which a page of 2,048 tokens ought to be enough."""
+
+    breaks = "T06"
+
+    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
+        return super().digest(before, tokens[-2048:])
+
+
 class AddsTokensUp(Mutant, EvenTokenDatabase):
     """A digest of the sum, the first and the last."""
 
