@@ -14,7 +14,7 @@ USUAL_CHUNK_TOKENS = 256
 """What engines are configured with, if nobody says otherwise."""
 VOCABULARY = 1 << 18
 FINGERPRINT = "0123456789abcdef0123456789abcdef"
-_ALIKE = ("", "-", "a", "A", "a ", " a", "tenant-1", "tenant-11", "é", "e\u0301", "a\0b", "\ud800")
+_ALIKE = ("", "-", "a", "A", "a ", " a", "tenant-1", "tenant-11", "é", "e\u0301", "a\0b", "?", "\ud800", "\udfff")
 SALTS = (*_ALIKE, "x" * 999 + "1", "x" * 999 + "2")
 
 Database = Callable[..., TokenDatabase]

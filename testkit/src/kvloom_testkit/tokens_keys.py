@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +22,9 @@ from kvloom_testkit.sequences import (
     segments_of,
     some_tokens,
 )
+
+
+DIGEST_BITS = 256
 
 
 class KeyRequirements:
@@ -46,7 +51,8 @@ class KeyRequirements:
         Why: the salt keeps tenants apart. The tag in the namespace has eight bytes only: two salts can be found that
         share it, so the digest has to differ too.
 
-        Usually: the salt is stripped, folded or cut, or is in the namespace only.
+        Usually: the salt is stripped, folded or cut, what cannot be encoded becomes a question mark, or it is in the
+        namespace only.
         """
         one, tokens = database(), some_tokens(4 * CHUNK_TOKENS)
         seen: dict[bytes, str] = {}
@@ -150,12 +156,14 @@ class KeyRequirements:
         assert elsewhere(one, code).split() == expected
 
     def test_T12_keys_have_the_form_of_kvloom(self, database: Database) -> None:
-        """A key is `<fingerprint>/<salt tag>`, a depth from 0 that grows along the sequence, and 32 bytes of digest.
+        """A key is `<fingerprint>/<salt tag>`, a depth from 0 that grows along the sequence, and 32 bytes of digest,
+        of which at least 128 bits are independent of each other.
 
         Why: tiers find a tenant's blobs by the namespace, know from the depth what comes before what, and read keys
-        back from the names of blobs.
+        back from the names of blobs. Of 32 bits, two among a hundred thousand segments are equal.
 
-        Usually: keys are made by hand, with a shorter digest or the salt itself in the namespace.
+        Usually: keys are made by hand, with a shorter digest, one that is said several times or filled up, or the salt
+        itself in the namespace.
         """
         for salt in ("", "tenant", "with/a slash"):
             found = segments_of(database(), some_tokens(5 * CHUNK_TOKENS), salt=salt)
@@ -164,6 +172,13 @@ class KeyRequirements:
             for key in (each.key for each in found):
                 assert isinstance(key, ChunkKey) and key.namespace == f"{FINGERPRINT}/{salt_tag(salt)}"
                 assert type(key.digest) is bytes and ChunkKey.parse(str(key)) == key
+        one, digests = database(), set[bytes]()
+        for seed in range(100):
+            digests |= digests_of(segments_of(one, some_tokens(8 * CHUNK_TOKENS, seed=seed)))
+            if len(digests) > 2 * DIGEST_BITS:
+                break
+        bits = _independent_bits(digests)
+        assert bits >= min(DIGEST_BITS // 2, len(digests) - 1), f"{len(digests)} digests differ in {bits} bits only"
 
     def test_T13_every_token_id_is_one_of_its_own(self, database: Database) -> None:
         """Ids of any size and sign count in full, and where one ends and the next begins is never in doubt.
@@ -216,3 +231,15 @@ class KeyRequirements:
             for segment in segments_of(database(chunk_tokens=factor * CHUNK_TOKENS), tokens):
                 here = segment[:2]
                 assert seen.setdefault(segment.key, here) == here, f"{here} and {seen[segment.key]} have the same key"
+
+
+def _independent_bits(digests: Collection[bytes]) -> int:
+    """How many bits of them say something that the others do not: the rank of their differences, modulo 2."""
+    first, *others = (int.from_bytes(digest, "big") for digest in digests)
+    rows: dict[int, int] = {}
+    for row in (first ^ other for other in others):
+        while row and (leading := row.bit_length()) in rows:
+            row ^= rows[leading]
+        if row:
+            rows[row.bit_length()] = row
+    return len(rows)

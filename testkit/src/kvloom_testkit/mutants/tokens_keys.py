@@ -50,6 +50,15 @@ class TidiesSalts(Mutant, EvenTokenDatabase):
         return super().root(salt.strip().casefold())
 
 
+class ReplacesWhatItCannotEncode(Mutant, EvenTokenDatabase):
+    """By a question mark, whatever it was."""
+
+    breaks = "T05"
+
+    def root(self, salt: str) -> bytes:
+        return super().root(salt.encode(errors="replace").decode())
+
+
 class DigestsEveryOtherToken(Mutant, EvenTokenDatabase):
     """Twice as fast."""
 
@@ -162,15 +171,6 @@ class HasNoDepth(Mutant, EvenTokenDatabase):
     def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:
         found = super().segments(tokens, mask, salt=salt)
         return [Segment(s, e, ChunkKey(key.namespace, 0, key.digest)) for s, e, key in found]
-
-
-class HasShortDigests(Mutant, EvenTokenDatabase):
-    """Sixteen bytes ought to be enough."""
-
-    breaks = "T12"
-
-    def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        return super().digest(before, tokens)[:16]
 
 
 class JoinsDecimals(Mutant, EvenTokenDatabase):
