@@ -23,7 +23,6 @@ from kvloom_testkit.sequences import (
     some_tokens,
 )
 
-
 DIGEST_BITS = 256
 
 
