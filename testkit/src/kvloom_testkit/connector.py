@@ -20,6 +20,17 @@ from kvloom_testkit.connector_sharing import SharingRequirements
 from kvloom_testkit.memories import ConnectorHarness, done, raw, same
 
 Opened = Callable[[], ConnectorHarness]
+SAME_SIZE = {
+    "float64": "float32",  # no other dtype has its size
+    "float32": "float64",
+    "float16": "bfloat16",
+    "bfloat16": "float16",
+    "float8_e4m3fn": "float8_e5m2",
+    "float8_e5m2": "float8_e4m3fn",
+    "int8": "uint8",
+    "uint8": "int8",
+}
+"""Dtypes of which elements have as many bytes, where there are any."""
 
 
 class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
@@ -154,11 +165,14 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
 
     def test_C07_what_it_cannot_work_on_is_refused(self, opened: Opened) -> None:
         """`check` accepts what fits, and raises ValueError if something is missing, unknown, too short or of another
-        model's dtype or shape. Tensors with a dimension more or less do not fit, nor do fractions as indices.
+        model's dtype or shape. Tensors with a dimension more or less do not fit, nor do fractions as indices, nor indices
+        below 0 or beyond all memory, wherever they are among those that count.
 
-        Why: it is the last look at what a caller passed, before memory is read and written by it.
+        Why: it is the last look at what a caller passed, before memory is read and written by it. An index of -1 is
+        what engines fill tables up with, and what torch takes for the last place there is.
 
-        Usually: `check` was not written, or looks at one of the tensors only.
+        Usually: `check` was not written, looks at one of the tensors or indices only, asks whether the largest index is
+        too large, or takes dtypes of the same size for the same.
         """
         it = opened()
         count, fits = it.num_tokens, it.engine().where
@@ -166,12 +180,12 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
         it.connector.check(fits, it.page_tokens)
         it.connector.check(it.engine(num_tokens=it.page_tokens).where, it.page_tokens)
         spec = it.spec
-        dtype = "float32" if spec.dtype != "float32" else "bfloat16"
+        dtypes = ("float32" if spec.dtype != "float32" else "bfloat16", SAME_SIZE[spec.dtype])
         bad = {
             "nothing": {},
             "what has room for fewer tokens": it.engine(num_tokens=count - it.page_tokens).where,
             "a name that it does not know": {**fits, "no_such_argument": 1},
-            f"KV of {dtype}": it.memory(replace(spec, dtype=dtype), count).where,
+            **{f"KV of {dtype}": it.memory(replace(spec, dtype=dtype), count).where for dtype in dtypes},
             "KV of more layers": it.memory(replace(spec, num_layers=spec.num_layers + 1), count).where,
             "KV of fewer layers": it.memory(replace(spec, num_layers=spec.num_layers - 1), count).where,
             "KV of larger heads": it.memory(replace(spec, head_size=2 * spec.head_size), count).where,
@@ -184,6 +198,7 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
                 bad[f"a dimension less in {name}"] = {**fits, name: tensor[0]}
                 if tensor.dtype in (torch.int32, torch.int64):
                     bad[f"fractions in {name}"] = {**fits, name: tensor.double()}
+                    bad |= it.indices_out_of_range(name)
         for name, where in bad.items():
             try:
                 it.connector.check(where, count)

@@ -37,33 +37,35 @@ class TensorMemory(EngineMemory):
 
 
 class PagesMemory(EngineMemory):
-    """Pages of four tokens, of which only the engine knows how they look inside, and a table of the request's."""
+    """Pages of four tokens, of which only the engine knows how they look inside, and a table of the request's,
+    which is filled up with -1."""
 
     def __init__(self, spec: KVSpec, num_tokens: int) -> None:
         count = -(-num_tokens // PAGE_TOKENS)
         order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(num_tokens))
-        self.table, self._others = order[:count].clone(), order[count:]
+        self._filled_up = torch.cat([order[:count], torch.tensor([-1, -1])])
+        self._table, self._others = self._filled_up[:count], order[count:]
         size = spec.kv_planes * spec.num_layers * PAGE_TOKENS * spec.hidden_dim
         self.pages = torch.full((2 * count, size), 3).to(spec.torch_dtype)
 
     @property
     def where(self) -> Mapping[str, Any]:
-        return {"pages": self.pages, "table": self.table}
+        return {"pages": self.pages, "table": self._filled_up}
 
     def kv(self) -> torch.Tensor:
-        return self.pages[self.table].clone()
+        return self.pages[self._table].clone()
 
     def set_kv(self, kv: torch.Tensor) -> None:
-        self.pages[self.table] = kv
+        self.pages[self._table] = kv
 
     def move(self) -> bool:
-        taken, free = self.table.clone(), self._others
-        self.table.copy_(free[: len(taken)])
+        taken, free = self._table.clone(), self._others
+        self._table.copy_(free[: len(taken)])
         self._others = torch.cat([taken, free[len(taken) :]])
         return True
 
     def surroundings(self) -> bytes:
-        return self.pages[self._others].view(torch.uint8).numpy().tobytes() + self.table.numpy().tobytes()
+        return self.pages[self._others].view(torch.uint8).numpy().tobytes() + self._filled_up.numpy().tobytes()
 
 
 def plain(component: Callable[[], GPUConnector]) -> ConnectorHarness:

@@ -94,6 +94,29 @@ class ConnectorHarness:
             return kv[:, :, segment.start : segment.end]
         return kv[segment.start // self.page_tokens : segment.end // self.page_tokens]
 
+    def indices_out_of_range(self, name: str) -> dict[str, Mapping[str, Any]]:
+        """What `check` should refuse: a tensor of indices with one that is none, at places that count, by what it is.
+
+        Where reading stays the same with another entry at a place, that place is only filled up.
+        """
+        memory, found = self.engine(), dict[str, Mapping[str, Any]]()
+        where, segments = memory.where, self.segments(self.num_tokens // self.page_tokens)
+        chunk = self.read(segments, memory)[0]
+        entries = where[name].flatten().tolist()
+        for at in sorted({0, len(entries) // 2, len(entries) - 1}):
+
+            def put(value: int, at: int = at) -> Mapping[str, Any]:
+                tensor = where[name].clone()
+                tensor.view(-1)[at] = value
+                return {**where, name: tensor}
+
+            other = self.chunks(segments)
+            done(self.connector.read(segments, other, **put(entries[at - 1 if at else 1 % len(entries)])))
+            if not same(other[0].tensor, chunk.tensor):
+                for value in (-1, torch.iinfo(where[name].dtype).max):
+                    found[f"{value} as entry {at} of {len(entries)} in {name}"] = put(value)
+        return found
+
     def read(self, segments: Sequence[Segment], memory: EngineMemory, *, poison: int = 0x5A) -> list[Chunk]:
         """New chunks with what the connector reads; the fence was waited for."""
         chunks = self.chunks(segments, poison=poison)

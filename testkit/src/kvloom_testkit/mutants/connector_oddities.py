@@ -45,6 +45,9 @@ class MovesPages(Oddity, GPUConnector):
             raise ValueError("pages: not of this model")
         if table.dtype != torch.int64 or table.dim() != 1 or len(table) * PAGE_TOKENS < num_tokens:
             raise ValueError("table: no pages of so many tokens")
+        needed = table[: -(-num_tokens // PAGE_TOKENS)]  # the rest is filled up with -1
+        if needed.numel() and not 0 <= int(needed.min()) <= int(needed.max()) < len(pages):
+            raise ValueError("table: pages that there are not")
 
     @torch.inference_mode()
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
