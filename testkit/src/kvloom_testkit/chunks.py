@@ -30,6 +30,7 @@ PAGES = ((5, 24), (2, 3, 16), (7,))
 """Shapes of opaque pages, in elements."""
 
 _GUARD_BYTES = 4096
+_UNEVEN = 8
 
 
 def chunk_of(spec: KVSpec, num_tokens: int = 5, *, seed: int = 0) -> Chunk:
@@ -60,6 +61,44 @@ def finite_chunks(spec: KVSpec, num_tokens: int = 5) -> dict[str, Chunk]:
         "the smallest numbers": normal.sign() * about.smallest_normal,
     }
     return {name: Chunk(each.to(dtype), MemoryFormat.KV_BLOB, num_tokens) for name, each in tensors.items()}
+
+
+def uneven_chunks(spec: KVSpec, num_tokens: int = 4) -> dict[str, Chunk]:
+    """Chunks of usual values of which one half is much larger than the other, by which; none for whole numbers."""
+    shape, dtype = spec.blob_shape(num_tokens), spec.torch_dtype
+    if not dtype.is_floating_point:
+        return {}
+    normal = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(num_tokens))
+    large = {
+        "K": (0, slice(None)),
+        "V": (-1, slice(None)),
+        "layer 0": (slice(None), 0),
+        "the others": (slice(None), slice(1, None)),
+    }
+    found = {}
+    for name, which in large.items():
+        values = normal.clone()
+        values[which] *= _UNEVEN
+        found[f"{name} {_UNEVEN} times as large"] = Chunk(values.to(dtype), MemoryFormat.KV_BLOB, num_tokens)
+    return found
+
+
+def astray(back: Chunk, given: Chunk) -> str:
+    """Which layers came back as something else, and how; empty if what is lost is rounding, be it very rough.
+
+    Two bits a value are enough, scaled by the largest value of a layer, or five scaled by the largest of a chunk.
+    """
+    found = []
+    for plane, layers in enumerate(zip(back.tensor.double(), given.tensor.double(), strict=True)):
+        for layer, (here, there) in enumerate(zip(*layers, strict=True)):
+            product = float((here * there).sum())
+            times = product / float((there * there).sum())
+            alike = product / max(float(here.norm() * there.norm()), 1e-300)
+            if not (0.35 < times < 1.6 and alike > 0.3):
+                found.append(
+                    f"plane {plane}, layer {layer}: {times:.2f} times what it was, with a correlation of {alike:.2f}"
+                )
+    return "; ".join(found)
 
 
 def bits(chunk: Chunk) -> torch.Tensor:

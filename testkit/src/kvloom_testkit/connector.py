@@ -165,8 +165,8 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
 
     def test_C07_what_it_cannot_work_on_is_refused(self, opened: Opened) -> None:
         """`check` accepts what fits, and raises ValueError if something is missing, unknown, too short or of another
-        model's dtype or shape. Tensors with a dimension more or less do not fit, nor do fractions as indices, nor indices
-        below 0 or beyond all memory, wherever they are among those that count.
+        model's dtype or shape. Tensors with a dimension more or less do not fit, nor do fractions as indices, nor
+        indices below 0 or beyond all memory, wherever they are among those that count.
 
         Why: it is the last look at what a caller passed, before memory is read and written by it. An index of -1 is
         what engines fill tables up with, and what torch takes for the last place there is.

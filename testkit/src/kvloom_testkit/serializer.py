@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvloom import Chunk, KVSpec, MemoryFormat, Place, Serializer
+from kvloom import Chunk, MemoryFormat, Place, Serializer
 from kvloom_testkit.chunks import (
-    MODELS,
     PAGES,
     POISONS,
     Guarded,
+    astray,
     bits,
     chunk_of,
     finite_chunks,
     outline,
     pages_of,
     room_for,
+    uneven_chunks,
 )
 from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.remaking import elsewhere, once_more, spec_of
@@ -28,35 +28,12 @@ from kvloom_testkit.requirements import needs
 from kvloom_testkit.running import together
 from kvloom_testkit.serializer_bytes import BytesRequirements
 from kvloom_testkit.serializer_layers import LayerRequirements
+from kvloom_testkit.serializer_models import REAL_TOKENS, for_every_model, of_real_size
 from kvloom_testkit.serializer_settings import SettingsRequirements
 
 TOKENS = (1, 7, 16)
-REAL_TOKENS = (256, 257)
 
 Opened = Callable[[], Serializer]
-
-
-def for_every_model(serializer: Serializer) -> Iterator[tuple[KVSpec, Serializer]]:
-    """The serializer made for one model after the other, as long as it takes KV like theirs."""
-    for spec in (spec_of(serializer), *MODELS):
-        try:
-            one = once_more(serializer, spec=spec)
-        except ValueError:  # ConfigError is one
-            continue
-        yield spec, one
-        one.close()
-
-
-def of_real_size(serializer: Serializer) -> Iterator[tuple[KVSpec, Serializer]]:
-    """The serializer made for a model of some size, of which chunks take MiBs, if it takes KV like that."""
-    if MemoryFormat.KV_BLOB in serializer.formats:
-        spec = replace(spec_of(serializer), num_layers=2, num_kv_heads=8, head_size=128)
-        try:
-            one = once_more(serializer, spec=spec)
-        except ValueError:
-            return
-        yield spec, one
-        one.close()
 
 
 def usual_chunk(serializer: Serializer, num_tokens: int = 7, *, seed: int = 0) -> Chunk:
@@ -110,12 +87,13 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
 
     def test_S02_what_is_lost_is_the_same_every_time(self, opened: Opened) -> None:
         """[lossy] Decoding a blob gives the same bits each time, in every instance, and finite ones for finite values.
-        Of usual values, what comes back is nearer to the positive ones, and to the negative ones, than zeros would be.
+        Of usual values, what comes back is nearer to the positive ones, and to the negative ones, than zeros would be;
+        and in each layer of K and of V it is about as large as it was, also where one is much larger than the other.
 
         Why: a chunk that is read twice must be the same chunk, and one infinity spoils every token after it.
 
-        Usually: noise is added when decoding, the largest values overflow in the narrower type, or a scale or sign is
-        lost.
+        Usually: noise is added when decoding, the largest values overflow in the narrower type, a sign is lost, or a
+        scale is, or is that of another layer, or of K where V is meant.
         """
         if opened().lossless:
             pytest.skip("it claims lossless")
@@ -132,6 +110,10 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
                     for sign, some in (("positive", given > 0), ("negative", given < 0)):
                         near = (back[some] - given[some]).norm() < given[some].norm()
                         assert near, f"of {sign} values in {spec.dtype} nothing is left"
+            for name, chunk in uneven_chunks(spec).items():
+                back = room_for(chunk)
+                one.decode(one.encode(chunk), back)
+                assert not (wrong := astray(back, chunk)), f"{name}, {spec.dtype}: {wrong}"
             other.close()
         for spec, one in of_real_size(opened()):
             for num_tokens in REAL_TOKENS:
