@@ -18,13 +18,14 @@ Opened = Callable[[], Observer]
 
 
 def events() -> list[Event]:
-    """One of each name, with much to say and with nothing."""
+    """Of each name: with nothing to say, with much, and with much that took no time."""
     return [
         event
         for name in NAMES
         for event in (
             Event(name),
-            Event(name, "disk", 1 << 40, 1 << 30, 1 << 50, 12.5, "a reason, with = and \n and ä"),
+            Event(name, "disk", 1 << 40, 1 << 30, 1 << 50, 12.5, "a reason, with =, 99 %, %s, {}, {0!r}, \n and ä"),
+            Event(name, "memory", 256, 1, 1 << 20, 0.0),
         )
     ]
 
@@ -43,7 +44,8 @@ class ObserverConformance(Conformance):
 
         Why: what it raises is contained and counted, and the event is lost to it.
 
-        Usually: a table of names lacks one, or a reason is taken for a number or for a label without odd characters.
+        Usually: a table of names lacks one, bytes are divided by no seconds, or a reason is taken for a number, for a
+        format or for a label without odd characters.
         """
         observer = opened()
         for event in events():
@@ -56,7 +58,7 @@ class ObserverConformance(Conformance):
 
         Usually: the name is looked up with `[]`, or a match has no last case.
         """
-        opened().on_event(Event("something_new", "disk", 1, 1, 1))  # type: ignore[arg-type]
+        opened().on_event(Event("something_new", "disk", 1, 1, 1, 1.0))  # type: ignore[arg-type]
 
     def test_O03_does_not_keep_the_queue_waiting(self, opened: Opened) -> None:
         """It takes two hundred events in at most a second.

@@ -26,6 +26,34 @@ class FormatsTheReason(Mutant, CountingObserver):
         super().on_event(event)
 
 
+class TakesTheReasonForAFormat(Mutant, CountingObserver):
+    """As it is, in front of the numbers."""
+
+    breaks = "O01"
+
+    def on_event(self, event: Event) -> None:
+        self.seen[(event.reason + " tier=%s") % event.tier] += 1
+
+
+class FormatsWithBraces(Mutant, CountingObserver):
+    """What the reason has in braces, it fills in."""
+
+    breaks = "O01"
+
+    def on_event(self, event: Event) -> None:
+        self.seen[(event.reason + " tier={tier}").format(tier=event.tier)] += 1
+
+
+class DividesByTheSeconds(Mutant, CountingObserver):
+    """Of which there may be none."""
+
+    breaks = "O01"
+
+    def on_event(self, event: Event) -> None:
+        if event.bytes:
+            self.seen[f"{event.name} at {event.bytes / event.seconds:.0f} bytes a second"] += 1
+
+
 class KnowsTheNames(Mutant, CountingObserver):
     """Has a table of the names there are today."""
 
