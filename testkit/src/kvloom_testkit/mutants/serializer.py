@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -276,6 +277,15 @@ class RefusesOtherLevels(Oddity, LevelledSerializer):
         if super().level_of(blob) != self.level:
             raise CorruptBlobError("another level")
         return self.level
+
+
+class CannotEncodeAtEveryLevel(Oddity, LevelledSerializer):
+    """And hears of it from the library that it compresses with."""
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        if not 0 < self.level <= 2:
+            raise zlib.error("bad compression level")
+        return super().encode(chunk)
 
 
 class TakesPagesOnly(Oddity, RowsSerializer):
