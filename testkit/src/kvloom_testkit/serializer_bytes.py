@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
-from kvloom import Buffer, Chunk, CorruptBlobError, Serializer
+from kvloom import Buffer, Chunk, CorruptBlobError, MemoryFormat, Serializer
 from kvloom_testkit.chunks import bits, room_for
 
 Blob = list[bytes]
+T = TypeVar("T")
+_LARGE_BYTES = 1 << 23
+_SPARE_BYTES = 1 << 20
+"""What a decoder may take beside a few copies of the blob."""
 
 
 class BytesRequirements:
@@ -40,11 +45,14 @@ class BytesRequirements:
                 assert not accepted, f"{name} was accepted"
 
     def test_S07_no_bytes_do_any_harm(self, opened: Callable[[], Serializer]) -> None:
-        """For any bytes of the right lengths, `decode` fills the chunk or raises CorruptBlobError, and nothing else.
+        """For any bytes of the right lengths, `decode` fills the chunk or raises CorruptBlobError, and nothing else. A
+        short blob of a chunk that is much larger is refused without the memory of that chunk.
 
-        Why: a checksum does not protect from what another version wrote, or somebody who can write to the store.
+        Why: a checksum does not protect from what another version wrote, or somebody who can write to the store. Zeros
+        deflate to a thousandth, so that a blob of a few MiB would take what memory there is.
 
-        Usually: a length in the blob is trusted, or the error of a parser comes through.
+        Usually: a length in the blob is trusted, everything is decompressed and its length compared afterwards, or the
+        error of a parser comes through.
         """
         one, chance = opened(), random.Random(3)
         chunk = _usual(one, 7)
@@ -56,6 +64,13 @@ class BytesRequirements:
         for blob in blobs:
             _, error = _decoded(one, blob, chunk)
             assert error is None, f"{type(error).__name__} instead of CorruptBlobError: {error}"
+        if not (large := _deflated(one, chunk)):
+            return
+        (accepted, error), taken = _peak_bytes(lambda: _decoded(one, large, chunk))
+        about = f"a blob of {_length(large)} bytes, of a chunk of {_LARGE_BYTES >> 20} MiB"
+        assert error is None, f"{about}: {type(error).__name__} instead of CorruptBlobError: {error}"
+        assert not accepted, f"{about} was accepted for one of {chunk.nbytes} bytes"
+        assert taken < 4 * _length(large) + _SPARE_BYTES, f"{about}, took {taken >> 20} MiB before it was refused"
 
     def test_S16_any_kind_of_buffer_will_do(self, opened: Callable[[], Serializer]) -> None:
         """`decode` takes bytes, bytearrays and memoryviews, read-only ones too, at any address; and changes none.
@@ -151,3 +166,36 @@ def _flipped(good: Blob, chance: random.Random) -> Blob:
     place = chance.randrange(min(len(part), 64) if chance.random() < 0.6 else len(part))
     part[place] ^= chance.randrange(1, 256)
     return [bytes(part) for part in parts]
+
+
+def _length(blob: Blob) -> int:
+    return sum(map(len, blob))
+
+
+def _deflated(one: Serializer, like: Chunk) -> Blob:
+    """The blob of a chunk of `_LARGE_BYTES` of zeros, if that is much less; else empty."""
+    blob: Blob = []
+    for num_bytes in (_LARGE_BYTES >> 5, _LARGE_BYTES):
+        shape, tokens = list(like.tensor.shape), 2 if like.format is MemoryFormat.KV_BLOB else 0
+        times = num_bytes // like.nbytes
+        shape[tokens] *= times
+        zeros = torch.zeros(shape).to(like.tensor.dtype)
+        blob = [bytes(buffer) for buffer in one.encode(Chunk(zeros, like.format, like.num_tokens * times))]
+        if 16 * _length(blob) > num_bytes:
+            return []
+    return blob
+
+
+def _peak_bytes(run: Callable[[], T]) -> tuple[T, int]:
+    """What a function returns, and how much memory of Python and numpy it took at most."""
+    tracing = tracemalloc.is_tracing()
+    if not tracing:
+        tracemalloc.start()
+    try:
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        returned = run()
+        return returned, tracemalloc.get_traced_memory()[1] - before
+    finally:
+        if not tracing:
+            tracemalloc.stop()
