@@ -82,9 +82,10 @@ def _check_that_it_is_the_kits(item: pytest.Item) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Only the kit says what does not apply, and `make`, where there is nothing to open."""
     report = yield
-    if call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception) and _is_requirement(item):
+    if report.skipped and isinstance(report.longrepr, tuple) and _is_requirement(item):
+        assert call.excinfo is not None
+        by_kit = Path(report.longrepr[0]).is_relative_to(INSTALLED.parent)
         trace = call.excinfo.traceback
-        by_kit = Path(trace[-1].path).is_relative_to(INSTALLED.parent)
         by_make = any(entry.name == "make" or Path(entry.path).name == "conformance.py" for entry in trace)
         if not (by_kit or by_make):
             report.outcome, report.longrepr = "failed", f"skipped from outside of the kit: {call.excinfo.value}"
