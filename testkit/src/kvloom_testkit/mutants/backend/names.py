@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from pathlib import Path
 
@@ -53,6 +54,33 @@ class NamesFilesByAShortDigest(Mutant, DirectoryBackend):
 
     def _file(self, key: str) -> Path:
         return self._path / f"{zlib.crc32(key.encode()) & 0xFF:02x}"
+
+
+class NamesFilesByAChecksum(Mutant, DirectoryBackend):
+    """Which was made to find flipped bits, and no names."""
+
+    breaks = "B08"
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{zlib.crc32(key.encode()):08x}"
+
+
+class NamesFilesBySumsOfLetters(Mutant, DirectoryBackend):
+    """The other checksum of zlib."""
+
+    breaks = "B08"
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{zlib.adler32(key.encode()):08x}"
+
+
+class NamesFilesByEightDigits(Mutant, DirectoryBackend):
+    """Of a good digest, of which 32 bits are too few."""
+
+    breaks = "B08"
+
+    def _file(self, key: str) -> Path:
+        return self._path / hashlib.sha256(key.encode()).hexdigest()[:8]
 
 
 class NeedsADirectoryWhereAFileIs(Mutant, DirectoryBackend):
