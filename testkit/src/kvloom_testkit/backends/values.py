@@ -56,14 +56,16 @@ class ValueRequirements(BackendRequirements):
         assert backend.get(names.key()) is None
 
     def test_B03_the_last_put_wins(self, names: Namespace, opened: Open) -> None:
-        """After a second `put` of a key there is the second blob, whole and alone, whether it is longer or shorter.
+        """After a second `put` of a key there is the second blob, whole and alone, whether it is longer, shorter or as
+        long as the first.
 
         Why: a chunk is stored again when a better version of it comes, and its length says where it ends.
 
-        Usually: the file is written over without being cut, or the store keeps the first of two values.
+        Usually: the file is written over without being cut, the store keeps the first of two values, or what is as long
+        as what is there is taken for the same.
         """
         backend, key = opened(), names.key()
-        for size in (5000, 100_000, 100, 5000):
+        for size in (5000, 5000, 100_000, 100, 5000):
             blob = blob_of(size)
             backend.put(key, [blob])
             assert content(backend.get(key)) == blob, f"put {size} bytes over what was there"

@@ -80,6 +80,17 @@ class KeepsTheFirst(Mutant, DirectoryBackend):
             super().put(key, blob)
 
 
+class ComparesLengths(Mutant, DirectoryBackend):
+    """What is as long has been put before."""
+
+    breaks = "B03"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        file = self._file(key)
+        if not file.exists() or file.stat().st_size != sum(map(len, blob)):
+            super().put(key, blob)
+
+
 class DeletesOnlyWhatIsThere(Mutant, DirectoryBackend):
     """Lets the client's exception out."""
 
