@@ -11,11 +11,19 @@ class Broken(Exception):
     """The memory of a blob could not be read."""
 
 
+class BrokenOfTheSystem(Broken, OSError):
+    """The same, as a failure of the operating system."""
+
+
+FAILURES = (Broken, BrokenOfTheSystem)
+
+
 class BreaksHalfWay(Sequence[Buffer]):
     """Three buffers, of which the second cannot be had."""
 
-    def __init__(self, part: bytes) -> None:
+    def __init__(self, part: bytes, failure: type[Broken] = Broken) -> None:
         self._part = part
+        self._failure = failure
 
     def __len__(self) -> int:
         return 3
@@ -24,7 +32,7 @@ class BreaksHalfWay(Sequence[Buffer]):
         if index >= 3:
             raise IndexError(index)
         if index:
-            raise Broken
+            raise self._failure
         return self._part
 
     def __iter__(self) -> Iterator[Buffer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -223,6 +224,16 @@ class WritesPartByPart(Mutant, DirectoryBackend):
     def put(self, key: str, blob: Buffers) -> None:
         with self._file(key).open("wb") as file:
             file.writelines(blob)
+
+
+class HidesThatAPutFailed(Mutant, DirectoryBackend):
+    """It is only a cache, its author thought."""
+
+    breaks = "B12"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        with contextlib.suppress(OSError):
+            super().put(key, blob)
 
 
 class CachesWhatItWroteWrongly(Mutant, DirectoryBackend):
