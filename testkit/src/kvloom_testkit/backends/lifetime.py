@@ -15,6 +15,7 @@ from kvloom_testkit.backends.base import BackendRequirements, Make, Open, again,
 from kvloom_testkit.backends.broken import BreaksHalfWay, Broken
 from kvloom_testkit.backends.landing import Landing
 from kvloom_testkit.keys import Namespace, blob_of
+from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import together
 
@@ -191,6 +192,23 @@ class LifetimeRequirements(BackendRequirements):
             assert isinstance(getattr(backend, claim), bool), f"{claim} is {getattr(backend, claim)!r}"
         threads = backend.threads
         assert isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1, f"threads is {threads!r}"
+
+    def test_B42_the_process_is_left_as_it_is(self, names: Namespace, make: Make) -> None:
+        """Opening an instance, using every verb and closing it change nothing that belongs to the whole process:
+        logging, handlers of signals, the working directory, the umask, random numbers, torch's settings.
+
+        Why: it is a guest in a server, whose other parts rely on all of that.
+
+        Usually: `logging.basicConfig` in the constructor, a umask that is set for the store's files and stays, or
+        `os.chdir` into the store, so that keys can be names of files.
+        """
+        with left_as_it_is():
+            backend = make()
+            try:
+                backend.check_writable()
+                _use(backend, names)
+            finally:
+                backend.close()
 
 
 def _foreign(backend: StorageBackend) -> set[str]:
