@@ -160,7 +160,7 @@ class DeathRequirements(BackendRequirements):
         run(CHILDREN + PUT, backend, [names.key()])
 
     @needs("hold")
-    def test_B37_a_right_is_one_processs_and_ends_with_it(self, names: Namespace, opened: Open) -> None:
+    def test_B37_one_process_has_a_right_until_it_ends(self, names: Namespace, opened: Open) -> None:
         """`hold` tells another process False while this one has the right; that of a killed process can be had again.
 
         A forked child that closes the instance does not give back what its parent has. Where leases tell that a process

@@ -88,7 +88,7 @@ class LifetimeRequirements(BackendRequirements):
         opened.close(backend)
 
     @needs("identity")
-    def test_B27_identity_is_the_stores(self, names: Namespace, opened: Open) -> None:
+    def test_B27_identity_tells_which_store_it_is(self, names: Namespace, opened: Open) -> None:
         """Two instances on the same store give the same text, before and after something was put; or None.
 
         Why: two tiers on one store would count its bytes twice and evict each other's; they are refused at start.

@@ -116,7 +116,7 @@ class ValueRequirements(BackendRequirements):
         for above in (f"{names.fingerprint}/a/b", f"{names.fingerprint}/a"):
             assert not second.contains(above) and second.get(above) is None, "the beginning of a key"
 
-    def test_B06_buffers_are_the_callers_again_after_put(self, names: Namespace, opened: Open) -> None:
+    def test_B06_buffers_belong_to_the_caller_again_after_put(self, names: Namespace, opened: Open) -> None:
         """What the caller writes into the buffers once `put` has returned does not change the blob.
 
         Why: the buffers are a pool's memory, which holds another chunk a moment later.
