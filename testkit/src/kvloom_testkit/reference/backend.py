@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvloom import Buffer, Buffers, Config, Entry, StorageBackend
+from kvloom import Buffer, Buffers, Config, Entry, KVSpec, StorageBackend
+
+
+class DirectoryConfig(Config):
+    """Its settings in YAML; anything else is an error."""
+
+    path: Path
+    """Where the files are; made if it is not there."""
 
 
 class DirectoryBackend(StorageBackend):
@@ -16,16 +24,13 @@ class DirectoryBackend(StorageBackend):
     type = "kit_directory"
     persistent = True
     shared = True
+    Config = DirectoryConfig
 
-    class Config(Config):
-        """Where the files are."""
-
-        path: Path
-
-    def __init__(self, config: Config, spec: object = None) -> None:
-        super().__init__(config)
-        self._path = config.path  # type: ignore[attr-defined]
+    def __init__(self, config: DirectoryConfig, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        self._path = config.path
         self._path.mkdir(parents=True, exist_ok=True)
+        self._rights: dict[str, int] = {}
 
     def put(self, key: str, blob: Buffers) -> None:
         os.replace(self._draft(blob), self._file(key))
@@ -52,6 +57,22 @@ class DirectoryBackend(StorageBackend):
                     except FileNotFoundError:  # deleted meanwhile
                         continue
                     yield Entry(key, status.st_size, status.st_mtime)
+
+    def hold(self, name: str) -> bool:
+        if name in self._rights:
+            return True
+        number = os.open(self._path / f"+hold-{name}", os.O_CREAT)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another instance has it, of this process or another
+            os.close(number)
+            return False
+        self._rights[name] = number  # the right ends when it is closed, also by the end of the process
+        return True
+
+    def close(self) -> None:
+        while self._rights:
+            os.close(self._rights.popitem()[1])
 
     def _draft(self, blob: Buffers) -> str:
         """A new file with the blob in it, under a name that no key has."""

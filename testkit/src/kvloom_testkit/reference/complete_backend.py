@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from kvloom import Buffers, Config, Entry, Sink
+from kvloom import Buffers, Entry, Sink
 from kvloom_testkit.reference.backend import DirectoryBackend
 
 
 class CompleteDirectoryBackend(DirectoryBackend):
-    """Reads straight into the caller's memory, creates, tells its identity, notes uses and holds rights."""
+    """Reads straight into the caller's memory, creates, tells its identity and notes uses."""
 
     type = "kit_complete_directory"
-
-    def __init__(self, config: Config, spec: object = None) -> None:
-        super().__init__(config, spec)
-        self._rights: dict[str, int] = {}
 
     def get_into(self, key: str, sink: Sink) -> bool:
         with self._opened(key) as file:
@@ -61,22 +56,6 @@ class CompleteDirectoryBackend(DirectoryBackend):
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._file(key), ns=(time.time_ns(), self._file(key).stat().st_mtime_ns))
-
-    def hold(self, name: str) -> bool:
-        if name in self._rights:
-            return True
-        number = os.open(self._path / f"+hold-{name}", os.O_CREAT)
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(number)
-            return False
-        self._rights[name] = number
-        return True
-
-    def close(self) -> None:
-        while self._rights:
-            os.close(self._rights.popitem()[1])
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[BinaryIO | None]:

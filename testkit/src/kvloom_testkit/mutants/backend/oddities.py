@@ -67,6 +67,7 @@ class OpensOnce(Oddity, DirectoryBackend):
             raise
 
     def close(self) -> None:
+        super().close()
         self._lock.close()
 
 
