@@ -81,6 +81,9 @@ def test_it_is_written_as_this_repository_is(word: str, tmp_path: Path) -> None:
         ("backends", "mine", "no kind 'backends'"),
         ("backend", "Mine", "no name for a type"),
         ("backend", "a__b", "no name for a type"),
+        ("backend", "class", "no name for a type"),
+        ("backend", "null", "no name for a type"),
+        ("backend", "a" * 41, "no name for a type"),
         ("backend", "dict", "already"),
     ],
 )
@@ -88,6 +91,12 @@ def test_what_cannot_be_made_is_said(word: str, name: str, said: str, tmp_path: 
     with pytest.raises(ConfigError, match=said):
         scaffold.create(word, name, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_directory_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--into.*cannot be written"):
+        scaffold.create("backend", "mine", tmp_path / "file")
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

@@ -5,21 +5,23 @@ Its component is the kit's reference of that kind under a new name: what is trie
 
 from __future__ import annotations
 
-import keyword
 import re
 import textwrap
 from dataclasses import dataclass
 from importlib.resources import files
+from keyword import iskeyword
 from pathlib import Path
 from string import Template
+
+import yaml
 
 from kvloom import ConfigError, Registry
 from kvloom.plugins import KINDS
 from kvloom_testkit.kinds import CLASSES, kind_of
 from kvloom_testkit.subjects import HARNESSES
 
-_NAME_LENGTH = 40
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_LONGEST = 40
 _CAPITAL = re.compile(r"(?<=.)(?=[A-Z])")
 _WIDTH = 110
 
@@ -52,8 +54,9 @@ class Start:
 STARTS = {
     "backend": Start(
         "backend", "A storage backend", "backend", "DirectoryBackend", "kit_directory", "Backend",
-        "Put your store in the place of the directory: first the settings in `Config`, then `put`, `get`, `contains` "
-        "and `delete`, then `scan`. Say in `persistent` and `shared` what is true of it, or delete them.",
+        "Put your store in the place of the directory: first its settings, then `put`, `get`, `contains` "
+        "and `delete`, then `scan`. Say in `persistent` and `shared` what is true of it, or delete them. `hold` is for "
+        "stores that processes share: without it, each of them evicts.",
         "tiers:\n  - {type: memory, capacity: 1GiB}\n  - {type: $type, path: /somewhere}",
         settings="path=tmp_path", options=" --set path={tmp}",
     ),
@@ -150,7 +153,8 @@ In a configuration:
 The class is in `$source`. It works as it is, and does something simple.
 $change
 
-What it must do is in kvloom's `docs/contracts/$page.md`; `pytest` says which of it is not met yet.
+`pytest` says what it must do that it does not do yet; `python -m kvloom_testkit.contracts contracts` writes down all of
+it, with the reasons, in `contracts/$page.md`.
 """
 
 _ENTRY = '''"""The entry module: every `kvloom` command imports it, so it imports the class only when asked."""
@@ -191,12 +195,12 @@ def create(word: str, type_: str, into: Path) -> Path:
     word: a kind. Raises ConfigError.
     """
     word = kind_of(word).removeprefix("blend ")
-    if into.exists() and not into.is_dir():
-        raise ConfigError("--into", f"{into} is no directory")
-    if keyword.iskeyword(type_) or len(type_) > _NAME_LENGTH:
-        raise ConfigError("name", f"{type_[:_NAME_LENGTH]!r} is a word of Python, or longer than {_NAME_LENGTH}")
-    if not _NAME.fullmatch(type_):
-        raise ConfigError("name", f"{type_!r} is no name for a type: small letters, digits and single underscores")
+    if not _NAME.fullmatch(type_) or len(type_) > _LONGEST or iskeyword(type_) or yaml.safe_load(type_) != type_:
+        raise ConfigError(
+            "name",
+            f"{type_!r} is no name for a type: small letters, digits and single underscores, at most {_LONGEST}, "
+            "and no word that Python or YAML has for something else",
+        )
     start = STARTS[word]
     if type_ in Registry.discover().types(start.kind):
         raise ConfigError("name", f"there is a {start.kind} of type {type_!r} already")
@@ -204,9 +208,12 @@ def create(word: str, type_: str, into: Path) -> Path:
     place = into / package.replace("_", "-")
     if place.exists():
         raise ConfigError("name", f"{place} is there already")
-    for path, text in _package(word, start, type_, package).items():
-        (place / path).parent.mkdir(parents=True, exist_ok=True)
-        (place / path).write_text(text, encoding="utf-8")
+    try:
+        for path, text in _package(word, start, type_, package).items():
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            (place / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--into", f"{place} cannot be written: {error}") from error
     return place
 
 
@@ -232,7 +239,7 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         "package": package,
         "plugin": f"{word}_{type_}",
         "type": type_,
-        "word": start.kind.replace(" ", "-"),
+        "word": word,
         "argument": ", tmp_path" if start.settings else "",
         "imports": f"from {package}.{module} import {cls}\n",
         "make": f"lambda: harness(lambda: {made})" if start.harness else f"lambda: {made}",
