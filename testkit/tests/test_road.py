@@ -19,6 +19,7 @@ def test_the_first_backend_meets_its_requirements(tmp_path: Path) -> None:
     place = scaffold.create("backend", "sqlite", tmp_path)
     files = [place / "src/kvloom_backend_sqlite/sqlite_backend.py", place / "tests/test_conformance.py"]
     assert all(path.is_file() and str(path.relative_to(place)) in text for path in files)
+    assert tests == files[1].read_text().replace("path=tmp_path", 'path=tmp_path / "kv.sqlite"'), "what has changed"
     for path, code in zip(files, (backend, tests), strict=True):
         path.write_text(code, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place / "src"), *sys.path])}
