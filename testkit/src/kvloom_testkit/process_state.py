@@ -20,10 +20,8 @@ from typing import Any
 
 @contextmanager
 def left_as_it_is() -> Iterator[None]:
-    """Fails if anything of it is another afterwards, and says what. Imports torch and numpy, to know how they were."""
-    import numpy as np
-    import torch
-
+    """Fails if anything of it is another afterwards, and says what. Of torch and numpy only if they were imported."""
+    np, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     variables = tuple(os.environ)  # a library may add what only it reads
     before = _state(variables, np, torch)
     with put_back():
@@ -112,17 +110,23 @@ def _state(variables: Sequence[str], np: Any, torch: Any) -> dict[str, object]:
         "environment variables": lambda: [os.environ.get(name) for name in variables],
         "the default timeout of sockets": socket.getdefaulttimeout,
         "random numbers": random.getstate,
-        "random numbers of numpy": lambda: [each.tobytes() if isinstance(each, np.ndarray) else each
-                                            for each in np.random.get_state(legacy=True)],
-        "random numbers of torch": lambda: torch.get_rng_state().numpy().tobytes(),
-        "errors of numpy": np.geterr,
-        "threads of torch": lambda: (torch.get_num_threads(), torch.get_num_interop_threads()),
-        "default dtype of torch": torch.get_default_dtype,
-        "default device of torch": torch.get_default_device,
-        "grad mode of torch": lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "deterministic algorithms of torch": torch.are_deterministic_algorithms_enabled,
-        "precision of matrix products of torch": torch.get_float32_matmul_precision,
     }  # fmt: skip
+    if np is not None:
+        looks |= {
+            "random numbers of numpy": lambda: [each.tobytes() if isinstance(each, np.ndarray) else each
+                                                for each in np.random.get_state(legacy=True)],
+            "errors of numpy": np.geterr,
+        }  # fmt: skip
+    if torch is not None:
+        looks |= {
+            "random numbers of torch": lambda: torch.get_rng_state().numpy().tobytes(),
+            "threads of torch": lambda: (torch.get_num_threads(), torch.get_num_interop_threads()),
+            "default dtype of torch": torch.get_default_dtype,
+            "default device of torch": torch.get_default_device,
+            "grad mode of torch": lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+            "deterministic algorithms of torch": torch.are_deterministic_algorithms_enabled,
+            "precision of matrix products of torch": torch.get_float32_matmul_precision,
+        }
     return {name: look() for name, look in looks.items()}
 
 

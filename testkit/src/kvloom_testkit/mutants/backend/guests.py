@@ -51,3 +51,13 @@ class SetsEverybodysTimeout(Mutant, DirectoryBackend):
     def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
         socket.setdefaulttimeout(5)
         return super().get_many(keys)
+
+
+class HidesItsFiles(Mutant, DirectoryBackend):
+    """From everybody but its user, and all other files of the process too."""
+
+    breaks = "B42"
+
+    def check_writable(self) -> None:
+        os.umask(0o077)
+        super().check_writable()
