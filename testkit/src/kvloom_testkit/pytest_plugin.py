@@ -84,8 +84,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if report.skipped and isinstance(report.longrepr, tuple) and _is_requirement(item):
         assert call.excinfo is not None
-        by_kit = Path(report.longrepr[0]).is_relative_to(INSTALLED.parent)
-        trace = call.excinfo.traceback
+        trace = [entry for entry in call.excinfo.traceback if "_pytest" not in Path(entry.path).parts]
+        by_kit = bool(trace) and Path(trace[-1].path).is_relative_to(INSTALLED.parent)
         by_make = any(entry.name == "make" or Path(entry.path).name == "conformance.py" for entry in trace)
         if not (by_kit or by_make):
             report.outcome, report.longrepr = "failed", f"skipped from outside of the kit: {call.excinfo.value}"
