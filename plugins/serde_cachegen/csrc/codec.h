@@ -26,6 +26,7 @@ struct Cut {
   }
 };
 
+constexpr int64_t kColumnsTogether = 2048;  // That are decoded side by side.
 constexpr int kMaxBand = 1024;
 constexpr int kMaxTileTokens = 256;
 constexpr int kMaxTables = 2 * 256 + 4;  // Bytes of one plane's own table.
@@ -49,7 +50,9 @@ struct Arena {
 };
 
 constexpr int64_t kWideSlots = 1 << kWidePrecision;
-constexpr int64_t kDecodeWorkspace = 2 * kWideSlots * 4 + kMaxBand * 16 + 4096;
+// For each column three arrays, and for each band, if it has one column only, a reader and what is aligned.
+constexpr int64_t kDecodeWorkspace = kColumnsTogether * (3 * 4 * kLanes + 3 * 64 + 320 + 16) + 8192;
+static_assert(kDecodeWorkspace > 2 * kWideSlots * 4 + 128, "there is room for the tables of `lossless` too");
 
 inline int64_t encode_workspace(const KvzGeometry& g, const KvzSettings& s) {
   int64_t elements = s.mode == kLossless ? kFlatTile : int64_t(kMaxTileTokens) * (s.band + kLanes);
@@ -168,7 +171,7 @@ Kept keep_symbols(uint32_t kind, const typename T::Bits* from, int64_t stride, i
     for (int c = 0; c < width; ++c) scratch.counts[c * 64 + scratch.symbols[int64_t(row) * lanes + c]] += 1;
   for (int c = 0; c < width; ++c) chosen[c] = uint8_t(best_table(scratch.counts + c * 64)), scratch.bases[c] = chosen[c] * 64u;
   for (int c = width; c < lanes; ++c) scratch.bases[c] = 0;
-  uint32_t x[kLanes];
+  alignas(64) uint32_t x[kLanes];
   std::fill(x, x + kLanes, kLow);
   uint16_t* end = scratch.words_end;
   const EncodeTables coder{tables.slots, tables.inverses};
@@ -484,7 +487,7 @@ struct SymbolsEncoder {
   Kept tile(const Bits* from, int count, uint8_t* out) {
     if (is_constant(from, 0, 1, count)) return keep_constant(from, out);
     for (int i = 0; i < count; ++i) symbols[i] = S::symbol(from[i]);
-    uint32_t x[kLanes];
+    alignas(64) uint32_t x[kLanes];
     std::fill(x, x + kLanes, kLow);
     uint16_t* end = words_end;
     const EncodeTables coder{slots, inverses};
@@ -715,53 +718,54 @@ int32_t restore_constant(const uint8_t* from, const uint8_t* end, int64_t stride
   return kOk;
 }
 
-// levels: for `cachegen`, half the bins less one, and the scale of each token of the tile; else null.
+// A tile of channels that is being decoded, row by row.
 template <typename T>
-int32_t restore_tile(uint32_t kind, const uint8_t* from, const uint8_t* end, int64_t hidden, int rows, int width,
-                     float middle, const uint8_t* scales, Arena arena, typename T::Bits* to) {
+struct Reader {
   using Bits = typename T::Bits;
-  if (kind == kRaw) return restore_raw(from, end, hidden, rows, width, to);
-  if (kind == kConst) return restore_constant(from, end, hidden, rows, width, to);
-  if (kind != (scales != nullptr ? kTokenScales : kind == kOneStep ? kOneStep : kChannelSteps)) return kBadDirectory;
-  int lanes = int(ceil_div(width, kLanes)) * kLanes, states = std::min(width, kLanes);
-  int step_count = kind == kTokenScales ? 0 : kind == kOneStep ? 1 : width;
-  int64_t side = int64_t(states) * 4 + step_count + 2 * width;
-  side += side & 1;
-  if (end - from < side) return kBadDirectory;
-  float *steps = arena.take<float>(lanes), *centres = arena.take<float>(lanes);
-  uint32_t* bases = arena.take<uint32_t>(lanes);
-  uint32_t x[kLanes];
-  memcpy(x, from, size_t(states) * 4);
-  const uint8_t* codes = from + states * 4;
-  const int8_t* middles = reinterpret_cast<const int8_t*>(codes + step_count);
-  const uint8_t* chosen = codes + step_count + width;
-  for (int c = 0; c < width; ++c) {
-    if (chosen[c] >= kFamily) return kBadTable;
-    steps[c] = step_count == 0 ? 1.0f : kSteps[codes[step_count == 1 ? 0 : c]];
-    centres[c] = float(middles[c]), bases[c] = uint32_t(chosen[c]) << kPrecision;
-  }
-  for (int c = width; c < lanes; ++c) steps[c] = centres[c] = 0.0f, bases[c] = 0;
-  for (int lane = 0; lane < states; ++lane)
-    if (x[lane] < kLow) return kBadWords;
-  Words words{from + side, end};
-  const uint32_t* tables = family().decode;
-  for (int row = 0; row < rows; ++row) {
-    Bits* out = to + row * hidden;
-    float scale = 0.0f;
-    if (scales != nullptr) {
-      Bits bits;
-      memcpy(&bits, scales + int64_t(row) * int64_t(sizeof bits), sizeof bits);
-      scale = T::load(bits);
-      if (!is_finite(scale)) return kBadTable;
+  alignas(64) uint32_t x[kLanes];
+  Words words;
+  const uint32_t* bases;
+  const float *steps, *centres;
+  int width;
+
+  // How it is kept is one of those with symbols. Its arrays are taken from `arena`.
+  int32_t open(uint32_t kind, const uint8_t* from, const uint8_t* end, int columns, Arena& arena) {
+    width = columns;
+    int lanes = int(ceil_div(width, kLanes)) * kLanes, states = std::min(width, kLanes);
+    int step_count = kind == kTokenScales ? 0 : kind == kOneStep ? 1 : width;
+    int64_t side = int64_t(states) * 4 + step_count + 2 * width;
+    side += side & 1;
+    if (end - from < side) return kBadDirectory;
+    float *own_steps = arena.take<float>(lanes), *own_centres = arena.take<float>(lanes);
+    uint32_t* own_bases = arena.take<uint32_t>(lanes);
+    memcpy(x, from, size_t(states) * 4);
+    const uint8_t* codes = from + states * 4;
+    const int8_t* middles = reinterpret_cast<const int8_t*>(codes + step_count);
+    const uint8_t* chosen = codes + step_count + width;
+    for (int c = 0; c < width; ++c) {
+      if (chosen[c] >= kFamily) return kBadTable;
+      own_steps[c] = step_count == 0 ? 1.0f : kSteps[codes[step_count == 1 ? 0 : c]];
+      own_centres[c] = float(middles[c]), own_bases[c] = uint32_t(chosen[c]) << kPrecision;
     }
+    for (int c = width; c < lanes; ++c) own_steps[c] = own_centres[c] = 0.0f, own_bases[c] = 0;
+    for (int lane = 0; lane < states; ++lane)
+      if (x[lane] < kLow) return kBadWords;
+    words = Words{from + side, end};
+    steps = own_steps, centres = own_centres, bases = own_bases;
+    return kOk;
+  }
+
+  // middle, scale: of `cachegen`, half the bins less one, and that of this token; else middle is 0.
+  void row(float middle, float scale, Bits* out) {
+    const uint32_t* tables = family().decode;
     for (int c = 0; c < width; c += kLanes) {
       alignas(64) uint8_t symbols[kLanes];
       int active = std::min(kLanes, width - c);
       if (active == kLanes) take_row<kPrecision>(x, tables, bases + c, symbols, words);
       else take_some<kPrecision>(x, tables, bases + c, active, symbols, words);
-      if (scales == nullptr && active == kLanes) {
+      if (middle == 0.0f && active == kLanes) {
         for (int lane = 0; lane < kLanes; ++lane) out[c + lane] = value_of<T>(symbols[lane], steps[c + lane], centres[c + lane]);
-      } else if (scales == nullptr) {
+      } else if (middle == 0.0f) {
         for (int lane = 0; lane < active; ++lane) out[c + lane] = value_of<T>(symbols[lane], steps[c + lane], centres[c + lane]);
       } else {
         for (int lane = 0; lane < active; ++lane) {
@@ -773,8 +777,9 @@ int32_t restore_tile(uint32_t kind, const uint8_t* from, const uint8_t* end, int
       if (__builtin_expect(escapes != 0, 0)) take_escapes(escapes, words, out + c);
     }
   }
-  return ended_well(x, states, words) ? kOk : kBadWords;
-}
+
+  int32_t close() const { return ended_well(x, std::min(width, kLanes), words) ? kOk : kBadWords; }
+};
 
 template <int kDtype>
 int32_t restore_run(uint32_t kind, const uint8_t* from, const uint8_t* end, int count, const uint32_t* table, typename Split<kDtype>::Bits* to) {
@@ -787,7 +792,7 @@ int32_t restore_run(uint32_t kind, const uint8_t* from, const uint8_t* end, int 
   if (end - from < states * 4 + rest_bytes) return kBadDirectory;
   for (int64_t at = int64_t(count) * S::kRest; at < rest_bytes; ++at)
     if (from[states * 4 + at] != 0) return kBadReserved;
-  uint32_t x[kLanes];
+  alignas(64) uint32_t x[kLanes];
   memcpy(x, from, size_t(states) * 4);
   for (int lane = 0; lane < states; ++lane)
     if (x[lane] < kLow) return kBadWords;
@@ -823,14 +828,69 @@ inline const uint8_t* read_table(const uint8_t* from, const uint8_t* end, uint32
   return slot == kWideSlots ? from : nullptr;
 }
 
+// The tiles of one block of tokens, side by side: so that memory is written to in its order, and so that several lanes of
+// one are on their way while those of another are.
+template <typename T>
+int32_t decode_block(const KvzGeometry& g, const Stream& stream, int64_t tile, int rows, float middle, const uint8_t* scales,
+                     Arena arena, const uint8_t* begin, typename T::Bits* to, int64_t& offset) {
+  const Header& h = stream.header;
+  using Bits = typename T::Bits;
+  struct Open {
+    int column;
+    int64_t offset;
+  };
+  int bands = int(ceil_div(g.hidden, h.band)), together = int(std::max<int64_t>(1, kColumnsTogether / h.band));
+  Reader<T>* readers = arena.take<Reader<T>>(together);
+  Open* open = arena.take<Open>(together);
+  for (int first = 0; first < bands; first += together) {
+    Arena own = arena;
+    int count = 0;
+    for (int band = first; band < std::min(first + together, bands); ++band) {
+      const uint8_t *from = stream.tile_begin(tile + band), *end = stream.tile_end(tile + band);
+      int column = band * h.band, width = std::min<int>(h.band, g.hidden - column);
+      uint32_t kind = stream.kind(tile + band);
+      offset = from - begin;
+      int32_t error = kOk;
+      if (kind == kRaw) {
+        error = restore_raw(from, end, g.hidden, rows, width, to + column);
+      } else if (kind == kConst) {
+        error = restore_constant(from, end, g.hidden, rows, width, to + column);
+      } else if (kind != (scales != nullptr ? kTokenScales : kind == kOneStep ? kOneStep : kChannelSteps)) {
+        error = kBadDirectory;
+      } else {
+        error = readers[count].open(kind, from, end, width, own);
+        open[count++] = {column, offset};
+      }
+      if (error != kOk) return error;
+    }
+    for (int row = 0; row < rows; ++row) {
+      float scale = 0.0f;
+      if (scales != nullptr) {
+        Bits bits;
+        memcpy(&bits, scales + int64_t(row) * int64_t(sizeof bits), sizeof bits);
+        scale = T::load(bits);
+      }
+      Bits* out = to + int64_t(row) * g.hidden;
+      for (int each = 0; each < count; ++each) readers[each].row(middle, scale, out + open[each].column);
+    }
+    for (int each = 0; each < count; ++each) {
+      offset = open[each].offset;
+      int32_t error = readers[each].close();
+      if (error != kOk) return error;
+    }
+  }
+  return kOk;
+}
+
 template <typename T>
 int32_t decode_bands(const KvzGeometry& g, const Stream& stream, const KvzDecode& job, Arena arena, int64_t& offset) {
   const Header& h = stream.header;
+  using Bits = typename T::Bits;
   int64_t tile = 0;
   bool scaled = h.mode == kCacheGen;
   const uint8_t* scales = stream.tables + aligned(2 * g.planes);
   for (int plane = 0; plane < g.planes; ++plane) {
-    typename T::Bits* to = static_cast<typename T::Bits*>(job.target) + plane * job.plane_stride;
+    Bits* to = static_cast<Bits*>(job.target) + plane * job.plane_stride;
     float middle = 0.0f;
     if (scaled) {
       uint16_t bins;
@@ -841,14 +901,19 @@ int32_t decode_bands(const KvzGeometry& g, const Stream& stream, const KvzDecode
     }
     for (int token = 0; token < g.tokens; token += h.tile_tokens) {
       int rows = std::min<int>(h.tile_tokens, g.tokens - token);
-      const uint8_t* of_block = scaled ? scales + (int64_t(plane) * g.tokens + token) * int64_t(sizeof(typename T::Bits)) : nullptr;
-      for (int begin = 0; begin < g.hidden; begin += h.band, ++tile) {
-        const uint8_t *from = stream.tile_begin(tile), *end = stream.tile_end(tile);
-        int32_t error = restore_tile<T>(stream.kind(tile), from, end, g.hidden, rows, std::min<int>(h.band, g.hidden - begin),
-                                        middle, of_block, arena, to + int64_t(token) * g.hidden + begin);
-        offset = from - job.stream;
-        if (error != kOk) return error;
+      const uint8_t* of_block = nullptr;
+      if (scaled) {
+        of_block = scales + (int64_t(plane) * g.tokens + token) * int64_t(sizeof(Bits));
+        for (int row = 0; row < rows; ++row) {
+          Bits bits;
+          memcpy(&bits, of_block + row * int64_t(sizeof bits), sizeof bits);
+          offset = of_block + row * int64_t(sizeof bits) - job.stream;
+          if (!is_finite(T::load(bits))) return kBadTable;
+        }
       }
+      int32_t error = decode_block<T>(g, stream, tile, rows, middle, of_block, arena, job.stream, to + int64_t(token) * g.hidden, offset);
+      if (error != kOk) return error;
+      tile += ceil_div(g.hidden, h.band);
     }
   }
   return kOk;

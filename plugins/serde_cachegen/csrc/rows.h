@@ -130,24 +130,28 @@ inline uint16_t* put_row(uint32_t* x, const EncodeTables& tables, const uint8_t*
 }
 
 template <int kBits>
-inline __m512i take_half(__m512i x, DecodeTables tables, const uint32_t* base, uint8_t* symbols, Words& words) {
+inline __m128i take_half(__m512i& x, DecodeTables tables, const uint32_t* base, Words& words) {
   __m512i at = _mm512_add_epi32(_mm512_and_si512(x, _mm512_set1_epi32((1 << kBits) - 1)), _mm512_loadu_si512(base));
   __m512i slots = _mm512_i32gather_epi32(at, tables, 4);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(symbols), _mm512_cvtepi32_epi8(_mm512_srli_epi32(slots, 24)));
   __m512i bits = _mm512_set1_epi32(0xfff);
   __m512i frequency = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(slots, 12), bits), _mm512_set1_epi32(1));
   x = _mm512_add_epi32(_mm512_mullo_epi32(frequency, _mm512_srli_epi32(x, kBits)), _mm512_and_si512(slots, bits));
   __mmask16 low = _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(int(kLow)));
   __m512i next = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words.at)));
   words.at += 2 * __builtin_popcount(low);
-  return _mm512_mask_or_epi32(x, low, _mm512_slli_epi32(x, 16), _mm512_maskz_expand_epi32(low, next));
+  x = _mm512_mask_or_epi32(x, low, _mm512_slli_epi32(x, 16), _mm512_maskz_expand_epi32(low, next));
+  return _mm512_cvtepi32_epi8(_mm512_srli_epi32(slots, 24));
 }
 
 template <int kBits>
 inline void take_row(uint32_t* x, DecodeTables tables, const uint32_t* base, uint8_t* symbols, Words& words) {
   if (!words.has(kLanes)) return take_some<kBits>(x, tables, base, kLanes, symbols, words);
-  _mm512_storeu_si512(x, take_half<kBits>(_mm512_loadu_si512(x), tables, base, symbols, words));
-  _mm512_storeu_si512(x + 16, take_half<kBits>(_mm512_loadu_si512(x + 16), tables, base + 16, symbols + 16, words));
+  __m512i low = _mm512_loadu_si512(x), high = _mm512_loadu_si512(x + 16);
+  __m128i first = take_half<kBits>(low, tables, base, words), second = take_half<kBits>(high, tables, base + 16, words);
+  _mm512_storeu_si512(x, low);
+  _mm512_storeu_si512(x + 16, high);
+  // One store, as it is one load that reads it: two would not be forwarded to it.
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(symbols), _mm256_set_m128i(second, first));
 }
 
 #elif defined(KVZ_AVX2)
