@@ -26,7 +26,7 @@ struct Cut {
   }
 };
 
-constexpr int64_t kColumnsTogether = 2048;  // That are decoded side by side.
+constexpr int64_t kColumnsTogether = 2048, kBandsTogether = 32;  // At most, that are decoded side by side.
 constexpr int kMaxBand = 1024;
 constexpr int kMaxTileTokens = 256;
 constexpr int kMaxTables = 2 * 256 + 4;  // Bytes of one plane's own table.
@@ -50,8 +50,9 @@ struct Arena {
 };
 
 constexpr int64_t kWideSlots = 1 << kWidePrecision;
-// For each column three arrays, and for each band, if it has one column only, a reader and what is aligned.
-constexpr int64_t kDecodeWorkspace = kColumnsTogether * (3 * 4 * kLanes + 3 * 64 + 320 + 16) + 8192;
+// For each column, and the lanes that a band does not fill, three arrays; for each band a reader and what is aligned.
+constexpr int64_t kDecodeWorkspace =
+    3 * 4 * (kColumnsTogether + kBandsTogether * kLanes) + kBandsTogether * (320 + 16 + 3 * 64) + 8192;
 static_assert(kDecodeWorkspace > 2 * kWideSlots * 4 + 128, "there is room for the tables of `lossless` too");
 
 inline int64_t encode_workspace(const KvzGeometry& g, const KvzSettings& s) {
@@ -839,7 +840,8 @@ int32_t decode_block(const KvzGeometry& g, const Stream& stream, int64_t tile, i
     int column;
     int64_t offset;
   };
-  int bands = int(ceil_div(g.hidden, h.band)), together = int(std::max<int64_t>(1, kColumnsTogether / h.band));
+  int bands = int(ceil_div(g.hidden, h.band)), together = int(std::min(kBandsTogether, std::max<int64_t>(1, kColumnsTogether / h.band)));
+  static_assert(sizeof(Reader<T>) <= 320, "there is room for them in the workspace");
   Reader<T>* readers = arena.take<Reader<T>>(together);
   Open* open = arena.take<Open>(together);
   for (int first = 0; first < bands; first += together) {
