@@ -53,7 +53,6 @@ WHY: dict[str, tuple[str, ...]] = {
         "!= pool.shape[2]",
         "<= pool.shape[2]",
         "is not pool.shape[2]",
-        "not -1 <= int",
     ),
     "There is a chunk for each segment, and a row for each buffer, where `zip` says so": ("strict=False",),
     "No more tokens are selected than were handed on: both are the same": ("len(local) != len(self._going)",),

@@ -49,6 +49,7 @@ WHY = {
     ("zarr_local", "B08"): _PATHS,
     ("zarr_local", "B16"): "`list_prefix` takes the prefix for a directory, where `MemoryStore`'s compares text: one "
     "that ends inside a part lists nothing",
+    ("zarr_local", "B18"): "a put writes beside the others first, and the listing looks at what is gone by then",
     ("obstore_local", "B04"): "`delete` of a key that is the beginning of others meets a directory, and raises",
     ("obstore_local", "B08"): _PATHS,
     ("obstore_local", "B23"): "its runtime's threads are not in a forked child, where the first call waits for ever",

@@ -105,7 +105,7 @@ inline int best_table(const uint16_t* counts) {
 
 template <typename V>
 inline void write(uint8_t*& to, const V* values, int64_t count) {
-  memcpy(to, values, size_t(count) * sizeof(V));
+  if (count > 0) memcpy(to, values, size_t(count) * sizeof(V));
   to += count * int64_t(sizeof(V));
 }
 
@@ -126,6 +126,12 @@ struct Kept {
   uint32_t kind;
   int64_t bytes;
 };
+
+// Where a tile ends, in the directory; a stream may begin at any address.
+inline void note_end(uint8_t*& directory, Kept kept, int64_t end) {
+  uint32_t entry = kept.kind << 29 | uint32_t(end / 4);
+  write(directory, &entry, 1);
+}
 
 inline int64_t pad(uint8_t* out, int64_t bytes) {
   while (bytes & 3) out[bytes++] = 0;
@@ -512,10 +518,10 @@ struct SymbolsEncoder {
 // -- a stream ----------------------------------------------------------------------------------------------------------
 
 template <typename T>
-void encode_step(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, uint32_t* directory, uint8_t* out, uint8_t** end, Arena arena) {
+void encode_step(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, uint8_t* directory, uint8_t* out, uint8_t** end, Arena arena) {
   StepEncoder<T> encoder(g, s, job, arena);
   uint8_t* begin = out;
-  auto note = [&](uint32_t kind, uint8_t* at) { *directory++ = kind << 29 | uint32_t((at - begin) / 4); };
+  auto note = [&](uint32_t kind, uint8_t* at) { note_end(directory, {kind, 0}, at - begin); };
   for (int plane = 0; plane < g.planes; ++plane) {
     const typename T::Bits* from = static_cast<const typename T::Bits*>(job.source) + plane * job.plane_stride;
     for (int token = 0; token < g.tokens; token += s.tile_tokens)
@@ -525,10 +531,10 @@ void encode_step(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& jo
 }
 
 template <typename T>
-void encode_bins(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, uint8_t* tables, uint32_t* directory, uint8_t* out, uint8_t** end, Arena arena) {
+void encode_bins(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, uint8_t* tables, uint8_t* directory, uint8_t* out, uint8_t** end, Arena arena) {
   BinsEncoder<T> encoder(g, s, job, arena);
   uint8_t* begin = out;
-  auto note = [&](uint32_t kind, uint8_t* at) { *directory++ = kind << 29 | uint32_t((at - begin) / 4); };
+  auto note = [&](uint32_t kind, uint8_t* at) { note_end(directory, {kind, 0}, at - begin); };
   memset(tables, 0, size_t(table_bytes(kCacheGen, g.dtype, g.planes, g.tokens)));
   for (int plane = 0; plane < g.planes; ++plane) {
     uint16_t bins = uint16_t(job.bins[plane]);
@@ -559,14 +565,13 @@ int64_t encode_symbols(const KvzGeometry& g, const KvzEncode& job, uint8_t* stre
     to = encoders[plane].table(static_cast<const Bits*>(job.source) + plane * job.plane_stride, elements, to);
   }
   *tables_size = uint32_t(pad(stream, to - stream) - kHeaderBytes);
-  uint32_t* directory = reinterpret_cast<uint32_t*>(stream + kHeaderBytes + *tables_size);
-  uint8_t *begin = reinterpret_cast<uint8_t*>(directory + tiles), *out = begin;
+  uint8_t *directory = stream + kHeaderBytes + *tables_size, *begin = directory + 4 * tiles, *out = begin;
   for (int plane = 0; plane < g.planes; ++plane) {
     const Bits* from = static_cast<const Bits*>(job.source) + plane * job.plane_stride;
     for (int64_t at = 0; at < elements; at += kFlatTile) {
       Kept kept = encoders[plane].tile(from + at, int(std::min<int64_t>(kFlatTile, elements - at)), out);
       out += kept.bytes;
-      *directory++ = kept.kind << 29 | uint32_t((out - begin) / 4);
+      note_end(directory, kept, out - begin);
     }
   }
   return out - stream;
@@ -592,8 +597,7 @@ inline int32_t encode_stream(const KvzGeometry& g, const KvzSettings& s, KvzEnco
     header.band = uint16_t(s.band), header.tile_tokens = uint16_t(s.tile_tokens);
     header.table_bytes = uint32_t(table_bytes(s.mode, g.dtype, g.planes, g.tokens));
     uint8_t* tables = job.out + kHeaderBytes;
-    uint32_t* directory = reinterpret_cast<uint32_t*>(tables + header.table_bytes);
-    uint8_t *begin = reinterpret_cast<uint8_t*>(directory + tiles), *end = begin;
+    uint8_t *directory = tables + header.table_bytes, *begin = directory + 4 * tiles, *end = begin;
     auto run = [&](auto element) {
       using T = decltype(element);
       if (s.mode == kStep) encode_step<T>(g, s, job, directory, begin, &end, arena);
