@@ -204,7 +204,7 @@ def test_the_same_as_json_and_only_some() -> None:
 )
 def test_what_cannot_be_checked_is_said(arguments: list[str], said: str) -> None:
     done = kvloom("check", *arguments)
-    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_all_that_is_wrong_with_the_settings_is_said() -> None:

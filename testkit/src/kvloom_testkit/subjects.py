@@ -15,7 +15,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from kvloom import ConfigError, KVSpec, Registry
+from kvloom import ConfigError, KVSpec, PluginError, Registry
 from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.kinds import conformance_of, kind_of
 
@@ -105,7 +105,11 @@ def choose(named: Iterable[str], settings: Iterable[str]) -> list[Subject]:
         if not separator:
             raise ConfigError("--kvloom", f"expected KIND:TYPE, as backend:disk, not {name!r}")
         kind = kind_of(word)
-        subject = Subject(kind, type_, registry.get(kind, type_), values)
+        try:
+            cls = registry.get(kind, type_)
+        except PluginError as error:
+            raise ConfigError("--kvloom", str(error)) from error
+        subject = Subject(kind, type_, cls, values)
         subject.config(Path(tempfile.gettempdir()))  # what is wrong is said now, and once
         subject.harness()
         found.append(subject)
