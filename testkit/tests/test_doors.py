@@ -315,7 +315,8 @@ def test_a_requirement_that_is_not_met_is_explained(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
     program = (
-        "import sys, threading\n"
+        "import signal, sys, threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a shell\n"
         "from kvloom_testkit import report, subjects\n"
         "from kvloom_testkit.reference.observer import CountingObserver\n"
         "class Stuck(CountingObserver):\n"
