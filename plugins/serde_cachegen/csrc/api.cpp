@@ -71,10 +71,12 @@ int64_t kvz_workspace_bytes(const KvzGeometry* g, const KvzSettings* s) {
 int32_t kvz_instructions() {
 #if defined(KVZ_X86)
   static const int32_t best = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) return 2;
-    return __builtin_cpu_supports("avx2") ? 1 : 0;
+    __builtin_cpu_init();  // Each is asked for that the files are compiled with: virtual machines mask some.
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
+    bool avx512 = avx2 && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx512f") &&
+                  __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
+    return avx512 ? 2 : avx2 ? 1 : 0;
   }();
   return best;
 #else

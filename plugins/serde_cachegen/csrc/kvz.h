@@ -90,12 +90,14 @@ struct FP32 {
 
 // Small floats. Their denormals go through integers: no float32 denormal is ever made, so that flushing them to zero,
 // which is the thread's setting, changes nothing.
-template <int kExponent, int kMantissa, int kBias, bool kHasInfinity>
+template <typename Element, int kElement, int kExponent, int kMantissa, int kBias, bool kHasInfinity, int kLargest>
 struct Small {
+  using Bits = Element;
+  static constexpr int kDtype = kElement;
+  static constexpr float kMax = kLargest;
   static constexpr int kShift = 23 - kMantissa;
   static constexpr uint32_t kMagnitude = (1u << (kExponent + kMantissa)) - 1;
-  template <typename Bits>
-  static KVZ_BOTH float load_bits(Bits bits) {
+  static KVZ_BOTH float load(Bits bits) {
     uint32_t magnitude = bits & kMagnitude, sign = uint32_t(bits >> (kExponent + kMantissa)) << 31;
     uint32_t top = kHasInfinity ? ((1u << kExponent) - 1) << kMantissa : kMagnitude;
     if (magnitude >= top) return as_float(sign | (kHasInfinity && magnitude == top ? 0x7f800000u : 0x7fc00000u));
@@ -104,40 +106,22 @@ struct Small {
                                          : float(int(magnitude)) * kUnit;
     return as_float(as_bits(value) | sign);
   }
-  static KVZ_BOTH uint32_t store_bits(float value) {  // Of values whose magnitude is at most the largest.
+  static KVZ_BOTH Bits store(float value) {  // Of values whose magnitude is at most the largest.
     uint32_t bits = as_bits(value), sign = bits >> 31 << (kExponent + kMantissa);
     float scaled = as_float(bits & 0x7fffffffu);
     constexpr float kLeast = 1.0f / (1u << (kBias - 1));  // The least normal one.
     if (scaled < kLeast) {  // A denormal: whole numbers of the least step.
-      return sign | uint32_t(rintf(scaled * (float(1u << (kBias - 1)) * float(1u << kMantissa))));
+      return Bits(sign | uint32_t(rintf(scaled * (float(1u << (kBias - 1)) * float(1u << kMantissa)))));
     }
     uint32_t magnitude = bits & 0x7fffffffu;
     magnitude += (1u << (kShift - 1)) - 1 + (magnitude >> kShift & 1u);
-    return sign | ((magnitude >> kShift) - (uint32_t(127 - kBias) << kMantissa));
+    return Bits(sign | ((magnitude >> kShift) - (uint32_t(127 - kBias) << kMantissa)));
   }
 };
 
-struct FP16 : Small<5, 10, 15, true> {
-  using Bits = uint16_t;
-  static constexpr int kDtype = kFP16;
-  static constexpr float kMax = 65504.0f;
-  static KVZ_BOTH float load(Bits bits) { return load_bits(bits); }
-  static KVZ_BOTH Bits store(float value) { return Bits(store_bits(value)); }
-};
-struct E4M3 : Small<4, 3, 7, false> {
-  using Bits = uint8_t;
-  static constexpr int kDtype = kE4M3;
-  static constexpr float kMax = 448.0f;
-  static KVZ_BOTH float load(Bits bits) { return load_bits(bits); }
-  static KVZ_BOTH Bits store(float value) { return Bits(store_bits(value)); }
-};
-struct E5M2 : Small<5, 2, 15, true> {
-  using Bits = uint8_t;
-  static constexpr int kDtype = kE5M2;
-  static constexpr float kMax = 57344.0f;
-  static KVZ_BOTH float load(Bits bits) { return load_bits(bits); }
-  static KVZ_BOTH Bits store(float value) { return Bits(store_bits(value)); }
-};
+using FP16 = Small<uint16_t, kFP16, 5, 10, 15, true, 65504>;
+using E4M3 = Small<uint8_t, kE4M3, 4, 3, 7, false, 448>;
+using E5M2 = Small<uint8_t, kE5M2, 5, 2, 15, true, 57344>;
 
 // -- the quantiser -----------------------------------------------------------------------------------------------------
 

@@ -210,8 +210,13 @@ def _element_bytes(dtype: int) -> int:
 
 
 def _workspace(threads: int, jobs: int, each: int) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
-    threads = max(1, min(threads or len(os.sched_getaffinity(0)), jobs))
+    threads = max(1, min(threads or _processors(), jobs))
     return threads, np.empty(threads * each, dtype=np.uint8)
+
+
+def _processors() -> int:
+    """That this process may use; some systems do not tell which."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _set(wanted: int) -> int:
