@@ -105,7 +105,8 @@ def _run(console: Console, job: Job, out: Path) -> bool:
     console.print(
         f"process 1  prefilled in {stored['compute_seconds']:.2f} s, stored the KV of {stored['stored']:,} tokens "
         f"in {stored['store_seconds']:.2f} s: {stored['kv_bytes'] / 2**20:.1f} MiB, {_kept(stored)}"
-        + (f" ({stored['already_stored']:,} were there)" if stored["already_stored"] else "")
+        + (f" ({stored['already_stored']:,} were there)" if stored["already_stored"] else ""),
+        soft_wrap=True,
     )
     if stored["note"]:
         console.print(f"           {stored['note']}", style="yellow")
