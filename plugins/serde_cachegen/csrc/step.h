@@ -1,0 +1,128 @@
+// Encoding in the mode `step`: a step for each channel, or one for all.
+#pragma once
+#include "writing.h"
+
+namespace kvz {
+namespace KVZ_NAMESPACE {
+
+// Means and standard deviations of all channels of a block of tokens, in the order of its tokens.
+template <typename T>
+void measure(const typename T::Bits* from, int rows, int hidden, float* first, float* sum, float* squares) {
+  for (int c = 0; c < hidden; ++c) {
+    float value = T::load(from[c]);
+    first[c] = is_finite(value) ? value : 0.0f, sum[c] = 0.0f, squares[c] = 0.0f;
+  }
+  for (int row = 1; row < rows; ++row) {
+    const typename T::Bits* at = from + int64_t(row) * hidden;
+    for (int c = 0; c < hidden; ++c) {
+      float value = T::load(at[c]), off = is_finite(value) ? value - first[c] : 0.0f;
+      sum[c] += off;
+      squares[c] += off * off;
+    }
+  }
+}
+
+// Codes of the steps that channels have for themselves, each moved half the way to the mean of all: noise in a channel
+// does the more harm the more the model makes of it, of which its own scale tells half at most. Measured in
+// docs/design/kvz.md.
+inline void blend_codes(const float* sigmas, float step, int count, uint8_t* codes) {
+  int top = 0, sum = 0, known = 0;
+  for (int c = 0; c < count; ++c) {
+    codes[c] = uint8_t(step_code(step * sigmas[c]));
+    top = std::max<int>(top, codes[c]);
+  }
+  int least = std::max(top - kCodesBelowTop, 0);
+  for (int c = 0; c < count; ++c) {
+    codes[c] = uint8_t(std::max<int>(codes[c], least));
+    if (sigmas[c] > 0.0f) sum += codes[c], known += 1;
+  }
+  int mean = known > 0 ? (sum + known / 2) / known : 0;
+  for (int c = 0; c < count; ++c) codes[c] = uint8_t((codes[c] + mean + 1) / 2);
+}
+
+// The mean of a quantity over channels: 32 sums, each in the order of channels, then those in order.
+inline float mean_of(const float* values, int count) {
+  float sums[kLanes] = {};
+  for (int c = 0; c < count; ++c) sums[c % kLanes] += values[c];
+  float sum = 0.0f;
+  for (float each : sums) sum += each;
+  return sum / float(count);
+}
+
+template <typename T>
+void quantise(const typename T::Bits* from, int64_t stride, int rows, int width, int lanes, const float* inverses,
+              const float* steps, const float* centres, uint8_t* symbols) {
+  for (int row = 0; row < rows; ++row) {
+    const typename T::Bits* at = from + row * stride;
+    uint8_t* to = symbols + int64_t(row) * lanes;
+    for (int c = 0; c < width; ++c) to[c] = uint8_t(symbol_of<T>(T::load(at[c]), inverses[c], steps[c], centres[c]));
+  }
+}
+
+template <typename T>
+struct StepEncoder {
+  const KvzGeometry& g;
+  const KvzSettings& s;
+  const KvzEncode& job;
+  float *first, *sum, *squares, *steps, *inverses, *centre_steps;
+  uint8_t* blended;
+  Scratch scratch;
+  int lanes;
+
+  StepEncoder(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, Arena arena) : g(g), s(s), job(job) {
+    lanes = int(ceil_div(s.band, kLanes)) * kLanes;
+    first = arena.take<float>(g.hidden), sum = arena.take<float>(g.hidden), squares = arena.take<float>(g.hidden);
+    blended = arena.take<uint8_t>(g.hidden);
+    steps = arena.take<float>(lanes), inverses = arena.take<float>(lanes), centre_steps = arena.take<float>(lanes);
+    scratch.counts = arena.take<uint16_t>(int64_t(s.band) * 64);
+    scratch.bases = arena.take<uint32_t>(lanes);
+    scratch.symbols = arena.take<uint8_t>(int64_t(kMaxTileTokens) * lanes);
+    int64_t words = int64_t(kMaxTileTokens) * lanes * (1 + escape_words(T::kDtype)) + 32;
+    scratch.words_end = arena.take<uint16_t>(words) + words;
+  }
+
+  // Writes the tiles of one block of tokens of one plane; gives how each is kept and where it ends to `note`.
+  template <typename Note>
+  uint8_t* block(int plane, const typename T::Bits* from, int rows, uint8_t* out, Note&& note) {
+    measure<T>(from, rows, g.hidden, first, sum, squares);
+    float *means = first, *sigmas = sum;
+    for (int c = 0; c < g.hidden; ++c) {
+      Moments it = moments(first[c], sum[c], squares[c], rows);
+      means[c] = it.mean, sigmas[c] = it.sigma;
+    }
+    int shared_to = plane == 0 ? s.shared_from : g.hidden;
+    float shared = s.step * mean_of(sigmas, shared_to > 0 ? shared_to : g.hidden);
+    const float* weights = plane == 0 ? job.weights : nullptr;
+    if (weights == nullptr) blend_codes(sigmas + shared_to, s.step, g.hidden - shared_to, blended + shared_to);
+    for (int begin = 0; begin < g.hidden; begin += s.band) {
+      int width = std::min(s.band, g.hidden - begin);
+      bool one = begin < shared_to;
+      uint8_t codes[kMaxBand];
+      int8_t centres[kMaxBand];
+      float farthest = 0.0f;
+      for (int c = 0; c < width; ++c) farthest = std::max(farthest, fabsf(means[begin + c]));
+      for (int c = 0; c < width; ++c) {
+        float mean = means[begin + c];
+        float wanted = one ? shared : weights != nullptr ? shared * weights[begin + c] : kSteps[blended[begin + c]];
+        codes[c] = uint8_t(channel_step(wanted, one ? farthest : mean));
+        centres[c] = int8_t(channel_centre(mean, codes[c]));
+        steps[c] = kSteps[codes[c]], inverses[c] = kInverseSteps[codes[c]], centre_steps[c] = float(centres[c]);
+      }
+      const typename T::Bits* at = from + begin;
+      Kept kept;
+      if (is_constant(at, g.hidden, rows, width)) {
+        kept = keep_constant(at, out);
+      } else {
+        quantise<T>(at, g.hidden, rows, width, lanes, inverses, steps, centre_steps, scratch.symbols);
+        kept = keep_symbols<T>(one ? kOneStep : kChannelSteps, at, g.hidden, rows, width, lanes, scratch, codes,
+                               one ? 1 : width, centres, out);
+      }
+      out += kept.bytes;
+      note(kept.kind, out);
+    }
+    return out;
+  }
+};
+
+}  // namespace KVZ_NAMESPACE
+}  // namespace kvz
