@@ -90,16 +90,26 @@ def test_a_description_in_other_words_is_somebody_elses_blob_and_no_damage(text:
 
 
 def test_a_later_release_may_say_more_than_this_one_knows() -> None:
+    header, payload = envelope.unseal(told(b',"zeal":11}', instead_of=b"}"), key=KEY)
+    assert payload == b"x" and header.description == envelope.unseal(framed(b"x"), key=KEY)[0].description
+
+
+def test_an_earlier_release_does_not_say_where_a_chunk_starts() -> None:
+    header, payload = envelope.unseal(told(b"", instead_of=b',"start":null'), key=KEY)
+    assert payload == b"x" and header.description.start is None
+
+
+def told(words: bytes, *, instead_of: bytes) -> bytearray:
+    """A blob whose description ends, or goes on, in other words."""
     blob = framed(b"x")
     (length,) = struct.unpack_from("<I", blob, 16)
-    text = bytes(blob[112 : 112 + length])
-    more = text[:-1] + b',"zeal":11}'
-    blob[112:4096] = (more + bytes(blob[112 + length : 4096]))[: 4096 - 112]
-    struct.pack_into("<I", blob, 16, len(more))
+    before, _, after = bytes(blob[112 : 112 + length]).rpartition(instead_of)
+    text = before + words + after
+    blob[112:4096] = (text + bytes(blob[112 + length : 4096]) + bytes(16))[: 4096 - 112]
+    struct.pack_into("<I", blob, 16, len(text))
     blob[40:56] = bytes(16)
     blob[40:56] = xxhash.xxh3_128_digest(blob[:4096])
-    header, payload = envelope.unseal(blob, key=KEY)
-    assert payload == b"x" and header.description == envelope.unseal(framed(b"x"), key=KEY)[0].description
+    return blob
 
 
 @given(st.lists(st.integers(0, 20000), max_size=12))

@@ -51,6 +51,8 @@ class Description:
     params: Mapping[str, Any] = field(default_factory=dict)
     written: int = 0
     """When the KV was first stored, in whole seconds since the epoch; 0 if that is not known."""
+    start: int | None = None
+    """The position of the first token in its sequence; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,8 @@ class Chunk:
     num_tokens: int
     fidelity: str = EXACT
     """`"exact"`, or the name of the lossy codec that this KV went through."""
+    start: int | None = None
+    """The position of its first token in its sequence, where it is known."""
 
     @property
     def exact(self) -> bool:

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from radix_support import ends, radix, spans, tokens_of
 
-from kvloom import ChunkKey, ConfigError, Engine, KVSpec
+from kvloom import Buffers, Chunk, ChunkKey, ConfigError, Engine, KVSpec
+from kvloom.builtin.raw import RawSerializer
 
 SPEC = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=2, dtype="float32")
 
@@ -249,3 +250,23 @@ def test_what_was_stored_is_hit_in_full_and_never_less_than_in_whole_chunks(data
             for each in known[1:]:
                 found = engine.segments(torch.tensor(each))
                 assert engine.lookup(torch.tensor(each)).tokens == (found[-1].end if found else 0)
+
+
+def test_serializers_are_told_where_segments_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: set[tuple[int | None, int]] = set()
+    encode = RawSerializer.encode
+
+    def spy(self: RawSerializer, chunk: Chunk) -> Buffers:
+        told.add((chunk.start, chunk.num_tokens))
+        return encode(self, chunk)
+
+    monkeypatch.setattr(RawSerializer, "encode", spy)
+    config = {"tokens": "radix", "tiers": [{"type": "memory", "capacity": "16MiB"}, {"type": "dict"}]}
+    with Engine.open(config, SPEC) as engine:
+        system, wanted = tokens_of(1000), set()
+        for seed in range(3):
+            prompt = after(system, 300, seed)
+            served(engine, prompt)
+            wanted |= {(start, end - start) for start, end in spans(engine.segments(prompt))}
+        assert engine.flush(20)
+    assert told == wanted and (1000, 24) in told

@@ -89,7 +89,7 @@ class Storing:
     def _chunk(self, segment: Segment, room: Room) -> Chunk:
         num_tokens = segment.end - segment.start
         tensor = room.reservation.tensor(self._connector.shape(num_tokens), self._stack.layout.dtype)
-        return Chunk(tensor, self._stack.layout.format, num_tokens, EXACT)
+        return Chunk(tensor, self._stack.layout.format, num_tokens, EXACT, segment.start)
 
     def layer(self, layer: int, **where: Any) -> None:
         """Copy the KV of one layer; returns when the caller's KV of this layer may be overwritten.

@@ -245,7 +245,7 @@ class Arrivals:
                 assert block is not None, "these reservations have no deadline"
                 arrival.lease = block.lease()
             lease = arrival.lease.again()
-        chunk = Chunk(arrival.place.tensor, self._layout.format, arrival.num_tokens, about.fidelity)
+        chunk = Chunk(arrival.place.tensor, self._layout.format, arrival.num_tokens, about.fidelity, about.start)
         return Loaded(chunk, lease, float(about.written)), block
 
     def collect(self, read: WholeRead) -> bool | None:

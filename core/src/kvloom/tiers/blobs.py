@@ -67,6 +67,7 @@ class BlobWriter:
             serializer.fidelity,
             serializer.params,
             int(loaded.written),
+            chunk.start,
         )
         return envelope.seal(description, serializer.encode(chunk))
 

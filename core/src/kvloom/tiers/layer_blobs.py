@@ -114,7 +114,8 @@ def _read_encoded(backend: StorageBackend, blob: LayeredBlob, place: Place, laye
     if right:
         wanted = sorted({number for layer in layers[:right] for number in blob.buffers[layer]})
         about = header.description
-        into = Chunk(place.layers(layers[:right]), MemoryFormat(about.format), about.num_tokens, about.fidelity)
+        tensor = place.layers(layers[:right])
+        into = Chunk(tensor, MemoryFormat(about.format), about.num_tokens, about.fidelity, about.start)
         blob.serializer.decode_layers([arrived[number] for number in wanted], layers[:right], into)
     return right
 

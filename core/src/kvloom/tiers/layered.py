@@ -39,7 +39,7 @@ class Part:
 
 def layer_of(chunk: Chunk, layer: int) -> Chunk:
     """A view of one layer of a chunk, `[planes, 1, tokens, hidden]`."""
-    return Chunk(chunk.tensor[:, layer : layer + 1], chunk.format, chunk.num_tokens, chunk.fidelity)
+    return Chunk(chunk.tensor[:, layer : layer + 1], chunk.format, chunk.num_tokens, chunk.fidelity, chunk.start)
 
 
 class LayerFetch:
@@ -175,14 +175,15 @@ class LayerFetch:
 
     def _part(self, chunk: Incoming, layers: range, tensor: torch.Tensor) -> Part:
         assert chunk.blob is not None
-        fidelity = chunk.blob.header.description.fidelity
-        of = Chunk(tensor, self._stack.layout.format, chunk.num_tokens, fidelity)
+        about = chunk.blob.header.description
+        of = Chunk(tensor, self._stack.layout.format, chunk.num_tokens, about.fidelity, about.start)
         return Part(chunk.index, chunk.segment, layers, of)
 
     def _held_part(self, chunk: Incoming, loaded: Loaded, layers: range) -> Part:
         whole = loaded.chunk
         tensor = whole.tensor[:, layers.start : layers.stop]
-        return Part(chunk.index, chunk.segment, layers, Chunk(tensor, whole.format, whole.num_tokens, whole.fidelity))
+        of = Chunk(tensor, whole.format, whole.num_tokens, whole.fidelity, whole.start)
+        return Part(chunk.index, chunk.segment, layers, of)
 
     def _handed_on(self, run: Sequence[Part]) -> None:
         for part in run:

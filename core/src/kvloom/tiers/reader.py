@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -118,17 +119,18 @@ class BlobReader:
     ) -> Loaded | None:  # fmt: skip
         about, dtype = header.description, self._layout.dtype
         tensor, _ = self._outline(about.shape, about.num_tokens)
-        like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity)
+        like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
         payload = landing.view[header.header_bytes :]
         chunk = serializer.view(payload, like)
         if chunk is not None:
+            chunk = replace(like, tensor=chunk.tensor)
             room = landing.take()
         else:
             decoded = reserve(like.nbytes)
             if decoded is None:
                 raise NoRoomError("no room in memory to decode a chunk")
             room = decoded
-            chunk = Chunk(room.tensor(about.shape, dtype), like.format, like.num_tokens, like.fidelity)
+            chunk = replace(like, tensor=room.tensor(about.shape, dtype))
             try:
                 serializer.decode(envelope.split(header, payload), chunk)
             except BaseException:

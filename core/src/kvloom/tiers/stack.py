@@ -325,6 +325,7 @@ class Stack:
                     self.layout.format,
                     segment.end - segment.start,
                     EXACT,
+                    segment.start,
                 )
                 for (segment, _), room in zip(todo, batch, strict=False)
             ]
