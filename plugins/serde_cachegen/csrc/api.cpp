@@ -20,9 +20,18 @@ bool sensible(const KvzGeometry& g) {
 
 bool sensible(const KvzGeometry& g, const KvzSettings& s) {
   if (s.mode == kLossless) return true;
-  return (s.mode == kStep || s.mode == kCacheGen) && g.dtype != kByte && s.band >= 1 && s.band <= kMaxBand && s.band <= g.hidden && s.tile_tokens >= 1 &&
+  return (s.mode == kStep || s.mode == kCacheGen || s.mode == kKlt) && g.dtype != kByte && s.band >= 1 && s.band <= kMaxBand && s.band <= g.hidden && s.tile_tokens >= 1 &&
          s.tile_tokens <= kMaxTileTokens && s.shared_from >= 0 && s.shared_from <= g.hidden && s.shared_from % s.band == 0 &&
          (s.mode == kCacheGen || (s.step > 0.0f && s.step < 1e6f));
+}
+
+bool sensible(const KvzGeometry& g, const KvzProfile* profile, const KvzBasis* bases) {
+  if (profile == nullptr || bases == nullptr || g.hidden % 2 != 0) return false;
+  int rotary = profile->rotary_size;
+  if (rotary != 0 && (rotary < 0 || rotary % 2 != 0 || rotary > profile->head_size || g.hidden % profile->head_size != 0)) return false;
+  for (int plane = 0; plane < g.planes; ++plane)
+    if (bases[plane].rank < 2 || bases[plane].rank % 2 != 0 || bases[plane].rank > g.hidden || !(bases[plane].sigma > 0.0f)) return false;
+  return true;
 }
 
 const Instructions* chosen(int32_t instructions) {
@@ -60,12 +69,13 @@ int64_t kvz_bound(const KvzGeometry* g, const KvzSettings* s) {
   if (!sensible(*g) || !sensible(*g, *s)) return -1;
   Cut cut(s->mode, g->tokens, g->hidden, s->band, s->tile_tokens);
   int64_t raw = int64_t(g->planes) * g->tokens * g->hidden * element_bytes(g->dtype), tiles = g->planes * cut.per_plane;
-  return kHeaderBytes + table_bytes(s->mode, g->dtype, g->planes, g->tokens) + 8 * tiles + raw + 64;
+  return kHeaderBytes + table_bytes(s->mode, g->dtype, g->planes, g->tokens, s->tile_tokens) + 8 * tiles + raw + 64;
 }
 
-int64_t kvz_workspace_bytes(const KvzGeometry* g, const KvzSettings* s) {
-  int64_t encode = s == nullptr ? 0 : encode_workspace(*g, *s);
-  return (std::max(encode, kDecodeWorkspace) + 127) & ~int64_t(63);
+int64_t kvz_encode_workspace(const KvzGeometry* g, const KvzSettings* s) { return (encode_workspace(*g, *s) + 127) & ~int64_t(63); }
+
+int64_t kvz_decode_workspace(const KvzGeometry* g, int32_t transformed) {
+  return (kDecodeWorkspace + (transformed ? transform_workspace(*g) : 0) + 127) & ~int64_t(63);
 }
 
 int32_t kvz_instructions() {
@@ -91,17 +101,22 @@ int32_t kvz_encode(const KvzGeometry* g, const KvzSettings* s, KvzEncode* jobs, 
   for (int32_t job = 0; job < count; ++job)
     for (int plane = 0; s->mode == kCacheGen && plane < g->planes; ++plane)
       if (jobs[job].bins[plane] < 4 || jobs[job].bins[plane] > 63) return kBadSettings;
-  int64_t each = kvz_workspace_bytes(g, s);
+  for (int32_t job = 0; s->mode == kKlt && job < count; ++job)
+    if (!sensible(*g, jobs[job].profile, jobs[job].bases) || ceil_div(g->hidden, s->band) > kMaxReaders) return kBadSettings;
+  int64_t each = kvz_encode_workspace(g, s);
   share(count, threads, [&](int32_t job, int32_t thread) { jobs[job].error = with->encode(*g, *s, jobs[job], workspace + thread * each); });
   for (int32_t job = 0; job < count; ++job)
     if (jobs[job].error != kOk) return jobs[job].error;
   return kOk;
 }
 
-int32_t kvz_decode(const KvzGeometry* g, KvzDecode* jobs, int32_t count, uint8_t* workspace, int32_t threads, int32_t instructions) {
+int32_t kvz_decode(const KvzGeometry* g, KvzDecode* jobs, int32_t count, uint8_t* workspace, int32_t transformed, int32_t threads,
+                   int32_t instructions) {
   const Instructions* with = chosen(instructions);
   if (with == nullptr || !sensible(*g)) return kBadSettings;
-  int64_t each = kvz_workspace_bytes(g, nullptr);
+  for (int32_t job = 0; job < count; ++job)
+    if (jobs[job].profile != nullptr && !(transformed && sensible(*g, jobs[job].profile, jobs[job].bases))) return kBadSettings;
+  int64_t each = kvz_decode_workspace(g, transformed);
   share(count, threads, [&](int32_t job, int32_t thread) { jobs[job].error = with->decode(*g, jobs[job], workspace + thread * each); });
   for (int32_t job = 0; job < count; ++job)
     if (jobs[job].error != kOk) return jobs[job].error;

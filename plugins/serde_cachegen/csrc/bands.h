@@ -1,6 +1,7 @@
 // Decoding tiles of channels, side by side.
 #pragma once
 #include "reading.h"
+#include "transform.h"
 #include "writing.h"
 
 namespace kvz {
@@ -130,6 +131,13 @@ int32_t decode_bands(const KvzGeometry& g, const Stream& stream, const KvzDecode
   using Bits = typename T::Bits;
   int64_t tile = 0;
   bool scaled = h.mode == kCacheGen;
+  const uint8_t* table = stream.tables + kProfileBytes + 4;
+  int32_t start = -1;
+  if (h.mode == kKlt) {
+    offset = kHeaderBytes;
+    if (job.profile == nullptr || memcmp(job.profile->id, stream.tables, kProfileBytes) != 0) return kNoProfile;
+    memcpy(&start, stream.tables + kProfileBytes, 4);
+  }
   const uint8_t* scales = stream.tables + aligned(2 * g.planes);
   for (int plane = 0; plane < g.planes; ++plane) {
     Bits* to = static_cast<Bits*>(job.target) + plane * job.plane_stride;
@@ -143,6 +151,22 @@ int32_t decode_bands(const KvzGeometry& g, const Stream& stream, const KvzDecode
     }
     for (int token = 0; token < g.tokens; token += h.tile_tokens) {
       int rows = std::min<int>(h.tile_tokens, g.tokens - token);
+      if (h.mode == kKlt) {
+        uint16_t head[2];
+        memcpy(head, table, sizeof head);
+        offset = table - job.stream;
+        table += 4;
+        if (head[1] != 0) {
+          bool placed = !rotates(*job.profile, plane) || (start >= 0 && int64_t(start) + token + rows <= int64_t(1) << kPositionBits);
+          if (head[0] > job.bases[plane].rank || head[1] > 255 || !placed) return kBadTable;
+          TransformDecoder<T> decoder{g, stream, job, start};
+          int32_t error = decoder.block(plane, token, tile, rows, head[0], head[1], arena, to + int64_t(token) * g.hidden, offset);
+          if (error != kOk) return error;
+          tile += ceil_div(g.hidden, h.band);
+          continue;
+        }
+        if (head[0] != 0) return kBadReserved;
+      }
       const uint8_t* of_block = nullptr;
       if (scaled) {
         of_block = scales + (int64_t(plane) * g.tokens + token) * int64_t(sizeof(Bits));

@@ -13,14 +13,8 @@ struct BinsEncoder {
   Scratch scratch;
   int lanes;
 
-  BinsEncoder(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, Arena arena) : g(g), s(s), job(job) {
-    lanes = int(ceil_div(s.band, kLanes)) * kLanes;
-    scratch.counts = arena.take<uint16_t>(int64_t(s.band) * 64);
-    scratch.bases = arena.take<uint32_t>(lanes);
-    scratch.symbols = arena.take<uint8_t>(int64_t(kMaxTileTokens) * lanes);
-    int64_t words = int64_t(kMaxTileTokens) * lanes * (1 + escape_words(T::kDtype)) + 32;
-    scratch.words_end = arena.take<uint16_t>(words) + words;
-  }
+  BinsEncoder(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, Arena arena)
+      : g(g), s(s), job(job), scratch(arena, s.band, escape_words(T::kDtype)), lanes(int(ceil_div(s.band, kLanes)) * kLanes) {}
 
   // The largest finite magnitude of each token, in the type of the values.
   void scales(int plane, uint8_t* out) const {
@@ -54,7 +48,7 @@ struct BinsEncoder {
           scratch.symbols[int64_t(row) * lanes + c] = uint8_t(in ? int(level - middle) - kFirst : kEscape);
         }
       }
-      Kept kept = keep_symbols<T>(kTokenScales, at, g.hidden, rows, width, lanes, scratch, nullptr, 0, centres, out);
+      Kept kept = keep_symbols(kTokenScales, at, g.hidden, rows, width, lanes, scratch, nullptr, 0, centres, out);
       out += kept.bytes;
       note(kept.kind, out);
     }

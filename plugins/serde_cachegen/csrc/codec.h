@@ -4,6 +4,7 @@
 #include "bins.h"
 #include "lossless.h"
 #include "step.h"
+#include "transform.h"
 
 namespace kvz {
 namespace KVZ_NAMESPACE {
@@ -26,7 +27,7 @@ void encode_bins(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& jo
   BinsEncoder<T> encoder(g, s, job, arena);
   uint8_t* begin = out;
   auto note = [&](uint32_t kind, uint8_t* at) { note_end(directory, {kind, 0}, at - begin); };
-  memset(tables, 0, size_t(table_bytes(kCacheGen, g.dtype, g.planes, g.tokens)));
+  memset(tables, 0, size_t(table_bytes(kCacheGen, g.dtype, g.planes, g.tokens, s.tile_tokens)));
   for (int plane = 0; plane < g.planes; ++plane) {
     uint16_t bins = uint16_t(job.bins[plane]);
     memcpy(tables + 2 * plane, &bins, 2);
@@ -38,6 +39,33 @@ void encode_bins(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& jo
     for (int token = 0; token < g.tokens; token += s.tile_tokens) {
       const uint8_t* of_block = scales + (int64_t(plane) * g.tokens + token) * int64_t(sizeof(typename T::Bits));
       out = encoder.block(plane, from + int64_t(token) * g.hidden, std::min(s.tile_tokens, g.tokens - token), of_block, out, note);
+    }
+  }
+  *end = out;
+}
+
+// Blocks that cannot be transformed have the tiles of `step`.
+template <typename T>
+void encode_klt(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, uint8_t* tables, uint8_t* directory, uint8_t* out, uint8_t** end, Arena arena) {
+  uint8_t* begin = out;
+  auto note = [&](uint32_t kind, uint8_t* at) { note_end(directory, {kind, 0}, at - begin); };
+  memset(tables, 0, size_t(table_bytes(kKlt, g.dtype, g.planes, g.tokens, s.tile_tokens)));
+  memcpy(tables, job.profile->id, kProfileBytes);
+  memcpy(tables + kProfileBytes, &job.start, 4);
+  uint8_t* table = tables + kProfileBytes + 4;
+  for (int plane = 0; plane < g.planes; ++plane) {
+    const typename T::Bits* from = static_cast<const typename T::Bits*>(job.source) + plane * job.plane_stride;
+    for (int token = 0; token < g.tokens; token += s.tile_tokens, table += 4) {
+      const typename T::Bits* at = from + int64_t(token) * g.hidden;
+      int rows = std::min(s.tile_tokens, g.tokens - token);
+      uint8_t* before = directory;
+      uint8_t* after = TransformEncoder<T>(g, s, job, arena).block(plane, token, at, rows, table, out, note);
+      if (after == nullptr) {
+        directory = before;
+        memset(table, 0, 4);
+        after = StepEncoder<T>(g, s, job, arena).block(plane, at, rows, out, note);
+      }
+      out = after;
     }
   }
   *end = out;
@@ -61,12 +89,13 @@ inline int32_t encode_stream(const KvzGeometry& g, const KvzSettings& s, KvzEnco
     }
   } else {
     header.band = uint16_t(s.band), header.tile_tokens = uint16_t(s.tile_tokens);
-    header.table_bytes = uint32_t(table_bytes(s.mode, g.dtype, g.planes, g.tokens));
+    header.table_bytes = uint32_t(table_bytes(s.mode, g.dtype, g.planes, g.tokens, s.tile_tokens));
     uint8_t* tables = job.out + kHeaderBytes;
     uint8_t *directory = tables + header.table_bytes, *begin = directory + 4 * tiles, *end = begin;
     auto run = [&](auto element) {
       using T = decltype(element);
       if (s.mode == kStep) encode_step<T>(g, s, job, directory, begin, &end, arena);
+      else if (s.mode == kKlt) encode_klt<T>(g, s, job, tables, directory, begin, &end, arena);
       else encode_bins<T>(g, s, job, tables, directory, begin, &end, arena);
     };
     switch (g.dtype) {

@@ -29,15 +29,20 @@ constexpr int kEscape = 62;
 constexpr int kFirst = -31;            // The value of symbol 0, about the centre.
 constexpr int kWidePrecision = 12;     // Of a stream's own tables.
 constexpr int kFlatTile = 32768;       // Elements of a tile of `lossless`.
+// Of the mode `klt`. Components are coded in whole steps, and computed from 16ths of a step by bases of whole numbers, in
+// units of 2^-exponent / 127.
+constexpr int kMostExponent = 5, kPositionBits = 24, kProfileBytes = 16;
+constexpr float kUnits = 16.0f, kOfUnit = 1.0f / 65024.0f, kOfSum = 1.0f / 4064.0f;
+constexpr int64_t kMostSquares = int64_t(1) << 37;  // Of a token: no sum of products is beyond 32 bits.
 constexpr float kUnitOfNearest = 0x1.ea4afap-1f;  // 2^(-1/16)
 
 enum Dtype : uint8_t { kBF16 = 1, kFP16 = 2, kFP32 = 3, kE4M3 = 4, kE5M2 = 5, kByte = 6 };
-enum Mode : uint8_t { kStep = 1, kLossless = 2, kCacheGen = 3 };
+enum Mode : uint8_t { kStep = 1, kLossless = 2, kCacheGen = 3, kKlt = 4 };
 // How a tile is kept.
-enum Kind : uint32_t { kRaw = 0, kConst = 1, kChannelSteps = 2, kOneStep = 3, kTokenScales = 4, kSymbols = 5 };
+enum Kind : uint32_t { kRaw = 0, kConst = 1, kChannelSteps = 2, kOneStep = 3, kTokenScales = 4, kSymbols = 5, kCoefficients = 6 };
 enum Error : int32_t {
   kOk = 0, kTruncated = 1, kBadMagic = 2, kBadVersion = 3, kBadGeometry = 4, kBadDirectory = 5, kBadTable = 6,
-  kBadWords = 7, kBadReserved = 8, kNoRoom = 9, kBadSettings = 10,
+  kBadWords = 7, kBadReserved = 8, kNoRoom = 9, kBadSettings = 10, kNoProfile = 11,
 };
 
 struct Header {  // Little endian, as the machines that this is built for.

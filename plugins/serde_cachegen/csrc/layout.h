@@ -28,12 +28,14 @@ struct Cut {
 
 constexpr int64_t kColumnsTogether = 2048, kBandsTogether = 32;  // At most, that are decoded side by side.
 constexpr int kMaxBand = 1024;
+constexpr int kMaxReaders = 64;  // Bands of components.
 constexpr int kMaxTileTokens = 256;
 constexpr int kMaxTables = 2 * 256 + 4;  // Bytes of one plane's own table.
 
-inline int64_t table_bytes(int mode, int dtype, int planes, int64_t tokens) {
+inline int64_t table_bytes(int mode, int dtype, int planes, int64_t tokens, int tile_tokens) {
   if (mode == kLossless) return planes * int64_t(kMaxTables);  // At most.
   if (mode == kCacheGen) return aligned(2 * planes) + aligned(planes * tokens * element_bytes(dtype));
+  if (mode == kKlt) return kProfileBytes + 4 + 4 * planes * ceil_div(tokens, tile_tokens);
   return 0;
 }
 
@@ -55,10 +57,18 @@ constexpr int64_t kDecodeWorkspace =
     3 * 4 * (kColumnsTogether + kBandsTogether * kLanes) + kBandsTogether * (320 + 16 + 3 * 64) + 8192;
 static_assert(kDecodeWorkspace > 2 * kWideSlots * 4 + 128, "there is room for the tables of `lossless` too");
 
+constexpr int kTogether = 16;  // Tokens that are transformed at a time.
+
+// Of the mode `klt`, beside the above: there is at most one component for each channel.
+inline int64_t transform_workspace(const KvzGeometry& g) {
+  return int64_t(g.hidden) * (6 * kTogether + 12 + 4) + 4 * kTogether + (kMaxReaders + 1) * (512 + 4 * kLanes) + 2048;
+}
+
 inline int64_t encode_workspace(const KvzGeometry& g, const KvzSettings& s) {
   int64_t elements = s.mode == kLossless ? kFlatTile : int64_t(kMaxTileTokens) * (s.band + kLanes);
   int64_t words = elements * (1 + escape_words(g.dtype)) + 64;
-  return 2 * words + elements + 6 * 4 * int64_t(g.hidden) + s.band * 64 * 2 + 4 * 4 * (s.band + kLanes) + 65536;
+  int64_t transform = s.mode == kKlt ? int64_t(g.hidden) * (2 * kMaxTileTokens + 6 * kTogether + 12) + 1024 : 0;
+  return transform + 2 * words + elements + 6 * 4 * int64_t(g.hidden) + s.band * 64 * 2 + 4 * 4 * (s.band + kLanes) + 65536;
 }
 
 }  // namespace kvz

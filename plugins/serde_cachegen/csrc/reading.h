@@ -32,7 +32,7 @@ inline int32_t parse(const KvzGeometry& g, const uint8_t* bytes, int64_t size, S
   offset = 4;
   if (h.version != kVersion) return kBadVersion;
   offset = 5;
-  if (h.mode < kStep || h.mode > kCacheGen) return kBadGeometry;
+  if (h.mode < kStep || h.mode > kKlt) return kBadGeometry;
   offset = 6;
   if (h.dtype != g.dtype || h.planes != g.planes || h.tokens != uint32_t(g.tokens) || h.hidden != uint32_t(g.hidden)) return kBadGeometry;
   offset = 16;
@@ -42,7 +42,7 @@ inline int32_t parse(const KvzGeometry& g, const uint8_t* bytes, int64_t size, S
   Cut cut(h.mode, g.tokens, g.hidden, h.band, h.tile_tokens);
   if (int64_t(h.tiles) != g.planes * cut.per_plane) return kBadGeometry;
   offset = 24;
-  int64_t most = table_bytes(h.mode, g.dtype, g.planes, g.tokens);
+  int64_t most = table_bytes(h.mode, g.dtype, g.planes, g.tokens, h.tile_tokens);
   if ((h.table_bytes & 3) || (flat ? h.table_bytes > most : h.table_bytes != most)) return kBadGeometry;
   offset = 28;
   if (int64_t(h.total) != size) return kTruncated;

@@ -69,16 +69,12 @@ struct StepEncoder {
   Scratch scratch;
   int lanes;
 
-  StepEncoder(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, Arena arena) : g(g), s(s), job(job) {
+  StepEncoder(const KvzGeometry& g, const KvzSettings& s, const KvzEncode& job, Arena arena)
+      : g(g), s(s), job(job), scratch(arena, s.band, escape_words(T::kDtype)) {
     lanes = int(ceil_div(s.band, kLanes)) * kLanes;
     first = arena.take<float>(g.hidden), sum = arena.take<float>(g.hidden), squares = arena.take<float>(g.hidden);
     blended = arena.take<uint8_t>(g.hidden);
     steps = arena.take<float>(lanes), inverses = arena.take<float>(lanes), centre_steps = arena.take<float>(lanes);
-    scratch.counts = arena.take<uint16_t>(int64_t(s.band) * 64);
-    scratch.bases = arena.take<uint32_t>(lanes);
-    scratch.symbols = arena.take<uint8_t>(int64_t(kMaxTileTokens) * lanes);
-    int64_t words = int64_t(kMaxTileTokens) * lanes * (1 + escape_words(T::kDtype)) + 32;
-    scratch.words_end = arena.take<uint16_t>(words) + words;
   }
 
   // Writes the tiles of one block of tokens of one plane; gives how each is kept and where it ends to `note`.
@@ -114,7 +110,7 @@ struct StepEncoder {
         kept = keep_constant(at, out);
       } else {
         quantise<T>(at, g.hidden, rows, width, lanes, inverses, steps, centre_steps, scratch.symbols);
-        kept = keep_symbols<T>(one ? kOneStep : kChannelSteps, at, g.hidden, rows, width, lanes, scratch, codes,
+        kept = keep_symbols(one ? kOneStep : kChannelSteps, at, g.hidden, rows, width, lanes, scratch, codes,
                                one ? 1 : width, centres, out);
       }
       out += kept.bytes;

@@ -108,11 +108,19 @@ struct Scratch {
   uint16_t* words_end;
   uint16_t* counts;   // [band][64]
   uint32_t* bases;    // [band + 32]
+
+  // escape_words: of one value.
+  Scratch(Arena& arena, int band, int escape_words) {
+    int64_t lanes = ceil_div(band, kLanes) * kLanes, words = kMaxTileTokens * lanes * (1 + escape_words) + 32;
+    counts = arena.take<uint16_t>(int64_t(band) * 64), bases = arena.take<uint32_t>(lanes);
+    symbols = arena.take<uint8_t>(kMaxTileTokens * lanes);
+    words_end = arena.take<uint16_t>(words) + words;
+  }
 };
 
-// A tile of channels whose symbols stand in `scratch`, `lanes` bytes to a token. side: what goes before the words.
-template <typename T>
-Kept keep_symbols(uint32_t kind, const typename T::Bits* from, int64_t stride, int rows, int width, int lanes,
+// A tile of channels whose symbols stand in `scratch`, `lanes` bytes to a token. centres: null if there are none.
+template <typename Bits>
+Kept keep_symbols(uint32_t kind, const Bits* from, int64_t stride, int rows, int width, int lanes,
                   const Scratch& scratch, const uint8_t* steps, int step_count, const int8_t* centres, uint8_t* out) {
   const Family& tables = family();
   uint8_t chosen[kMaxBand];
@@ -127,7 +135,7 @@ Kept keep_symbols(uint32_t kind, const typename T::Bits* from, int64_t stride, i
   const EncodeTables coder{tables.slots, tables.inverses};
   for (int row = rows - 1; row >= 0; --row) {
     for (int c = (width - 1) / kLanes * kLanes; c >= 0; c -= kLanes) {
-      const typename T::Bits* bits = from + row * stride + c;
+      const Bits* bits = from + row * stride + c;
       auto escape = [bits](uint32_t mask, uint16_t* before) { return push_escapes(bits, mask, before); };
       const uint8_t* symbols = scratch.symbols + int64_t(row) * lanes + c;
       end = width - c >= kLanes ? put_row<kPrecision>(x, coder, symbols, scratch.bases + c, end, escape)
@@ -135,13 +143,14 @@ Kept keep_symbols(uint32_t kind, const typename T::Bits* from, int64_t stride, i
     }
   }
   int states = std::min(width, kLanes);
-  int64_t words = scratch.words_end - end, side = states * 4 + step_count + 2 * width;
+  int64_t words = scratch.words_end - end, centre_count = centres == nullptr ? 0 : width;
+  int64_t side = states * 4 + step_count + centre_count + width;
   int64_t bytes = aligned(side + (side & 1) + 2 * words);
-  if (bytes >= aligned(int64_t(rows) * width * int64_t(sizeof(typename T::Bits)))) return keep_raw(from, stride, rows, width, out);
+  if (bytes >= aligned(int64_t(rows) * width * int64_t(sizeof(Bits)))) return keep_raw(from, stride, rows, width, out);
   uint8_t* to = out;
   write(to, x, states);
   write(to, steps, step_count);
-  write(to, centres, width);
+  write(to, centres, centre_count);
   write(to, chosen, width);
   if (side & 1) *to++ = 0;
   write(to, end, words);

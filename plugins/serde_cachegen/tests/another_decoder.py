@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvloom_serde_cachegen.profile import Profile
+
 _TABLES = (Path(__file__).parents[1] / "csrc" / "tables.h").read_text()
 _FREQUENCIES = _TABLES[_TABLES.index("kFrequencies") : _TABLES.index("kCosts")]
 FAMILY = np.array([int(each) for each in re.findall(r"\b\d+(?=,)", _FREQUENCIES)]).reshape(64, 64)
@@ -29,6 +31,8 @@ class Decoded:
     exact: np.ndarray
     steps: np.ndarray
     """Of the quantiser; nan where there is none."""
+    transformed: np.ndarray
+    """Where values are sums of components."""
 
 
 class Lanes:
@@ -66,7 +70,7 @@ class Lanes:
         assert len(self.words) - self.at <= 1 and not any(self.words[self.at :])
 
 
-def decode(stream: bytes) -> Decoded:
+def decode(stream: bytes, profile: Profile | None = None) -> Decoded:
     magic, version, mode, dtype, planes, tokens, hidden, band, tile_tokens, tiles, table_bytes, total = (
         struct.unpack_from("<4sBBBBIIHHIII", stream)
     )
@@ -78,8 +82,9 @@ def decode(stream: bytes) -> Decoded:
     kept = [(entry >> 29, payload[start:end]) for entry, start, end in zip(directory, ends, ends[1:], strict=False)]
     shape = (planes, tokens, hidden)
     out = Decoded(
-        np.zeros(shape, np.float32), np.zeros(shape, np.uint32), np.zeros(shape, bool), np.full(shape, np.nan)
-    )
+        np.zeros(shape, np.float32), np.zeros(shape, np.uint32), np.zeros(shape, bool), np.full(shape, np.nan),
+        np.zeros(shape, bool),
+    )  # fmt: skip
     if mode == 2:
         own = _own_tables(tables, planes)
         runs = math.ceil(tokens * hidden / 32768)
@@ -94,8 +99,21 @@ def decode(stream: bytes) -> Decoded:
                 _plain(kind, tile, dtype, *view)
         return out
     numbers = iter(kept)
+    if mode == 4:
+        assert profile is not None and tables[:16] == profile.id
+        (start,) = struct.unpack_from("<i", tables, 16)
+        heads = struct.iter_unpack("<HH", tables[20:])
     for plane in range(planes):
         for token in range(0, tokens, tile_tokens):
+            if mode == 4:
+                used, code = next(heads)
+                if code:
+                    rows = slice(token, min(token + tile_tokens, tokens))
+                    tiles_of_block = [next(numbers) for _ in range(0, hidden, band)]
+                    out.values[plane, rows] = _transformed(tiles_of_block, profile, plane, start + token, used, code,
+                                                           band, rows.stop - rows.start)  # fmt: skip
+                    out.transformed[plane, rows] = True
+                    continue
             for channel in range(0, hidden, band):
                 part = np.s_[plane, token : min(token + tile_tokens, tokens), channel : min(channel + band, hidden)]
                 kind, tile = next(numbers)
@@ -204,3 +222,55 @@ def _tile(
                 if out.exact[spot]:
                     out.bits[spot] = lanes.word() | (lanes.word() << 16 if dtype == 3 else 0)
     lanes.end()
+
+
+def _transformed(
+    tiles: list[tuple[int, bytes]], profile: Profile, plane: int, start: int, used: int, code: int, band: int, rows: int
+) -> np.ndarray:
+    """Of the only layer."""
+    assert profile.transform is not None
+    q = np.zeros((rows, used), np.int64)
+    for number, (kind, tile) in enumerate(tiles):
+        width = max(min(band, used - number * band), 0)
+        assert kind == 6 and (width > 0 or not tile)
+        if width:
+            q[:, number * band : number * band + width] = _coefficients(tile, rows, width)
+    exponents = profile.transform.exponents[plane][0].numpy()[:used].astype(np.int64)
+    left = (q << (5 - exponents)).astype(np.int16).astype(np.int64)
+    sums = (left @ profile.transform.bases[plane][0].numpy()[:used].astype(np.int64)).astype(np.int32)
+    mean, scale = (each[plane, 0].numpy() for each in (profile.transform.means, profile.transform.scales))
+    x = mean + sums.astype(np.float32) * (STEPS[code] * np.float32(1 / 4064) / scale)
+    if plane == 0:
+        for row in range(rows):
+            x[row] = _rotated(x[row], start + row, profile)
+    return x
+
+
+def _coefficients(tile: bytes, rows: int, width: int) -> np.ndarray:
+    states = min(width, 32)
+    chosen = tile[4 * states : 4 * states + width]
+    lanes = Lanes(struct.unpack_from(f"<{states}I", tile), tile[4 * states + width + width % 2 :], 10)
+    q = np.zeros((rows, width), np.int64)
+    for row in range(rows):
+        for first in range(0, width, 32):
+            columns = range(first, min(first + 32, width))
+            symbols = lanes.row([FAMILY[chosen[c]] for c in columns])
+            for column, symbol in zip(columns, symbols, strict=True):
+                q[row, column] = symbol - 31 if symbol != ESCAPE else np.uint16(lanes.word()).astype(np.int16)
+    lanes.end()
+    return q
+
+
+def _rotated(x: np.ndarray, position: int, profile: Profile) -> np.ndarray:
+    pairs = profile.rotary_size // 2
+    cos, sin = np.ones(pairs, np.float32), np.zeros(pairs, np.float32)
+    for bit in range(24):
+        if position >> bit & 1:
+            c, s = profile.rotations[bit].numpy().T
+            cos, sin = cos * c - sin * s, cos * s + sin * c
+    heads = x.reshape(-1, profile.head_size).copy()
+    first = slice(0, 2 * pairs, 2) if profile.interleaved else slice(0, pairs)
+    second = slice(1, 2 * pairs, 2) if profile.interleaved else slice(pairs, 2 * pairs)
+    a, b = heads[:, first].copy(), heads[:, second].copy()
+    heads[:, first], heads[:, second] = a * cos - b * sin, b * cos + a * sin
+    return heads.reshape(-1)

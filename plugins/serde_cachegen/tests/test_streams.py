@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from dataclasses import replace
 from typing import Any
 
 import another_decoder
@@ -11,14 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import profile_for
 
-from kvloom import CorruptBlobError
+from kvloom import CorruptBlobError, UnreadableBlobError
 from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.bins import CacheGenConfig
+from kvloom_serde_cachegen.native_profile import NativeProfile
+from kvloom_serde_cachegen.profile import Profile, Transform
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 DTYPES = sorted(streams.DTYPES, key=str)
 SETS = range(streams.instructions() + 1)
+OF_THEIR_OWN = [mode for mode in Mode if mode is not Mode.KLT]
+"""Modes that need no profile."""
 
 
 def kv_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int, odd: bool = True) -> torch.Tensor:
@@ -37,18 +43,19 @@ def kv_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int, odd: bool = Tru
     return kv.to(dtype)
 
 
-def settings_for(mode: Mode, kv: torch.Tensor, step: float = 0.5, band: int = 128) -> Settings:
+def settings_for(mode: Mode, kv: torch.Tensor, step: float = 0.5, band: int = 128, **profile: Any) -> Settings:
     bins = CacheGenConfig.for_layers(kv.shape[1]).by_layer() if mode is Mode.CACHEGEN else ()
-    return Settings(mode, min(band, kv.shape[-1]), 0, step, bins=bins)
+    native = NativeProfile(profile_for(kv, sigma=4.0, **profile)) if mode is Mode.KLT else None
+    return Settings(mode, min(band, kv.shape[-1]), 0, step, bins=bins, profile=native)
 
 
 def bits(kv: torch.Tensor) -> torch.Tensor:
     return kv.contiguous().view(torch.uint8)
 
 
-def decoded(blob: Any, kv: torch.Tensor, mode: Mode, which: int = -1) -> torch.Tensor:
+def decoded(blob: Any, kv: torch.Tensor, mode: Mode, which: int = -1, profile: Any = None) -> torch.Tensor:
     into = torch.full_like(bits(kv), 0xA5).view(kv.dtype).view(kv.shape)
-    streams.decode(blob, into, mode, with_instructions=which)
+    streams.decode(blob, into, mode, profile=profile, with_instructions=which)
     return into
 
 
@@ -56,7 +63,7 @@ shapes = st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 300), st
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.sampled_from(DTYPES), st.sampled_from(list(Mode)), st.integers(1, 130), st.integers(0, 10**6))
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from(OF_THEIR_OWN), st.integers(1, 130), st.integers(0, 10**6))
 def test_every_processor_writes_and_reads_the_same(
     shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, seed: int
 ) -> None:
@@ -74,7 +81,7 @@ small = st.tuples(st.integers(1, 2), st.just(1), st.integers(1, 40), st.integers
 
 
 @settings(max_examples=40, deadline=None)
-@given(small, st.sampled_from(DTYPES), st.sampled_from(list(Mode)), st.floats(0.05, 3.0), st.integers(0, 10**6))
+@given(small, st.sampled_from(DTYPES), st.sampled_from(OF_THEIR_OWN), st.floats(0.05, 3.0), st.integers(0, 10**6))
 def test_who_reads_the_document_decodes_the_same(
     shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, step: float, seed: int
 ) -> None:
@@ -98,7 +105,7 @@ def test_who_reads_the_document_decodes_the_same(
         assert bool((off <= bound)[~exact].all())
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", OF_THEIR_OWN)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("values", [[0.0], [1.5], [float("nan")], [float("-inf")], [1e-40], [0.0, -0.0], [3.0, -3.0]])
 def test_tiles_of_few_values(mode: Mode, dtype: torch.dtype, values: list[float]) -> None:
@@ -115,18 +122,33 @@ GOLDEN = {
 }
 
 
+def golden_profile() -> Profile:
+    """Of whole numbers, so that no library's rounding is in it; `klt` has none without rotations of its own."""
+    numbers = torch.arange(96 * 96).view(96, 96)
+    turn = torch.tensor([0.6, 0.8]).expand(24, 24, 2)
+    components = ((numbers * 7919 % 1009) % 255 - 127).to(torch.int8)
+    transform = Transform(
+        torch.zeros(2, 1, 96), torch.ones(2, 1, 96), torch.full((2, 1), 0.5), ((components,),) * 2,
+        ((torch.full((96,), 3, dtype=torch.uint8),),) * 2,
+    )  # fmt: skip
+    return Profile("golden", "golden", 2, 1, 96, 48, 0, torch.ones(1, 96), 48, False, turn.contiguous(), transform)
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_bytes_are_those_of_version_1(mode: Mode) -> None:
     """What was stored is read for ever, and what is equal is stored alike: who changes this makes another version."""
     numbers = torch.arange(2 * 1 * 70 * 96).view(2, 1, 70, 96)
     kv = ((numbers * 7919 % 1009 + numbers * 104_729 % 907 - 958) * (numbers % 96 + 5) / 16384).to(torch.bfloat16)
-    (stream,) = streams.encode(kv, settings_for(mode, kv))
+    how = settings_for(mode, kv)
+    if mode is Mode.KLT:
+        how = replace(how, profile=NativeProfile(golden_profile()))
+    (stream,) = streams.encode(kv, how, start=77)
     assert hashlib.sha256(stream).hexdigest() == GOLDEN[mode]
 
 
 def test_long_chunks() -> None:
     kv = kv_of((2, 1, 65_535, 4), torch.bfloat16, 1)
-    for mode in Mode:
+    for mode in OF_THEIR_OWN:
         how = settings_for(mode, kv)
         out = decoded(streams.encode(kv, how), kv, mode)
         assert torch.equal(out.isnan(), kv.isnan())
@@ -154,16 +176,16 @@ def test_layers_may_be_views_of_a_larger_tensor() -> None:
 # -- bad bytes ---------------------------------------------------------------------------------------------------------
 
 
-def outcome(blob: bytes, kv: torch.Tensor, mode: Mode) -> bytes | None:
+def outcome(blob: bytes, kv: torch.Tensor, how: Settings) -> bytes | None:
     """What it decodes to, None if it is refused. All processors agree about it, and write nothing beside."""
     said = set()
     for which in SETS:
         room = torch.full((kv.nbytes + 128,), 0x5A, dtype=torch.uint8)
         into = room[64:-64].view(kv.dtype).view(kv.shape)
         try:
-            streams.decode([blob], into, mode, with_instructions=which)
+            streams.decode([blob], into, how.mode, profile=how.profile, with_instructions=which)
             said.add(bytes(bits(into).numpy()))
-        except CorruptBlobError as error:
+        except (CorruptBlobError, UnreadableBlobError) as error:
             said.add(str(error).encode())
         assert bool((room[:64] == 0x5A).all()) and bool((room[-64:] == 0x5A).all())
     assert len(said) == 1
@@ -173,25 +195,28 @@ def outcome(blob: bytes, kv: torch.Tensor, mode: Mode) -> bytes | None:
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_what_is_cut_short_is_refused(mode: Mode) -> None:
-    kv = kv_of((2, 1, 20, 33), torch.bfloat16, 3)
-    (stream,) = streams.encode(kv, settings_for(mode, kv))
+    kv = kv_of((2, 1, 20, 66), torch.bfloat16, 3, odd=mode is not Mode.KLT)
+    how = settings_for(mode, kv)
+    (stream,) = streams.encode(kv, how, start=5)
     blob = bytes(stream)
+    assert outcome(blob, kv, how) is not None
     short = [blob[:length] for length in range(len(blob))]
-    assert all(outcome(each, kv, mode) is None for each in [*short, blob + b"\0", blob + bytes(4)])
+    assert all(outcome(each, kv, how) is None for each in [*short, blob + b"\0", blob + bytes(4)])
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_flipped_bits_do_no_harm(mode: Mode, dtype: torch.dtype) -> None:
     """Of rANS words nearly all are noticed; the rest, and raw bits, are for the checksum of who keeps the stream."""
-    kv = kv_of((2, 1, 20, 40), dtype, 4)
-    (stream,) = streams.encode(kv, settings_for(mode, kv))
+    kv = kv_of((2, 1, 20, 40), dtype, 4, odd=mode is not Mode.KLT)
+    how = settings_for(mode, kv)
+    (stream,) = streams.encode(kv, how, start=5)
     blob = bytearray(stream)
-    whole = outcome(bytes(blob), kv, mode)
+    whole = outcome(bytes(blob), kv, how)
     for place in range(len(blob)):
         for bit in range(8) if place < 64 else (place % 8,):
             blob[place] ^= 1 << bit
-            made = outcome(bytes(blob), kv, mode)
+            made = outcome(bytes(blob), kv, how)
             assert made is None or place >= 32 or made == whole, f"bit {bit} of byte {place}"
             blob[place] ^= 1 << bit
 
@@ -200,14 +225,17 @@ def test_flipped_bits_do_no_harm(mode: Mode, dtype: torch.dtype) -> None:
 @given(st.binary(max_size=400), st.sampled_from(list(Mode)), st.booleans())
 def test_random_bytes_do_no_harm(noise: bytes, mode: Mode, plausible: bool) -> None:
     kv = torch.zeros((2, 1, 3, 40), dtype=torch.bfloat16)
+    how = settings_for(mode, kv)
     blob = bytearray(noise)
     if plausible:
+        if how.profile is not None:  # that it is the right one, and two blocks of 20 components
+            blob[:0] = how.profile.id + struct.pack("<iHHHH", 0, 20, 140, 20, 140)
         band, tokens, tiles = (0, 0, 2) if mode is Mode.LOSSLESS else (40, 256, 2)
-        tables = len(noise) // 8 * 4 if mode is Mode.LOSSLESS else 4 + 12 if mode is Mode.CACHEGEN else 0
+        tables = {Mode.LOSSLESS: len(noise) // 8 * 4, Mode.CACHEGEN: 4 + 12, Mode.KLT: 28, Mode.STEP: 0}[mode]
         blob[:0] = struct.pack(
-            "<4sBBBBIIHHIII", b"KVZ1", 1, mode, 1, 2, 3, 40, band, tokens, tiles, tables, 32 + len(noise)
+            "<4sBBBBIIHHIII", b"KVZ1", 1, mode, 1, 2, 3, 40, band, tokens, tiles, tables, 32 + len(blob)
         )
-    outcome(bytes(blob), kv, mode)
+    outcome(bytes(blob), kv, how)
 
 
 def test_another_geometry_is_refused() -> None:

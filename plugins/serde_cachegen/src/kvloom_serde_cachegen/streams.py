@@ -12,7 +12,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from kvloom import Buffer, CorruptBlobError, native
+from kvloom import Buffer, CorruptBlobError, UnreadableBlobError, native
+from kvloom_serde_cachegen.native_profile import NativeProfile
 
 TILE_TOKENS = 256
 MAX_BAND = 1024
@@ -33,6 +34,7 @@ class Mode(IntEnum):
     STEP = 1
     LOSSLESS = 2
     CACHEGEN = 3
+    KLT = 4
 
 
 _PROBLEMS = {
@@ -45,6 +47,7 @@ _PROBLEMS = {
     7: "words that do not decode",
     8: "bytes that should be zero",
 }
+_NO_PROFILE = 11
 
 
 class _Geometry(ctypes.Structure):
@@ -64,6 +67,9 @@ class _Encode(ctypes.Structure):
         ("plane_stride", ctypes.c_int64),
         ("weights", ctypes.c_void_p),
         ("bins", ctypes.c_int32 * 2),
+        ("start", ctypes.c_int32),
+        ("profile", ctypes.c_void_p),
+        ("bases", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("capacity", ctypes.c_int64),
         ("size", ctypes.c_int64),
@@ -77,6 +83,8 @@ class _Decode(ctypes.Structure):
         ("size", ctypes.c_int64),
         ("target", ctypes.c_void_p),
         ("plane_stride", ctypes.c_int64),
+        ("profile", ctypes.c_void_p),
+        ("bases", ctypes.c_void_p),
         ("error", ctypes.c_int32),
         ("offset", ctypes.c_int64),
     ]
@@ -86,7 +94,7 @@ class _Decode(ctypes.Structure):
 def library() -> ctypes.CDLL:
     """The native codec. Raises PluginError, with the remedy, if it was not built."""
     codec = native.load("kvloom_serde_cachegen", "kvz")
-    for name in ("kvz_bound", "kvz_workspace_bytes"):
+    for name in ("kvz_bound", "kvz_encode_workspace", "kvz_decode_workspace"):
         getattr(codec, name).restype = ctypes.c_int64
     return codec
 
@@ -113,6 +121,8 @@ class Settings:
     channel's standard deviation."""
     bins: Sequence[tuple[int, int]] = ()
     """`CACHEGEN`: for each layer those of K and of V, 4 to 63."""
+    profile: NativeProfile | None = None
+    """`KLT`: that of the model."""
 
     def native(self) -> _Settings:
         return _Settings(self.mode, self.band, TILE_TOKENS, self.shared_from, self.step)
@@ -127,10 +137,13 @@ def bound(shape: Sequence[int], dtype: torch.dtype, settings: Settings) -> int:
     return shape[1] * each
 
 
-def encode(kv: torch.Tensor, settings: Settings, *, threads: int = 0, with_instructions: int = -1) -> list[memoryview]:
+def encode(
+    kv: torch.Tensor, settings: Settings, *, start: int | None = None, threads: int = 0, with_instructions: int = -1
+) -> list[memoryview]:
     """One stream for each layer of `kv`, `[planes, layers, tokens, hidden]` in host memory.
 
-    Each layer of a plane is contiguous. threads: 0 for as many as there are processors. with_instructions: as
+    Each layer of a plane is contiguous. start: the position of the first token, without which `KLT` leaves K as `STEP`
+    would have it. threads: 0 for as many as there are processors. with_instructions: as
     `instructions` says; all give the same bytes.
     """
     _, layers, tokens, hidden = kv.shape
@@ -146,9 +159,11 @@ def encode(kv: torch.Tensor, settings: Settings, *, threads: int = 0, with_instr
         job.plane_stride = kv.stride(0) * unit
         job.weights = None if settings.weights is None else settings.weights[layer].data_ptr()
         job.bins[:] = settings.bins[layer] if settings.bins else (0, 0)
+        job.start = -1 if start is None else start
+        job.profile, job.bases = _addresses(settings.profile, layer)
         job.out, job.capacity = out[layer].ctypes.data, capacity
     threads, workspace = _workspace(
-        threads, layers, codec.kvz_workspace_bytes(ctypes.byref(geometry), ctypes.byref(own))
+        threads, layers, codec.kvz_encode_workspace(ctypes.byref(geometry), ctypes.byref(own))
     )
     error = codec.kvz_encode(
         ctypes.byref(geometry), ctypes.byref(own), jobs, layers, ctypes.c_void_p(workspace.ctypes.data), threads,
@@ -160,11 +175,13 @@ def encode(kv: torch.Tensor, settings: Settings, *, threads: int = 0, with_instr
 
 
 def decode(
-    streams: Sequence[Buffer], into: torch.Tensor, mode: Mode, *, threads: int = 0, with_instructions: int = -1
-) -> None:
+    streams: Sequence[Buffer], into: torch.Tensor, mode: Mode, *, first_layer: int = 0,
+    profile: NativeProfile | None = None, threads: int = 0, with_instructions: int = -1,
+) -> None:  # fmt: skip
     """Fill `into`, as `encode` takes it, from one stream for each of its layers.
 
-    mode: LOSSLESS or another. Raises CorruptBlobError, with the first of what is wrong and where.
+    mode: LOSSLESS or another. profile: for streams of mode `KLT`; `into` begins with its layer `first_layer`. Raises
+    CorruptBlobError, with the first of what is wrong and where; UnreadableBlobError without the right profile.
     """
     _, layers, tokens, hidden = into.shape
     assert into.stride(3) == 1 and (tokens == 1 or into.stride(2) == hidden), "each layer of a plane is contiguous"
@@ -179,14 +196,23 @@ def decode(
         job.stream, job.size = stream.ctypes.data, stream.size
         job.target = into.data_ptr() + layer * into.stride(1) * into.element_size()
         job.plane_stride = into.stride(0) * unit
-    threads, workspace = _workspace(threads, layers, codec.kvz_workspace_bytes(ctypes.byref(geometry), None))
+        job.profile, job.bases = _addresses(profile, first_layer + layer)
+    transformed = int(profile is not None)
+    threads, workspace = _workspace(threads, layers, codec.kvz_decode_workspace(ctypes.byref(geometry), transformed))
     codec.kvz_decode(
-        ctypes.byref(geometry), jobs, layers, ctypes.c_void_p(workspace.ctypes.data), threads, _set(with_instructions)
-    )
+        ctypes.byref(geometry), jobs, layers, ctypes.c_void_p(workspace.ctypes.data), transformed, threads,
+        _set(with_instructions),
+    )  # fmt: skip
     for layer, job in enumerate(jobs):
+        if job.error == _NO_PROFILE:
+            raise UnreadableBlobError(f"stream {layer} was transformed by a profile that is not at hand")
         if job.error:
             problem = _PROBLEMS.get(job.error, f"error {job.error}")
             raise CorruptBlobError(f"stream {layer}, byte {job.offset}: {problem}")
+
+
+def _addresses(profile: NativeProfile | None, layer: int) -> tuple[int | None, int | None]:
+    return (None, None) if profile is None else (profile.about, profile.of_layer(layer))
 
 
 def mode_of(stream: Buffer) -> Mode:

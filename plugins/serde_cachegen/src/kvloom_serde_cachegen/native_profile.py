@@ -1,0 +1,73 @@
+"""A profile as the native codec reads it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kvloom_serde_cachegen.profile import Profile
+
+
+class _Basis(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("mean", "scale", "forward", "backward", "exponents")),
+        ("sigma", ctypes.c_float),
+        ("rank", ctypes.c_int32),
+    ]
+
+
+class _Profile(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_uint8 * 16),
+        ("rotations", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("rotary_size", "interleaved", "head_size")),
+    ]
+
+
+class NativeProfile:
+    """The bases of a profile in the orders in which products are taken. Immutable; any number of threads use it."""
+
+    def __init__(self, profile: Profile) -> None:
+        """ValueError for a profile without bases, or of an odd number of channels."""
+        transform = profile.transform
+        if transform is None:
+            raise ValueError("the profile has no bases: calibrate with --klt")
+        if profile.hidden % 2:
+            raise ValueError(f"mode: klt takes an even number of channels, not {profile.hidden}")
+        self.id = profile.id
+        self._held: list[torch.Tensor] = []
+        self._about = _Profile(
+            (ctypes.c_uint8 * 16)(*self.id), self._hold(profile.rotations), profile.rotary_size, profile.interleaved,
+            profile.head_size,
+        )  # fmt: skip
+        self._layers = []
+        for layer in range(profile.layers):
+            bases = (_Basis * profile.planes)()
+            for plane, basis in enumerate(bases):
+                components = transform.bases[plane][layer]
+                basis.mean = self._hold(transform.means[plane, layer])
+                basis.scale = self._hold(transform.scales[plane, layer])
+                basis.forward, basis.backward = (self._hold(_in_pairs(each)) for each in (components.T, components))
+                basis.exponents = self._hold(transform.exponents[plane][layer])
+                basis.sigma, basis.rank = float(transform.sigmas[plane, layer]), len(components)
+            self._layers.append(bases)
+
+    @property
+    def about(self) -> int:
+        """The address of what is common to all layers."""
+        return ctypes.addressof(self._about)
+
+    def of_layer(self, layer: int) -> int:
+        """The address of the bases of each plane."""
+        return ctypes.addressof(self._layers[layer])
+
+    def _hold(self, tensor: torch.Tensor) -> int:
+        self._held.append(tensor.contiguous())
+        return self._held[-1].data_ptr()
+
+
+def _in_pairs(matrix: torch.Tensor) -> torch.Tensor:
+    """`[rows, columns]` as `[rows / 2, columns, 2]`: products are taken two at a time."""
+    rows, columns = matrix.shape
+    return matrix.reshape(rows // 2, 2, columns).transpose(1, 2)
