@@ -25,7 +25,7 @@ class TestStep(SerializerConformance):
 class TestSmall(SerializerConformance):
     @pytest.fixture
     def make(self) -> Callable[[], CacheGenSerializer]:
-        return maker(quality="small", threads=1)
+        return maker(quality="small", codec_gate=False, threads=1)
 
 
 class TestLossless(SerializerConformance):

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import profile_of, transform_of
 
 from kvloom import KVSpec
 from kvloom_serde_cachegen import profile as profiles
@@ -20,50 +21,10 @@ from kvloom_serde_cachegen.profile import (
     CorruptProfileError,
     Profile,
     Transform,
-    Verdict,
     identity_of,
     quantised,
     rotations_of,
 )
-
-
-def transform_of(planes: int, layers: int, hidden: int, seed: int = 0) -> Transform:
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for plane in range(planes):
-        of_plane = []
-        for layer in range(layers):
-            rank = 32 * (1 + (plane + layer) % (hidden // 32))
-            square = torch.randn(hidden, hidden, generator=generator, dtype=torch.float64)
-            of_plane.append(quantised(torch.linalg.qr(square).Q.T[:rank]))
-        rows.append(of_plane)
-    bases, exponents = (tuple(tuple(pair[which] for pair in row) for row in rows) for which in (0, 1))
-    return Transform(
-        torch.randn(planes, layers, hidden, generator=generator),
-        torch.rand(planes, layers, hidden, generator=generator) + 0.1,
-        torch.rand(planes, layers, generator=generator) + 0.1,
-        bases,
-        exponents,
-    )
-
-
-def profile_of(planes: int = 2, layers: int = 2, hidden: int = 64, *, klt: bool = True, **change: Any) -> Profile:
-    settings: dict[str, Any] = {
-        "model": "a model",
-        "identity": "weights 1, config 2",
-        "planes": planes,
-        "layers": layers,
-        "hidden": hidden,
-        "head_size": hidden // 2,
-        "calibrated_tokens": 1000,
-        "weights": torch.rand(layers, hidden) + 0.5,
-        "rotary_size": hidden // 2,
-        "interleaved": False,
-        "rotations": rotations_of(torch.rand(hidden // 4, dtype=torch.float64)),
-        "transform": transform_of(planes, layers, hidden) if klt else None,
-        "verdicts": {"step/0.75": Verdict(1e-3, 2e-4, 1e-5, 0.99, 2.5, 4096, True, {"kl": 1e-3})},
-    }
-    return Profile(**{**settings, **change})
 
 
 @settings(max_examples=20, deadline=None)
@@ -90,12 +51,11 @@ def test_a_file_with_a_wrong_byte_is_refused_or_means_the_same(tmp_path: Path) -
     whole = profile_of(1, 1, 32).to_bytes()
     path = tmp_path / "wrong"
     for at in range(8 + int.from_bytes(whole[:8], "little") + 64):
-        for bit in (1, 32):
-            damaged = bytearray(whole)
-            damaged[at] ^= bit
-            path.write_bytes(damaged)
-            with contextlib.suppress(CorruptProfileError):
-                assert Profile.load(path).to_bytes() == whole
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        with contextlib.suppress(CorruptProfileError):
+            assert Profile.load(path).to_bytes() == whole
 
 
 def test_a_file_that_is_cut_short_or_longer_is_refused(tmp_path: Path) -> None:

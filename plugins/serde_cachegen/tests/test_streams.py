@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from profiles import profile_for
+from profiles import profile_like
 
 from kvloom import CorruptBlobError, UnreadableBlobError
 from kvloom_serde_cachegen import streams
@@ -45,7 +45,7 @@ def kv_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int, odd: bool = Tru
 
 def settings_for(mode: Mode, kv: torch.Tensor, step: float = 0.5, band: int = 128, **profile: Any) -> Settings:
     bins = CacheGenConfig.for_layers(kv.shape[1]).by_layer() if mode is Mode.CACHEGEN else ()
-    native = NativeProfile(profile_for(kv, sigma=4.0, **profile)) if mode is Mode.KLT else None
+    native = NativeProfile(profile_like(kv, sigma=4.0, **profile)) if mode is Mode.KLT else None
     return Settings(mode, min(band, kv.shape[-1]), 0, step, bins=bins, profile=native)
 
 

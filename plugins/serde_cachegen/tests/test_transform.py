@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from profiles import profile_for
+from profiles import profile_like
 from test_streams import DTYPES, SETS, bits, decoded, kv_of, settings_for
 
 from kvloom import UnreadableBlobError
@@ -33,7 +33,7 @@ def test_every_processor_and_who_reads_the_document_agree(
 ) -> None:  # fmt: skip
     heads, size = shape
     kv = kv_of((planes, 1, tokens, heads * size), dtype, seed, odd=sigma < 4.0)
-    profile = profile_for(kv, heads=heads, rotary=rotary, interleaved=interleaved, sigma=sigma, seed=seed)
+    profile = profile_like(kv, heads=heads, rotary=rotary, interleaved=interleaved, sigma=sigma, seed=seed)
     how = Settings(Mode.KLT, min(band, kv.shape[-1]), 0, 0.5, profile=NativeProfile(profile))
     blobs = [[bytes(each) for each in streams.encode(kv, how, start=start, with_instructions=which)] for which in SETS]
     assert all(blob == blobs[0] for blob in blobs)
@@ -60,7 +60,7 @@ def test_errors_have_the_energy_of_the_steps(start: int, interleaved: bool) -> N
     """With all directions at hand, noise is that of rounding to steps, wherever in the sequence the chunk is."""
     generator = torch.Generator().manual_seed(1)
     kv = torch.randn((2, 2, 100, 128), generator=generator)
-    profile = profile_for(kv, heads=2, interleaved=interleaved, sigma=1.0)
+    profile = profile_like(kv, heads=2, interleaved=interleaved, sigma=1.0)
     assert profile.transform is not None
     profile = replace(
         profile, transform=replace(profile.transform, means=torch.zeros(2, 2, 128), scales=torch.ones(2, 2, 128))
@@ -74,7 +74,7 @@ def test_what_all_heads_have_in_common_is_kept_once() -> None:
     """KV of few directions, K with its positions rotated in: bits go with the directions, not with the channels."""
     generator = torch.Generator().manual_seed(2)
     kv = torch.zeros((2, 1, 256, 256))
-    profile = profile_for(kv, heads=4, sigma=1.0)
+    profile = profile_like(kv, heads=4, sigma=1.0)
     assert profile.transform is not None
     few = torch.randn((2, 256, 16), generator=generator) * 3
     exponents = profile.transform.exponents
@@ -127,7 +127,7 @@ def test_only_the_profile_that_encoded_it_decodes_it() -> None:
     kv = kv_of((2, 2, 40, 64), torch.bfloat16, 5, odd=False)
     how = settings_for(Mode.KLT, kv)
     blob = streams.encode(kv, how, start=0)
-    for profile in (None, NativeProfile(profile_for(kv, sigma=4.0, seed=9))):
+    for profile in (None, NativeProfile(profile_like(kv, sigma=4.0, seed=9))):
         with pytest.raises(UnreadableBlobError, match="a profile that is not at hand"):
             decoded(blob, kv, Mode.KLT, profile=profile)
     second = torch.zeros_like(kv[:, 1:])
@@ -138,6 +138,6 @@ def test_only_the_profile_that_encoded_it_decodes_it() -> None:
 def test_profiles_that_cannot_transform_are_refused() -> None:
     kv = torch.zeros((1, 1, 1, 64))
     with pytest.raises(ValueError, match="calibrate with --klt"):
-        NativeProfile(replace(profile_for(kv), transform=None))
+        NativeProfile(replace(profile_like(kv), transform=None))
     with pytest.raises(ValueError, match="an even number of channels, not 65"):
-        NativeProfile(profile_for(torch.zeros((1, 1, 1, 65)), rotary=0.0))
+        NativeProfile(profile_like(torch.zeros((1, 1, 1, 65)), rotary=0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -10,12 +11,14 @@ from pydantic import Field, model_validator
 
 from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Serializer
 from kvloom import Config as BaseConfig
-from kvloom_serde_cachegen import streams
+from kvloom_serde_cachegen import gate, streams
 from kvloom_serde_cachegen.bins import CacheGenConfig
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 QUALITY = {"high": 0.25, "default": 0.5, "small": 0.75}
 """Quantiser steps, in standard deviations."""
+_GATED_STEP = 0.75
+"""Steps from this one on go through the gate, unless the configuration says otherwise."""
 _BAND = 128
 """Channels of a tile: each tile costs 128 bytes for the states of its lanes."""
 _ROPE_CHANNELS = 64
@@ -38,18 +41,30 @@ class CacheGenSerializer(Serializer):
         `cachegen`: a scale for each token and as many levels as LMCache's CacheGen has."""
         quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=4.0)] = "default"
         """Of `step`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
+        profile: Path | None = None
+        """Of `step`: what `kvloom calibrate` wrote for this model; the steps of K follow it."""
+        codec_gate: bool | None = None
+        """Of `step`: refuse to start unless the profile says that this step does the model no harm. By default `on` for
+        steps from 0.75 on, which `small` is, and `off` for others."""
         threads: Annotated[int, Field(ge=0, le=256)] = 0
         """How many work on one chunk; 0: as many as there are processors."""
 
         @model_validator(mode="after")
         def _belong_together(self) -> CacheGenSerializer.Config:
-            if self.mode != "step" and self.quality != "default":
-                raise ValueError(f"quality is a setting of mode: step, not of {self.mode}")
+            for name, unset in (("quality", "default"), ("profile", None), ("codec_gate", None)):
+                if self.mode != "step" and getattr(self, name) != unset:
+                    raise ValueError(f"{name} is a setting of mode: step, not of {self.mode}")
             return self
 
         @property
         def step(self) -> float:
             return QUALITY[self.quality] if isinstance(self.quality, str) else self.quality
+
+        @property
+        def gated(self) -> bool:
+            if self.codec_gate is None:
+                return self.mode == "step" and self.step >= _GATED_STEP
+            return self.codec_gate
 
     def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
@@ -62,6 +77,9 @@ class CacheGenSerializer(Serializer):
             self.formats = frozenset({MemoryFormat.KV_BLOB})  # type: ignore[misc]
             if spec is not None and spec.torch_dtype not in streams.DTYPES:
                 raise ValueError(f"mode: {config.mode} does not take KV of {spec.dtype}; mode: lossless does")
+        self._profile = None if config.profile is None else gate.profile_for(config.profile, spec)
+        if config.gated and spec is not None:
+            gate.check(self._profile, spec, f"{config.mode}/{config.step:g}")
 
     @property
     def fidelity(self) -> str:
@@ -104,7 +122,10 @@ class CacheGenSerializer(Serializer):
         bins = CacheGenConfig.for_layers(layers).by_layer() if self._mode is Mode.CACHEGEN else ()
         latent = hidden - _ROPE_CHANNELS
         shared_from = latent if planes == 1 and latent > 0 and latent % _BAND == 0 else 0
-        return Settings(self._mode, min(_BAND, hidden), shared_from, self._config.step, bins=bins)
+        weights = None if self._profile is None else self._profile.weights
+        if weights is not None and weights.shape != (layers, hidden):
+            raise ValueError(f"a profile of {tuple(weights.shape)} layers and channels for KV of {(layers, hidden)}")
+        return Settings(self._mode, min(_BAND, hidden), shared_from, self._config.step, weights, bins)
 
 
 def _layers_of(chunk: Chunk) -> torch.Tensor:
