@@ -148,7 +148,7 @@ def test_the_screen(config: Path, root: Path, blobs: Blobs) -> None:
     printed = run("scrub", config, status=1).out
     assert re.search(r"disk\s+6\s+\S+\s+5\s+1\s+0\s+0\s+0\s*\n", printed)
     assert re.search(r"^disk: \S+/s, [\d,]+ blobs/s; 1 in quarantine$", printed, re.MULTILINE)
-    assert f"disk: corrupt: {key_of(blobs[0], root)}: payload checksum, buffer 0: quarantined" in printed
+    assert f"disk: corrupt: {key_of(blobs[0], root)}: byte 4096: payload checksum, buffer 0: quarantined" in printed
 
 
 # -- what is left alone ------------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def test_what_is_corrupt_is_not_copied(config: Path, prompts: Path, fast: Path, 
     found = warm(prompts, "--config", config, "--into", "fast", status=1)
     assert (found["copied"]["copied"], found["copied"]["corrupt"]) == (4, 1)
     (problem,) = found["problems"]
-    assert problem["key"] == key_of(bad, slow) and problem["reason"] == "in slow: payload checksum, buffer 0"
+    assert problem["key"] == key_of(bad, slow) and problem["reason"] == "in slow: byte 4096: payload checksum, buffer 0"
     assert bad.name not in [file.name for file in blobs_in(fast)]
     assert bad.exists(), "that is for scrub to judge"
     assert found["lines"][0]["held"]["fast"] == 20

@@ -56,6 +56,24 @@ def test_cut_short_or_extended_is_noticed(payload: bytes, data: st.DataObject) -
         envelope.unseal(blob + b"\0", key=KEY)
 
 
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [(0, "byte 0: "), (13, "byte 12: "), (26, "byte 40: "), (120, "byte 40: "), (4095, "byte 40: "),
+     (4096, "byte 4096: .*buffer 0"), (4100, "byte 4099: .*buffer 1"), (4106, "byte 4099: .*buffer 1")],
+)  # fmt: skip
+def test_it_says_which_byte_or_where_what_is_wrong_begins(at: int, said: str) -> None:
+    blob = framed(b"abc", b"12345678", b"")
+    blob[at] ^= 1
+    with pytest.raises(CorruptBlobError, match=f"^{said}"):
+        envelope.unseal(blob, key=KEY)
+    blob[at] ^= 1
+    for length in (50, 4096, len(blob) - 1):
+        with pytest.raises(CorruptBlobError, match=f"^byte {length}: .*cut short"):
+            envelope.unseal(blob[:length], key=KEY)
+    with pytest.raises(CorruptBlobError, match=f"^byte {len(blob)}: .*behind"):
+        envelope.unseal(blob + b"x", key=KEY)
+
+
 @given(st.binary(max_size=6000))
 def test_foreign_bytes_are_no_blob(data: bytes) -> None:
     with pytest.raises(CorruptBlobError):

@@ -72,12 +72,12 @@ _HOME = {
     ),
 }
 
-__all__ = sorted([*_HOME, "__version__", "native"])  # noqa: PLE0605
+__all__ = sorted([*_HOME, "__version__", "envelope", "native"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name == "native":
-        return importlib.import_module("kvloom.native")
+    if name in ("envelope", "native"):
+        return importlib.import_module(f"kvloom.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'kvloom' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"kvloom.{_HOME[name]}"), name)
@@ -90,6 +90,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from kvloom import envelope as envelope
     from kvloom import native as native
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor

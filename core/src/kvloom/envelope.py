@@ -94,7 +94,7 @@ def header_bytes(page: memoryview) -> int:
     """How long the header is that starts with `page` (4 KiB), as far as it says. Raises CorruptBlobError."""
     magic, _, _, length, *_ = _FIXED.unpack_from(page)
     if magic != MAGIC or not ALIGN_BYTES <= length <= MAX_HEADER_BYTES:
-        raise CorruptBlobError("not a kvloom blob")
+        raise CorruptBlobError("byte 0: not a kvloom blob")
     return int(length)
 
 
@@ -108,10 +108,10 @@ def parse(data: memoryview, *, key: str) -> Header | None:
         return None
     magic, version, _, header_bytes, text_bytes, count, payload_bytes, checksum, *_ = _FIXED.unpack_from(data)
     if magic != MAGIC:
-        raise CorruptBlobError("not a kvloom blob")
+        raise CorruptBlobError("byte 0: not a kvloom blob")
     table_at = _FIXED.size + text_bytes
     if not (table_at + _ROW.size * count <= header_bytes <= MAX_HEADER_BYTES and header_bytes % ALIGN_BYTES == 0):
-        raise CorruptBlobError("impossible header sizes")
+        raise CorruptBlobError("byte 12: impossible header sizes")
     if len(data) < header_bytes:
         return None
     # Sizes and checksum keep their places in every version, so that damage is told from progress.
@@ -119,16 +119,16 @@ def parse(data: memoryview, *, key: str) -> Header | None:
     state.update(bytes(16))
     state.update(data[_CHECKSUM_AT + 16 : header_bytes])
     if state.digest() != checksum:
-        raise CorruptBlobError("header checksum")
+        raise CorruptBlobError(f"byte {_CHECKSUM_AT}: header checksum")
     if version > VERSION:
         raise LaterVersionError(f"format version {version}; this process reads up to {VERSION}")
     description = _describe(bytes(data[_FIXED.size : table_at]))
     if description.key != key:
-        raise CorruptBlobError("the blob of another key")
+        raise CorruptBlobError(f"byte {_FIXED.size}: the blob of another key")
     rows = list(_ROW.iter_unpack(data[table_at : table_at + _ROW.size * count]))
     lengths = tuple(row[0] for row in rows)
     if sum(lengths) != payload_bytes:
-        raise CorruptBlobError("impossible payload size")
+        raise CorruptBlobError("byte 24: impossible payload size")
     return Header(description, lengths, tuple(row[1] for row in rows), header_bytes, payload_bytes)
 
 
@@ -170,7 +170,7 @@ class Verifier:
             if end < self._row_end:
                 return
             if self._state.digest() != self._header.digests[self._row]:
-                raise CorruptBlobError(f"payload checksum, buffer {self._row}")
+                raise CorruptBlobError(f"byte {end - lengths[self._row]}: payload checksum, buffer {self._row}")
             self._state.reset()
             self._row += 1
             self._row_end += lengths[self._row] if self._row < len(lengths) else 0
@@ -179,9 +179,11 @@ class Verifier:
         """The header, once every byte was verified. Raises CorruptBlobError if the blob is too short or too long."""
         header = self._header
         if header is None or self._row < len(header.lengths):
-            raise CorruptBlobError("the blob is cut short")
+            raise CorruptBlobError(f"byte {len(self._data)}: the blob is cut short")
         if len(self._data) != header.header_bytes + header.payload_bytes:
-            raise CorruptBlobError("bytes behind the end of the blob")
+            raise CorruptBlobError(
+                f"byte {header.header_bytes + header.payload_bytes}: bytes behind the end of the blob"
+            )
         return header
 
 
