@@ -251,6 +251,16 @@ def test_another_geometry_is_refused() -> None:
         streams.decode([stream], torch.zeros((2, 2, 20, 40), dtype=torch.bfloat16), Mode.STEP)
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 4, 16), (1, 1, 1 << 16, 1 << 14)])
+def test_what_cannot_be_encoded_is_not_decoded(shape: tuple[int, ...]) -> None:
+    """Three planes; a gigabyte a layer."""
+    kv = torch.empty(shape, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="cannot be made"):
+        streams.encode(kv, Settings(Mode.LOSSLESS))
+    with pytest.raises(CorruptBlobError, match="no streams can be"):
+        streams.decode([b"anything"], kv, Mode.LOSSLESS)
+
+
 def test_the_same_symbols_as_lmcache() -> None:
     """`cachegen`: levels of a token are round(x * half / most + half), where half is half the bins less one.
 

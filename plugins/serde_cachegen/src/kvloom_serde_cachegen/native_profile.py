@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -23,6 +24,14 @@ class _Profile(ctypes.Structure):
         ("rotations", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("rotary_size", "interleaved", "head_size")),
     ]
+
+
+_known: WeakValueDictionary[bytes, NativeProfile] = WeakValueDictionary()
+
+
+def known(id: bytes) -> NativeProfile | None:
+    """The profile of this id, if this process has it open: who decodes need not be who encoded."""
+    return _known.get(id)
 
 
 class NativeProfile:
@@ -52,6 +61,13 @@ class NativeProfile:
                 basis.exponents = self._hold(transform.exponents[plane][layer])
                 basis.sigma, basis.rank = float(transform.sigmas[plane, layer]), len(components)
             self._layers.append(bases)
+        self.shape = (profile.planes, profile.layers, profile.hidden)
+        _known[self.id] = self
+
+    def covers(self, kv: torch.Tensor, first_layer: int) -> bool:
+        """Whether the layers of `kv`, `[planes, layers, tokens, hidden]`, are some of it, from that one on."""
+        planes, layers, hidden = self.shape
+        return (planes, hidden) == (kv.shape[0], kv.shape[3]) and first_layer + kv.shape[1] <= layers
 
     @property
     def about(self) -> int:

@@ -13,6 +13,7 @@ from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat
 from kvloom import Config as BaseConfig
 from kvloom_serde_cachegen import gate, streams
 from kvloom_serde_cachegen.bins import CacheGenConfig
+from kvloom_serde_cachegen.native_profile import NativeProfile, known
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 QUALITY = {"high": 0.25, "default": 0.5, "small": 0.75}
@@ -21,6 +22,7 @@ _GATED_STEP = 0.75
 """Steps from this one on go through the gate, unless the configuration says otherwise."""
 _BAND = 128
 """Channels of a tile: each tile costs 128 bytes for the states of its lanes."""
+_KLT_BAND = 256
 _ROPE_CHANNELS = 64
 """Of a latent cache the last channels are keys with their position, the others behave as V does."""
 _STREAM_ELEMENTS = 1 << 20
@@ -36,24 +38,27 @@ class CacheGenSerializer(Serializer):
     class Config(BaseConfig):
         """The settings of the codec."""
 
-        mode: Literal["step", "lossless", "cachegen"] = "step"
-        """`step`: uniform steps, of each channel for K and of a layer for V. `lossless`: every bit comes back.
-        `cachegen`: a scale for each token and as many levels as LMCache's CacheGen has."""
+        mode: Literal["step", "klt", "lossless", "cachegen"] = "step"
+        """`step`: uniform steps, of each channel for K and of a layer for V. `klt`: steps of what channels have in common,
+        which only the profile of a model tells. `lossless`: every bit comes back. `cachegen`: a scale for each token
+        and as many levels as LMCache's CacheGen has."""
         quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=4.0)] = "default"
-        """Of `step`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
+        """Of `step` and `klt`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
         profile: Path | None = None
-        """Of `step`: what `kvloom calibrate` wrote for this model; the steps of K follow it."""
+        """What `kvloom calibrate` wrote for this model: `klt` needs it; in `step` the steps of K follow it."""
         codec_gate: bool | None = None
-        """Of `step`: refuse to start unless the profile says that this step does the model no harm. By default `on` for
-        steps from 0.75 on, which `small` is, and `off` for others."""
+        """Of both: refuse to start unless the profile says that this step does the model no harm. By default `on` for
+        `klt` and for steps from 0.75 on, which `small` is, and `off` for others."""
         threads: Annotated[int, Field(ge=0, le=256)] = 0
         """How many work on one chunk; 0: as many as there are processors."""
 
         @model_validator(mode="after")
         def _belong_together(self) -> CacheGenSerializer.Config:
             for name, unset in (("quality", "default"), ("profile", None), ("codec_gate", None)):
-                if self.mode != "step" and getattr(self, name) != unset:
-                    raise ValueError(f"{name} is a setting of mode: step, not of {self.mode}")
+                if self.mode not in ("step", "klt") and getattr(self, name) != unset:
+                    raise ValueError(f"{name} is a setting of mode: step and mode: klt, not of {self.mode}")
+            if self.mode == "klt" and self.profile is None:
+                raise ValueError("mode: klt needs a profile: run `kvloom calibrate MODEL --text FILE --verify`")
             return self
 
         @property
@@ -63,7 +68,7 @@ class CacheGenSerializer(Serializer):
         @property
         def gated(self) -> bool:
             if self.codec_gate is None:
-                return self.mode == "step" and self.step >= _GATED_STEP
+                return self.mode == "klt" or (self.mode == "step" and self.step >= _GATED_STEP)
             return self.codec_gate
 
     def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
@@ -80,19 +85,22 @@ class CacheGenSerializer(Serializer):
         self._profile = None if config.profile is None else gate.profile_for(config.profile, spec)
         if config.gated and spec is not None:
             gate.check(self._profile, spec, f"{config.mode}/{config.step:g}")
+        self._native = NativeProfile(self._profile) if self._mode is Mode.KLT and self._profile is not None else None
 
     @property
     def fidelity(self) -> str:
         if self.lossless:
             return EXACT
-        return f"{self.type}/{self._config.step:g}" if self._mode is Mode.STEP else f"{self.type}/bins"
+        if self._mode is Mode.CACHEGEN:
+            return f"{self.type}/bins"
+        return f"{self.type}/{'klt/' if self._mode is Mode.KLT else ''}{self._config.step:g}"
 
     def encode(self, chunk: Chunk) -> Buffers:
         kv = _layers_of(chunk)
-        return streams.encode(kv, self._settings(kv), threads=self._config.threads)
+        return streams.encode(kv, self._settings(kv), start=chunk.start, threads=self._config.threads)
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
-        self._decode(blob, _layers_of(into))
+        self._decode(blob, _layers_of(into), 0)
 
     def layer_buffers(
         self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
@@ -102,24 +110,31 @@ class CacheGenSerializer(Serializer):
         return [(layer,) for layer in range(len(lengths))]
 
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
-        self._decode(blob, into.tensor)
+        self._decode(blob, into.tensor, layers.start)
 
     def max_encoded_bytes(self, chunk: Chunk) -> int:
         kv = _layers_of(chunk)
         return streams.bound(kv.shape, kv.dtype, self._settings(kv))
 
-    def _decode(self, blob: Buffers, kv: torch.Tensor) -> None:
+    def _decode(self, blob: Buffers, kv: torch.Tensor, first_layer: int) -> None:
         # What was encoded in another mode is decoded too: a stream says how it is to be read.
         if not blob:
             raise CorruptBlobError("no streams")
         mode = streams.mode_of(blob[0])
         if mode is not Mode.LOSSLESS and kv.dtype not in streams.DTYPES:
             raise CorruptBlobError(f"streams of mode {mode.name.lower()} for KV of {kv.dtype}")
-        streams.decode(blob, kv, mode, threads=self._config.threads)
+        profile = known(streams.profile_of(blob[0])) if mode is Mode.KLT else None
+        if profile is not None and not profile.covers(kv, first_layer):
+            raise CorruptBlobError(f"streams by a profile of {profile.shape} for KV of {tuple(kv.shape)}")
+        streams.decode(blob, kv, mode, first_layer=first_layer, profile=profile, threads=self._config.threads)
 
     def _settings(self, kv: torch.Tensor) -> Settings:
         planes, layers, _, hidden = kv.shape
         bins = CacheGenConfig.for_layers(layers).by_layer() if self._mode is Mode.CACHEGEN else ()
+        if self._mode is Mode.KLT:
+            if self._native is None or not self._native.covers(kv, 0):
+                raise ValueError(f"KV of {tuple(kv.shape)} is not what the profile is of")
+            return Settings(self._mode, min(_KLT_BAND, hidden), step=self._config.step, profile=self._native)
         latent = hidden - _ROPE_CHANNELS
         shared_from = latent if planes == 1 and latent > 0 and latent % _BAND == 0 else 0
         weights = None if self._profile is None else self._profile.weights

@@ -48,6 +48,7 @@ _PROBLEMS = {
     8: "bytes that should be zero",
 }
 _NO_PROFILE = 11
+_HEADER_BYTES = 32
 
 
 class _Geometry(ctypes.Structure):
@@ -199,7 +200,7 @@ def decode(
         job.profile, job.bases = _addresses(profile, first_layer + layer)
     transformed = int(profile is not None)
     threads, workspace = _workspace(threads, layers, codec.kvz_decode_workspace(ctypes.byref(geometry), transformed))
-    codec.kvz_decode(
+    refused = codec.kvz_decode(
         ctypes.byref(geometry), jobs, layers, ctypes.c_void_p(workspace.ctypes.data), transformed, threads,
         _set(with_instructions),
     )  # fmt: skip
@@ -209,10 +210,17 @@ def decode(
         if job.error:
             problem = _PROBLEMS.get(job.error, f"error {job.error}")
             raise CorruptBlobError(f"stream {layer}, byte {job.offset}: {problem}")
+    if refused:
+        raise CorruptBlobError(f"no streams can be of {tuple(into.shape)} and {into.dtype}: error {refused}")
 
 
 def _addresses(profile: NativeProfile | None, layer: int) -> tuple[int | None, int | None]:
     return (None, None) if profile is None else (profile.about, profile.of_layer(layer))
+
+
+def profile_of(stream: Buffer) -> bytes:
+    """The id of the profile that a stream of mode `KLT` was encoded with; what it says, as far as it goes."""
+    return bytes(memoryview(stream).cast("B")[_HEADER_BYTES : _HEADER_BYTES + 16])
 
 
 def mode_of(stream: Buffer) -> Mode:
