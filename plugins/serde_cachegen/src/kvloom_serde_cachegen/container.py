@@ -1,0 +1,93 @@
+"""KV as bytes that say all about themselves, for where there is no engine: kvloom's envelope round the streams.
+
+It says shape, dtype and whose KV it is, and has checksums of itself and of each stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvloom import EXACT, Buffer, Chunk, CorruptBlobError, MemoryFormat, UnreadableBlobError, envelope, join
+from kvloom_serde_cachegen.serializer import CacheGenSerializer
+
+MAX_BYTES = 1 << 32
+"""What the KV of one blob may take, unless the caller says otherwise: small blobs may claim to be of any size."""
+_DESCRIBED_AT = 112
+"""Where the description is."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
+    torch.uint8,
+)}  # fmt: skip
+
+
+def to_bytes(kv: torch.Tensor, config: CacheGenSerializer.Config | None = None, *, model: str = "") -> bytes:
+    """`kv`, `[planes, layers, tokens, hidden]`, encoded. model: whose KV it is; who reads it must say the same."""
+    serializer = CacheGenSerializer(config or CacheGenSerializer.Config())
+    streams = serializer.encode(Chunk(kv.contiguous(), MemoryFormat.KV_BLOB, kv.shape[2]))
+    return pack(streams, kv.shape, kv.dtype, fidelity=serializer.fidelity, model=model)
+
+
+def from_bytes(
+    data: Buffer, *, model: str = "", shape: Sequence[int] | None = None, dtype: torch.dtype | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> torch.Tensor:  # fmt: skip
+    """The KV that `to_bytes` was given, as it was or as near as the codec keeps it, in memory of its own.
+
+    shape, dtype: those that are wanted, if it matters. Raises CorruptBlobError, which says what is wrong and at which
+    byte (of the blob, or of a stream), for anything else than such a blob, whole and unchanged, of that model, shape
+    and dtype and of at most `max_bytes` of KV.
+    """
+    about, streams = unpack(data, model=model, max_bytes=max_bytes)
+    own = _DTYPES[about.dtype]
+    if (shape is not None and tuple(shape) != about.shape) or dtype not in (None, own):
+        raise CorruptBlobError(f"byte {_DESCRIBED_AT}: KV of {about.shape} and {own}, where other KV is wanted")
+    kv = torch.empty(about.shape, dtype=own)
+    try:
+        CacheGenSerializer(CacheGenSerializer.Config()).decode(streams, Chunk(kv, MemoryFormat.KV_BLOB, kv.shape[2]))
+    except CorruptBlobError as error:
+        begin = len(memoryview(data).cast("B")) - sum(map(len, streams))
+        raise CorruptBlobError(f"byte {begin} and what follows: {error}") from error
+    return kv
+
+
+def pack(
+    streams: Sequence[Buffer], shape: Sequence[int], dtype: torch.dtype, *, fidelity: str = EXACT, model: str = "",
+    params: Mapping[str, Any] | None = None,
+) -> bytes:  # fmt: skip
+    """Streams of KV of `shape`, `[planes, layers, tokens, hidden]`, in an envelope. params: JSON values."""
+    name = str(dtype).removeprefix("torch.")
+    about = envelope.Description(
+        key=model, serializer=CacheGenSerializer.type, shape=tuple(shape), dtype=name,
+        format=MemoryFormat.KV_BLOB.value, num_tokens=shape[2], fidelity=fidelity, params=params or {},
+    )  # fmt: skip
+    return join(envelope.seal(about, streams))
+
+
+def unpack(
+    data: Buffer, *, model: str = "", max_bytes: int = MAX_BYTES
+) -> tuple[envelope.Description, list[memoryview]]:
+    """What `pack` was given, every byte verified. Raises CorruptBlobError as `from_bytes` does."""
+    try:
+        header, payload = envelope.unseal(data, key=model)
+    except UnreadableBlobError as error:  # Nobody keeps it for a later release to read: it is as good as damaged.
+        raise CorruptBlobError(f"byte 8: {error}") from error
+    about = header.description
+    # Its checksum is right, but anybody can make a right checksum.
+    well_formed = (
+        about.serializer == CacheGenSerializer.type
+        and about.format == MemoryFormat.KV_BLOB.value
+        and isinstance(about.dtype, str)
+        and about.dtype in _DTYPES
+        and len(about.shape) == 4
+        and all(type(size) is int and size > 0 for size in about.shape)
+        and isinstance(about.params, Mapping)
+    )
+    if not well_formed:
+        raise CorruptBlobError(f"byte {_DESCRIBED_AT}: no description of KV in such streams")
+    if math.prod(about.shape) * _DTYPES[about.dtype].itemsize > max_bytes:
+        raise CorruptBlobError(f"byte {_DESCRIBED_AT}: KV of {about.shape}, which is more than {max_bytes} bytes")
+    return about, envelope.split(header, payload)
