@@ -48,7 +48,7 @@ struct BinsEncoder {
           scratch.symbols[int64_t(row) * lanes + c] = uint8_t(in ? int(level - middle) - kFirst : kEscape);
         }
       }
-      Kept kept = keep_symbols(kTokenScales, at, g.hidden, rows, width, lanes, scratch, nullptr, 0, centres, out);
+      Kept kept = keep_smaller(kTokenScales, at, g.hidden, rows, width, lanes, scratch, nullptr, 0, centres, out);
       out += kept.bytes;
       note(kept.kind, out);
     }

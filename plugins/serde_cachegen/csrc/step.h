@@ -110,7 +110,7 @@ struct StepEncoder {
         kept = keep_constant(at, out);
       } else {
         quantise<T>(at, g.hidden, rows, width, lanes, inverses, steps, centre_steps, scratch.symbols);
-        kept = keep_symbols(one ? kOneStep : kChannelSteps, at, g.hidden, rows, width, lanes, scratch, codes,
+        kept = keep_smaller(one ? kOneStep : kChannelSteps, at, g.hidden, rows, width, lanes, scratch, codes,
                                one ? 1 : width, centres, out);
       }
       out += kept.bytes;

@@ -94,13 +94,13 @@ struct TransformEncoder {
     uint16_t head[2] = {uint16_t(used), uint16_t(code)};
     memcpy(table, head, sizeof head);
     uint8_t* begin = out;
+    int64_t most = int64_t(rows) * g.hidden / 2;  // Four bits a value: without the transform there are fewer.
     for (int band = 0; band < g.hidden; band += s.band) {
       int width = std::min(used - band, s.band);
       Kept kept{kCoefficients, 0};
-      if (width > 0) kept = tile(basis, band, width, rows, out);
+      if (width > 0) kept = tile(basis, band, width, rows, begin + most - out, out);
       if (kept.kind != kCoefficients) return nullptr;
       out += kept.bytes;
-      if ((out - begin) * 2 > int64_t(rows) * g.hidden) return nullptr;  // Four bits a value: without it there are fewer.
       note(kept.kind, out);
     }
     return out;
@@ -141,7 +141,7 @@ struct TransformEncoder {
     return in ? used : -1;
   }
 
-  Kept tile(const KvzBasis& basis, int first, int width, int rows, uint8_t* out) {
+  Kept tile(const KvzBasis& basis, int first, int width, int rows, int64_t limit, uint8_t* out) {
     for (int at = 0; at < rows; ++at) {
       const int16_t* from = coefficients + int64_t(at) * basis.rank + first;
       uint8_t* to = scratch.symbols + int64_t(at) * lanes;
@@ -151,7 +151,7 @@ struct TransformEncoder {
       }
     }
     const uint16_t* bits = reinterpret_cast<const uint16_t*>(coefficients) + first;
-    return keep_symbols(kCoefficients, bits, basis.rank, rows, width, lanes, scratch, nullptr, 0, nullptr, out);
+    return keep_symbols(kCoefficients, bits, basis.rank, rows, width, lanes, scratch, nullptr, 0, nullptr, limit, out);
   }
 };
 

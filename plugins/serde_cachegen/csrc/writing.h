@@ -118,10 +118,11 @@ struct Scratch {
   }
 };
 
-// A tile of channels whose symbols stand in `scratch`, `lanes` bytes to a token. centres: null if there are none.
+// A tile of channels whose symbols stand in `scratch`, `lanes` bytes to a token. centres: null if there are none. What would take
+// `limit` bytes or more is not written: its kind is raw, and it has none.
 template <typename Bits>
 Kept keep_symbols(uint32_t kind, const Bits* from, int64_t stride, int rows, int width, int lanes,
-                  const Scratch& scratch, const uint8_t* steps, int step_count, const int8_t* centres, uint8_t* out) {
+                  const Scratch& scratch, const uint8_t* steps, int step_count, const int8_t* centres, int64_t limit, uint8_t* out) {
   const Family& tables = family();
   uint8_t chosen[kMaxBand];
   memset(scratch.counts, 0, size_t(width) * 64 * sizeof(uint16_t));
@@ -146,7 +147,7 @@ Kept keep_symbols(uint32_t kind, const Bits* from, int64_t stride, int rows, int
   int64_t words = scratch.words_end - end, centre_count = centres == nullptr ? 0 : width;
   int64_t side = states * 4 + step_count + centre_count + width;
   int64_t bytes = aligned(side + (side & 1) + 2 * words);
-  if (bytes >= aligned(int64_t(rows) * width * int64_t(sizeof(Bits)))) return keep_raw(from, stride, rows, width, out);
+  if (bytes >= limit) return {kRaw, 0};
   uint8_t* to = out;
   write(to, x, states);
   write(to, steps, step_count);
@@ -155,6 +156,15 @@ Kept keep_symbols(uint32_t kind, const Bits* from, int64_t stride, int rows, int
   if (side & 1) *to++ = 0;
   write(to, end, words);
   return {kind, pad(out, to - out)};
+}
+
+// The same, or its elements as they are, where that is not more.
+template <typename Bits>
+Kept keep_smaller(uint32_t kind, const Bits* from, int64_t stride, int rows, int width, int lanes, const Scratch& scratch,
+                  const uint8_t* steps, int step_count, const int8_t* centres, uint8_t* out) {
+  int64_t raw = aligned(int64_t(rows) * width * int64_t(sizeof(Bits)));
+  Kept kept = keep_symbols(kind, from, stride, rows, width, lanes, scratch, steps, step_count, centres, raw, out);
+  return kept.kind == kRaw ? keep_raw(from, stride, rows, width, out) : kept;
 }
 
 }  // namespace KVZ_NAMESPACE

@@ -60,7 +60,7 @@ def profile_like(
     """Of random directions, as many as there may be of KV like `kv`, `[planes, layers, tokens, hidden]`."""
     planes, layers, _, hidden = kv.shape
     generator = torch.Generator().manual_seed(seed)
-    rank = hidden // RANK_UNIT * RANK_UNIT
+    rank = hidden // RANK_UNIT * RANK_UNIT or hidden
 
     def directions() -> torch.Tensor:
         return torch.linalg.qr(torch.randn(hidden, hidden, generator=generator, dtype=torch.float64))[0][:rank]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from profiles import profile_like
 
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
 from kvloom_testkit import SerializerConformance
@@ -38,3 +41,17 @@ class TestBins(SerializerConformance):
     @pytest.fixture
     def make(self) -> Callable[[], CacheGenSerializer]:
         return maker(mode="cachegen")
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "none.kvprofile"
+    kv = torch.empty(SPEC.blob_shape(1), device="meta")
+    profile_like(kv, heads=SPEC.num_kv_heads, sigma=2.0).save(path)
+    return path
+
+
+class TestKlt(SerializerConformance):
+    @pytest.fixture
+    def make(self, profile: Path) -> Callable[[], CacheGenSerializer]:
+        return maker(mode="klt", profile=profile, codec_gate=False)

@@ -118,6 +118,7 @@ def test_tiles_of_few_values(mode: Mode, dtype: torch.dtype, values: list[float]
 GOLDEN = {
     Mode.STEP: "18f30e92f940f1e31dd72e4d804aab65d8a9650953052a9ffb09348741b82575",
     Mode.LOSSLESS: "bcf0050f4e8a357282fe1e40e69e047b8e9db6293c097889b744d9ee12144417",
+    Mode.KLT: "29f7fe82dad3fcc74319a639f5d4a8b11353746da388a8b5f3247b1604f16b09",
     Mode.CACHEGEN: "ac73da0bc8a2991210c73f4df3ce5926655ea4992fc7a6740eb9c871d43ba9ed",
 }
 
@@ -128,7 +129,7 @@ def golden_profile() -> Profile:
     turn = torch.tensor([0.6, 0.8]).expand(24, 24, 2)
     components = ((numbers * 7919 % 1009) % 255 - 127).to(torch.int8)
     transform = Transform(
-        torch.zeros(2, 1, 96), torch.ones(2, 1, 96), torch.full((2, 1), 0.5), ((components,),) * 2,
+        torch.zeros(2, 1, 96), torch.ones(2, 1, 96), torch.full((2, 1), 4.0), ((components,),) * 2,
         ((torch.full((96,), 3, dtype=torch.uint8),),) * 2,
     )  # fmt: skip
     return Profile("golden", "golden", 2, 1, 96, 48, 0, torch.ones(1, 96), 48, False, turn.contiguous(), transform)

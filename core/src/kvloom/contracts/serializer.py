@@ -70,7 +70,7 @@ class Serializer(Component):
         The buffers may be bytes, bytearrays and memoryviews, the latter 1-D, contiguous and of unsigned bytes
         (`format` "B"). They may be read-only and at any address, and stay as they are. Nothing but `into` is written
         to. Raises CorruptBlobError if the buffers are not what `encode` returns for such a chunk, with whatever
-        settings.
+        settings; UnreadableBlobError, by which the blob is kept, if they need what this process does not have.
         """
 
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:

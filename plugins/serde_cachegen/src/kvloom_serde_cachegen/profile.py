@@ -69,7 +69,7 @@ class Transform:
     sigmas: torch.Tensor
     """float32 `[planes, layers]`, positive: the mean over the channels of their standard deviation."""
     bases: tuple[tuple[torch.Tensor, ...], ...]
-    """By plane and layer: int8 `[rank, hidden]`, those of the greatest variance first; rank is a multiple of 32."""
+    """By plane and layer: int8 `[rank, hidden]`, those of the greatest variance first; rank is a multiple of 32, or all."""
     exponents: tuple[tuple[torch.Tensor, ...], ...]
     """By plane and layer: uint8 `[rank]`, 0 to 5."""
 
@@ -83,8 +83,8 @@ class Transform:
                 raise ValueError(f"{name}: not one for each of {planes} planes and {layers} layers")
         for bases, exponents in zip(_flat(self.bases), _flat(self.exponents), strict=True):
             rank = len(bases) if bases.dim() == 2 else 0
-            if not (0 < rank <= hidden and rank % RANK_UNIT == 0):
-                raise ValueError(f"bases: rank {rank} of {hidden} channels, not a multiple of {RANK_UNIT}")
+            if not (0 < rank <= hidden and (rank % RANK_UNIT == 0 or rank == hidden)):
+                raise ValueError(f"bases: rank {rank} of {hidden} channels, not all and no multiple of {RANK_UNIT}")
             _check("bases", bases, torch.int8, (rank, hidden))
             _check("exponents", exponents, torch.uint8, (rank,))
             if int(exponents.max()) > MAX_EXPONENT:

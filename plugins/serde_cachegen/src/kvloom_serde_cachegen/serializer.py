@@ -39,9 +39,9 @@ class CacheGenSerializer(Serializer):
         """The settings of the codec."""
 
         mode: Literal["step", "klt", "lossless", "cachegen"] = "step"
-        """`step`: uniform steps, of each channel for K and of a layer for V. `klt`: steps of what channels have in common,
-        which only the profile of a model tells. `lossless`: every bit comes back. `cachegen`: a scale for each token
-        and as many levels as LMCache's CacheGen has."""
+        """`step`: uniform steps, of each channel for K and of a layer for V. `klt`: steps of what channels have in
+        common, which only the profile of a model tells. `lossless`: every bit comes back. `cachegen`: a scale for each
+        token and as many levels as LMCache's CacheGen has."""
         quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=4.0)] = "default"
         """Of `step` and `klt`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
         profile: Path | None = None
