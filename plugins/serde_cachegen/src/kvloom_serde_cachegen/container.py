@@ -16,8 +16,8 @@ from kvloom_serde_cachegen.serializer import CacheGenSerializer
 
 MAX_BYTES = 1 << 32
 """What the KV of one blob may take, unless the caller says otherwise: small blobs may claim to be of any size."""
-_DESCRIBED_AT = 112
-"""Where the description is."""
+DESCRIBED_AT = 112
+"""The byte at which a blob says what it holds."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
     torch.uint8,
@@ -44,7 +44,7 @@ def from_bytes(
     about, streams = unpack(data, model=model, max_bytes=max_bytes)
     own = _DTYPES[about.dtype]
     if (shape is not None and tuple(shape) != about.shape) or dtype not in (None, own):
-        raise CorruptBlobError(f"byte {_DESCRIBED_AT}: KV of {about.shape} and {own}, where other KV is wanted")
+        raise CorruptBlobError(f"byte {DESCRIBED_AT}: KV of {about.shape} and {own}, where other KV is wanted")
     kv = torch.empty(about.shape, dtype=own)
     try:
         CacheGenSerializer(CacheGenSerializer.Config()).decode(streams, Chunk(kv, MemoryFormat.KV_BLOB, kv.shape[2]))
@@ -87,7 +87,7 @@ def unpack(
         and isinstance(about.params, Mapping)
     )
     if not well_formed:
-        raise CorruptBlobError(f"byte {_DESCRIBED_AT}: no description of KV in such streams")
+        raise CorruptBlobError(f"byte {DESCRIBED_AT}: no description of KV in such streams")
     if math.prod(about.shape) * _DTYPES[about.dtype].itemsize > max_bytes:
-        raise CorruptBlobError(f"byte {_DESCRIBED_AT}: KV of {about.shape}, which is more than {max_bytes} bytes")
+        raise CorruptBlobError(f"byte {DESCRIBED_AT}: KV of {about.shape}, which is more than {max_bytes} bytes")
     return about, envelope.split(header, payload)
