@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from kvloom import hookimpl
 
 if TYPE_CHECKING:
+    import typer
+
     from kvloom import Serializer
 
 
@@ -18,3 +20,10 @@ def kvloom_serializers() -> Iterable[type[Serializer]]:
 
     streams.library()  # without it the plugin is broken, and says why
     return [CacheGenSerializer]
+
+
+@hookimpl
+def kvloom_add_commands(commands: typer.Typer) -> None:
+    from kvloom_serde_cachegen.calibration.command import calibrate
+
+    commands.command("calibrate")(calibrate)

@@ -67,7 +67,7 @@ def through(serializer: Serializer) -> Codec:
 
     def codec(kv: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
         tokens, back = kv.shape[2], torch.empty_like(kv)
-        blob = serializer.encode(Chunk(kv, MemoryFormat.KV_BLOB, tokens))
+        blob = serializer.encode(Chunk(kv, MemoryFormat.KV_BLOB, tokens, start=start))
         serializer.decode(blob, Chunk(back, MemoryFormat.KV_BLOB, tokens))
         return back, sum(memoryview(each).nbytes for each in blob)
 

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors import torch as file_of
 
 from kvloom import KVLoomError, KVSpec
-from kvloom.types import canonical_json
 
 FORMAT = "kvloom-kv-profile/1"
 POSITION_BITS = 24
@@ -143,7 +142,7 @@ class Profile:
         """16 bytes that name everything that decoding depends on; the same on every machine."""
         tensors = {"rotations": self.rotations, **({} if self.transform is None else _packed(self.transform))}
         about = {name: getattr(self, name) for name in ("rotary_size", "interleaved")}
-        return _digest(canonical_json(about), tensors)[:16]
+        return _digest(_text(about), tensors)[:16]
 
     def save(self, path: Path) -> None:
         """Write it to `path`, which is replaced at once. Raises OSError."""
@@ -156,15 +155,13 @@ class Profile:
         tensors = {"weights": self.weights, "rotations": self.rotations}
         if self.transform is not None:
             tensors |= _packed(self.transform)
-        about = canonical_json(
+        about = _text(
             {name: getattr(self, name) for name in _ABOUT}
             | {"verdicts": {name: asdict(verdict) for name, verdict in self.verdicts.items()}}
         )
         # One entry, because the order of several is not fixed.
         head = {"format": FORMAT, "about": about, "sha256": _digest(about, tensors).hex()}
-        return file_of.save(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, {"kvloom": canonical_json(head)}
-        )
+        return file_of.save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"kvloom": _text(head)})
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -202,6 +199,11 @@ def quantised(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = (-largest.log2()).floor().clamp(0, MAX_EXPONENT)
     bases = (vectors * 127 * 2.0 ** exponents[:, None]).round().clamp(-127, 127)
     return bases.to(torch.int8), exponents.to(torch.uint8)
+
+
+def _text(value: Any) -> str:
+    """JSON, the same for equal values. ValueError for what is not finite."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _packed(transform: Transform) -> dict[str, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""`kvloom calibrate`: what a model's own text says about its KV."""

@@ -1,0 +1,193 @@
+"""The verb `kvloom calibrate`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloom import KVLoomError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from kvloom import KVSpec
+    from kvloom_serde_cachegen.calibration.calibrating import Limits
+    from kvloom_serde_cachegen.profile import Profile, Verdict
+
+JUDGED = ("klt/0.5", "klt/0.25", "step/0.75", "step/0.5", "step/0.25")
+"""What `--verify` measures unless told otherwise, by mode and step."""
+_WINDOW_TOKENS = 1024
+_JUDGED_TOKENS, _JUDGED_WINDOWS, _FEWEST_WINDOWS = 768, 16, 4
+
+_EXISTING = {"exists": True, "dir_okay": False, "readable": True}
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A transformers model: a path, or a name on a hub.")],
+    text: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="Text like that which the model will read; more may follow.", **_EXISTING),
+    ],
+    more: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="More text.", **_EXISTING)] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the profile goes (default: MODEL.kvprofile, here).")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Measure what the codec does to the model, for `codec_gate`.")
+    ] = False,
+    klt: Annotated[bool, typer.Option("--klt/--no-klt", help="With what the mode klt needs.")] = True,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODE/STEP", help=f"What --verify measures (default: each of {', '.join(JUDGED)})."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to calibrate on, at most.")] = 32_768,
+    device: Annotated[str, typer.Option(help="Where the model runs, such as cuda.")] = "cpu",
+    max_kl: Annotated[float, typer.Option(min=0, help="Nats a token that predictions may move.")] = 1e-3,
+    max_dnll: Annotated[float, typer.Option(min=0, help="Nats a token that the text may get less likely.")] = 0.01,
+    min_top1: Annotated[float, typer.Option(min=0, max=1, help="Part of the likeliest tokens to stay.")] = 0.98,
+) -> None:
+    """Write a profile of a model's KV, so that `cachegen` loses less where it matters to this model.
+
+    The last fifth of each file is kept for --verify.
+    """
+    try:
+        import transformers  # noqa: F401
+
+        import kvloom_connector_transformers.identity  # noqa: F401
+    except ImportError as error:
+        raise KVLoomError(
+            f"calibrating needs transformers ({error}): pip install 'kvloom-serde-cachegen[calibrate]'"
+        ) from None
+    from kvloom_serde_cachegen.calibration.calibrating import Limits
+
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    wanted = _Wanted(
+        model, name, [*text, *(more or ())], out or Path(f"{name.replace('/', '--')}.kvprofile"), tokens, device, klt,
+        _codecs(codec, klt=klt) if verify else [], Limits(max_kl, max_dnll, min_top1),
+    )  # fmt: skip
+    try:
+        _calibrate(wanted)
+    except (ValueError, OSError) as error:
+        raise KVLoomError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One call of the verb."""
+
+    model: str
+    name: str
+    """Of the model, for people."""
+    files: Sequence[Path]
+    out: Path
+    tokens: int
+    device: str
+    klt: bool
+    codecs: Sequence[str]
+    """To be judged."""
+    limits: Limits
+
+
+def _codecs(given: Sequence[str] | None, *, klt: bool) -> list[str]:
+    """As serializers call them; `step/.50` is `step/0.5`."""
+    found = []
+    for codec in given or [each for each in JUDGED if klt or not each.startswith("klt/")]:
+        match = re.fullmatch(r"(step|klt)/(\d*\.?\d+)", codec)
+        if match is None:
+            raise typer.BadParameter(f"{codec!r} is no mode and step, such as step/0.6", param_hint="--codec")
+        if match[1] == "klt" and not klt:
+            raise typer.BadParameter(f"{codec} needs --klt", param_hint="--codec")
+        found.append(f"{match[1]}/{float(match[2]):g}")
+    return found
+
+
+def _calibrate(wanted: _Wanted) -> None:
+    from kvloom_serde_cachegen.calibration import text
+    from kvloom_serde_cachegen.calibration.calibrating import calibrated, loaded, saved_per_token
+
+    ours, theirs = text.read(wanted.files, tokens=wanted.tokens)
+    model, tokenizer = loaded(wanted.model, wanted.device)
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _WINDOW_TOKENS
+    length = min(_WINDOW_TOKENS, longest, wanted.tokens)
+    windows = text.windows(tokenizer, ours, length=length, count=wanted.tokens // length)
+    if not len(windows):
+        raise ValueError(f"no file has {length} tokens, which is the least; give --text more, or less with --tokens")
+    held_out = text.windows(tokenizer, theirs, length=min(_JUDGED_TOKENS, longest), count=_JUDGED_WINDOWS)
+    if wanted.codecs and len(held_out) < _FEWEST_WINDOWS:
+        raise ValueError(
+            f"the last fifths of the files have {len(held_out)} pieces of {held_out.shape[1]} tokens; to judge by them "
+            f"takes {_FEWEST_WINDOWS}: give --text more"
+        )
+    with _progress(f"calibrating {wanted.name}", len(windows)) as step:
+        profile, spec = calibrated(model, windows, name=wanted.name, klt=wanted.klt, step=step)
+    profile.save(wanted.out)
+    size = wanted.out.stat().st_size
+    print(f"{wanted.out}: {size:,} bytes, from {profile.calibrated_tokens:,} tokens, {_about(profile)}")
+    if wanted.klt:
+        print(_break_even(size, saved_per_token(model, windows[0], wanted.out, spec)))
+    if wanted.codecs:
+        _verify(model, held_out, profile, spec, wanted)
+
+
+def _verify(model: PreTrainedModel, windows: torch.Tensor, profile: Profile, spec: KVSpec, wanted: _Wanted) -> None:
+    from kvloom_serde_cachegen import measuring
+    from kvloom_serde_cachegen.calibration.calibrating import judged, serializer
+
+    codecs = {codec: measuring.through(serializer(codec, wanted.out, spec)) for codec in wanted.codecs}
+    with _progress("verifying", len(windows)) as step:
+        verdicts = judged(model, windows, codecs, wanted.limits, dtype=spec.torch_dtype, step=step)
+    replace(profile, verdicts=verdicts).save(wanted.out)
+    _print(verdicts)
+
+
+def _break_even(profile_bytes: int, saved: float) -> str:
+    """saved: bytes a token."""
+    if saved <= 0:
+        return "klt is no smaller than step on this text: calibrate on more text, or use the mode step"
+    tokens = math.ceil(profile_bytes / saved)
+    return (
+        f"klt saves {saved:,.0f} bytes a token against step: the profile has paid for itself from {tokens:,} tokens on"
+    )
+
+
+def _about(profile: Profile) -> str:
+    if profile.rotary_size:
+        return f"K before RoPE, which rotates {profile.rotary_size} of the {profile.head_size} channels of a head"
+    return "K as it is: no RoPE was looked for, or found"
+
+
+def _print(verdicts: Mapping[str, Verdict]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("codec", "bits", "KL", "dNLL", "top-1", "verdict"):
+        table.add_column(column, justify="left" if column in ("codec", "verdict") else "right", no_wrap=True)
+    for name, verdict in verdicts.items():
+        table.add_row(
+            name, f"{verdict.bits_per_value:.2f}", f"{verdict.kl:.2g} ± {verdict.kl_error:.1g}", f"{verdict.dnll:+.2g}",
+            f"{verdict.top1:.2%}", "passed" if verdict.passed else "failed",
+        )  # fmt: skip
+    Console(markup=False, highlight=False).print(table)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[], Any]]:
+    """A bar on a terminal; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    screen = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,185 @@
+"""`kvloom calibrate`: from a model and text to an engine that starts, or says why it does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+from kvloom import ConfigError, Engine, KVLoomError
+from kvloom_serde_cachegen import kvloom_add_commands
+from kvloom_serde_cachegen.calibration.command import JUDGED, _break_even
+from kvloom_serde_cachegen.profile import Profile
+
+MORE = Path(__file__).with_name("profiles.py")
+PYLM = Path(__file__).parents[3] / "evals/pylm/weights"
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("kvloom_connector_transformers") is None, reason="there is no connector for transformers"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama of random weights, with a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model") / "little"
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=96, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((PYLM / name).read_bytes())
+    return path
+
+
+@pytest.fixture
+def calibrate(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs the verb in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    commands = typer.Typer()
+    commands.callback()(lambda: None)
+    kvloom_add_commands(commands)
+
+    def run(*arguments: Any, of: Path | str = model) -> Result:
+        return CliRunner().invoke(commands, ["calibrate", str(of), *map(str, arguments)])
+
+    return run
+
+
+def spec_of(path: Path) -> Any:
+    import transformers
+
+    from kvloom_connector_transformers import spec_of
+
+    return spec_of(transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto"))
+
+
+def tier(**settings: Any) -> dict[str, Any]:
+    return {"tiers": [{"type": "dict", "serializer": {"type": "cachegen", **settings}}]}
+
+
+@needs_transformers
+def test_a_profile_and_its_verdicts_let_an_engine_start(calibrate: Callable[..., Result], model: Path) -> None:
+    done = calibrate("--text", __file__, MORE, "--verify", "--max-kl", "9", "--max-dnll", "9",
+                     "--min-top1", "0")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert [line.split()[0] for line in done.output.splitlines() if "passed" in line] == list(JUDGED)
+    profile = Profile.load(Path("little.kvprofile"))
+    assert (profile.model, profile.layers, profile.hidden, profile.head_size) == ("little", 2, 32, 16)
+    assert profile.transform is not None and profile.rotary_size == 16 and profile.calibrated_tokens % 96 == 0
+    verdicts = [profile.verdicts[codec] for codec in JUDGED if codec.startswith("step/")]
+    assert [verdict.kl for verdict in verdicts] == sorted((verdict.kl for verdict in verdicts), reverse=True)
+    assert [verdict.bits_per_value for verdict in verdicts] == sorted(verdict.bits_per_value for verdict in verdicts)
+    assert all(0 <= verdict.kl_error < verdict.kl for verdict in verdicts)
+    for settings in ({"quality": "small"}, {"mode": "klt"}, {"mode": "klt", "quality": "high"}):
+        Engine.open(tier(profile="little.kvprofile", **settings), spec_of(model)).close()
+    with pytest.raises(ConfigError, match="no verdict on step/1 "):
+        Engine.open(tier(quality=1.0, profile="little.kvprofile"), spec_of(model))
+
+
+@needs_transformers
+def test_a_codec_that_fails_is_written_down_as_such(calibrate: Callable[..., Result], model: Path) -> None:
+    done = calibrate("--text", __file__, MORE, "--verify", "--max-kl", "0", "--out", "here")
+    assert done.exit_code == 0, done.output
+    assert not any(verdict.passed for verdict in Profile.load(Path("here")).verdicts.values())
+    with pytest.raises(ConfigError, match=r"step/0\.75 failed on little.*kl 0, "):
+        Engine.open(tier(quality="small", profile="here"), spec_of(model))
+
+
+@needs_transformers
+def test_steps_may_be_chosen(calibrate: Callable[..., Result]) -> None:
+    done = calibrate("--text", __file__, "--verify", "--codec", "step/.60", "--codec", "klt/1")
+    assert done.exit_code == 0, done.output
+    assert set(Profile.load(Path("little.kvprofile")).verdicts) == {"step/0.6", "klt/1"}
+    for wrong in ("step", "step/x", "step/-1", "lossless/0.5", "klt/0.5"):
+        done = calibrate("--text", __file__, "--verify", "--no-klt", "--codec", wrong)
+        assert done.exit_code == 2 and "--codec" in done.output
+
+
+@pytest.mark.parametrize(
+    ("saved", "says"), [(1000.0, "from 1,235 tokens on"), (0.0, "no smaller"), (-1.0, "no smaller")]
+)
+def test_when_a_profile_has_paid_for_itself(saved: float, says: str) -> None:
+    assert says in _break_even(1_234_567, saved)
+
+
+@needs_transformers
+def test_without_verify_nothing_is_judged_and_without_klt_there_is_no_transform(
+    calibrate: Callable[..., Result],
+) -> None:
+    assert calibrate("--text", __file__, "--no-klt", "--tokens", 500).exit_code == 0
+    profile = Profile.load(Path("little.kvprofile"))
+    assert not profile.verdicts and profile.transform is None and 400 < profile.calibrated_tokens <= 500
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--text", __file__, "--tokens", 50), r"50 tokens are too few for klt, which needs 64"),
+        (("--text", "short", "--verify"), "no file has 96 tokens"),
+        (("--text", "medium", "--verify"), r"last fifths of the files have \d+ pieces.*give --text more"),
+        (("--text", "image"), "not a text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_work_is_said_with_the_remedy(
+    calibrate: Callable[..., Result], arguments: tuple[Any, ...], says: str
+) -> None:
+    Path("short").write_text("few words", encoding="utf-8")
+    Path("medium").write_text(" ".join(map(str, range(500))), encoding="utf-8")
+    Path("image").write_bytes(b"\xff\xfe\x00")
+    done = calibrate(*arguments)
+    assert isinstance(done.exception, KVLoomError)
+    with pytest.raises(KVLoomError, match=says):
+        raise done.exception
+    assert not list(Path().glob("*.kvprofile"))
+
+
+@needs_transformers
+def test_a_model_that_is_nowhere_is_an_error_in_one_line(calibrate: Callable[..., Result]) -> None:
+    Path("empty").mkdir()
+    assert isinstance(calibrate("--text", __file__, of="empty").exception, KVLoomError)
+
+
+def test_without_transformers_the_verb_says_what_to_install(
+    calibrate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = calibrate("--text", __file__, of="any")
+    assert "pip install 'kvloom-serde-cachegen[calibrate]'" in str(done.exception)
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_a_trained_model_loses_less_with_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the same number of bits."""
+    from kvloom_serde_cachegen import measuring
+    from kvloom_serde_cachegen.calibration import text
+    from kvloom_serde_cachegen.calibration.calibrating import calibrated, loaded, serializer
+    from kvloom_serde_cachegen.serializer import CacheGenSerializer
+
+    model, tokenizer = loaded(str(PYLM), "cpu")
+    files = sorted(Path(torch.__file__).parent.glob("nn/modules/*.py"))
+    ours, theirs = text.read(files, tokens=8192)
+    windows = text.windows(tokenizer, ours, length=1024, count=8)
+    profile, spec = calibrated(model, windows, name="pylm", klt=True)
+    profile.save(tmp_path / "profile")
+    plain = CacheGenSerializer(CacheGenSerializer.Config(), spec)
+    codecs = {"with": serializer("step/0.5", tmp_path / "profile", spec), "without": plain}
+    held_out = text.windows(tokenizer, theirs, length=768, count=8)
+    measured = measuring.measure(
+        model, held_out, {name: measuring.through(codec) for name, codec in codecs.items()}, context=512
+    )
+    one, other = measured["with"].mean, measured["without"].mean
+    assert one.kl < 0.75 * other.kl and abs(one.bits_per_value - other.bits_per_value) < 0.05
