@@ -46,7 +46,8 @@ class BytesRequirements:
 
     def test_S07_no_bytes_do_any_harm(self, opened: Callable[[], Serializer]) -> None:
         """For any bytes of the right lengths, `decode` fills the chunk or raises CorruptBlobError, and nothing else;
-        UnreadableBlobError, where it asks for what this process does not have. A short blob of a chunk that is much larger is refused without the memory of that chunk.
+        UnreadableBlobError, where it asks for what this process does not have. A short blob of a chunk that is much
+        larger is refused without the memory of that chunk.
 
         Why: a checksum does not protect from what another version wrote, or somebody who can write to the store. Zeros
         deflate to a thousandth, so that a blob of a few MiB would take what memory there is.
