@@ -68,7 +68,7 @@ class Transform:
     sigmas: torch.Tensor
     """float32 `[planes, layers]`, positive: the mean over the channels of their standard deviation."""
     bases: tuple[tuple[torch.Tensor, ...], ...]
-    """By plane and layer: int8 `[rank, hidden]`, those of the greatest variance first; rank is a multiple of 32, or all."""
+    """By plane and layer: int8 `[rank, hidden]`, of the greatest variance first; rank is a multiple of 32, or all."""
     exponents: tuple[tuple[torch.Tensor, ...], ...]
     """By plane and layer: uint8 `[rank]`, 0 to 5."""
 
