@@ -6,15 +6,18 @@
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
+# Kernels take minutes to compile; without a device nobody runs them. Wheels have them wherever there is nvcc.
+export KVZ_CUDA ?= $(if $(shell command -v nvidia-smi),AUTO,OFF)
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp-ready
 PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard core/pyproject.toml testkit/pyproject.toml plugins/*/pyproject.toml))
-BENCHES = $(filter-out bench/lmcache_peer.py,$(shell grep -l __main__ bench/*.py))
+BENCHES = $(filter-out bench/lmcache_peer.py bench/codec_gpu.py,$(shell grep -l __main__ bench/*.py))
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full simulate soak lint bench bench-lmcache contracts wheels check-wheels clean
+.PHONY: help setup demo test test-full test-gpu simulate soak lint bench bench-gpu bench-lmcache contracts wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,7 +30,7 @@ $(READY): constraints.txt requirements-dev.txt $(PACKAGES:=/pyproject.toml)
 	@sh scripts/make_venv.sh "$(PYTHON)" $(VENV)
 	@echo "Installing the packages of this repository and the tools ..."
 	@$(BIN)/python $(INSTALL) setuptools scikit-build-core cmake ninja
-	@sh scripts/requirements.sh | $(BIN)/python $(INSTALL) --no-build-isolation --requirement /dev/stdin
+	@sh scripts/requirements.sh | CMAKE_ARGS=-DKVZ_CUDA=$(KVZ_CUDA) $(BIN)/python $(INSTALL) --no-build-isolation --requirement /dev/stdin
 	@touch $@
 
 # -- what users and developers run -------------------------------------------------------------------------------------
@@ -58,12 +61,18 @@ simulate: $(READY) ## one seed of the deterministic simulation: SEED=, OPS=, ARG
 bench: $(READY) ## every script in bench/, results into bench/results/
 	@set -e; for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script; done
 
+test-gpu: ## on a machine with a GPU: the kernels against the processor's codec, from the source tree, without a network
+	sh scripts/test_gpu.sh "$(PYTHON)"
+
+bench-gpu: ## on a machine with a GPU: what the kernels make of its memory, into bench/results/<gpu>.md
+	sh scripts/test_gpu.sh "$(PYTHON)" bench
+
 contracts: $(READY) ## write docs/contracts from the conformance kit
 	$(BIN)/python -m kvloom_testkit.contracts docs/contracts
 
-wheels: $(READY) ## a wheel of every package, into dist/
+wheels: $(READY) ## a wheel of every package, into dist/; KVZ_CUDA=ON fails where there is no nvcc, OFF leaves kernels out
 	@rm -rf dist $(PACKAGES:=/build)
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(PACKAGES:%=./%)
+	CMAKE_ARGS=-DKVZ_CUDA=$(KVZ_CUDA) $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(PACKAGES:%=./%)
 	@ls dist
 
 check-wheels: wheels ## install the wheels into a fresh environment and look for every plugin

@@ -7,15 +7,15 @@
 
 namespace kvz {
 
-inline int64_t aligned(int64_t bytes) { return (bytes + 3) & ~int64_t(3); }
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+KVZ_BOTH int64_t aligned(int64_t bytes) { return (bytes + 3) & ~int64_t(3); }
+KVZ_BOTH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // How a plane is cut into tiles.
 struct Cut {
   int64_t bands, blocks;  // of `step` and `cachegen`
   int64_t runs;           // of `lossless`
   int64_t per_plane;
-  Cut(int mode, int64_t tokens, int64_t hidden, int band, int tile_tokens) {
+  KVZ_BOTH Cut(int mode, int64_t tokens, int64_t hidden, int band, int tile_tokens) {
     bands = blocks = runs = 0;
     if (mode == kLossless) {
       per_plane = runs = ceil_div(tokens * hidden, kFlatTile);
@@ -32,7 +32,7 @@ constexpr int kMaxReaders = 64;  // Bands of components.
 constexpr int kMaxTileTokens = 256;
 constexpr int kMaxTables = 2 * 256 + 4;  // Bytes of one plane's own table.
 
-inline int64_t table_bytes(int mode, int dtype, int planes, int64_t tokens, int tile_tokens) {
+KVZ_BOTH int64_t table_bytes(int mode, int dtype, int planes, int64_t tokens, int tile_tokens) {
   if (mode == kLossless) return planes * int64_t(kMaxTables);  // At most.
   if (mode == kCacheGen) return aligned(2 * planes) + aligned(planes * tokens * element_bytes(dtype));
   if (mode == kKlt) return kProfileBytes + 4 + 4 * planes * ceil_div(tokens, tile_tokens);

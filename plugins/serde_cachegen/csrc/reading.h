@@ -8,14 +8,14 @@ namespace KVZ_NAMESPACE {
 
 // What a stream says of itself, once it was found to be consistent.
 struct Stream {
-  Header header;
-  const uint8_t *tables, *directory, *payload, *end;
-  uint32_t kind(int64_t tile) const { return entry(tile) >> 29; }
-  const uint8_t* tile_end(int64_t tile) const { return payload + 4 * int64_t(entry(tile) & 0x1fffffff); }
-  const uint8_t* tile_begin(int64_t tile) const { return tile == 0 ? payload : tile_end(tile - 1); }
+  Header header{};
+  const uint8_t *tables = nullptr, *directory = nullptr, *payload = nullptr, *end = nullptr;
+  KVZ_BOTH uint32_t kind(int64_t tile) const { return entry(tile) >> 29; }
+  KVZ_BOTH const uint8_t* tile_end(int64_t tile) const { return payload + 4 * int64_t(entry(tile) & 0x1fffffff); }
+  KVZ_BOTH const uint8_t* tile_begin(int64_t tile) const { return tile == 0 ? payload : tile_end(tile - 1); }
 
  private:
-  uint32_t entry(int64_t tile) const {
+  KVZ_BOTH uint32_t entry(int64_t tile) const {
     uint32_t value;
     memcpy(&value, directory + 4 * tile, 4);
     return value;
@@ -23,7 +23,7 @@ struct Stream {
 };
 
 // Takes as valid only what has the geometry that the caller expects, so that the size of what is written is the caller's.
-inline int32_t parse(const KvzGeometry& g, const uint8_t* bytes, int64_t size, Stream& stream, int64_t& offset) {
+KVZ_BOTH int32_t parse_header(const KvzGeometry& g, const uint8_t* bytes, int64_t size, Stream& stream, int64_t& offset) {
   offset = 0;
   if (size < kHeaderBytes) return kTruncated;
   Header& h = stream.header;
@@ -52,14 +52,27 @@ inline int32_t parse(const KvzGeometry& g, const uint8_t* bytes, int64_t size, S
   stream.directory = stream.tables + h.table_bytes;
   stream.payload = stream.directory + 4 * int64_t(h.tiles);
   stream.end = bytes + size;
-  const uint8_t* before = stream.payload;
-  for (int64_t tile = 0; tile < int64_t(h.tiles); ++tile) {
-    offset = stream.directory - bytes + 4 * tile;
-    const uint8_t* at = stream.tile_end(tile);
-    if (at < before || at > stream.end) return kBadDirectory;
-    before = at;
+  return kOk;
+}
+
+// Tiles follow each other without gaps or overlaps, to the end. Looks at every `stride`th from `first` on.
+KVZ_BOTH int32_t check_directory(const Stream& stream, int64_t first, int64_t stride, int64_t& bad) {
+  int64_t tiles = stream.header.tiles;
+  for (int64_t tile = first; tile < tiles; tile += stride) {
+    const uint8_t *begin = stream.tile_begin(tile), *end = stream.tile_end(tile);
+    bad = tile;
+    if (end < begin || end > stream.end || (tile == tiles - 1 && end != stream.end)) return kBadDirectory;
   }
-  return before == stream.end ? kOk : kBadDirectory;
+  return kOk;
+}
+
+inline int32_t parse(const KvzGeometry& g, const uint8_t* bytes, int64_t size, Stream& stream, int64_t& offset) {
+  int32_t error = parse_header(g, bytes, size, stream, offset);
+  if (error != kOk) return error;
+  int64_t bad = 0;
+  error = check_directory(stream, 0, 1, bad);
+  offset = stream.directory - bytes + 4 * bad;
+  return error;
 }
 
 template <typename Bits>

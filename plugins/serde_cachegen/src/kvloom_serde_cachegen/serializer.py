@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Serializer
+from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Place, Serializer
 from kvloom import Config as BaseConfig
-from kvloom_serde_cachegen import gate, streams
+from kvloom_serde_cachegen import device, gate, streams
 from kvloom_serde_cachegen.bins import CacheGenConfig
 from kvloom_serde_cachegen.native_profile import NativeProfile, known
 from kvloom_serde_cachegen.streams import Mode, Settings
@@ -96,11 +97,26 @@ class CacheGenSerializer(Serializer):
         return f"{self.type}/{'klt/' if self._mode is Mode.KLT else ''}{self._config.step:g}"
 
     def encode(self, chunk: Chunk) -> Buffers:
-        kv = _layers_of(chunk)
-        return streams.encode(kv, self._settings(kv), start=chunk.start, threads=self._config.threads)
+        return self.encode_many([chunk])[0]
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
-        self._decode(blob, _layers_of(into), 0)
+        self._decode([blob], [_layers_of(into)], 0, None)
+
+    def encode_many(self, chunks: Sequence[Chunk], place: Place | None = None) -> list[Buffers]:
+        kvs = [_layers_of(chunk) for chunk in chunks]
+        if all(_kernels(kv) is not None for kv in kvs) and self._mode in device.ENCODES:
+            return device.in_groups(kvs, lambda group: self._encode_on_device([kvs[each] for each in group], place))
+        threads = self._config.threads
+        return [
+            streams.encode(kv.cpu(), self._settings(kv), start=chunk.start, threads=threads)
+            for kv, chunk in zip(kvs, chunks, strict=True)
+        ]
+
+    def decode_many(self, blobs: Sequence[Buffers], into: Sequence[Chunk], place: Place | None = None) -> None:
+        kvs = [_layers_of(chunk) for chunk in into]
+        device.in_groups(
+            kvs, lambda group: self._decode([blobs[each] for each in group], [kvs[each] for each in group], 0, place)
+        )
 
     def layer_buffers(
         self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
@@ -110,23 +126,39 @@ class CacheGenSerializer(Serializer):
         return [(layer,) for layer in range(len(lengths))]
 
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
-        self._decode(blob, into.tensor, layers.start)
+        self._decode([blob], [into.tensor], layers.start, None)
 
     def max_encoded_bytes(self, chunk: Chunk) -> int:
         kv = _layers_of(chunk)
         return streams.bound(kv.shape, kv.dtype, self._settings(kv))
 
-    def _decode(self, blob: Buffers, kv: torch.Tensor, first_layer: int) -> None:
+    def _encode_on_device(self, kvs: Sequence[torch.Tensor], place: Place | None) -> list[Buffers]:
+        codec = _kernels(kvs[0])
+        assert codec is not None
+        with device.at(place):
+            return [*device.encode(kvs, self._settings(kvs[0]), codec, workspace=place and place.workspace)]
+
+    def _decode(
+        self, blobs: Sequence[Buffers], kvs: Sequence[torch.Tensor], first_layer: int, place: Place | None
+    ) -> None:
         # What was encoded in another mode is decoded too: a stream says how it is to be read.
-        if not blob:
-            raise CorruptBlobError("no streams")
+        modes = {_mode_of(blob, kvs[0].dtype) for blob in blobs}
+        if (codec := _kernels(kvs[0])) is not None and modes <= device.DECODES:
+            with device.at(place):
+                device.decode(blobs, kvs, codec, workspace=place and place.workspace)
+            return
+        for blob, kv in zip(blobs, kvs, strict=True):
+            self._decode_on_host(blob, kv, first_layer)
+
+    def _decode_on_host(self, blob: Buffers, into: torch.Tensor, first_layer: int) -> None:
+        kv = into if into.device.type == "cpu" else torch.empty(into.shape, dtype=into.dtype)
         mode = streams.mode_of(blob[0])
-        if mode is not Mode.LOSSLESS and kv.dtype not in streams.DTYPES:
-            raise CorruptBlobError(f"streams of mode {mode.name.lower()} for KV of {kv.dtype}")
         profile = known(streams.profile_of(blob[0])) if mode is Mode.KLT else None
         if profile is not None and not profile.covers(kv, first_layer):
             raise CorruptBlobError(f"streams by a profile of {profile.shape} for KV of {tuple(kv.shape)}")
         streams.decode(blob, kv, mode, first_layer=first_layer, profile=profile, threads=self._config.threads)
+        if kv is not into:
+            into.copy_(kv)
 
     def _settings(self, kv: torch.Tensor) -> Settings:
         planes, layers, _, hidden = kv.shape
@@ -141,6 +173,20 @@ class CacheGenSerializer(Serializer):
         if weights is not None and weights.shape != (layers, hidden):
             raise ValueError(f"a profile of {tuple(weights.shape)} layers and channels for KV of {(layers, hidden)}")
         return Settings(self._mode, min(_BAND, hidden), shared_from, self._config.step, weights, bins)
+
+
+def _kernels(kv: torch.Tensor) -> ctypes.CDLL | None:
+    """What works in the memory that `kv` is in, if that is a device's."""
+    return device.library() if kv.is_cuda and kv.dtype in streams.DTYPES else None
+
+
+def _mode_of(blob: Buffers, dtype: torch.dtype) -> Mode:
+    if not blob:
+        raise CorruptBlobError("no streams")
+    mode = streams.mode_of(blob[0])
+    if mode is not Mode.LOSSLESS and dtype not in streams.DTYPES:
+        raise CorruptBlobError(f"streams of mode {mode.name.lower()} for KV of {dtype}")
+    return mode
 
 
 def _layers_of(chunk: Chunk) -> torch.Tensor:

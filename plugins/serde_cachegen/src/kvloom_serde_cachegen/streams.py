@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -62,7 +62,9 @@ class _Settings(ctypes.Structure):
     ]
 
 
-class _Encode(ctypes.Structure):
+class Encode(ctypes.Structure):
+    """`KvzEncode`"""
+
     _fields_ = [
         ("source", ctypes.c_void_p),
         ("plane_stride", ctypes.c_int64),
@@ -78,7 +80,9 @@ class _Encode(ctypes.Structure):
     ]
 
 
-class _Decode(ctypes.Structure):
+class Decode(ctypes.Structure):
+    """`KvzDecode`"""
+
     _fields_ = [
         ("stream", ctypes.c_void_p),
         ("size", ctypes.c_int64),
@@ -131,7 +135,7 @@ class Settings:
 
 def bound(shape: Sequence[int], dtype: torch.dtype, settings: Settings) -> int:
     """The most bytes that the streams of a chunk of `[planes, layers, tokens, hidden]` take, all together."""
-    geometry = _geometry(shape, dtype, settings.mode)
+    geometry = geometry_of(shape, dtype, settings.mode)
     each: int = library().kvz_bound(ctypes.byref(geometry), ctypes.byref(settings.native()))
     if each < 0:
         raise ValueError(f"streams of {tuple(shape)} and {dtype} with {settings} cannot be made")
@@ -150,11 +154,11 @@ def encode(
     _, layers, tokens, hidden = kv.shape
     assert kv.stride(3) == 1 and (tokens == 1 or kv.stride(2) == hidden), "each layer of a plane is contiguous"
     codec, own = library(), settings.native()
-    geometry = _geometry(kv.shape, kv.dtype, settings.mode)
+    geometry = geometry_of(kv.shape, kv.dtype, settings.mode)
     capacity = bound(kv.shape, kv.dtype, settings) // layers
     out = np.empty((layers, capacity), dtype=np.uint8)
     unit = kv.element_size() // _element_bytes(geometry.dtype)
-    jobs = (_Encode * layers)()
+    jobs = (Encode * layers)()
     for layer, job in enumerate(jobs):
         job.source = kv.data_ptr() + layer * kv.stride(1) * kv.element_size()
         job.plane_stride = kv.stride(0) * unit
@@ -189,10 +193,10 @@ def decode(
     if len(streams) != layers:
         raise CorruptBlobError(f"{len(streams)} streams for {layers} layers")
     codec = library()
-    geometry = _geometry(into.shape, into.dtype, mode)
+    geometry = geometry_of(into.shape, into.dtype, mode)
     unit = into.element_size() // _element_bytes(geometry.dtype)
     held = [np.frombuffer(stream, dtype=np.uint8) for stream in streams]
-    jobs = (_Decode * layers)()
+    jobs = (Decode * layers)()
     for layer, (stream, job) in enumerate(zip(held, jobs, strict=True)):
         job.stream, job.size = stream.ctypes.data, stream.size
         job.target = into.data_ptr() + layer * into.stride(1) * into.element_size()
@@ -204,14 +208,19 @@ def decode(
         ctypes.byref(geometry), jobs, layers, ctypes.c_void_p(workspace.ctypes.data), transformed, threads,
         _set(with_instructions),
     )  # fmt: skip
+    check(jobs)
+    if refused:
+        raise CorruptBlobError(f"no streams can be of {tuple(into.shape)} and {into.dtype}: error {refused}")
+
+
+def check(jobs: Iterable[Decode]) -> None:
+    """Raises CorruptBlobError or UnreadableBlobError for the first stream that was refused, and says where."""
     for layer, job in enumerate(jobs):
         if job.error == _NO_PROFILE:
             raise UnreadableBlobError(f"stream {layer} was transformed by a profile that is not at hand")
         if job.error:
             problem = _PROBLEMS.get(job.error, f"error {job.error}")
             raise CorruptBlobError(f"stream {layer}, byte {job.offset}: {problem}")
-    if refused:
-        raise CorruptBlobError(f"no streams can be of {tuple(into.shape)} and {into.dtype}: error {refused}")
 
 
 def _addresses(profile: NativeProfile | None, layer: int) -> tuple[int | None, int | None]:
@@ -232,7 +241,7 @@ def mode_of(stream: Buffer) -> Mode:
         raise CorruptBlobError("byte 5: no mode that there is") from None
 
 
-def _geometry(shape: Sequence[int], dtype: torch.dtype, mode: Mode) -> _Geometry:
+def geometry_of(shape: Sequence[int], dtype: torch.dtype, mode: Mode) -> _Geometry:
     planes, _, tokens, hidden = shape
     if mode is Mode.LOSSLESS and (dtype.itemsize == 1 or dtype not in DTYPES):
         return _Geometry(_BYTES, planes, tokens, hidden * dtype.itemsize)

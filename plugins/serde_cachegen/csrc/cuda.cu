@@ -1,0 +1,94 @@
+// The launchers of the CUDA build. Compiled by nvcc, or, for tests without a GPU, as C++ with the emulator.
+#define KVZ_NAMESPACE cuda
+#if defined(__CUDACC__)
+#define KVZ_TABLE static __device__ const
+#endif
+#include "decode_kernel.h"
+#include "encode_kernel.h"
+
+namespace {
+
+using namespace kvz;
+using namespace kvz::cuda;
+
+bool sensible(const KvzGeometry& g) {
+  return g.dtype >= kBF16 && g.dtype <= kE5M2 && (g.planes == 1 || g.planes == 2) && g.tokens >= 1 && g.hidden >= 1 &&
+         int64_t(g.planes) * g.tokens * g.hidden * element_bytes(g.dtype) < (int64_t(1) << 30);
+}
+
+bool sensible(const KvzGeometry& g, const KvzSettings& s) {
+  return s.mode == kStep && s.band >= 1 && s.band <= kMaxBand && s.band <= g.hidden && s.tile_tokens >= 1 && s.tile_tokens <= kMaxTileTokens &&
+         s.shared_from >= 0 && s.shared_from <= g.hidden && s.shared_from % s.band == 0 && s.step > 0.0f && s.step < 1e6f;
+}
+
+constexpr int64_t kMostTiles = int64_t(1) << 30;
+
+#if defined(__CUDACC__)
+int32_t launched() { return -int32_t(cudaGetLastError()); }
+
+// As many blocks as are at work at once: they take tiles until there are none left.
+template <typename Kernel>
+int64_t blocks_at_once(Kernel kernel, size_t shared) {
+  int device = 0, processors = 0, each = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, shared);
+  return std::max<int64_t>(1, int64_t(processors) * each);
+}
+#else
+int32_t launched() { return kOk; }
+template <typename Kernel>
+int64_t blocks_at_once(Kernel, size_t) { return 2; }
+#endif
+
+}  // namespace
+
+extern "C" {
+
+int32_t kvz_cuda_devices() {
+#if defined(__CUDACC__)
+  int count = 0;
+  cudaError_t error = cudaGetDeviceCount(&count);
+  return error == cudaSuccess ? count : -int32_t(error);
+#else
+  return 0;
+#endif
+}
+
+int64_t kvz_cuda_decode_workspace(const KvzGeometry*, int32_t count) { return int64_t(sizeof(DecodeWork)) + 4 * int64_t(count); }
+
+int64_t kvz_cuda_encode_workspace(const KvzGeometry* g, const KvzSettings* s, int32_t count) {
+  return sensible(*g) && sensible(*g, *s) && count >= 1 ? EncodeWork(*g, *s, count, nullptr).bytes + 64 : -1;
+}
+
+int32_t kvz_cuda_decode(const KvzGeometry* g, KvzDecode* jobs, int32_t count, void* workspace, void* stream) {
+  if (!sensible(*g) || count < 1) return kBadSettings;
+  DecodeWork* work = static_cast<DecodeWork*>(workspace);
+  KVZ_LAUNCH(check_streams, count, kThreads, 0, stream, *g, jobs);
+  KVZ_LAUNCH(number_tiles, 1, 32, 0, stream, jobs, count, work);
+  return for_element(g->dtype, [&](auto element) {
+    using T = decltype(element);
+    int64_t blocks = blocks_at_once(decode_tiles<T>, SharedFamily::kBytes);
+    KVZ_LAUNCH(decode_tiles<T>, blocks, kThreads, SharedFamily::kBytes, stream, *g, jobs, count, work);
+    return launched();
+  });
+}
+
+int32_t kvz_cuda_encode(const KvzGeometry* g, const KvzSettings* s, KvzEncode* jobs, int32_t count, void* workspace, void* stream) {
+  if (!sensible(*g) || !sensible(*g, *s) || count < 1) return kBadSettings;
+  EncodeWork work(*g, *s, count, workspace);
+  if (count * work.tiles >= kMostTiles) return kBadSettings;
+  return for_element(g->dtype, [&](auto element) {
+    using T = decltype(element);
+    constexpr size_t kShared = kFamily * 64 * 4 + size_t(kWarps) * 64 * kLanes * 2;
+    KVZ_LAUNCH(measure_channels<T>, count * work.blocks * ceil_div(g->hidden, kThreads), kThreads, 0, stream, *g, *s, jobs, work);
+    KVZ_LAUNCH(choose_steps, count * work.blocks, 32, 0, stream, *g, *s, jobs, work);
+    int64_t blocks = blocks_at_once(encode_tiles<T>, kShared);
+    KVZ_LAUNCH(encode_tiles<T>, blocks, kThreads, kShared, stream, *g, *s, jobs, int32_t(count * work.tiles), work);
+    KVZ_LAUNCH(write_directories, count, 32, 0, stream, *g, *s, jobs, work);
+    KVZ_LAUNCH(place_tiles<T>, count * work.tiles, 32, 0, stream, *g, *s, jobs, work);
+    return launched();
+  });
+}
+}

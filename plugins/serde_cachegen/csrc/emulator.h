@@ -1,0 +1,136 @@
+// Runs kernels on a processor: every thread of a block is a fibre, and a fibre goes on until it waits for others. Slow, and
+// exact: what the threads of a warp tell each other, and who waits for whom, is as on a GPU. A block whose threads wait
+// for what never comes ends the process, with a word.
+#pragma once
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define KVZ_KERNEL static void
+#define KVZ_DEVICE inline
+#define KVZ_LAUNCH(kernel, blocks, threads, shared, stream, ...) \
+  ((void)(stream), kvz::emulate(int64_t(blocks), threads, shared, [&] { kernel(__VA_ARGS__); }))
+
+namespace kvz {
+
+struct Meeting {  // Where threads wait for each other.
+  int expected = 0, arrived = 0;
+  int64_t round = 0;
+};
+
+struct Emulated {
+  struct Fibre {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool done = false;
+  };
+  std::vector<Fibre> fibres;
+  std::vector<Meeting> warps;
+  std::vector<uint64_t> told;  // By warp, round and lane: a round may begin before everybody has read the one before.
+  Meeting all;
+  std::vector<uint8_t> shared;
+  std::function<void()> body;
+  ucontext_t scheduler;
+  int current = 0;
+  int64_t number = 0, meetings = 0;
+};
+inline thread_local Emulated* emulated = nullptr;
+
+inline int thread() { return emulated->current; }
+inline int threads() { return int(emulated->fibres.size()); }
+inline int64_t block() { return emulated->number; }
+inline uint8_t* shared_memory() { return emulated->shared.data(); }
+
+inline void meet(Meeting& meeting) {
+  int64_t round = meeting.round;
+  if (++meeting.arrived == meeting.expected) {
+    meeting.arrived = 0, meeting.round += 1, emulated->meetings += 1;
+    return;
+  }
+  while (meeting.round == round) swapcontext(&emulated->fibres[size_t(emulated->current)].context, &emulated->scheduler);
+}
+inline void sync_block() { meet(emulated->all); }
+inline void sync_warp() { meet(emulated->warps[size_t(thread() / 32)]); }
+
+// Everybody's value, for everybody.
+inline const uint64_t* tell(uint64_t mine) {
+  Meeting& warp = emulated->warps[size_t(thread() / 32)];
+  uint64_t* told = emulated->told.data() + (thread() / 32 * 2 + warp.round % 2) * 32;
+  told[thread() % 32] = mine;
+  meet(warp);
+  return told;
+}
+inline uint32_t ballot(bool mine) {
+  const uint64_t* told = tell(mine);
+  uint32_t mask = 0;
+  for (int lane = 0; lane < 32; ++lane) mask |= uint32_t(told[lane]) << lane;
+  return mask;
+}
+template <typename V>
+inline V from_lane(V mine, int lane) {
+  uint64_t bits = 0;
+  memcpy(&bits, &mine, sizeof mine);
+  bits = tell(bits)[lane & 31];
+  memcpy(&mine, &bits, sizeof mine);
+  return mine;
+}
+inline int count_ones(uint32_t mask) { return __builtin_popcount(mask); }
+inline uint32_t product_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
+inline int32_t take_ticket(int32_t* counter) { return (*counter)++; }
+inline bool first_to_set(int32_t* place, int32_t value) {
+  if (*place != 0) return false;
+  *place = value;
+  return true;
+}
+
+inline void enter() {
+  emulated->body();
+  emulated->fibres[size_t(emulated->current)].done = true;
+  swapcontext(&emulated->fibres[size_t(emulated->current)].context, &emulated->scheduler);
+}
+
+inline void emulate(int64_t blocks, int thread_count, size_t shared_bytes, std::function<void()> body) {
+  constexpr size_t kStack = 128 * 1024;
+  Emulated machine;
+  emulated = &machine;
+  machine.body = std::move(body);
+  machine.fibres.resize(size_t(thread_count));
+  for (auto& fibre : machine.fibres) fibre.stack.reset(new char[kStack]);
+  for (machine.number = 0; machine.number < blocks; ++machine.number) {
+    machine.warps.assign(size_t((thread_count + 31) / 32), Meeting{32, 0, 0});
+    machine.told.assign(machine.warps.size() * 64, 0);
+    machine.all = Meeting{thread_count, 0, 0};
+    machine.shared.assign(shared_bytes, 0xA5);
+    for (auto& fibre : machine.fibres) {
+      fibre.done = false;
+      getcontext(&fibre.context);
+      fibre.context.uc_stack.ss_sp = fibre.stack.get(), fibre.context.uc_stack.ss_size = kStack;
+      fibre.context.uc_link = nullptr;
+      makecontext(&fibre.context, enter, 0);
+    }
+    for (bool busy = true; busy;) {
+      busy = false;
+      int64_t before = machine.meetings;
+      bool ended = false;
+      for (machine.current = 0; machine.current < thread_count; ++machine.current) {
+        auto& fibre = machine.fibres[size_t(machine.current)];
+        if (fibre.done) continue;
+        swapcontext(&machine.scheduler, &fibre.context);
+        busy = busy || !fibre.done, ended = ended || fibre.done;
+      }
+      if (busy && !ended && machine.meetings == before) {
+        fprintf(stderr, "kernel: threads wait for others that never come\n");
+        abort();
+      }
+    }
+  }
+  emulated = nullptr;
+}
+
+}  // namespace kvz

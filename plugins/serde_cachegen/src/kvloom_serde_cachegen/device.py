@@ -1,0 +1,185 @@
+"""Streams in device memory: the kernels give the same bytes and values as the processor does.
+
+They decode `STEP` and `CACHEGEN` and encode `STEP`; all else goes through host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from kvloom import Buffer, CorruptBlobError, Place, PluginError, native
+from kvloom_serde_cachegen import streams
+from kvloom_serde_cachegen.streams import Mode, Settings
+
+T = TypeVar("T")
+ENCODES = frozenset({Mode.STEP})
+DECODES = frozenset({Mode.STEP, Mode.CACHEGEN})
+_ALIGN = 16
+"""Streams begin at multiples of it."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None where the plugin was built without them, or there is no device."""
+    try:
+        codec = native.load("kvloom_serde_cachegen", "kvz_cuda")
+    except PluginError:
+        return None
+    return declared(codec) if codec.kvz_cuda_devices() > 0 else None
+
+
+def declared(codec: ctypes.CDLL) -> ctypes.CDLL:
+    """With the types of what it returns."""
+    for name in ("kvz_cuda_encode_workspace", "kvz_cuda_decode_workspace"):
+        getattr(codec, name).restype = ctypes.c_int64
+    return codec
+
+
+def about() -> str:
+    """What there is, for people."""
+    try:
+        devices = native.load("kvloom_serde_cachegen", "kvz_cuda").kvz_cuda_devices()
+    except PluginError:
+        return "built without CUDA: KV in device memory goes through host memory"
+    return f"built with CUDA, {devices} devices" if devices >= 0 else f"built with CUDA, no driver (error {-devices})"
+
+
+class Launch:
+    """One call of the kernels, which may be run again and again."""
+
+    def __init__(
+        self, function: Any, jobs: ctypes.Array[Any], about: Sequence[Any], needed: int, device: torch.device,
+        workspace: torch.Tensor | None, held: Sequence[torch.Tensor | None],
+    ) -> None:  # fmt: skip
+        """about: what comes before the jobs. needed: bytes of scratch memory. held: what the jobs point to."""
+        if workspace is None or workspace.numel() < needed or workspace.device != device:
+            workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+        self._jobs, self._there = jobs, torch.frombuffer(jobs, dtype=torch.uint8).clone().to(device)
+        self._held = [*held, workspace]
+        self._device = device
+        self._call = partial(function, *map(ctypes.byref, about), _pointer(self._there), len(jobs), _pointer(workspace))
+
+    def run(self) -> None:
+        """Put it on the current stream. Raises ValueError for what the kernels do not take."""
+        cuda = self._device.type == "cuda"
+        error = self._call(ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream if cuda else None))
+        if error > 0:
+            raise ValueError(f"the kernels do not take this: error {error}")
+        if error < 0:
+            raise RuntimeError(f"CUDA error {-error}")
+
+    def jobs(self) -> Any:
+        """The jobs as the kernels leave them. Waits for them."""
+        return type(self._jobs).from_buffer_copy(self._there.cpu().numpy().tobytes())
+
+
+def encoding(
+    kvs: Sequence[torch.Tensor], settings: Settings, codec: ctypes.CDLL, workspace: torch.Tensor | None = None
+) -> tuple[Launch, torch.Tensor]:
+    """The launch that `encode` runs, and where its streams come to lie, uint8 `[streams, capacity]`."""
+    first = kvs[0]
+    layers, device = first.shape[1], first.device
+    geometry, own = streams.geometry_of(first.shape, first.dtype, settings.mode), settings.native()
+    capacity = streams.bound(first.shape, first.dtype, settings) // layers
+    capacity = -(-capacity // _ALIGN) * _ALIGN
+    out = torch.empty((len(kvs) * layers, capacity), dtype=torch.uint8, device=device)
+    weights = None if settings.weights is None else settings.weights.to(device)
+    jobs = (streams.Encode * (len(kvs) * layers))()
+    for number, job in enumerate(jobs):
+        kv, layer = kvs[number // layers], number % layers
+        job.source, job.plane_stride = _layer(kv, layer), kv.stride(0)
+        job.weights = None if weights is None else weights[layer].data_ptr()
+        job.out, job.capacity = out[number].data_ptr(), capacity
+    needed = codec.kvz_cuda_encode_workspace(ctypes.byref(geometry), ctypes.byref(own), len(jobs))
+    if needed < 0:
+        raise ValueError(f"streams of {tuple(first.shape)} and {first.dtype} with {settings} cannot be made")
+    launch = Launch(codec.kvz_cuda_encode, jobs, [geometry, own], needed, device, workspace, [out, weights, *kvs])
+    return launch, out
+
+
+def encode(
+    kvs: Sequence[torch.Tensor], settings: Settings, codec: ctypes.CDLL, *, workspace: torch.Tensor | None = None
+) -> list[list[memoryview]]:
+    """Streams in host memory of each of `kvs`, `[planes, layers, tokens, hidden]` of one shape, on one device.
+
+    Of the mode `STEP`. workspace: uint8 on that device; if it is None or too small, another is taken. Waits for the
+    device.
+    """
+    launch, out = encoding(kvs, settings, codec, workspace)
+    launch.run()
+    sizes = [job.size for job in launch.jobs()]
+    host = torch.cat([out[number, :size] for number, size in enumerate(sizes)]).cpu().numpy()
+    ends = np.cumsum(sizes)
+    made = [memoryview(host[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    layers = kvs[0].shape[1]
+    return [made[start : start + layers] for start in range(0, len(made), layers)]
+
+
+def decoding(
+    blobs: Sequence[Sequence[Buffer]], into: Sequence[torch.Tensor], codec: ctypes.CDLL,
+    workspace: torch.Tensor | None = None,
+) -> Launch:  # fmt: skip
+    """The launch that `decode` runs; the streams are on their way to the device."""
+    first = into[0]
+    layers, device = first.shape[1], first.device
+    for blob in blobs:
+        if len(blob) != layers:
+            raise CorruptBlobError(f"{len(blob)} streams for {layers} layers")
+    geometry = streams.geometry_of(first.shape, first.dtype, Mode.STEP)
+    held = [np.frombuffer(stream, dtype=np.uint8) for blob in blobs for stream in blob]
+    starts = np.cumsum([0, *(-(-each.size // _ALIGN) * _ALIGN for each in held)])
+    packed = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for start, each in zip(starts, held, strict=False):
+        packed.numpy()[start : start + each.size] = each
+    there = packed.to(device, non_blocking=True)
+    jobs = (streams.Decode * len(held))()
+    for number, (job, each) in enumerate(zip(jobs, held, strict=True)):
+        kv = into[number // layers]
+        job.stream, job.size = there.data_ptr() + int(starts[number]), each.size
+        job.target, job.plane_stride = _layer(kv, number % layers), kv.stride(0)
+    needed = codec.kvz_cuda_decode_workspace(ctypes.byref(geometry), len(jobs))
+    return Launch(codec.kvz_cuda_decode, jobs, [geometry], needed, device, workspace, [packed, there, *into])
+
+
+def decode(
+    blobs: Sequence[Sequence[Buffer]], into: Sequence[torch.Tensor], codec: ctypes.CDLL, *,
+    workspace: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill each of `into`, as `encode` takes them, from streams in host memory, one for each of its layers.
+
+    Of the modes `STEP` and `CACHEGEN`. Raises CorruptBlobError, with the first of what is wrong and where. Waits for
+    the device.
+    """
+    launch = decoding(blobs, into, codec, workspace)
+    launch.run()
+    streams.check(launch.jobs())
+
+
+def in_groups(kvs: Sequence[torch.Tensor], run: Callable[[list[int]], list[T] | None]) -> list[T]:
+    """`run` for the numbers of all that are alike in shape, dtype and device; what it returns, in order."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, kv in enumerate(kvs):
+        alike.setdefault((kv.shape, kv.stride(), kv.dtype, kv.device), []).append(number)
+    made = {number: one for group in alike.values() for number, one in zip(group, run(group) or (), strict=False)}
+    return [made[number] for number in range(len(made))]
+
+
+def at(place: Place | None) -> contextlib.AbstractContextManager[Any]:
+    """On the stream of `place`, if it names one."""
+    return contextlib.nullcontext() if place is None or place.stream is None else torch.cuda.stream(place.stream)
+
+
+def _layer(kv: torch.Tensor, layer: int) -> int:
+    assert kv.stride(3) == 1 and (kv.shape[2] == 1 or kv.stride(2) == kv.shape[3]), "layers of a plane are contiguous"
+    return kv.data_ptr() + layer * kv.stride(1) * kv.element_size()
+
+
+def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())

@@ -1,0 +1,147 @@
+"""The kernels, on a GPU where there is one, else thread by thread on a processor: the bytes and values of the codec."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_streams import DTYPES, bits, decoded, kv_of, settings_for
+
+from kvloom import Chunk, CorruptBlobError, MemoryFormat, Place
+from kvloom_serde_cachegen import device, serializer, streams
+from kvloom_serde_cachegen.serializer import CacheGenSerializer
+from kvloom_serde_cachegen.streams import Mode
+
+SOURCE = Path(__file__).parents[1] / "csrc" / "cuda.cu"
+
+
+@pytest.fixture(scope="session")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if (kernels := device.library()) is not None:
+        return kernels
+    compiler = shutil.which("c++") or pytest.skip("no C++ compiler to emulate the kernels with")
+    built = tmp_path_factory.mktemp("emulated") / "libkvz_emulated.so"
+    options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"]
+    subprocess.run([compiler, *options, "-x", "c++", SOURCE, "-o", built], check=True)
+    return device.declared(ctypes.CDLL(str(built)))
+
+
+@pytest.fixture(scope="session")
+def on(codec: ctypes.CDLL) -> str:
+    return "cpu" if codec is not device.library() else "cuda"
+
+
+shapes = st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 40), st.integers(1, 150))
+few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@few
+@given(shapes, st.sampled_from(DTYPES), st.integers(1, 130), st.integers(1, 3), st.booleans(), st.integers(0, 10**6))
+def test_it_writes_the_same(
+    codec: ctypes.CDLL, on: str, shape: tuple[int, ...], dtype: torch.dtype, band: int, count: int, odd: bool, seed: int
+) -> None:
+    kvs = [kv_of(shape, dtype, seed + each, odd=odd) for each in range(count)]
+    how = settings_for(Mode.STEP, kvs[0], band=band)
+    if seed % 3 == 0:
+        how = replace(how, weights=torch.rand(shape[1], shape[3], generator=torch.Generator().manual_seed(seed)) + 0.1)
+    if seed % 3 == 1:
+        how = replace(how, shared_from=shape[3] // how.band * how.band)
+    made = device.encode([kv.to(on) for kv in kvs], how, codec)
+    assert [[bytes(each) for each in blob] for blob in made] == [
+        [bytes(each) for each in streams.encode(kv, how)] for kv in kvs
+    ]
+
+
+@few
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from([Mode.STEP, Mode.CACHEGEN]), st.integers(1, 130),
+       st.integers(1, 3), st.booleans(), st.integers(0, 10**6))  # fmt: skip
+def test_it_reads_the_same(
+    codec: ctypes.CDLL, on: str, shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, count: int,
+    odd: bool, seed: int,
+) -> None:  # fmt: skip
+    kvs = [kv_of(shape, dtype, seed + each, odd=odd) for each in range(count)]
+    blobs = [streams.encode(kv, settings_for(mode, kv, band=band)) for kv in kvs]
+    into = [torch.full_like(bits(kv), 0xA5).view(kv.dtype).view(kv.shape).to(on) for kv in kvs]
+    device.decode(blobs, into, codec)
+    for kv, blob, out in zip(kvs, blobs, into, strict=True):
+        assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, mode)))
+
+
+def test_tiles_of_many_tokens_and_channels(codec: ctypes.CDLL, on: str) -> None:
+    kv = kv_of((2, 1, 300, 140), torch.bfloat16, 7)
+    how = settings_for(Mode.STEP, kv)
+    (blob,) = device.encode([kv.to(on)], how, codec)
+    assert [bytes(each) for each in blob] == [bytes(each) for each in streams.encode(kv, how)]
+    out = torch.zeros_like(kv, device=on)
+    device.decode([blob], [out], codec)
+    assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, Mode.STEP)))
+
+
+def problem_of(decode: Callable[[], None]) -> str:
+    """What is wrong; of several things in a stream, each may come first."""
+    try:
+        decode()
+    except CorruptBlobError as error:
+        return str(error).split(": ")[1]
+    return ""
+
+
+@pytest.mark.parametrize("mode", [Mode.STEP, Mode.CACHEGEN])
+def test_bad_streams_are_refused_where_the_processor_refuses_them(codec: ctypes.CDLL, on: str, mode: Mode) -> None:
+    """All in one launch, beside good ones that come out whole."""
+    kv = kv_of((2, 1, 9, 40), torch.bfloat16, 8)
+    (stream,) = streams.encode(kv, settings_for(mode, kv))
+    blobs = [bytes(stream)]
+    for place in range(len(stream)):
+        spoilt = bytearray(stream)
+        spoilt[place] ^= 1 << place % 8
+        blobs += [bytes(spoilt)] if place % 2 else [bytes(stream[:place])]
+    for blob in blobs:
+        expected, made = torch.zeros_like(kv), torch.zeros_like(kv, device=on)
+        problem = problem_of(lambda blob=blob, to=expected: streams.decode([blob], to, mode))
+        assert problem_of(lambda blob=blob, to=made: device.decode([[blob]], [to], codec)) == problem
+        assert problem or torch.equal(bits(made.cpu()), bits(expected))
+    with pytest.raises(CorruptBlobError, match="stream 1, byte"):
+        device.decode([blobs[:1], blobs[-1:]], [torch.zeros_like(kv, device=on) for _ in range(2)], codec)
+
+
+def test_what_the_kernels_do_not_take_is_said(codec: ctypes.CDLL, on: str) -> None:
+    kv = kv_of((2, 1, 9, 40), torch.bfloat16, 9)
+    lossless = streams.encode(kv, settings_for(Mode.LOSSLESS, kv))
+    with pytest.raises(CorruptBlobError, match="byte 5"):
+        device.decode([lossless], [torch.zeros_like(kv, device=on)], codec)
+    with pytest.raises(ValueError, match="cannot be made"):
+        device.encode([kv.to(on)], settings_for(Mode.LOSSLESS, kv), codec)
+
+
+@pytest.mark.parametrize("settings", [{}, {"mode": "cachegen"}, {"mode": "lossless"}], ids=str)
+def test_the_serializer_takes_chunks_in_device_memory(
+    codec: ctypes.CDLL, on: str, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several at a time, of several shapes, whole and by layers: the same blobs and values as in host memory."""
+    one = CacheGenSerializer(CacheGenSerializer.Config.model_validate(settings))
+    kvs = [kv_of((2, 2, tokens, 40), torch.bfloat16, tokens) for tokens in (5, 9, 5)]
+    blobs = [[bytes(part) for part in one.encode(chunk_of(kv))] for kv in kvs]
+    values = [decoded(blob, kv, streams.mode_of(blob[0])) for blob, kv in zip(blobs, kvs, strict=True)]
+    monkeypatch.setattr(serializer, "_kernels", lambda kv: codec)
+    place = Place(torch.device(on), workspace=torch.empty(1 << 20, dtype=torch.uint8, device=on))
+    made = one.encode_many([chunk_of(kv.to(on)) for kv in kvs], place)
+    assert [[bytes(part) for part in blob] for blob in made] == blobs
+    into = [chunk_of(torch.zeros_like(kv, device=on)) for kv in kvs]
+    one.decode_many(blobs, into, place)
+    assert all(torch.equal(bits(chunk.tensor.cpu()), bits(kv)) for chunk, kv in zip(into, values, strict=True))
+    layer = chunk_of(torch.zeros((2, 1, 9, 40), dtype=torch.bfloat16, device=on))
+    one.decode_layers(blobs[1][1:], range(1, 2), layer)
+    assert torch.equal(bits(layer.tensor.cpu()), bits(values[1][:, 1:]))
+
+
+def chunk_of(kv: torch.Tensor) -> Chunk:
+    return Chunk(kv, MemoryFormat.KV_BLOB, kv.shape[2])
