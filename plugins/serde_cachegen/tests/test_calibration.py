@@ -180,7 +180,10 @@ def test_a_channel_that_nobody_asks_about_does_not_take_all_the_noise() -> None:
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_the_transform_decorrelates_and_comes_back(pieces: int) -> None:
     layers = random_layers(2, 2, 400, 32)
-    transform = seen(layers, pieces=pieces).transform()
+    statistics = seen(layers, pieces=pieces)
+    transform = statistics.transform()
+    noise = 1 / statistics.weights()
+    assert torch.allclose(transform.scales[0], noise / noise.mean(1, keepdim=True), rtol=1e-5)
     assert transform.ranks(0) == transform.ranks(1) == [64, 64]
     assert bool((transform.scales[1] == 1).all()) and torch.allclose(transform.scales.mean(2), torch.ones(2, 2))
     for plane in (0, 1):
@@ -207,12 +210,13 @@ def test_components_that_hardly_vary_are_left_out() -> None:
     kept = components(covariance, least=1.0)
     assert kept.shape == (64, 96) and torch.allclose(kept @ kept.T, torch.eye(64, dtype=torch.float64), atol=1e-8)
     assert components(covariance, least=1e9).shape == (32, 96)
+    assert components(covariance[:48, :48], least=1e9).shape == (32, 48)
+    assert components(torch.eye(48, dtype=torch.float64), least=1.0).shape == (48, 48)
     assert bool((kept.gather(1, kept.abs().argmax(1, keepdim=True)) > 0).all())
 
 
 def test_too_little_for_a_transform_is_said() -> None:
-    with pytest.raises(ValueError, match="16 channels are too few"):
-        seen(random_layers(1, 1, 64, 16)).transform()
+    assert seen(random_layers(1, 1, 64, 16)).transform().ranks(0) == [16]
     with pytest.raises(ValueError, match="63 tokens are too few for klt, which needs 64"):
         seen(random_layers(1, 1, 63, 32)).transform()
 

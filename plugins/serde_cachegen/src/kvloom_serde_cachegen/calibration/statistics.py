@@ -111,10 +111,8 @@ class Statistics:
             yield rms.clamp(min=_LEAST_QUERY * float(rms.mean()))
 
     def transform(self) -> Transform:
-        """`Profile.transform`. ValueError if there is too little of anything to make one."""
+        """`Profile.transform`. ValueError if too little was seen to make one."""
         hidden = self.shape.hidden
-        if hidden < RANK_UNIT:
-            raise ValueError(f"{hidden} channels are too few for klt, which needs {RANK_UNIT}")
         if self.tokens < 2 * hidden:
             raise ValueError(
                 f"{self.tokens} tokens are too few for klt, which needs {2 * hidden} for {hidden} channels"
@@ -146,7 +144,7 @@ def components(covariance: torch.Tensor, *, least: float) -> torch.Tensor:
     """Eigenvectors `[rank, hidden]` of the greatest variance: all that deviate by more than a part of `least`."""
     variances, vectors = torch.linalg.eigh(covariance)
     wanted = int((variances > (_LEAST_DEVIATION * least) ** 2).sum())
-    rank = min(max(-(-wanted // RANK_UNIT), 1), len(covariance) // RANK_UNIT) * RANK_UNIT
+    rank = min(max(-(-wanted // RANK_UNIT), 1) * RANK_UNIT, len(covariance))
     kept = vectors.flip(1)[:, :rank].T
     # A vector and its opposite say the same: that with a positive greatest element is taken.
     greatest = kept.gather(1, kept.abs().argmax(1, keepdim=True))
