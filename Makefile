@@ -6,7 +6,7 @@
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
-# Kernels take minutes to compile; without a device nobody runs them. Wheels have them wherever there is nvcc.
+# Kernels take a minute to compile, and nobody runs them without a device: KVZ_CUDA=ON has them anyway, and fails without nvcc.
 export KVZ_CUDA ?= $(if $(shell command -v nvidia-smi),AUTO,OFF)
 
 VENV := .venv
@@ -70,7 +70,7 @@ bench-gpu: ## on a machine with a GPU: what the kernels make of its memory, into
 contracts: $(READY) ## write docs/contracts from the conformance kit
 	$(BIN)/python -m kvloom_testkit.contracts docs/contracts
 
-wheels: $(READY) ## a wheel of every package, into dist/; KVZ_CUDA=ON fails where there is no nvcc, OFF leaves kernels out
+wheels: $(READY) ## a wheel of every package, into dist/; a release has KVZ_CUDA=ON
 	@rm -rf dist $(PACKAGES:=/build)
 	CMAKE_ARGS=-DKVZ_CUDA=$(KVZ_CUDA) $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(PACKAGES:%=./%)
 	@ls dist

@@ -1,7 +1,7 @@
 """The codec's kernels on a GPU, beside what its memory does: chunks of a Llama 8B in bf16. Writes results/<gpu>.md.
 
-Kernels are timed by events, with their input in device memory; "with transfers" is from host memory to decoded KV in device
-memory by the clock, beside the copy of the KV as it is.
+Kernels are timed by events, with their input in device memory; "with transfers" is from host memory to decoded KV in
+device memory by the clock, beside the copy of the KV as it is.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def main() -> None:
     if codec is None:
         raise SystemExit(f"no kernels to measure: {device.about()}")
     name = torch.cuda.get_device_name().replace(" ", "-").lower()
-    lines = [f"# {torch.cuda.get_device_name()}", "", f"torch {torch.__version__}, CUDA {torch.version.cuda}; medians of {TIMES}, "
-             "least and most; GB/s of bf16 KV.", "", "| | chunks | GB/s | range |", "|---|---|---|---|"]  # fmt: skip
+    how = f"torch {torch.__version__}, CUDA {torch.version.cuda}; medians of {TIMES}, least and most; GB/s of bf16 KV."
+    lines = [f"# {torch.cuda.get_device_name()}", "", how, "", "| | chunks | GB/s | range |", "|---|---|---|---|"]
     for chunks in (1, 8, 16):
         for row, rates in measured(codec, chunks):
             middle = statistics.median(rates)

@@ -87,8 +87,10 @@ inline void take_some(uint32_t* x, DecodeTables tables, const uint32_t* base, in
 
 inline uint16_t* push(uint16_t* end, __mmask16 which, __m512i words) {
   int count = __builtin_popcount(which);
-  __m256i packed = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(which, words));
-  _mm256_mask_storeu_epi16(end - count, __mmask16((1u << count) - 1), packed);
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i last = _mm512_permutexvar_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(count)), _mm512_maskz_compress_epi32(which, words));
+  // What is before them is overwritten by those that come next: a masked store costs more.
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(end - 16), _mm512_cvtepi32_epi16(last));
   return end - count;
 }
 
@@ -156,10 +158,56 @@ inline void take_row(uint32_t* x, DecodeTables tables, const uint32_t* base, uin
 
 #elif defined(KVZ_AVX2)
 
+// For each set of lanes that give a word, which lane goes where: to the end, in their order.
+struct Gather {
+  alignas(32) uint32_t from[256][8];
+  Gather() {
+    for (int mask = 0; mask < 256; ++mask) {
+      int next = 7;
+      for (int lane = 7; lane >= 0; --lane)
+        if (mask >> lane & 1) from[mask][next--] = uint32_t(lane);
+      while (next >= 0) from[mask][next--] = 0;
+    }
+  }
+};
+static const Gather kGather;
+
 template <int kBits, typename Escape>
 inline uint16_t* put_row(uint32_t* x, const EncodeTables& tables, const uint8_t* symbols, const uint32_t* base,
                          uint16_t* end, Escape&& escape) {
-  return put_some<kBits>(x, tables, symbols, base, kLanes, end, escape);
+  const __m256i bits = _mm256_set1_epi32(0xffff);
+  __m256i at[4], slots[4];
+  uint32_t escapes = 0;
+  for (int part = 0; part < 4; ++part) {
+    __m256i symbol = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols + 8 * part)));
+    at[part] = _mm256_add_epi32(symbol, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(base + 8 * part)));
+    slots[part] = _mm256_i32gather_epi32(reinterpret_cast<const int*>(tables.slots), at[part], 4);
+    escapes |= uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(slots[part]))) << (8 * part);
+  }
+  if (__builtin_expect(escapes != 0, 0)) end = escape(escapes, end);
+  for (int part = 3; part >= 0; --part) {
+    __m256i state = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 8 * part));
+    __m256i frequency = _mm256_and_si256(slots[part], bits);
+    __m256i before = _mm256_and_si256(_mm256_srli_epi32(slots[part], 16), _mm256_set1_epi32(0x7fff));
+    __m256i stays = _mm256_cmpgt_epi32(frequency, _mm256_srli_epi32(state, 32 - kBits));
+    unsigned mask = ~unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(stays))) & 0xff;
+    __m256i given = _mm256_permutevar8x32_epi32(_mm256_and_si256(state, bits), _mm256_load_si256(reinterpret_cast<const __m256i*>(kGather.from[mask])));
+    // What is before them is overwritten by those that come next.
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(end - 8), _mm_packus_epi32(_mm256_castsi256_si128(given), _mm256_extracti128_si256(given, 1)));
+    end -= __builtin_popcount(mask);
+    state = _mm256_blendv_epi8(_mm256_srli_epi32(state, 16), state, stays);
+    __m256i inverses = _mm256_i32gather_epi32(reinterpret_cast<const int*>(tables.inverses), at[part], 4);
+    __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(state, inverses), 32);
+    __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(state, 32), _mm256_srli_epi64(inverses, 32));
+    __m256i quotient = _mm256_blend_epi32(even, odd, 0xaa);
+    __m256i rest = _mm256_sub_epi32(state, _mm256_mullo_epi32(quotient, frequency));
+    __m256i under = _mm256_cmpgt_epi32(frequency, rest);  // It was exact; else one too small.
+    quotient = _mm256_add_epi32(quotient, _mm256_andnot_si256(under, _mm256_set1_epi32(1)));
+    rest = _mm256_sub_epi32(rest, _mm256_andnot_si256(under, frequency));
+    state = _mm256_add_epi32(_mm256_slli_epi32(quotient, kBits), _mm256_add_epi32(rest, before));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x + 8 * part), state);
+  }
+  return end;
 }
 
 // For each set of lanes that take a word, which word goes where.
