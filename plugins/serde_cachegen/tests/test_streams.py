@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import profile_like
 
-from kvloom import CorruptBlobError, UnreadableBlobError
+from kvloom import Chunk, CorruptBlobError, MemoryFormat, UnreadableBlobError
 from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.bins import CacheGenConfig
 from kvloom_serde_cachegen.native_profile import NativeProfile
 from kvloom_serde_cachegen.profile import Profile, Transform
+from kvloom_serde_cachegen.serializer import CacheGenSerializer
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 DTYPES = sorted(streams.DTYPES, key=str)
@@ -260,6 +261,22 @@ def test_what_cannot_be_encoded_is_not_decoded(shape: tuple[int, ...]) -> None:
         streams.encode(kv, Settings(Mode.LOSSLESS))
     with pytest.raises(CorruptBlobError, match="no streams can be"):
         streams.decode([b"anything"], kv, Mode.LOSSLESS)
+
+
+def test_latents_share_a_step_and_rotated_keys_have_their_own() -> None:
+    """MLA: 512 channels of a latent, which is like V, and 64 of keys with their position."""
+    kv = kv_of((1, 2, 80, 576), torch.bfloat16, 7, odd=False)
+    one = CacheGenSerializer(CacheGenSerializer.Config())
+    blob = one.encode(Chunk(kv, MemoryFormat.KV_BLOB, 80))
+    for layer, stream in enumerate(blob):
+        other = another_decoder.decode(bytes(stream))
+        steps = torch.from_numpy(other.steps[0, 0])
+        assert len(steps[:512].unique()) <= 4  # of a step that is shared, and bands whose means it could not name
+        assert len(steps[512:].unique()) > 4
+        out = Chunk(torch.zeros_like(kv), MemoryFormat.KV_BLOB, 80)
+        one.decode(blob, out)
+        off = (out.tensor[0, layer].double() - kv[0, layer].double()).abs()
+        assert bool((off <= torch.from_numpy(other.steps[0]) / 2 * 1.01 + kv[0, layer].double().abs() / 256).all())
 
 
 def test_the_same_symbols_as_lmcache() -> None:
