@@ -17,7 +17,7 @@ BENCHES = $(filter-out bench/lmcache_peer.py bench/codec_gpu.py,$(shell grep -l 
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu simulate soak lint bench bench-gpu bench-lmcache contracts wheels check-wheels clean
+.PHONY: help setup demo test test-full test-gpu simulate soak lint bench bench-codec bench-gpu bench-lmcache contracts wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,9 @@ test-gpu: ## on a machine with a GPU: the kernels against the processor's codec,
 
 bench-gpu: ## on a machine with a GPU: what the kernels make of its memory, into bench/results/<gpu>.md
 	sh scripts/test_gpu.sh "$(PYTHON)" bench
+
+bench-codec: $(READY) ## the codec's speed and sizes, beside copying and zstd, into bench/results/codec.json
+	$(BIN)/python bench/codec.py
 
 contracts: $(READY) ## write docs/contracts from the conformance kit
 	$(BIN)/python -m kvloom_testkit.contracts docs/contracts
