@@ -17,7 +17,7 @@ BENCHES = $(filter-out bench/lmcache_peer.py bench/codec_gpu.py,$(shell grep -l 
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu simulate soak lint bench bench-codec bench-gpu bench-lmcache contracts wheels check-wheels clean
+.PHONY: help setup demo test test-full test-gpu fuzz simulate soak lint bench bench-codec bench-gpu bench-lmcache contracts wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,7 +47,12 @@ test: lint ## lint, types and every test that is not slow
 	$(BIN)/pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile
 
 test-full: $(READY) ## the slow tests
+	@sh scripts/fuzzer.sh
 	$(BIN)/pytest -m slow
+
+fuzz: $(READY) ## the native codec's fuzzer for MINUTES=10, with a sanitizer build
+	@sh scripts/fuzzer.sh
+	KVLOOM_FUZZ_SECONDS=$$((60 * $(or $(MINUTES),10))) $(BIN)/pytest -m slow plugins/serde_cachegen/tests/test_hostile.py
 
 soak: $(READY) ## mixed load for MINUTES=10: memory, threads and files must stay flat
 	$(BIN)/python tests/reliability/soak.py --minutes $(or $(MINUTES),10)
