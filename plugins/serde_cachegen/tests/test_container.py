@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import profile_like
 from test_streams import DTYPES, bits, kv_of
 
-from kvloom import CorruptBlobError, envelope
+from kvloom import CorruptBlobError, UnreadableBlobError, envelope
 from kvloom_serde_cachegen.container import from_bytes, pack, to_bytes, unpack
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
 
@@ -51,6 +53,19 @@ def test_lossy_modes_come_back_as_through_the_serializer(mode: str) -> None:
     back = from_bytes(to_bytes(kv, config(mode=mode)))
     assert torch.equal(back, from_bytes(to_bytes(kv.contiguous(), config(mode=mode))))
     assert 0 < (back.float() - kv.float()).norm() < 0.2 * kv.float().norm()
+
+
+def test_klt_needs_its_profile_to_come_back(tmp_path: Path) -> None:
+    kv = kv_of((2, 2, 40, 64), torch.bfloat16, 9, odd=False)
+    profile_like(kv).save(tmp_path / "profile")
+    klt = config(mode="klt", profile=tmp_path / "profile")
+    blob = to_bytes(kv, klt, start=1000)
+    back = from_bytes(blob, klt)
+    assert 0 < (back.float() - kv.float()).norm() < 0.3 * kv.float().norm()
+    with pytest.raises(UnreadableBlobError, match="not at hand"):
+        from_bytes(blob)
+    for length in range(60):
+        refused(pack([b"KVZ1\1\4".ljust(length, b"\0")] * 2, (2, 2, 40, 64), torch.bfloat16))
 
 
 def test_what_is_wanted_is_what_is_given() -> None:

@@ -24,22 +24,29 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 )}  # fmt: skip
 
 
-def to_bytes(kv: torch.Tensor, config: CacheGenSerializer.Config | None = None, *, model: str = "") -> bytes:
-    """`kv`, `[planes, layers, tokens, hidden]`, encoded. model: whose KV it is; who reads it must say the same."""
+def to_bytes(
+    kv: torch.Tensor, config: CacheGenSerializer.Config | None = None, *, model: str = "", start: int | None = None
+) -> bytes:
+    """`kv`, `[planes, layers, tokens, hidden]`, encoded.
+
+    model: whose KV it is; who reads it must say the same. start: the position of its first token, which `mode: klt`
+    makes use of.
+    """
     serializer = CacheGenSerializer(config or CacheGenSerializer.Config())
-    streams = serializer.encode(Chunk(kv.contiguous(), MemoryFormat.KV_BLOB, kv.shape[2]))
+    streams = serializer.encode(Chunk(kv.contiguous(), MemoryFormat.KV_BLOB, kv.shape[2], start=start))
     return pack(streams, kv.shape, kv.dtype, fidelity=serializer.fidelity, model=model)
 
 
 def from_bytes(
-    data: Buffer, *, model: str = "", shape: Sequence[int] | None = None, dtype: torch.dtype | None = None,
-    max_bytes: int = MAX_BYTES,
+    data: Buffer, config: CacheGenSerializer.Config | None = None, *, model: str = "",
+    shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, max_bytes: int = MAX_BYTES,
 ) -> torch.Tensor:  # fmt: skip
     """The KV that `to_bytes` was given, as it was or as near as the codec keeps it, in memory of its own.
 
-    shape, dtype: those that are wanted, if it matters. Raises CorruptBlobError, which says what is wrong and at which
-    byte (of the blob, or of a stream), for anything else than such a blob, whole and unchanged, of that model, shape
-    and dtype and of at most `max_bytes` of KV.
+    config: what it was encoded with, if that names a profile. shape, dtype: those that are wanted, if it matters.
+    Raises CorruptBlobError, which says what is wrong and at which byte (of the blob, or of a stream), for anything else
+    than such a blob, whole and unchanged, of that model, shape and dtype and of at most `max_bytes` of KV;
+    UnreadableBlobError for one in `mode: klt` by a profile that is not at hand.
     """
     about, streams = unpack(data, model=model, max_bytes=max_bytes)
     own = _DTYPES[about.dtype]
@@ -47,7 +54,8 @@ def from_bytes(
         raise CorruptBlobError(f"byte {DESCRIBED_AT}: KV of {about.shape} and {own}, where other KV is wanted")
     kv = torch.empty(about.shape, dtype=own)
     try:
-        CacheGenSerializer(CacheGenSerializer.Config()).decode(streams, Chunk(kv, MemoryFormat.KV_BLOB, kv.shape[2]))
+        serializer = CacheGenSerializer(config or CacheGenSerializer.Config())
+        serializer.decode(streams, Chunk(kv, MemoryFormat.KV_BLOB, kv.shape[2]))
     except CorruptBlobError as error:
         begin = len(memoryview(data).cast("B")) - sum(map(len, streams))
         raise CorruptBlobError(f"byte {begin} and what follows: {error}") from error
