@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from kvloom import Buffers, Chunk
 from kvloom_serde_cachegen import measuring
 from kvloom_serde_cachegen.measuring import Figures, Quality, measure
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
@@ -116,6 +117,17 @@ def test_a_serializer_is_a_codec(model, windows) -> None:
     assert found["lossless"].kl == 0.0
     assert 0.0 < found["fine"].kl < found["coarse"].kl
     assert found["fine"].k_error < found["coarse"].k_error
+
+
+def test_a_serializer_is_told_where_a_chunk_starts(model, windows) -> None:
+    class Spy(CacheGenSerializer):
+        def encode(self, chunk: Chunk) -> Buffers:
+            starts.append(chunk.start)
+            return super().encode(chunk)
+
+    starts: list[int | None] = []
+    measure(model, windows[:1], {"": measuring.through(Spy(Spy.Config()))}, context=CONTEXT, chunk_tokens=8)
+    assert starts == [0, 8, 16]
 
 
 def test_means_and_standard_errors_over_windows() -> None:
