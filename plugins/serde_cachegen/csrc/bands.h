@@ -21,8 +21,8 @@ struct Reader {
   int32_t open(uint32_t kind, const uint8_t* from, const uint8_t* end, int columns, Arena& arena) {
     width = columns;
     int lanes = int(ceil_div(width, kLanes)) * kLanes, states = std::min(width, kLanes);
-    int step_count = kind == kTokenScales ? 0 : kind == kOneStep ? 1 : width;
-    int64_t side = int64_t(states) * 4 + step_count + 2 * width;
+    int step_count = kind == kTokenScales ? 0 : kind == kOneStep ? 1 : width, centre_count = kind == kTokenScales ? 0 : width;
+    int64_t side = int64_t(states) * 4 + step_count + centre_count + width;
     side += side & 1;
     if (end - from < side) return kBadDirectory;
     float *own_steps = arena.take<float>(lanes), *own_centres = arena.take<float>(lanes);
@@ -30,11 +30,11 @@ struct Reader {
     memcpy(x, from, size_t(states) * 4);
     const uint8_t* codes = from + states * 4;
     const int8_t* middles = reinterpret_cast<const int8_t*>(codes + step_count);
-    const uint8_t* chosen = codes + step_count + width;
+    const uint8_t* chosen = codes + step_count + centre_count;
     for (int c = 0; c < width; ++c) {
       if (chosen[c] >= kFamily) return kBadTable;
       own_steps[c] = step_count == 0 ? 1.0f : kSteps[codes[step_count == 1 ? 0 : c]];
-      own_centres[c] = float(middles[c]), own_bases[c] = uint32_t(chosen[c]) << kPrecision;
+      own_centres[c] = centre_count == 0 ? 0.0f : float(middles[c]), own_bases[c] = uint32_t(chosen[c]) << kPrecision;
     }
     for (int c = width; c < lanes; ++c) own_steps[c] = own_centres[c] = 0.0f, own_bases[c] = 0;
     for (int lane = 0; lane < states; ++lane)
@@ -58,8 +58,7 @@ struct Reader {
         for (int lane = 0; lane < active; ++lane) out[c + lane] = value_of<T>(symbols[lane], steps[c + lane], centres[c + lane]);
       } else {
         for (int lane = 0; lane < active; ++lane) {
-          float level = float(symbols[lane] + kFirst) + centres[c + lane];
-          out[c + lane] = T::store((level - middle) / middle * scale);
+          out[c + lane] = T::store(float(symbols[lane] + kFirst) / middle * scale);
         }
       }
       uint32_t escapes = escapes_of(symbols, active);

@@ -36,8 +36,6 @@ struct BinsEncoder {
     for (int begin = 0; begin < g.hidden; begin += s.band) {
       int width = std::min(s.band, g.hidden - begin);
       const typename T::Bits* at = from + begin;
-      int8_t centres[kMaxBand];
-      std::fill(centres, centres + width, int8_t(middle));
       for (int row = 0; row < rows; ++row) {
         typename T::Bits bits;
         memcpy(&bits, block_scales + int64_t(row) * int64_t(sizeof bits), sizeof bits);
@@ -48,7 +46,7 @@ struct BinsEncoder {
           scratch.symbols[int64_t(row) * lanes + c] = uint8_t(in ? int(level - middle) - kFirst : kEscape);
         }
       }
-      Kept kept = keep_smaller(kTokenScales, at, g.hidden, rows, width, lanes, scratch, nullptr, 0, centres, out);
+      Kept kept = keep_smaller(kTokenScales, at, g.hidden, rows, width, lanes, scratch, nullptr, 0, nullptr, out);
       out += kept.bytes;
       note(kept.kind, out);
     }

@@ -133,10 +133,11 @@ KVZ_DEVICE int32_t decode_symbols(const KvzGeometry& g, const Stream& stream, co
   using Bits = typename T::Bits;
   int width = place.width, states = width < kLanes ? width : kLanes;
   int step_count = kind == kTokenScales ? 0 : kind == kOneStep ? 1 : width;
-  int64_t side = int64_t(states) * 4 + step_count + 2 * width;
+  int centre_count = kind == kTokenScales ? 0 : width;
+  int64_t side = int64_t(states) * 4 + step_count + centre_count + width;
   side += side & 1;
   if (end - from < side) return kBadDirectory;
-  const uint8_t *codes = from + states * 4, *centres = codes + step_count, *chosen = centres + width;
+  const uint8_t *codes = from + states * 4, *centres = codes + step_count, *chosen = centres + centre_count;
   bool good = true;
   for (int c = lane(); c < width; c += kLanes) good = good && chosen[c] < kFamily;
   if (ballot(!good) != 0) return kBadTable;
@@ -175,12 +176,8 @@ KVZ_DEVICE int32_t decode_symbols(const KvzGeometry& g, const Stream& stream, co
       bool escapes = active && symbol == kEscape;
       uint32_t escaping = ballot(escapes);
       if (active && !escapes) {
-        float centre = float(int8_t(centres[c]));
-        if (kind == kTokenScales) {
-          out[c] = T::store((float(int(symbol) + kFirst) + centre - middle) / middle * scale);
-        } else {
-          out[c] = value_of<T>(int(symbol), kSteps[codes[kind == kOneStep ? 0 : c]], centre);
-        }
+        out[c] = kind == kTokenScales ? T::store(float(int(symbol) + kFirst) / middle * scale)
+                                      : value_of<T>(int(symbol), kSteps[codes[kind == kOneStep ? 0 : c]], float(int8_t(centres[c])));
       }
       if (escaping != 0) {
         constexpr int kEach = sizeof(Bits) == 4 ? 2 : 1;

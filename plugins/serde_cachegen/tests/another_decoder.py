@@ -199,9 +199,13 @@ def _tile(
     states, count = min(width, 32), {2: width, 3: 1, 4: 0}[kind]
     at = 4 * states
     codes = np.frombuffer(tile[at : at + count], np.uint8)
-    centres = np.frombuffer(tile[at + count : at + count + width], np.int8).astype(np.float32)
-    chosen = tile[at + count + width : at + count + 2 * width]
-    side = at + count + 2 * width
+    at += count
+    centres = np.zeros(width, np.float32)
+    if kind != 4:
+        centres = np.frombuffer(tile[at : at + width], np.int8).astype(np.float32)
+        at += width
+    chosen = tile[at : at + width]
+    side = at + width
     side += side % 2
     lanes = Lanes(struct.unpack_from(f"<{states}I", tile), tile[side:], 10)
     steps = np.ones(width, np.float32) if kind == 4 else STEPS[codes] if kind == 2 else np.repeat(STEPS[codes], width)
@@ -214,7 +218,7 @@ def _tile(
                 if scales is None:
                     out.values[spot] = level * steps[column]
                 else:
-                    out.values[spot] = (level - np.float32(half)) / np.float32(half) * scales[row]
+                    out.values[spot] = level / np.float32(half) * scales[row]
                 out.steps[spot] = steps[column] if scales is None else np.nan
                 out.exact[spot] = symbol == ESCAPE
             for column in columns:
