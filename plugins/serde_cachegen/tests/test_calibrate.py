@@ -182,4 +182,4 @@ def test_a_trained_model_loses_less_with_its_profile(tmp_path: Path, monkeypatch
         model, held_out, {name: measuring.through(codec) for name, codec in codecs.items()}, context=512
     )
     one, other = measured["with"].mean, measured["without"].mean
-    assert one.kl < 0.75 * other.kl and abs(one.bits_per_value - other.bits_per_value) < 0.05
+    assert one.kl < 0.6 * other.kl and abs(one.bits_per_value - other.bits_per_value) < 0.05

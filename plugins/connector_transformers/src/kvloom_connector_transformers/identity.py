@@ -39,10 +39,10 @@ def describe(model: Any) -> tuple[KVSpec, PlainKV]:
     at_work = adapters.active_adapters(model)
     kv = plain_kv(base)
     text = base.config.get_text_config(decoder=True)
-    name, revision = named(model)
+    commit = getattr(base.config, "_commit_hash", None)
     spec = KVSpec(
-        model=name,
-        revision=f"{revision}, {_computed_by(base, kv)}",
+        model=base.name_or_path if commit else type(base).__name__,
+        revision=f"{_revision(model, base, commit)}, {_computed_by(base, kv)}",
         num_layers=kv.num_layers,
         num_kv_heads=kv.num_kv_heads,
         head_size=kv.head_size,
@@ -51,16 +51,6 @@ def describe(model: Any) -> tuple[KVSpec, PlainKV]:
         adapters=at_work,
     )
     return spec, kv
-
-
-def named(model: Any) -> tuple[str, str]:
-    """The model's name in its KVSpec, and its revision there without what computes the KV; also where there is none.
-
-    Reads weights as `spec_of` does.
-    """
-    base = transformers_model(model)
-    commit = getattr(base.config, "_commit_hash", None)
-    return base.name_or_path if commit else type(base).__name__, _revision(model, base, commit)
 
 
 def signature(model: Any) -> tuple[Any, ...]:

@@ -55,9 +55,9 @@ def plain_kv(model: PreTrainedModel) -> PlainKV:
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", None):
         raise _refusal(model, "its attention is bidirectional: the KV of a token depends on later tokens")
-    moving = moving_rope(text)
-    if moving is not None:
-        raise _refusal(model, f"rope type {moving!r} encodes positions by the length of the prompt")
+    for rope in _ropes(getattr(text, "rope_parameters", None)):
+        if any(word in str(rope.get("rope_type")) for word in _MOVING_ROPE):
+            raise _refusal(model, f"rope type {rope['rope_type']!r} encodes positions by the length of the prompt")
     if any(hasattr(module, "rope_deltas") for module in model.modules()):
         raise _refusal(model, "multimodal rotary positions carry over from one call to the next (rope_deltas)")
     _refuse_layers(model, _layer_kinds(text))
@@ -65,12 +65,6 @@ def plain_kv(model: PreTrainedModel) -> PlainKV:
     if model._is_stateful:
         raise _refusal(model, "it keeps a recurrent state beside its cache")
     return seen
-
-
-def moving_rope(config: Any) -> str | None:
-    """Of a text model's config: its rope type, if that makes the KV of a token depend on the length of its prompt."""
-    kinds = [str(rope.get("rope_type")) for rope in _ropes(getattr(config, "rope_parameters", None))]
-    return next((kind for kind in kinds if any(word in kind for word in _MOVING_ROPE)), None)
 
 
 def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:

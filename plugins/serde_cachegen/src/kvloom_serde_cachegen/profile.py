@@ -64,9 +64,9 @@ class Transform:
     means: torch.Tensor
     """float32 `[planes, layers, hidden]`"""
     scales: torch.Tensor
-    """float32 `[planes, layers, hidden]`, positive: how much noise in a channel matters; ones for V."""
+    """float32 `[planes, layers, hidden]`, positive, of mean 1 in each layer: how much noise in a channel matters."""
     sigmas: torch.Tensor
-    """float32 `[planes, layers]`, positive: the mean over the channels of their standard deviation."""
+    """float32 `[planes, layers]`, positive: what steps are multiples of."""
     bases: tuple[tuple[torch.Tensor, ...], ...]
     """By plane and layer: int8 `[rank, hidden]`, of the greatest variance first; rank is a multiple of 32, or all."""
     exponents: tuple[tuple[torch.Tensor, ...], ...]
@@ -108,7 +108,7 @@ class Profile:
     head_size: int
     calibrated_tokens: int
     weights: torch.Tensor
-    """float32 `[layers, hidden]`: relative steps of the channels of K for the mode `step`, of mean 1 in each layer."""
+    """float32 `[layers, hidden]`: relative steps of the channels of K for the mode `step`, of geometric mean 1 in each layer."""
     rotary_size: int
     """The first so many channels of each head are rotated by their position; even, 0 if none are."""
     interleaved: bool

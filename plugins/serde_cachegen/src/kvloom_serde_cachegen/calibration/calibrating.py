@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvloom import KVSpec
-from kvloom_connector_transformers.identity import named
+from kvloom_connector_transformers import spec_of
 from kvloom_serde_cachegen import measuring
-from kvloom_serde_cachegen.calibration.capture import run, seen_by
 from kvloom_serde_cachegen.calibration.rope import NO_ROPE, UnknownRopeError, rope_of
 from kvloom_serde_cachegen.calibration.statistics import Statistics
 from kvloom_serde_cachegen.profile import Profile, Verdict, identity_of, rotations_of
@@ -45,30 +44,28 @@ def calibrated(
     windows: token ids `[windows, tokens]`. klt: with what that mode needs. step: called after each window. ValueError,
     with the remedy, for a model that cannot be calibrated.
     """
+    spec = spec_of(model)
     try:
         rope = rope_of(model)
     except UnknownRopeError as error:
         if klt:
-            raise ValueError(
-                f"{error}: the mode klt cannot undo that; calibrate the mode step alone, --no-klt"
-            ) from error
+            raise ValueError(f"{error}: klt cannot undo that; calibrate for the mode step alone, --no-klt") from error
         rope = NO_ROPE
     statistics = Statistics(rope, klt=klt)
-    with seen_by(statistics.see, model):
-        for window in windows:
-            run(model, window)
-            step()
-    shape, num_layers = statistics.shape, statistics.num_layers
-    kind, revision = named(model)
-    dtype = str(shape.dtype).removeprefix("torch.")
-    spec = KVSpec(kind, num_layers, shape.kv_heads, shape.head_size, dtype, revision=revision)
+    chance = torch.Generator().manual_seed(0)
+    for window in windows:
+        with torch.no_grad():
+            kv = measuring.context_kv(model, window.to(model.device), torch.float32)
+        statistics.see(kv)
+        statistics.see_gradients(_gradients(model, window, kv, chance))
+        step()
     profile = Profile(
         model=name,
         identity=identity_of(spec),
-        planes=2,
-        layers=num_layers,
-        hidden=shape.hidden,
-        head_size=shape.head_size,
+        planes=spec.kv_planes,
+        layers=spec.num_layers,
+        hidden=spec.hidden_dim,
+        head_size=spec.head_size,
         calibrated_tokens=statistics.tokens,
         weights=statistics.weights(),
         rotary_size=rope.size,
@@ -77,6 +74,24 @@ def calibrated(
         transform=statistics.transform() if klt else None,
     )
     return profile, spec
+
+
+def _gradients(model: PreTrainedModel, window: torch.Tensor, kv: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """How the logarithm of what the model would say next depends on the KV of the first two thirds of a window.
+
+    What it would say is drawn from its own predictions: the squares of these gradients are, on average, how fast the
+    predictions move away from what they were.
+    """
+    context = _context(len(window))
+    held = kv[:, :, :context].clone().requires_grad_()
+    predictions = measuring.predictions(model, window[context:].to(model.device), held)
+    drawn = torch.multinomial(predictions.detach().exp().cpu(), 1, generator=chance)
+    (gradients,) = torch.autograd.grad(predictions.gather(1, drawn.to(model.device)).sum(), held)
+    return gradients
+
+
+def _context(window_tokens: int) -> int:
+    return window_tokens * 2 // 3
 
 
 def serializer(codec: str, profile: Path, spec: KVSpec) -> CacheGenSerializer:
@@ -102,9 +117,8 @@ def judged(
     Two thirds of each are read from KV that went through the codec, the rest is predicted. ValueError for a model whose
     KV cannot be replaced.
     """
-    context = windows.shape[1] * 2 // 3
     measured = measuring.measure(
-        model, windows, codecs, context=context, dtype=dtype, progress=lambda done, of: step()
+        model, windows, codecs, context=_context(windows.shape[1]), dtype=dtype, progress=lambda done, of: step()
     )  # fmt: skip
     return {name: _verdict(quality, limits) for name, quality in measured.items()}
 
@@ -121,5 +135,5 @@ def loaded(name: str, device: str) -> tuple[PreTrainedModel, Any]:
     """A model and its tokenizer, from a path or a hub. Raises OSError or ValueError, as transformers does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval().requires_grad_(False)
     return model, AutoTokenizer.from_pretrained(name)

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from kvloom_connector_transformers.plain import moving_rope
-from kvloom_serde_cachegen.calibration.capture import run, seen_by
+from kvloom_serde_cachegen.measuring import context_kv
 
 _PROBE_TOKENS = 64
 _STILL = 1e-3
@@ -45,13 +44,12 @@ class Rope:
         return first, first + self.size // 2
 
     def undone(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keys `[heads, tokens, head_size]` at positions from 0 on, as they were before, in float64."""
-        angles = torch.arange(keys.shape[1], dtype=torch.float64)[:, None] * self.frequencies
+        """Keys `[..., tokens, heads, head_size]` at positions from 0 on, as they were before, in float64."""
+        angles = torch.arange(keys.shape[-3], dtype=torch.float64)[:, None, None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
-        back = keys.double()
+        back = keys.to(torch.float64, copy=True)
         first, second = self.pairs
         x, y = back[..., first], back[..., second]
-        back = back.clone()
         back[..., first], back[..., second] = x * cos + y * sin, y * cos - x * sin
         return back
 
@@ -59,33 +57,26 @@ class Rope:
 NO_ROPE = Rope(torch.zeros(0, dtype=torch.float64), interleaved=False)
 
 
+@torch.no_grad()
 def rope_of(model: PreTrainedModel) -> Rope:
     """How all layers of `model` rotate their keys. UnknownRopeError if in several ways, or another.
 
     Where all tokens of a prompt are equal, so is all that is made of them, but for what positions do: the right
     rotation, undone, leaves keys that do not move.
     """
-    moving = moving_rope(model.config.get_text_config(decoder=True))
-    if moving is not None:
-        raise UnknownRopeError(f"rope type {moving!r} rotates by the length of the prompt")
     ways = [NO_ROPE, *_ways(model)]
     if len(ways) == 1:
         return NO_ROPE
-    restless: dict[int, list[float]] = {}
-
-    def see(layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        keys = keys.cpu()
-        restless[layer] = [_movement(way.undone(keys)) for way in ways if way.size <= keys.shape[-1]]
-
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    with seen_by(see, model):
-        run(model, torch.full((_PROBE_TOKENS,), vocabulary // 2))
-    best = {layer: min(range(len(found)), key=found.__getitem__) for layer, found in restless.items()}
-    if len(set(best.values())) > 1:
+    tokens = torch.full((_PROBE_TOKENS,), vocabulary // 2, device=model.device)
+    keys = context_kv(model, tokens, torch.float32)[0]
+    movements = torch.stack([_movement(way.undone(keys)) for way in ways if way.size <= keys.shape[-1]])
+    best = movements.argmin(0)
+    if len(best.unique()) > 1:
         raise UnknownRopeError("its layers rotate their keys in several ways, or some of them do not")
-    if restless[0][best[0]] > _STILL:
+    if movements[best[0], 0] > _STILL:
         raise UnknownRopeError("its keys are rotated in a way that is not known here")
-    return ways[best[0]]
+    return ways[int(best[0])]
 
 
 def _ways(model: PreTrainedModel) -> Iterator[Rope]:
@@ -99,6 +90,7 @@ def _ways(model: PreTrainedModel) -> Iterator[Rope]:
         yield from map(partial(Rope, frequencies), (False, True))
 
 
-def _movement(keys: torch.Tensor) -> float:
-    """How much of the energy of keys changes from token to token."""
-    return float((keys - keys.mean(1, keepdim=True)).square().sum() / keys.square().sum())
+def _movement(keys: torch.Tensor) -> torch.Tensor:
+    """Of each layer, how much of the energy of its keys changes from token to token."""
+    apart = keys - keys.mean(1, keepdim=True)
+    return apart.square().sum((1, 2, 3)) / keys.square().sum((1, 2, 3))
