@@ -108,7 +108,7 @@ class Profile:
     head_size: int
     calibrated_tokens: int
     weights: torch.Tensor
-    """float32 `[layers, hidden]`: relative steps of the channels of K for the mode `step`, of geometric mean 1 in each layer."""
+    """float32 `[layers, hidden]`: relative steps of the channels of K for the mode `step`; geometric mean 1."""
     rotary_size: int
     """The first so many channels of each head are rotated by their position; even, 0 if none are."""
     interleaved: bool

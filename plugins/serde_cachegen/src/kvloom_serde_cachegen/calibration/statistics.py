@@ -7,6 +7,7 @@ import torch
 from kvloom_serde_cachegen.calibration.rope import Rope
 from kvloom_serde_cachegen.profile import RANK_UNIT, Transform, quantised
 
+_FIRST_TOKENS = 4
 _LEAST_COST = 0.1
 """Of the mean of a layer: no channel is taken to matter less than this, whatever little text says."""
 _FURTHEST = 2.0
@@ -16,7 +17,11 @@ _LEAST_DEVIATION = 0.05
 
 
 class Statistics:
-    """Sums over tokens, in float64. K is taken before RoPE."""
+    """Sums over tokens, in float64. K is taken before RoPE.
+
+    The first tokens of a text are left out: all others attend to them, whatever they are, so that their KV is unlike
+    any other, and what depends on it would hide what depends on the rest.
+    """
 
     def __init__(self, rope: Rope, *, klt: bool) -> None:
         self._rope = rope
@@ -31,7 +36,7 @@ class Statistics:
 
     def see(self, kv: torch.Tensor) -> None:
         """The KV of a text, `[2, layers, tokens, heads, head_size]`."""
-        self.tokens += kv.shape[2]
+        self.tokens += kv.shape[2] - _FIRST_TOKENS
         if self._klt:
             rows = self._before_rope(kv).flatten(3)
             self._sums = self._sums + rows.sum(2)
@@ -43,7 +48,7 @@ class Statistics:
 
     def _before_rope(self, kv: torch.Tensor) -> torch.Tensor:
         keys, values = kv
-        return torch.stack([self._rope.undone(keys), values.double()])
+        return torch.stack([self._rope.undone(keys), values.double()])[:, :, _FIRST_TOKENS:]
 
     def costs(self) -> torch.Tensor:
         """What noise in each channel costs, `[2, layers, hidden]`: the rms of gradients, equal within RoPE's pairs."""
