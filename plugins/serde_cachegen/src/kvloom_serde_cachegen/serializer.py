@@ -12,13 +12,14 @@ from pydantic import Field, model_validator
 
 from kvloom import EXACT, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Place, Serializer
 from kvloom import Config as BaseConfig
-from kvloom_serde_cachegen import device, gate, streams
+from kvloom_serde_cachegen import device, first_token, gate, streams
 from kvloom_serde_cachegen.bins import CacheGenConfig
 from kvloom_serde_cachegen.native_profile import NativeProfile, known
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 QUALITY = {"high": 0.25, "default": 0.5, "small": 0.75}
 """Quantiser steps, in standard deviations."""
+_SPARES_FIRST = (Mode.STEP, Mode.KLT)
 _GATED_STEP = 0.75
 """Steps from this one on go through the gate, unless the configuration says otherwise."""
 _BAND = 128
@@ -100,37 +101,54 @@ class CacheGenSerializer(Serializer):
         return self.encode_many([chunk])[0]
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
-        self._decode([blob], [_layers_of(into)], 0, None)
+        self.decode_many([blob], [into])
 
     def encode_many(self, chunks: Sequence[Chunk], place: Place | None = None) -> list[Buffers]:
         kvs = [_layers_of(chunk) for chunk in chunks]
+        spared = [self._mode in _SPARES_FIRST and chunk.start == 0 and chunk.num_tokens > 1 for chunk in chunks]
+        rest = [first_token.behind(kv) if spares else kv for kv, spares in zip(kvs, spared, strict=True)]
+        starts = [1 if spares else chunk.start for chunk, spares in zip(chunks, spared, strict=True)]
+        blobs = self._encode(rest, starts, place)
+        return [
+            [*blob, first_token.kept(kv)] if spares else blob
+            for blob, kv, spares in zip(blobs, kvs, spared, strict=True)
+        ]
+
+    def _encode(
+        self, kvs: Sequence[torch.Tensor], starts: Sequence[int | None], place: Place | None
+    ) -> Sequence[Buffers]:
         if all(_kernels(kv) is not None for kv in kvs) and self._mode in device.ENCODES:
             return device.in_groups(kvs, lambda group: self._encode_on_device([kvs[each] for each in group], place))
         threads = self._config.threads
         return [
-            streams.encode(kv.cpu(), self._settings(kv), start=chunk.start, threads=threads)
-            for kv, chunk in zip(kvs, chunks, strict=True)
+            streams.encode(kv.cpu(), self._settings(kv), start=start, threads=threads)
+            for kv, start in zip(kvs, starts, strict=True)
         ]
 
     def decode_many(self, blobs: Sequence[Buffers], into: Sequence[Chunk], place: Place | None = None) -> None:
-        kvs = [_layers_of(chunk) for chunk in into]
+        parts = [first_token.restored(blob, _layers_of(chunk), 0) for blob, chunk in zip(blobs, into, strict=True)]
+        kvs = [kv for _, kv in parts]
         device.in_groups(
-            kvs, lambda group: self._decode([blobs[each] for each in group], [kvs[each] for each in group], 0, place)
+            kvs, lambda group: self._decode([parts[each][0] for each in group], [kvs[each] for each in group], 0, place)
         )
 
     def layer_buffers(
         self, lengths: Sequence[int], like: Chunk, params: Mapping[str, Any]
     ) -> Sequence[Sequence[int]] | None:
-        if like.format is not MemoryFormat.KV_BLOB or len(lengths) != like.tensor.shape[1]:
+        num_layers = like.tensor.shape[1] if like.format is MemoryFormat.KV_BLOB else 0
+        if not num_layers or len(lengths) not in (num_layers, num_layers + 1):
             return None
-        return [(layer,) for layer in range(len(lengths))]
+        shared = range(num_layers, len(lengths))
+        return [(layer, *shared) for layer in range(num_layers)]
 
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
-        self._decode([blob], [into.tensor], layers.start, None)
+        streams_of, kv = first_token.restored(blob, into.tensor, layers.start)
+        self._decode([streams_of], [kv], layers.start, None)
 
     def max_encoded_bytes(self, chunk: Chunk) -> int:
         kv = _layers_of(chunk)
-        return streams.bound(kv.shape, kv.dtype, self._settings(kv))
+        first = kv[:, :, 0].numel() * kv.element_size()
+        return first + streams.bound(kv.shape, kv.dtype, self._settings(kv))
 
     def _encode_on_device(self, kvs: Sequence[torch.Tensor], place: Place | None) -> list[Buffers]:
         codec = _kernels(kvs[0])

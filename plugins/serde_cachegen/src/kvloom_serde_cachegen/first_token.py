@@ -1,0 +1,41 @@
+"""The first token of a sequence, kept as it is: every later token attends to it, whatever it says.
+
+What quantisation does to this one token does more harm than what it does to all others. So where a chunk is known to
+begin a sequence, its streams hold the tokens behind the first, and one more buffer holds that one,
+`[layers, planes, hidden]`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvloom import Buffers, CorruptBlobError
+
+
+def kept(kv: torch.Tensor) -> memoryview:
+    """The first token of `[planes, layers, tokens, hidden]`."""
+    first = kv[:, :, 0].transpose(0, 1).contiguous().cpu()
+    return memoryview(first.view(torch.uint8).flatten().numpy().data)
+
+
+def behind(kv: torch.Tensor) -> torch.Tensor:
+    """The tokens after the first, a view."""
+    return kv[:, :, 1:]
+
+
+def restored(blob: Buffers, kv: torch.Tensor, first_layer: int) -> tuple[Buffers, torch.Tensor]:
+    """The streams of a blob and what they are to fill, once the first token is filled in, if the blob has one.
+
+    kv: `[planes, layers, tokens, hidden]`, of which the layers are the blob's from `first_layer` on. Raises
+    CorruptBlobError.
+    """
+    planes, layers, tokens, hidden = kv.shape
+    if len(blob) != layers + 1:
+        return blob, kv
+    data = memoryview(blob[-1])
+    each = planes * hidden * kv.element_size()
+    if tokens < 2 or data.nbytes % each or data.nbytes < (first_layer + layers) * each:
+        raise CorruptBlobError(f"a first token of {data.nbytes} bytes for KV of {tuple(kv.shape)}")
+    rows = torch.frombuffer(bytearray(data[first_layer * each : (first_layer + layers) * each]), dtype=torch.uint8)
+    kv[:, :, 0] = rows.view(kv.dtype).view(layers, planes, hidden).transpose(0, 1)
+    return blob[:-1], behind(kv)
