@@ -90,7 +90,7 @@ def test_other_modes_do_without(mode: str) -> None:
 
 def test_what_is_no_first_token_is_refused(serializer: CacheGenSerializer) -> None:
     *streams, first = map(bytes, serializer.encode(chunk_of(0)))
-    for wrong in (b"", first[:-1], first[: len(first) // 3], first + b"\0"):
+    for wrong in (b"", first[:-1], first[: len(first) // 3], first + b"\0", first + first[: len(first) // 3]):
         with pytest.raises(CorruptBlobError):
             back(serializer, [*streams, wrong])
     with pytest.raises(CorruptBlobError):

@@ -23,19 +23,21 @@ def behind(kv: torch.Tensor) -> torch.Tensor:
     return kv[:, :, 1:]
 
 
-def restored(blob: Buffers, kv: torch.Tensor, first_layer: int) -> tuple[Buffers, torch.Tensor]:
+def restored(blob: Buffers, kv: torch.Tensor, first_layer: int | None = None) -> tuple[Buffers, torch.Tensor]:
     """The streams of a blob and what they are to fill, once the first token is filled in, if the blob has one.
 
-    kv: `[planes, layers, tokens, hidden]`, of which the layers are the blob's from `first_layer` on. Raises
-    CorruptBlobError.
+    kv: `[planes, layers, tokens, hidden]`, of which the layers are all of the blob's, or those from `first_layer` on.
+    Raises CorruptBlobError.
     """
     planes, layers, tokens, hidden = kv.shape
     if len(blob) != layers + 1:
         return blob, kv
     data = memoryview(blob[-1])
     each = planes * hidden * kv.element_size()
-    if tokens < 2 or data.nbytes % each or data.nbytes < (first_layer + layers) * each:
+    start = first_layer or 0
+    least = (start + layers) * each
+    if tokens < 2 or data.nbytes % each or data.nbytes < least or (first_layer is None and data.nbytes != least):
         raise CorruptBlobError(f"a first token of {data.nbytes} bytes for KV of {tuple(kv.shape)}")
-    rows = torch.frombuffer(bytearray(data[first_layer * each : (first_layer + layers) * each]), dtype=torch.uint8)
+    rows = torch.frombuffer(bytearray(data[start * each : least]), dtype=torch.uint8)
     kv[:, :, 0] = rows.view(kv.dtype).view(layers, planes, hidden).transpose(0, 1)
     return blob[:-1], behind(kv)

@@ -126,7 +126,7 @@ class CacheGenSerializer(Serializer):
         ]
 
     def decode_many(self, blobs: Sequence[Buffers], into: Sequence[Chunk], place: Place | None = None) -> None:
-        parts = [first_token.restored(blob, _layers_of(chunk), 0) for blob, chunk in zip(blobs, into, strict=True)]
+        parts = [first_token.restored(blob, _layers_of(chunk)) for blob, chunk in zip(blobs, into, strict=True)]
         kvs = [kv for _, kv in parts]
         device.in_groups(
             kvs, lambda group: self._decode([parts[each][0] for each in group], [kvs[each] for each in group], 0, place)
