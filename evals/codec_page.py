@@ -15,7 +15,7 @@ RULES = {
     "each channel": ", each channel",
     "half way, without a profile": "",
     "one for all": ", one for all",
-    "1 / rms(q), profile": ", profile",
+    "a profile": ", profile",
 }
 CURVES = {"step": "", "step, profile": ", profile", "klt": ""}
 POINTS = {

@@ -4,7 +4,7 @@
 
 Codecs are measured with what `kvloom calibrate --verify` uses, on Python source that the models have not seen: KV of a
 context is encoded and decoded in chunks of 256 tokens, the next 256 tokens are predicted. Writes codec_quality.json,
-whose rows are not measured again, codec_quality.md and codec_quality.png.
+whose rows are not measured again (delete it to begin anew), codec_quality.md and codec_quality.png.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from codec_page import draw, page
 from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.bins import CacheGenConfig, QuantizationSpec
 from kvloom_serde_cachegen.calibration.calibrating import calibrated
-from kvloom_serde_cachegen.measuring import CHUNK_TOKENS, Codec, context_kv, measure, predictions
-from kvloom_serde_cachegen.native_profile import NativeProfile
+from kvloom_serde_cachegen.measuring import CHUNK_TOKENS, Codec, context_kv, measure, predictions, through
 from kvloom_serde_cachegen.profile import Profile
+from kvloom_serde_cachegen.serializer import CacheGenSerializer
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 HERE = Path(__file__).parent
@@ -42,11 +42,11 @@ FLOOR_WINDOWS = 4
 
 
 def streamed(settings: Settings) -> Codec:
-    """The native codec, as the serializer calls it."""
+    """The streams of the native codec alone."""
 
     def codec(kv: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
-        blob, back = streams.encode(kv, settings, start=start, threads=1), torch.empty_like(kv)
-        streams.decode(blob, back, settings.mode, profile=settings.profile, threads=1)
+        blob, back = streams.encode(kv, settings, threads=1), torch.empty_like(kv)
+        streams.decode(blob, back, settings.mode, threads=1)
         return back, sum(each.nbytes for each in blob)
 
     return codec
@@ -55,7 +55,7 @@ def streamed(settings: Settings) -> Codec:
 def codecs_for(subject: Subject, profile: Profile) -> dict[str, Codec]:
     """All rows of a table."""
     layers, hidden = profile.layers, profile.hidden
-    band, weights, bases = min(128, hidden), profile.weights, NativeProfile(profile)
+    band = min(128, hidden)
     bins, deep = CacheGenConfig.for_layers(layers).by_layer(), deep_bins(layers)
     lossless = streamed(Settings(Mode.LOSSLESS))
     found = {
@@ -75,16 +75,32 @@ def codecs_for(subject: Subject, profile: Profile) -> dict[str, Codec]:
         "cachegen, as in 32 layers": streamed(Settings(Mode.CACHEGEN, band, bins=deep)),
     }
     for step in STEPS:
-        found[f"step {step:g}"] = streamed(Settings(Mode.STEP, band, 0, step))
-        found[f"step {step:g}, profile"] = streamed(Settings(Mode.STEP, band, 0, step, weights=weights))
+        found[f"step {step:g}"] = served("step", step)
+        found[f"step {step:g}, profile"] = served("step", step, profile)
     for step in KLT_STEPS:
-        found[f"klt {step:g}"] = streamed(Settings(Mode.KLT, min(256, hidden), step=step, profile=bases))
+        found[f"klt {step:g}"] = served("klt", step, profile)
     for step in RULE_STEPS:
-        found[f"step {step:g}, each channel"] = by_channel(Settings(Mode.STEP, band, 0, step))
-        found[f"step {step:g}, one for all"] = streamed(
-            Settings(Mode.STEP, band, 0, step, weights=torch.ones_like(weights))
-        )
+        for rule, weights in (("each channel", deviations(subject)), ("one for all", torch.ones_like(profile.weights))):
+            found[f"step {step:g}, {rule}"] = served("step", step, replace(profile, weights=weights))
     return found
+
+
+def served(mode: str, step: float, profile: Profile | None = None) -> Codec:
+    """The serializer with these settings."""
+    settings: dict[str, Any] = {"mode": mode, "quality": step, "codec_gate": False, "threads": 1}
+    with TemporaryDirectory() as folder:
+        if profile is not None:
+            settings["profile"] = Path(folder) / "profile"
+            profile.save(settings["profile"])
+        return through(CacheGenSerializer(CacheGenSerializer.Config.model_validate(settings)))
+
+
+@torch.no_grad()
+def deviations(subject: Subject) -> torch.Tensor:
+    """Of K's channels, relative to each other, `[layers, hidden]`."""
+    keys = torch.cat([context_kv(subject.model, each)[0].flatten(2) for each in subject.calibration[:4]], dim=1)
+    found = keys.float().std(dim=1)
+    return found / found.mean(1, keepdim=True)
 
 
 def profile_of(subject: Subject) -> tuple[Profile, int]:
@@ -96,17 +112,6 @@ def profile_of(subject: Subject) -> tuple[Profile, int]:
         return profile, file.stat().st_size
 
 
-def by_channel(settings: Settings) -> Codec:
-    """Steps of K that follow the deviation of each channel in the chunk."""
-
-    def codec(kv: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
-        weights = kv[0].float().std(dim=1)
-        weights = (weights / weights.mean(1, keepdim=True)).contiguous()
-        return streamed(replace(settings, weights=weights))(kv, start)
-
-    return codec
-
-
 def deep_bins(layers: int) -> list[tuple[int, int]]:
     """Levels in the shares that they have in a model of 32 layers: fine for K in 10, for V in 2 of them."""
     specs = [
@@ -116,6 +121,7 @@ def deep_bins(layers: int) -> list[tuple[int, int]]:
     return CacheGenConfig(layers, *specs).by_layer()
 
 
+@torch.no_grad()
 def floors(subject: Subject) -> dict[str, float]:
     """`lossless` against the entropy of its symbols in each plane of a layer of a chunk, with all other bits raw: how
     much more it takes, as a share."""
