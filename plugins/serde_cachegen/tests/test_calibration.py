@@ -274,6 +274,11 @@ def test_windows_are_whole_spread_and_never_overlap(lengths: list[int], length: 
     assert bool((rows[:, 2:] - rows[:, 1:-1] == 1).all()), "a window is one piece of text"
 
 
+def test_every_text_has_its_share() -> None:
+    rows = text.windows(Letters(), ["a" * 100, "b" * 50, "c" * 50], length=6, count=8)
+    assert [chr(row[1]) for row in rows] == [*"aaaabbcc"]
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="image is not a text"):
