@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("kvloom_connector_transformers")
 
 from kvloom_serde_cachegen.calibration import text  # noqa: E402
-from kvloom_serde_cachegen.calibration.calibrating import calibrated  # noqa: E402
+from kvloom_serde_cachegen.calibration.calibrating import Limits, calibrated  # noqa: E402
 from kvloom_serde_cachegen.calibration.rope import NO_ROPE, Rope, UnknownRopeError, rope_of  # noqa: E402
 from kvloom_serde_cachegen.calibration.statistics import Statistics, components, relative_to  # noqa: E402
-from kvloom_serde_cachegen.measuring import context_kv  # noqa: E402
+from kvloom_serde_cachegen.measuring import Figures, context_kv  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
@@ -239,6 +240,15 @@ def test_too_little_for_a_transform_is_said() -> None:
     assert seen(random_kv(1, 64, 1, 16), random_kv(1, 8, 1, 16)).transform().ranks(0) == [16]
     with pytest.raises(ValueError, match="63 tokens are too few for klt, which needs 64"):
         seen(random_kv(1, 63, 1, 32), random_kv(1, 8, 1, 32)).transform()
+
+
+@pytest.mark.parametrize(
+    ("change", "passed"),
+    [({}, True), ({"kl": 2e-3}, False), ({"dnll": 0.02}, False), ({"dnll": -0.02}, True), ({"top1": 0.97}, False)],
+)
+def test_each_limit_counts(change: dict[str, float], passed: bool) -> None:
+    figures = Figures(dnll=0.01, kl=1e-3, top1=0.98, bits_per_value=3.0, k_error=0.1, v_error=0.1)
+    assert Limits().allow(replace(figures, **change)) == passed
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
