@@ -53,7 +53,9 @@ struct Reader {
       if (active == kLanes) take_row<kPrecision>(x, tables, bases + c, symbols, words);
       else take_some<kPrecision>(x, tables, bases + c, active, symbols, words);
       if (middle == 0.0f && active == kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) out[c + lane] = value_of<T>(symbols[lane], steps[c + lane], centres[c + lane]);
+        Bits values[kLanes];  // Bytes may be anybody's: written through `out`, they would keep vectors from it.
+        for (int lane = 0; lane < kLanes; ++lane) values[lane] = value_of<T>(symbols[lane], steps[c + lane], centres[c + lane]);
+        memcpy(out + c, values, sizeof values);
       } else if (middle == 0.0f) {
         for (int lane = 0; lane < active; ++lane) out[c + lane] = value_of<T>(symbols[lane], steps[c + lane], centres[c + lane]);
       } else {

@@ -105,22 +105,24 @@ struct Small {
   static KVZ_BOTH float load(Bits bits) {
     uint32_t magnitude = bits & kMagnitude, sign = uint32_t(bits >> (kExponent + kMantissa)) << 31;
     uint32_t top = kHasInfinity ? ((1u << kExponent) - 1) << kMantissa : kMagnitude;
-    if (magnitude >= top) return as_float(sign | (kHasInfinity && magnitude == top ? 0x7f800000u : 0x7fc00000u));
+    // All cases, and a choice: branches would keep vectors from it.
     constexpr float kUnit = 1.0f / (float(1u << (kBias - 1)) * float(1u << kMantissa));  // The least denormal.
-    float value = magnitude >> kMantissa ? as_float((magnitude << kShift) + (uint32_t(127 - kBias) << 23))
-                                         : float(int(magnitude)) * kUnit;
-    return as_float(as_bits(value) | sign);
+    uint32_t normal = (magnitude << kShift) + (uint32_t(127 - kBias) << 23), denormal = as_bits(float(int(magnitude)) * kUnit);
+    uint32_t finite = magnitude >> kMantissa ? normal : denormal;
+    uint32_t other = kHasInfinity && magnitude == top ? 0x7f800000u : 0x7fc00000u;
+    return as_float((magnitude >= top ? other : finite) | sign);
   }
   static KVZ_BOTH Bits store(float value) {  // Of values whose magnitude is at most the largest.
     uint32_t bits = as_bits(value), sign = bits >> 31 << (kExponent + kMantissa);
-    float scaled = as_float(bits & 0x7fffffffu);
-    constexpr float kLeast = 1.0f / (1u << (kBias - 1));  // The least normal one.
-    if (scaled < kLeast) {  // A denormal: whole numbers of the least step.
-      return Bits(sign | uint32_t(rintf(scaled * (float(1u << (kBias - 1)) * float(1u << kMantissa)))));
-    }
     uint32_t magnitude = bits & 0x7fffffffu;
+    float scaled = as_float(magnitude);
+    constexpr float kLeast = 1.0f / (1u << (kBias - 1));  // The least normal one.
+    // A denormal: whole numbers of the least step.
+    float small = scaled < kLeast ? scaled : 0.0f;
+    uint32_t denormal = uint32_t(int(rintf(small * (float(1u << (kBias - 1)) * float(1u << kMantissa)))));
     magnitude += (1u << (kShift - 1)) - 1 + (magnitude >> kShift & 1u);
-    return Bits(sign | ((magnitude >> kShift) - (uint32_t(127 - kBias) << kMantissa)));
+    uint32_t normal = (magnitude >> kShift) - (uint32_t(127 - kBias) << kMantissa);
+    return Bits(sign | (scaled < kLeast ? denormal : normal));
   }
 };
 
