@@ -65,8 +65,8 @@ int64_t kvz_cuda_encode_workspace(const KvzGeometry* g, const KvzSettings* s, in
 int32_t kvz_cuda_decode(const KvzGeometry* g, KvzDecode* jobs, int32_t count, void* workspace, void* stream) {
   if (!sensible(*g) || count < 1) return kBadSettings;
   DecodeWork* work = static_cast<DecodeWork*>(workspace);
-  KVZ_LAUNCH(check_streams, count, kThreads, 0, stream, *g, jobs);
-  KVZ_LAUNCH(number_tiles, 1, 32, 0, stream, jobs, count, work);
+  KVZ_LAUNCH(check_streams, count, kThreads, 0, stream, *g, jobs, work);
+  KVZ_LAUNCH(number_tiles, 1, 32, 0, stream, count, work);
   return for_element(g->dtype, [&](auto element) {
     using T = decltype(element);
     int64_t blocks = blocks_at_once(decode_tiles<T>, SharedFamily::kBytes);
@@ -81,7 +81,7 @@ int32_t kvz_cuda_encode(const KvzGeometry* g, const KvzSettings* s, KvzEncode* j
   if (count * work.tiles >= kMostTiles) return kBadSettings;
   return for_element(g->dtype, [&](auto element) {
     using T = decltype(element);
-    constexpr size_t kShared = kFamily * 64 * 4 + size_t(kWarps) * 64 * kLanes * 2;
+    constexpr size_t kShared = 2 * kFamily * 64 * 4 + size_t(kWarps) * 64 * kLanes * 2;
     KVZ_LAUNCH(measure_channels<T>, count * work.blocks * ceil_div(g->hidden, kThreads), kThreads, 0, stream, *g, *s, jobs, work);
     KVZ_LAUNCH(choose_steps, count * work.blocks, 32, 0, stream, *g, *s, jobs, work);
     int64_t blocks = blocks_at_once(encode_tiles<T>, kShared);

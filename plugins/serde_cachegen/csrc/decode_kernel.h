@@ -19,7 +19,7 @@ KVZ_DEVICE void blame(KvzDecode& job, int32_t error, int64_t offset) {
 }
 
 // A block for each stream.
-KVZ_KERNEL check_streams(KvzGeometry g, KvzDecode* jobs) {
+KVZ_KERNEL check_streams(KvzGeometry g, KvzDecode* jobs, DecodeWork* work) {
   KvzDecode& job = jobs[block()];
   if (thread() == 0) job.error = kOk;
   sync_block();
@@ -27,10 +27,11 @@ KVZ_KERNEL check_streams(KvzGeometry g, KvzDecode* jobs) {
   int64_t offset = 0, bad = 0;
   int32_t error = parse_header(g, job.stream, job.size, stream, offset);
   if (error == kOk && stream.header.mode != kStep && stream.header.mode != kCacheGen) error = kBadGeometry, offset = 5;
-  if (error != kOk) {
-    if (thread() == 0) blame(job, error, offset);
-    return;
+  if (thread() == 0) {
+    if (error != kOk) blame(job, error, offset);
+    work->before[block()] = error == kOk ? int32_t(stream.header.tiles) : 0;  // How many, until they are numbered.
   }
+  if (error != kOk) return;
   if (check_directory(stream, thread(), threads(), bad) != kOk) blame(job, kBadDirectory, stream.directory - job.stream + 4 * bad);
   if (stream.header.mode != kCacheGen) return;
   const uint8_t* scales = stream.tables + aligned(2 * g.planes);
@@ -48,19 +49,15 @@ KVZ_KERNEL check_streams(KvzGeometry g, KvzDecode* jobs) {
   }
 }
 
-// One block: where the tiles of each stream begin in the numbering of all.
-KVZ_KERNEL number_tiles(const KvzDecode* jobs, int32_t count, DecodeWork* work) {
-  if (thread() != 0) return;
+// One warp: where the tiles of each stream begin in the numbering of all.
+KVZ_KERNEL number_tiles(int32_t count, DecodeWork* work) {
   int32_t tiles = 0;
-  for (int32_t job = 0; job < count; ++job) {
-    work->before[job] = tiles;
-    Header header;
-    if (jobs[job].error == kOk) {
-      memcpy(&header, jobs[job].stream, sizeof header);
-      tiles += int32_t(header.tiles);
-    }
+  for (int32_t first = 0; first < count; first += 32) {
+    int32_t job = first + lane(), own = job < count ? work->before[job] : 0, end = sum_to_here(own);
+    if (job < count) work->before[job] = tiles + end - own;
+    tiles += from_lane(end, 31);
   }
-  work->tiles = tiles, work->next = 0;
+  if (lane() == 0) work->tiles = tiles, work->next = 0;
 }
 
 // The words of a tile, of which each lane holds two: those that are taken next are on their way before they are needed.
@@ -75,9 +72,7 @@ struct WarpWords {
     now = word(lane()), later = word(32 + lane());
   }
   KVZ_DEVICE uint32_t word(int number) const {
-    uint16_t value = 0;
-    if (number < count) memcpy(&value, words + number, 2);
-    return value;
+    return number < count ? words[number] : 0;
   }
   KVZ_DEVICE void skip(int more) {
     for (taken += more; taken >= 32; taken -= 32) at += 32, now = later, later = word(at + 32 + lane());
@@ -127,7 +122,10 @@ struct TilePlace {
   }
 };
 
-template <typename T>
+// What is known of a lane's channels, of which most tiles have at most four: those are kept at hand.
+constexpr int kFewGroups = 4;
+
+template <typename T, bool kFew>
 KVZ_DEVICE int32_t decode_symbols(const KvzGeometry& g, const Stream& stream, const SharedFamily& family, uint32_t kind, const uint8_t* from,
                                   const uint8_t* end, const TilePlace& place, typename T::Bits* to) {
   using Bits = typename T::Bits;
@@ -152,6 +150,17 @@ KVZ_DEVICE int32_t decode_symbols(const KvzGeometry& g, const Stream& stream, co
     middle = float(bins / 2 - 1);
     scales = stream.tables + aligned(2 * g.planes) + (int64_t(place.plane) * g.tokens + place.token) * int64_t(sizeof(Bits));
   }
+  float step_of[kFewGroups], centre_of[kFewGroups];
+  uint32_t table_of[kFewGroups];
+  auto channel = [&](int c, float& step, float& centre, uint32_t& table) {
+    bool there = c < width;
+    table = there ? chosen[c] : 0;
+    step = there && kind != kTokenScales ? kSteps[codes[kind == kOneStep ? 0 : c]] : 1.0f;
+    centre = there && kind != kTokenScales ? float(int8_t(centres[c])) : 0.0f;
+  };
+  KVZ_UNROLL
+  for (int group = 0; group < kFewGroups; ++group) channel(group * kLanes + lane(), step_of[group], centre_of[group], table_of[group]);
+  int groups = kFew ? kFewGroups : int(ceil_div(width, kLanes));
   for (int row = 0; row < place.rows; ++row) {
     float scale = 0.0f;
     if (scales != nullptr) {
@@ -160,12 +169,17 @@ KVZ_DEVICE int32_t decode_symbols(const KvzGeometry& g, const Stream& stream, co
       scale = T::load(bits);
     }
     Bits* out = to + int64_t(row) * g.hidden;
-    for (int first = 0; first < width; first += kLanes) {
-      int c = first + lane();
+    KVZ_UNROLL
+    for (int group = 0; group < (kFew ? kFewGroups : groups); ++group) {
+      if (kFew && group * kLanes >= width) break;
+      int c = group * kLanes + lane();
       bool active = c < width;
-      uint32_t slot = 0, symbol = 0;
+      float step, centre;
+      uint32_t slot = 0, symbol = 0, table;
+      if constexpr (kFew) step = step_of[group], centre = centre_of[group], table = table_of[group];
+      else channel(c, step, centre, table);
       if (active) {
-        uint32_t table = chosen[c], at = x & ((1u << kPrecision) - 1);
+        uint32_t at = x & ((1u << kPrecision) - 1);
         symbol = family.symbols[(table << kPrecision) + at];
         slot = family.slots[table * 64 + symbol];
         x = (slot & 0xffff) * (x >> kPrecision) + at - (slot >> 16);
@@ -175,10 +189,8 @@ KVZ_DEVICE int32_t decode_symbols(const KvzGeometry& g, const Stream& stream, co
       if (low) x = x << 16 | next;
       bool escapes = active && symbol == kEscape;
       uint32_t escaping = ballot(escapes);
-      if (active && !escapes) {
-        out[c] = kind == kTokenScales ? T::store(float(int(symbol) + kFirst) / middle * scale)
-                                      : value_of<T>(int(symbol), kSteps[codes[kind == kOneStep ? 0 : c]], float(int8_t(centres[c])));
-      }
+      if (active && !escapes)
+        out[c] = kind == kTokenScales ? T::store(float(int(symbol) + kFirst) / middle * scale) : value_of<T>(int(symbol), step, centre);
       if (escaping != 0) {
         constexpr int kEach = sizeof(Bits) == 4 ? 2 : 1;
         int number = words.at + words.taken + kEach * count_ones(escaping & lanes_below());
@@ -237,7 +249,8 @@ KVZ_KERNEL decode_tiles(KvzGeometry g, KvzDecode* jobs, int32_t count, DecodeWor
     if (kind == kRaw) error = copy_raw(from, end, g.hidden, place.rows, place.width, to);
     else if (kind == kConst) error = fill_constant(from, end, g.hidden, place.rows, place.width, to);
     else if (h.mode == kCacheGen ? kind == kTokenScales : kind == kChannelSteps || kind == kOneStep)
-      error = decode_symbols<T>(g, stream, family, kind, from, end, place, to);
+      error = place.width <= kFewGroups * kLanes ? decode_symbols<T, true>(g, stream, family, kind, from, end, place, to)
+                                                 : decode_symbols<T, false>(g, stream, family, kind, from, end, place, to);
     if (lane() == 0 && error != kOk) blame(job, error, from - job.stream);
   }
 }

@@ -14,6 +14,7 @@
 
 #define KVZ_KERNEL static void
 #define KVZ_DEVICE inline
+#define KVZ_UNROLL
 #define KVZ_LAUNCH(kernel, blocks, threads, shared, stream, ...) \
   ((void)(stream), kvz::emulate(int64_t(blocks), threads, shared, [&] { kernel(__VA_ARGS__); }))
 

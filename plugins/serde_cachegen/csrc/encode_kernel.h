@@ -153,7 +153,9 @@ struct TileEncoder {
       int c = first + lane();
       for (int value = 0; value < 64; ++value) counts[value * kLanes + lane()] = 0;
       if (c < width) {
-        for (int row = 0; row < rows; ++row) counts[symbol(row, c) * kLanes + lane()] += 1;
+        int code = codes[c];
+        float inverse = kInverseSteps[code], step = kSteps[code], centre = float(centres[c]);
+        for (int row = 0; row < rows; ++row) counts[symbol_of<T>(T::load(from[row * stride + c]), inverse, step, centre) * kLanes + lane()] += 1;
         uint32_t least = ~0u;
         int best = 0;
         for (int table = 0; table < kFamily; ++table) {
@@ -168,19 +170,20 @@ struct TileEncoder {
   }
 
   // Encodes it backwards, to the end of `words`, which has room for `room` of them; how many there are, or -1 if they do not fit.
-  KVZ_DEVICE int encode(const uint32_t* slots, uint16_t* words, int room, uint32_t& x) const {
+  KVZ_DEVICE int encode(const uint32_t* slots, const uint32_t* inverses, uint16_t* words, int room, uint32_t& x) const {
     int at = room;
     x = kLow;
     for (int row = rows - 1; row >= 0; --row) {
       for (int first = (width - 1) / kLanes * kLanes; first >= 0; first -= kLanes) {
         int c = first + lane();
         bool active = c < width;
-        uint32_t slot = 1, table = 0;
+        uint32_t slot = 1, place = 0;
         int symbol_here = 0;
         if (active) {
-          table = chosen[c], symbol_here = symbol(row, c);
-          if (kFrequencies[table][symbol_here] == 0) symbol_here = kEscape;
-          slot = slots[table * 64 + symbol_here];
+          symbol_here = symbol(row, c);
+          place = chosen[c] * 64u + uint32_t(symbol_here);
+          if ((slots[place] & 0xffff) == 0) symbol_here = kEscape, place = chosen[c] * 64u + kEscape;
+          slot = slots[place];
         }
         uint32_t escaping = ballot(active && symbol_here == kEscape), frequency = slot & 0xffff;
         bool full = active && x >> (32 - kPrecision) >= frequency;
@@ -202,7 +205,7 @@ struct TileEncoder {
           x >>= 16;
         }
         if (active) {
-          uint32_t quotient = product_high(x, 0xffffffffu / frequency), rest = x - quotient * frequency;
+          uint32_t quotient = product_high(x, inverses[place]), rest = x - quotient * frequency;
           if (rest >= frequency) quotient += 1, rest -= frequency;
           x = (quotient << kPrecision) + rest + (slot >> 16);
         }
@@ -215,11 +218,14 @@ struct TileEncoder {
 template <typename T>
 KVZ_KERNEL encode_tiles(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, int32_t all, EncodeWork work) {
   uint32_t* slots = reinterpret_cast<uint32_t*>(shared_memory());  // [64][64]
-  uint16_t* counts = reinterpret_cast<uint16_t*>(slots + kFamily * 64) + thread() / 32 * 64 * kLanes;
+  uint32_t* inverses = slots + kFamily * 64;                        // the same
+  uint16_t* counts = reinterpret_cast<uint16_t*>(inverses + kFamily * 64) + thread() / 32 * 64 * kLanes;
   for (int which = thread(); which < kFamily * 64; which += threads()) {
     uint32_t before = 0;
     for (int each = 0; each < which % 64; ++each) before += kFrequencies[which / 64][each];
-    slots[which] = kFrequencies[which / 64][which % 64] | before << 16;
+    uint32_t frequency = kFrequencies[which / 64][which % 64];
+    slots[which] = frequency | before << 16;
+    inverses[which] = frequency == 0 ? 0 : 0xffffffffu / frequency;
   }
   sync_block();
   int bands = int(ceil_div(g.hidden, s.band));
@@ -238,7 +244,7 @@ KVZ_KERNEL encode_tiles(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, int
     if (!tile.constant()) {
       tile.choose_tables();
       uint32_t x;
-      words = tile.encode(slots, work.words + ticket * work.room, int(work.room), x);
+      words = tile.encode(slots, inverses, work.words + ticket * work.room, int(work.room), x);
       int states = width < kLanes ? width : kLanes;
       int64_t side = int64_t(states) * 4 + (one ? 1 : width) + 2 * width, coded = aligned(side + (side & 1) + 2 * int64_t(words));
       bool smaller = words >= 0 && coded < raw;
@@ -252,16 +258,17 @@ KVZ_KERNEL encode_tiles(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, int
 
 // A warp for each stream: its header and directory.
 KVZ_KERNEL write_directories(KvzGeometry g, KvzSettings s, KvzEncode* jobs, EncodeWork work) {
-  if (lane() != 0) return;
   KvzEncode& job = jobs[block()];
-  uint8_t* directory = job.out + kHeaderBytes;
+  uint32_t* directory = reinterpret_cast<uint32_t*>(job.out + kHeaderBytes);
   int64_t end = 0;
-  for (int64_t tile = 0; tile < work.tiles; ++tile) {
-    TileDone& done = work.done[block() * work.tiles + tile];
-    end += done.bytes;
-    uint32_t entry = done.kind << 29 | uint32_t(end / 4);
-    memcpy(directory + 4 * tile, &entry, 4);
+  for (int64_t first = 0; first < work.tiles; first += kLanes) {
+    int64_t tile = first + lane();
+    TileDone* done = tile < work.tiles ? work.done + block() * work.tiles + tile : nullptr;
+    int quarters = sum_to_here(done != nullptr ? done->bytes / 4 : 0);
+    if (done != nullptr) directory[tile] = done->kind << 29 | uint32_t(end / 4 + quarters);
+    end += 4 * int64_t(from_lane(quarters, kLanes - 1));
   }
+  if (lane() != 0) return;
   Header header{};
   header.magic = kMagic, header.version = kVersion, header.mode = kStep, header.dtype = uint8_t(g.dtype), header.planes = uint8_t(g.planes);
   header.tokens = uint32_t(g.tokens), header.hidden = uint32_t(g.hidden), header.band = uint16_t(s.band), header.tile_tokens = uint16_t(s.tile_tokens);
@@ -305,7 +312,8 @@ KVZ_KERNEL place_tiles(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, Enco
     if ((side & 1) && lane() == 0) out[side] = 0;
     side += side & 1;
     const uint16_t* words = work.words + (block() + 1) * work.room - done.words;
-    for (int word = lane(); word < done.words; word += kLanes) memcpy(out + side + 2 * int64_t(word), words + word, 2);
+    uint16_t* to = reinterpret_cast<uint16_t*>(out + side);
+    for (int word = lane(); word < done.words; word += kLanes) to[word] = words[word];
     written = side + 2 * int64_t(done.words);
   }
   for (int64_t at = written + lane(); at < done.bytes; at += kLanes) out[at] = 0;

@@ -7,11 +7,12 @@
 
 #define KVZ_KERNEL __global__ static void
 #define KVZ_DEVICE __device__ __forceinline__
+#define KVZ_UNROLL _Pragma("unroll")
 #define KVZ_LAUNCH(kernel, blocks, threads, shared, stream, ...) \
   (kernel<<<dim3(unsigned(blocks)), threads, shared, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__))
 
 namespace kvz {
-extern __shared__ uint8_t kvz_shared[];
+extern __shared__ __align__(16) uint8_t kvz_shared[];
 KVZ_DEVICE uint8_t* shared_memory() { return kvz_shared; }
 KVZ_DEVICE int thread() { return int(threadIdx.x); }
 KVZ_DEVICE int threads() { return int(blockDim.x); }
@@ -40,6 +41,14 @@ KVZ_DEVICE int largest_of(int mine) {
   for (int apart = 16; apart > 0; apart /= 2) {
     int other = from_lane(mine, lane() ^ apart);
     mine = other > mine ? other : mine;
+  }
+  return mine;
+}
+// Of this lane and those before it.
+KVZ_DEVICE int sum_to_here(int mine) {
+  for (int apart = 1; apart < 32; apart *= 2) {
+    int before = from_lane(mine, lane() - apart);
+    mine += lane() >= apart ? before : 0;
   }
   return mine;
 }
