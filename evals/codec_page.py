@@ -52,10 +52,10 @@ WORDS = """- `step` takes fewer bits at the same KL than every codec of a fixed 
 - Where K has outliers, codecs with one scale for a token or a head (int4, int8, CacheGen) lose tens of times as much;
   those that scale channels of K (`step`, `klt`, KIVI) lose about the same as before.
 - A profile takes a fifth to three quarters off the KL of `step` at the same size; where K has outliers, it takes bits.
-- `klt` takes less than half the bits of `step` at the same KL on the models of this repository. On SmolLM2, which is trained
-  for its size, it takes 2.3 for 3.2, and small steps gain little: what it leaves out stays out.
-- How much KL a step costs differs between models by a factor of forty, and grows with how well they are trained. SmolLM2
-  changes one likeliest token of twenty at the default step: measure before use, or take `lossless`.
+- `klt` takes less than half the bits of `step` at the same KL on the models of this repository. On SmolLM2, which is
+  trained for its size, it takes 2.3 for 3.2, and small steps gain little: what it leaves out stays out.
+- How much KL a step costs differs between models by a factor of forty, and grows with how well they are trained.
+  SmolLM2 changes one likeliest token of twenty at the default step: measure before use, or take `lossless`.
 """
 
 
