@@ -36,6 +36,7 @@ struct Reader {
       own_steps[c] = step_count == 0 ? 1.0f : kSteps[codes[step_count == 1 ? 0 : c]];
       own_centres[c] = centre_count == 0 ? 0.0f : float(middles[c]), own_bases[c] = uint32_t(chosen[c]) << kPrecision;
     }
+    if (((step_count + centre_count + width) & 1) && chosen[width] != 0) return kBadReserved;
     for (int c = width; c < lanes; ++c) own_steps[c] = own_centres[c] = 0.0f, own_bases[c] = 0;
     for (int lane = 0; lane < states; ++lane)
       if (x[lane] < kLow) return kBadWords;

@@ -139,6 +139,7 @@ KVZ_DEVICE int32_t decode_symbols(const KvzGeometry& g, const Stream& stream, co
   bool good = true;
   for (int c = lane(); c < width; c += kLanes) good = good && chosen[c] < kFamily;
   if (ballot(!good) != 0) return kBadTable;
+  if (((step_count + centre_count + width) & 1) && chosen[width] != 0) return kBadReserved;
   uint32_t x = kLow;
   if (lane() < states) memcpy(&x, from + 4 * lane(), 4);
   if (ballot(x < kLow) != 0) return kBadWords;

@@ -165,7 +165,8 @@ KVZ_BOTH int channel_step(float wanted, float mean) {
 }
 KVZ_BOTH int channel_centre(float mean, int code) {
   float steps = rintf(mean * kInverseSteps[code]);
-  return int(steps < -127.0f ? -127.0f : steps > 127.0f ? 127.0f : steps);
+  steps = steps < -127.0f ? -127.0f : steps > 127.0f ? 127.0f : steps;
+  return steps == steps ? int(steps) : 0;  // There is no mean where sums overflow.
 }
 
 // A symbol, or the escape: for what is far from the centre, not a number, or beyond the type once it is rounded.

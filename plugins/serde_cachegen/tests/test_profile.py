@@ -178,7 +178,7 @@ def test_the_id_of_a_profile_is_the_same_everywhere() -> None:
         ((torch.eye(32).mul(127).to(torch.int8),),), ((torch.zeros(32, dtype=torch.uint8),),),
     )  # fmt: skip
     profile = profile_of(1, 1, 32, rotary_size=0, rotations=torch.ones(24, 0, 2), transform=transform)
-    assert profile.id.hex() == "4c8012830ac8cb78b4d3251565cb7757"
+    assert profile.id.hex() == "0fd1179922b8b2935291661c782c68b1"
 
 
 @settings(max_examples=30, deadline=None)
@@ -208,3 +208,9 @@ def test_an_identity_does_not_say_what_computed_the_kv() -> None:
     assert identity_of(spec(f"{weights}, on cpu: attention sdpa")) == identity_of(spec(f"{weights}, on cuda: eager"))
     assert identity_of(spec(weights)) != identity_of(spec("weights 13, config 34"))
     assert identity_of(spec(weights)) != identity_of(spec(weights, adapters=["lora 5"]))
+
+
+def test_heads_of_another_size_are_another_profile() -> None:
+    """Pairs are rotated within heads: who decodes with others gets other keys."""
+    one = profile_of()
+    assert replace(one, head_size=2 * one.head_size).id != one.id

@@ -68,8 +68,11 @@ class Launch:
 
     def run(self) -> None:
         """Put it on the current stream. Raises ValueError for what the kernels do not take."""
-        cuda = self._device.type == "cuda"
-        error = self._call(ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream if cuda else None))
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):  # a launch goes to the device that is current
+                error = self._call(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+        else:
+            error = self._call(None)
         if error > 0:
             raise ValueError(f"the kernels do not take this: error {error}")
         if error < 0:
@@ -177,7 +180,7 @@ def at(place: Place | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def _layer(kv: torch.Tensor, layer: int) -> int:
-    assert kv.stride(3) == 1 and (kv.shape[2] == 1 or kv.stride(2) == kv.shape[3]), "layers of a plane are contiguous"
+    streams.check_layout(kv)
     return kv.data_ptr() + layer * kv.stride(1) * kv.element_size()
 
 

@@ -14,7 +14,7 @@ _OR_NOT = "or take the risk with `codec_gate: off`"
 def profile_for(path: Path, spec: KVSpec | None) -> Profile:
     """The profile in a file. Raises ValueError if there is none, or one of KV of another shape than `spec` has."""
     try:
-        profile = Profile.load(path)
+        profile = Profile.load(path.expanduser())
     except OSError as error:
         raise ValueError(f"profile: {path} cannot be read ({error.strerror}); {_MEASURE} --out {path}") from None
     if spec is None:

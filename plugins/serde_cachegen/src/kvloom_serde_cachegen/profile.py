@@ -141,7 +141,7 @@ class Profile:
     def id(self) -> bytes:
         """16 bytes that name everything that decoding depends on; the same on every machine."""
         tensors = {"rotations": self.rotations, **({} if self.transform is None else _packed(self.transform))}
-        about = {name: getattr(self, name) for name in ("rotary_size", "interleaved")}
+        about = {name: getattr(self, name) for name in ("rotary_size", "interleaved", "head_size")}
         return _digest(_text(about), tensors)[:16]
 
     def save(self, path: Path) -> None:

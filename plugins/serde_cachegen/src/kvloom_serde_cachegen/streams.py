@@ -17,6 +17,8 @@ from kvloom_serde_cachegen.native_profile import NativeProfile
 
 TILE_TOKENS = 256
 MAX_BAND = 1024
+POSITIONS = 1 << 24
+"""`KLT` takes what is beyond as not known."""
 
 DTYPES = {
     torch.bfloat16: 1,
@@ -151,8 +153,8 @@ def encode(
     would have it. threads: 0 for as many as there are processors. with_instructions: as
     `instructions` says; all give the same bytes.
     """
-    _, layers, tokens, hidden = kv.shape
-    assert kv.stride(3) == 1 and (tokens == 1 or kv.stride(2) == hidden), "each layer of a plane is contiguous"
+    layers = kv.shape[1]
+    check_layout(kv)
     codec, own = library(), settings.native()
     geometry = geometry_of(kv.shape, kv.dtype, settings.mode)
     capacity = bound(kv.shape, kv.dtype, settings) // layers
@@ -164,7 +166,7 @@ def encode(
         job.plane_stride = kv.stride(0) * unit
         job.weights = None if settings.weights is None else settings.weights[layer].data_ptr()
         job.bins[:] = settings.bins[layer] if settings.bins else (0, 0)
-        job.start = -1 if start is None else start
+        job.start = start if start is not None and 0 <= start < POSITIONS else -1
         job.profile, job.bases = _addresses(settings.profile, layer)
         job.out, job.capacity = out[layer].ctypes.data, capacity
     threads, workspace = _workspace(
@@ -188,8 +190,8 @@ def decode(
     mode: LOSSLESS or another. profile: for streams of mode `KLT`; `into` begins with its layer `first_layer`. Raises
     CorruptBlobError, with the first of what is wrong and where; UnreadableBlobError without the right profile.
     """
-    _, layers, tokens, hidden = into.shape
-    assert into.stride(3) == 1 and (tokens == 1 or into.stride(2) == hidden), "each layer of a plane is contiguous"
+    layers = into.shape[1]
+    check_layout(into)
     if len(streams) != layers:
         raise CorruptBlobError(f"{len(streams)} streams for {layers} layers")
     codec = library()
@@ -211,6 +213,14 @@ def decode(
     check(jobs)
     if refused:
         raise CorruptBlobError(f"no streams can be of {tuple(into.shape)} and {into.dtype}: error {refused}")
+
+
+def check_layout(kv: torch.Tensor) -> None:
+    """Raises ValueError unless it is `[planes, layers, tokens, hidden]` and each layer of a plane is contiguous."""
+    if kv.dim() != 4 or kv.stride(3) != 1 or (kv.shape[2] > 1 and kv.stride(2) != kv.shape[3]):
+        raise ValueError(
+            f"KV of shape {tuple(kv.shape)} and strides {kv.stride()}: layers of a plane are not contiguous"
+        )
 
 
 def check(jobs: Iterable[Decode]) -> None:

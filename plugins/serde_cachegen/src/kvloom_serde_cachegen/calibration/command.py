@@ -68,6 +68,10 @@ def calibrate(
         ) from None
     from kvloom_serde_cachegen.calibration.calibrating import Limits
 
+    if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise typer.BadParameter(f"there is no directory {model!r}", param_hint="MODEL")
+    if out is not None and not out.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {str(out.parent)!r}", param_hint="--out")
     name = Path(model).resolve().name if Path(model).is_dir() else model
     wanted = _Wanted(
         model, name, [*text, *(more or ())], out or Path(f"{name.replace('/', '--')}.kvprofile"), tokens, device, klt,
