@@ -10,7 +10,6 @@ namespace KVZ_NAMESPACE {
 struct DecodeWork {
   int32_t next;      // tile, of those of all streams
   int32_t tiles;     // of all of them
-  int32_t unused[2];
   int32_t before[1];  // [count]: tiles of the streams before
 };
 
