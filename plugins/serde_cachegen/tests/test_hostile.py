@@ -83,7 +83,7 @@ def test_a_fuzzer_finds_nothing(
 ) -> None:
     seconds = max(1, int(os.environ.get("KVLOOM_FUZZ_SECONDS", "60")) // len(TARGETS))
     said = run(
-        fuzzers / f"fuzz_{target}", f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=120",
+        fuzzers / f"fuzz_{target}", f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=0", "-malloc_limit_mb=2048", "-timeout=120",
         "-print_final_stats=1", f"-artifact_prefix={fuzzers}/found-{target}-", tmp_path, CORPUS / target,
         timeout=seconds + 600,
     )  # fmt: skip
