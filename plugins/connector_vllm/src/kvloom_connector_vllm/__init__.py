@@ -1,0 +1,16 @@
+"""kvloom for vLLM. Light on purpose: what is heavy is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvloom import hookimpl
+
+if TYPE_CHECKING:
+    from kvloom import GPUConnector
+
+
+@hookimpl
+def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
+    return []
