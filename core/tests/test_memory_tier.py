@@ -324,3 +324,18 @@ def test_who_waits_for_room_is_woken_by_a_lease_that_ends(when: str, monkeypatch
     assert again is not None and runtime.now() - began < 10
     again.abandon()
     pool.close()
+
+
+def test_too_many_changes_become_a_listing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.tiers.held._MOST_CHANGES", 3)
+    one = make(pages=10)
+    assert one.tier.changes() == ([], [], True)
+    for number in range(3):
+        one.put(key_of(number))
+    assert one.tier.changes() == ([key_of(0), key_of(1), key_of(2)], [], False)
+    one.tier.remove([key_of(1)])
+    assert one.tier.changes() == ([], [key_of(1)], False)
+    for number in range(4, 8):
+        one.put(key_of(number))
+    changes = one.tier.changes()
+    assert changes.whole and set(changes.came) == set(one.tier.chunks()) and changes.left == []

@@ -35,6 +35,7 @@ class MemoryTierRules(RuleBasedStateMachine):
         self.leases: list[tuple[ChunkKey, Any]] = []
         self.rooms: list[Any] = []
         self.pinned: set[ChunkKey] = set()
+        self.mirror: set[ChunkKey] = set()
 
     @precondition(lambda self: self.one is None)
     @rule(settings=_settings(), writes=st.booleans())
@@ -143,6 +144,17 @@ class MemoryTierRules(RuleBasedStateMachine):
     @rule(seconds=st.integers(1, 40))
     def wait(self, seconds: int) -> None:
         self.one.clock.seconds += seconds
+
+    @opened
+    @rule()
+    def follow(self) -> None:
+        """A mirror that is told of changes holds what the tier does, whenever it asks."""
+        changes = self.one.tier.changes()
+        if changes.whole:
+            self.mirror.clear()
+        self.mirror.update(changes.came)
+        self.mirror.difference_update(changes.left)
+        assert self.mirror == set(self.one.tier._held.entries)
 
     @invariant()
     def accounts_agree(self) -> None:

@@ -18,6 +18,7 @@ _HOME = {
     "warm": "warming",
     "Warmed": "warming",
     **dict.fromkeys(["Loading", "Storing"], "layers"),
+    "Changes": "tiers.held",
     "EngineConfig": "config",
     "Registry": "plugins",
     "Tier": "tiers",
@@ -56,7 +57,7 @@ _HOME = {
         ],
         "types",
     ),
-    **dict.fromkeys(["chain", "int32_tokens", "salt_tag", "select"], "keys"),
+    **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
     **dict.fromkeys(
         [
             "BackendError",
@@ -126,6 +127,7 @@ if TYPE_CHECKING:
     from kvloom.hookspecs import hookimpl as hookimpl
     from kvloom.index import Index as Index
     from kvloom.keys import chain as chain
+    from kvloom.keys import fingerprint as fingerprint
     from kvloom.keys import int32_tokens as int32_tokens
     from kvloom.keys import salt_tag as salt_tag
     from kvloom.keys import select as select
@@ -134,6 +136,7 @@ if TYPE_CHECKING:
     from kvloom.plugins import Registry as Registry
     from kvloom.task import Task as Task
     from kvloom.tiers import Tier as Tier
+    from kvloom.tiers.held import Changes as Changes
     from kvloom.types import EXACT as EXACT
     from kvloom.types import Buffer as Buffer
     from kvloom.types import Buffers as Buffers

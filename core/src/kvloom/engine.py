@@ -31,6 +31,7 @@ from kvloom.task import Task
 from kvloom.tiers.base import Layout
 from kvloom.tiers.build import asked_only, build_stack
 from kvloom.tiers.chain import Chain
+from kvloom.tiers.held import Changes
 from kvloom.tiers.stack import Stack
 from kvloom.tiers.visit import Visit
 from kvloom.types import Chunk, KVSpec, Segment, canonical_json
@@ -335,12 +336,22 @@ class Engine(Index):
         self._check_open()
         self._stack.clear(f"{self.fingerprint}/" + ("" if salt is None else f"{keying.salt_tag(salt)}/"))
 
+    def changes(self) -> Changes:
+        """Which chunks came into memory, and which left it, since the last call: for one mirror in another process."""
+        self._check_open()
+        return self._stack.memory.changes()
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every accepted write is in its tier, or has failed; False if `timeout` seconds were not enough."""
         self._check_here()
         return self._stack.flush(math.inf if timeout is None else self._runtime.now() + timeout)
 
     # -- the primitives ------------------------------------------------------------------------------------------------
+
+    def touch(self, segments: Sequence[Segment]) -> None:
+        """Note that a chain was used, in every tier: so for what an engine's own prefix cache had already."""
+        self._check_open()
+        self._stack.touch([segment.key for segment in segments])
 
     def load(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not."""

@@ -121,10 +121,13 @@ class Index:
 
     def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
         """Which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
+        return torch.tensor([name is not None for name in self.locate(segments, search_range)], dtype=torch.bool)
+
+    def locate(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> list[str | None]:
+        """The name of the fastest tier that says it holds each segment, or None."""
         self._check_open()
         self._check_names(search_range)
-        located = self._stack.locate([segment.key for segment in segments], search_range)
-        return torch.tensor([name is not None for name in located], dtype=torch.bool)
+        return self._stack.locate([segment.key for segment in segments], search_range)
 
     def _salt(self, salt: str | None) -> str:
         return self.config.salt if salt is None else salt

@@ -7,12 +7,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvloom.tiers.recency import Held, Recency
 from kvloom.types import ChunkKey
 
 _BUCKETS = 64
 """Into how many parts a time to live is divided."""
+_MOST_CHANGES = 1 << 16
+"""Changes that are kept for whoever asks for them; beyond that it is cheaper to list everything."""
+
+
+class Changes(NamedTuple):
+    """What came into memory and what left it since the last time that somebody asked."""
+
+    came: list[ChunkKey]
+    left: list[ChunkKey]
+    whole: bool
+    """`came` is everything that is held: forget what was known before."""
 
 
 class Holdings:
@@ -26,6 +38,8 @@ class Holdings:
         self._ages = None if ttl is None else Ages(ttl)
         self._tenants = Tenants(quota) if quota else None
         self._leaving: deque[tuple[ChunkKey, Held]] = deque()
+        # By key, whether it is held now. None: nobody asked yet, or there was too much to keep.
+        self._changed: dict[ChunkKey, bool] | None = None
         # Who is beside a gap: by the address where a chunk begins, and where it ends.
         self._starts: dict[int, ChunkKey] = {}
         self._ends: dict[int, ChunkKey] = {}
@@ -33,6 +47,7 @@ class Holdings:
     def add(self, key: ChunkKey, held: Held) -> None:
         """Hold a chunk, as the most recently used one. The key is not held already."""
         self.entries[key] = held
+        self._note(key, True)
         self._starts[held.block.start] = self._ends[held.block.start + held.block.size] = key
         if held.pinned:
             self.pinned_bytes += held.block.size
@@ -47,6 +62,7 @@ class Holdings:
         held = self.entries.pop(key, None)
         if held is None:
             return None
+        self._note(key, False)
         del self._starts[held.block.start], self._ends[held.block.start + held.block.size]
         if held.pinned:
             self.pinned_bytes -= held.block.size
@@ -57,6 +73,20 @@ class Holdings:
         if self._ages is not None:
             self._ages.discard(key, held)
         return held
+
+    def changes(self) -> Changes:
+        """What changed since the last call; everything the first time, and after too many changes."""
+        changed, self._changed = self._changed, {}
+        if changed is None:
+            return Changes(list(self.entries), [], whole=True)
+        came = [key for key, held in changed.items() if held]
+        return Changes(came, [key for key, held in changed.items() if not held], whole=False)
+
+    def _note(self, key: ChunkKey, held: bool) -> None:
+        if self._changed is not None:
+            self._changed[key] = held
+            if len(self._changed) > _MOST_CHANGES:
+                self._changed = None
 
     def touch(self, chain: Sequence[ChunkKey]) -> None:
         self.recency.touch(chain)

@@ -15,7 +15,7 @@ from kvloom.memory import Block, Pool, Reservation, caller
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.chain import NO_CHAIN, Chain
-from kvloom.tiers.held import Holdings
+from kvloom.tiers.held import Changes, Holdings
 from kvloom.tiers.purges import Purges
 from kvloom.tiers.recency import Held
 from kvloom.tiers.visit import Visit
@@ -128,6 +128,11 @@ class MemoryTier(Tier):
         """The keys held, least recently used first, the pinned ones last."""
         with self._lock:
             return self._held.keys()
+
+    def changes(self) -> Changes:
+        """What came and what left since the last call, for a process that mirrors this tier. One caller only."""
+        with self._lock:
+            return self._held.changes()
 
     # -- keeping -------------------------------------------------------------------------------------------------------
 
