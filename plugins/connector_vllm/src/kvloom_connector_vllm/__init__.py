@@ -13,4 +13,6 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
-    return []
+    from .pages import VLLMConnector
+
+    return [VLLMConnector]

@@ -1,0 +1,285 @@
+"""`KVLoomConnector`: the class that vLLM is told to load. A thin skin over `scheduler` and `worker`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from kvloom import Engine
+
+from .. import identity as identities
+from ..configured import Settings, has_shared_tier
+from ..names import Names
+from ..planner import Owner, Planner, Scheduled
+from ..scheduler import Orders, Report, Scheduler
+from ..worker import Worker
+from . import platform
+from .metrics import PromMetrics, Stats
+from .views import pages_of
+
+log = init_logger("vllm.kvloom")  # others are not printed
+
+_COUNT_SECONDS = 1.0
+
+
+class Metadata(KVConnectorMetadata):
+    """From the scheduler's half to every worker, each step."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+
+
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler's half; vLLM puts those of all ranks together."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(self.report.add(other.report))
+
+
+class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """KV that outlives the process, verified before it is used.
+
+    `kv_connector_extra_config`: `config`, the path of a YAML file (or a mapping of the same shape); `async_load`, true
+    unless it says otherwise: requests wait for their KV while others compute.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _talk()
+        platform.check_version()
+        transfer = self._kv_transfer_config
+        parallel = vllm_config.parallel_config
+        self._rank = _tensor_rank() if role == KVConnectorRole.WORKER else 0
+        about = platform.about(vllm_config, identities.layer_spec(kv_cache_config))
+        self._identity = identities.identify(vllm_config, kv_cache_config, rank=self._rank, about=about)
+        ranks = int(parallel.tensor_parallel_size)
+        self._settings = Settings.read(transfer.kv_connector_extra_config, self._identity, ranks=ranks)
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        self._stats_due = 0.0
+        self._produces, self._consumes = bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)
+        if role == KVConnectorRole.SCHEDULER:
+            if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
+                log.warning(
+                    "kv_load_failure_policy is %r: a request whose KV cannot be read is ended with an error. "
+                    'Put "kv_load_failure_policy": "recompute" into --kv-transfer-config, and it is computed instead.',
+                    transfer.kv_load_failure_policy,
+                )
+            self._scheduler = self._open_scheduler(ranks)
+        else:
+            self._worker = self._open_worker()
+
+    def _open_scheduler(self, ranks: int) -> Scheduler:
+        config, identity = self._settings.engine, self._identity
+        index = Engine.open(config, identity.spec, role="index") if has_shared_tier(config) else None
+        names = [self._names(rank) for rank in range(ranks)]
+        planner = Planner(
+            block_tokens=identity.geometry.block_tokens,
+            chunk_tokens=config.chunk_tokens,
+            hash_tokens=identity.hash_tokens,
+            save_generated=config.save_decode_cache,
+            save=self._produces,
+        )
+        return Scheduler(planner, names, index, asynchronous=self._settings.async_load)
+
+    def _open_worker(self) -> Worker:
+        config, identity = self._settings.engine, self._identity
+        engine = Engine.open(config, identity.spec)
+        names = self._names(self._rank)
+        log.info(
+            "kvloom: chunks of %d tokens, tiers %s, fingerprint %s, rank %d",
+            config.chunk_tokens, ", ".join(engine.tiers), engine.fingerprint, self._rank,
+        )  # fmt: skip
+        return Worker(engine, names, rank=self._rank, block_tokens=identity.geometry.block_tokens)
+
+    def _names(self, rank: int) -> Names:
+        config, identity = self._settings.engine, self._identity
+        return Names(identity.of_rank(rank), identity.geometry, chunk_tokens=config.chunk_tokens)
+
+    # -- the scheduler's half ------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.begin(request, self._owner(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        if not self._consumes or getattr(request, "skip_reading_prefix_cache", False):
+            self._scheduler.begin(request, self._owner(request))
+            return 0, False
+        tokens = self._scheduler.matched(request, self._owner(request), num_computed_tokens)
+        return tokens, bool(tokens) and self._settings.async_load
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        if num_external_tokens > 0:
+            (ids,) = blocks.get_block_ids()
+            self._scheduler.load(request, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        assert self._scheduler is not None
+        return Metadata(self._scheduler.orders(_scheduled(scheduler_output)))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        meta = connector_output.kv_connector_worker_meta
+        if meta is not None:
+            self._scheduler.report(meta.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.end(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what is not saved is computed again
+
+    def has_pending_push_work(self) -> bool:
+        """Steps go on until the scheduler knows what has been saved: the next request finds it."""
+        return self._scheduler is not None and self._scheduler.busy
+
+    def reset_cache(self) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.clear()
+        return True
+
+    # -- the worker's half ---------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        pages = pages_of(kv_caches, self._identity, int(self._kv_cache_config.num_blocks))
+        self._worker.attach(pages, _end_of_step if pages[0].is_cuda else None)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self._worker is not None and isinstance(kv_connector_metadata, Metadata)
+        self._worker.fence(kv_connector_metadata.orders)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert self._worker is not None and isinstance(connector_metadata, Metadata)
+        self._worker.begin(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.load(wait=not self._settings.async_load)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole, and over before anything computes with them."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves begin when the whole step has been computed: nothing is in the way of computing it."""
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        return None, self._worker.finished() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.failed_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        assert self._worker is not None
+        report = self._worker.report()
+        return None if report is None else WorkerMetadata(report)
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        now = time.monotonic()
+        if now < self._stats_due:
+            return None
+        self._stats_due = now + _COUNT_SECONDS
+        if self._worker is not None:
+            data = self._worker.counts()
+        else:
+            assert self._scheduler is not None
+            data = {f"{name}||": [count, 0, 0, 0, 0] for name, count in self._scheduler.taken().items()}
+        return Stats(data=data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def _owner(self, request: Any) -> Owner:
+        salt = request.cache_salt or self._settings.engine.salt
+        return Owner(identities.adapter(request.lora_request), salt)
+
+
+def _scheduled(output: Any) -> Iterator[Scheduled]:
+    """What a SchedulerOutput says of each request; drafts of speculative decoding do not count."""
+    tokens, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+
+    def after(request: str, computed: int) -> int:
+        return int(computed + tokens[request] - len(drafts.get(request, ())))
+
+    for new in output.scheduled_new_reqs:
+        (blocks,) = new.block_ids
+        computed = new.num_computed_tokens
+        yield Scheduled(new.req_id, blocks, True, computed, after(new.req_id, computed))
+    running = output.scheduled_cached_reqs
+    for request, blocks, computed in zip(
+        running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
+    ):
+        ids = blocks[0] if blocks else ()
+        yield Scheduled(request, ids, request in running.resumed_req_ids, computed, after(request, computed))
+
+
+def _tensor_rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def _end_of_step() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _talk() -> None:
+    """kvloom's warnings go where vLLM's do."""
+    ours = logging.getLogger("kvloom_connector_vllm")
+    if not ours.handlers:
+        ours.handlers = logging.getLogger("vllm").handlers[:]
+        ours.setLevel(logging.INFO)

@@ -1,0 +1,60 @@
+"""What only vLLM can say: its version, the platform, and what the pages of its attention kernels depend on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import vllm
+from vllm.platforms import current_platform
+
+TESTED = ((0, 32), (0, 33))
+"""At least, and below: the versions that the tests run with."""
+
+
+def about(config: Any, layer: Any) -> dict[str, str | int | bool]:
+    """Part of the fingerprint: pages are opaque, and another version or instruction set may lay them out otherwise."""
+    found: dict[str, str | int | bool] = {"vllm": vllm.__version__, "platform": str(current_platform.device_type)}
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    found["backend"] = str(getattr(backend, "name", backend))
+    if current_platform.is_cpu():
+        found["isa"] = _isa(config, layer)
+    seed = _hash_seed()
+    if seed:
+        found["hash_seed"] = seed
+    return found
+
+
+def check_version() -> None:
+    """Warn about a vLLM that the tests do not run with."""
+    try:
+        version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    except ValueError:
+        version = (0, 0)
+    if not TESTED[0] <= version < TESTED[1]:
+        low, high = (".".join(map(str, one)) for one in TESTED)
+        warnings.warn(f"kvloom is tested with vLLM from {low} to below {high}, not {vllm.__version__}", stacklevel=2)
+
+
+def _isa(config: Any, layer: Any) -> str:
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return str(_get_attn_isa(layer.dtype, layer.block_size, layer.head_size, config.cache_config.cache_dtype))
+    except ImportError:
+        import torch
+
+        return torch.backends.cpu.get_cpu_capability()
+
+
+def _hash_seed() -> str:
+    try:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED, resolve_none_hash_seed
+
+        seed = resolve_none_hash_seed(sha256)
+        return "" if seed == DEFAULT_NONE_HASH_SEED else seed
+    except ImportError:
+        import os
+
+        return os.environ.get("PYTHONHASHSEED", "")

@@ -1,0 +1,62 @@
+"""The YAML file that `kv_connector_extra_config` names, and what of it means something inside vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvloom import ConfigError, EngineConfig, Registry
+
+from .identity import Identity
+from .pages import Geometry
+
+_EXTRA = {"config", "async_load"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the two halves are opened with."""
+
+    engine: EngineConfig
+    async_load: bool
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], identity: Identity, *, ranks: int) -> Settings:
+        """Raises ConfigError, with the path of what cannot work and what to do."""
+        where = "kv_connector_extra_config"
+        unknown = sorted(set(extra) - _EXTRA)
+        if unknown:
+            raise ConfigError(f"{where}.{unknown[0]}", f"unknown key; there are {', '.join(sorted(_EXTRA))}")
+        if "config" not in extra:
+            raise ConfigError(f"{where}.config", "missing: the path of a YAML file (docs/use/vllm.md has one)")
+        asynchronous = extra.get("async_load", True)
+        if not isinstance(asynchronous, bool):
+            raise ConfigError(f"{where}.async_load", f"expected true or false, got {asynchronous!r}")
+        if not asynchronous and ranks > 1:
+            text = "with several ranks one cannot know in time that another's load failed; remove it"
+            raise ConfigError(f"{where}.async_load", text)
+        config = EngineConfig.load(extra["config"])
+        _check(config, identity.geometry)
+        block = config.connector.model_copy(update={"type": "vllm"})
+        block.model_extra["geometry"] = identity.geometry.model_dump()  # type: ignore[index]
+        return cls(config.model_copy(update={"connector": block}), asynchronous)
+
+
+def _check(config: EngineConfig, geometry: Geometry) -> None:
+    if config.connector.type not in ("vllm", EngineConfig().connector.type):
+        raise ConfigError("connector", f"{config.connector.type!r} does not read vLLM's memory; write connector: vllm")
+    if config.tokens.type != "chunked":
+        raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
+    if config.blend is not None:
+        raise ConfigError("blend", "vLLM computes every token of a prompt that is no prefix; remove this block")
+    if config.chunk_tokens % geometry.block_tokens:
+        text = f"{config.chunk_tokens} is no multiple of vLLM's block size, {geometry.block_tokens}"
+        best = max(1, round(config.chunk_tokens / geometry.block_tokens)) * geometry.block_tokens
+        raise ConfigError("chunk_tokens", f"{text}; write {best}")
+
+
+def has_shared_tier(config: EngineConfig) -> bool:
+    """Whether a process that holds no KV itself can ask a tier what it holds."""
+    registry = Registry.discover(only=config.plugins.only, block=config.plugins.block)
+    return any(block.type != "memory" and registry.get("backend", block.type).shared for block in config.tiers)

@@ -1,0 +1,212 @@
+"""Whose KV it is and what its pages look like: from vLLM's configuration, by its attributes; vLLM is not imported.
+
+What is not known to be safe is refused here, by name, before anything runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvloom import KVSpec
+
+from .pages import Geometry
+from .weights import file_digest, folder_digest
+
+log = logging.getLogger(__name__)
+
+_FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
+_BLOCK_IN_ONE_PIECE = {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
+_PLAIN_QUANTISATION = {"NONE", "FP8_PER_TENSOR"}
+_BY_THE_WAY = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One rank's KV."""
+
+    spec: KVSpec
+    geometry: Geometry
+    layer_names: tuple[str, ...]
+    hash_tokens: int
+    """Tokens that one of the engine's block hashes stands for."""
+
+    def of_rank(self, rank: int) -> KVSpec:
+        return replace(self.spec, rank=rank)
+
+
+def identify(config: Any, kv_cache_config: Any, *, rank: int, about: Mapping[str, str | int | bool]) -> Identity:
+    """From a `VllmConfig` and a `KVCacheConfig`. about: what only vLLM itself can say (version, platform, ISA).
+
+    Raises ValueError, naming it, for what kvloom does not keep.
+    """
+    _refuse_parallelism(config.parallel_config)
+    layer = layer_spec(kv_cache_config)
+    (group,) = kv_cache_config.kv_cache_groups
+    layout = getattr(kv_cache_config, "kv_cache_layout", None)
+    if layout is not None and layout not in _BLOCK_IN_ONE_PIECE:
+        raise ValueError(
+            f"KV cache layout {layout}: a block's KV of one layer is not in one piece; "
+            f"set VLLM_KV_CACHE_LAYOUT to one of {', '.join(sorted(_BLOCK_IN_ONE_PIECE))}"
+        )
+    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    if not algorithm.startswith("sha256"):
+        raise ValueError(
+            f"prefix_caching_hash_algo {algorithm}: its hashes differ from process to process and may collide; "
+            "use --prefix-caching-hash-algo sha256 or sha256_cbor"
+        )
+    model, names = config.model_config, tuple(group.layer_names)
+    latent = _is(layer, "MLAAttentionSpec")
+    spec = KVSpec(
+        model=_name(model),
+        revision=_revision(model, config),
+        rope=_plain(getattr(_text_config(model), "rope_parameters", None) or {}),
+        num_layers=len(names),
+        num_kv_heads=int(layer.num_kv_heads),
+        head_size=int(layer.head_size),
+        dtype=str(layer.dtype).removeprefix("torch."),
+        kv_planes=1 if latent else 2,
+        kv_quantization="" if str(config.cache_config.cache_dtype) == "auto" else str(config.cache_config.cache_dtype),
+        world_size=int(config.parallel_config.tensor_parallel_size),
+        rank=rank,
+        replicated=latent,
+    )
+    block_tokens = int(layer.block_size)
+    page_bytes = int(getattr(layer, "unpadded_page_size_bytes", layer.page_size_bytes))
+    geometry = Geometry(
+        layers=len(names),
+        block_tokens=block_tokens,
+        page_elements=page_bytes // layer.dtype.itemsize,
+        identity={
+            "layout": str(layout), "hash": algorithm, "compute_dtype": str(model.dtype), "layers": _digest(names),
+            "window": str(getattr(layer, "sliding_window", None)), "spec": type(layer).__name__, **about,
+        },
+    )  # fmt: skip
+    hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or block_tokens)
+    return Identity(spec, geometry, names, hash_tokens)
+
+
+def adapter(request: Any) -> str:
+    """Name and digest of the weights of a LoRA adapter, from a `LoRARequest`; empty for None.
+
+    vLLM's hashes cover its name alone. An adapter that is not in a local folder is known by its path.
+    """
+    if request is None:
+        return ""
+    path = Path(request.lora_path)
+    try:
+        changed = max(file.stat().st_mtime_ns for file in (path.iterdir() if path.is_dir() else [path]))
+    except (OSError, ValueError):
+        changed = 0
+    return f"{request.lora_name}:{_adapter_digest(path, changed)}"
+
+
+@lru_cache(maxsize=1024)
+def _adapter_digest(path: Path, changed: int) -> str:
+    try:
+        return folder_digest(path) if path.is_dir() else file_digest(path)
+    except OSError:
+        return str(path)
+
+
+def _refuse_parallelism(parallel: Any) -> None:
+    for name, text in (
+        ("pipeline_parallel_size", "each rank has other layers"),
+        ("decode_context_parallel_size", "the tokens of a block are spread over ranks"),
+        ("prefill_context_parallel_size", "the tokens of a block are spread over ranks"),
+    ):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ValueError(f"{name} {size}: {text}, and kvloom does not put them together; use tensor parallelism")
+
+
+def layer_spec(kv_cache_config: Any) -> Any:
+    """The specification of one layer: all of them are alike. ValueError, naming them, if they are not."""
+    groups = list(kv_cache_config.kv_cache_groups)
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        raise ValueError(
+            f"{len(groups)} groups of KV cache ({kinds}): kvloom keeps models whose layers all attend to everything; "
+            "for others use vLLM's OffloadingConnector with kvloom's spec (docs/use/vllm.md)"
+        )
+    if getattr(groups[0], "is_eagle_group", False):
+        raise ValueError("speculative decoding with a draft model that shares the KV cache: its KV is not kept")
+    spec = groups[0].kv_cache_spec
+    layers = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+    first = layers[0]
+    if not any(_is(first, name) for name in _FULL) or any(other != first for other in layers):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ValueError(f"KV cache of {kinds}: kvloom keeps {' and '.join(sorted(_FULL))}, alike in all layers")
+    mode = getattr(getattr(first, "kv_quant_mode", None), "name", "NONE")
+    if mode not in _PLAIN_QUANTISATION:
+        raise ValueError(f"quantised KV ({mode}): its scales are not kept; use --kv-cache-dtype auto or fp8")
+    return first
+
+
+def _is(value: Any, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(value).__mro__)
+
+
+def _name(model: Any) -> str:
+    path = Path(str(model.model)).expanduser()
+    return path.name if path.is_dir() else str(model.model)
+
+
+def _local(model: Any) -> Path | None:
+    """The folder with the weights, if they are on this machine."""
+    path = Path(str(model.model)).expanduser()
+    return path if path.is_dir() else _snapshot(str(model.model), getattr(model, "revision", None))
+
+
+def _snapshot(repository: str, revision: str | None) -> Path | None:
+    """Where the hub's client keeps a repository, as it is there now."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(repository, "config.json", revision=revision)
+    except Exception:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _revision(model: Any, config: Any) -> str:
+    """Weights, configuration and how they are loaded, in words: `kvloom why` shows it when two runs don't share."""
+    folder = _local(model)
+    load = getattr(config, "load_config", None)
+    form = str(getattr(load, "load_format", "auto"))
+    if "dummy" in form:
+        weights = f"dummy weights of seed {getattr(model, 'seed', None)}"
+    elif folder is not None:
+        weights = f"weights {folder_digest(folder)}"
+    else:
+        weights = f"revision {getattr(model, 'revision', None)}"
+        log.warning(
+            "the weights of %s are not on this machine: KV is told apart by name and revision only", model.model
+        )
+    fields = {key: value for key, value in _config_dict(model).items() if key not in _BY_THE_WAY}
+    about = f"config {_digest(_plain(fields))}, quantization {getattr(model, 'quantization', None)}"
+    return f"{weights}, {about}"
+
+
+def _text_config(model: Any) -> Any:
+    return getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
+
+
+def _config_dict(model: Any) -> Mapping[str, Any]:
+    hf = getattr(model, "hf_config", None)
+    return hf.to_dict() if hasattr(hf, "to_dict") else {}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """JSON values."""
+    return json.loads(json.dumps(value, sort_keys=True, default=str))

@@ -1,0 +1,39 @@
+"""The keys of an engine's chunks: its own block hashes, under kvloom's fingerprint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvloom import ChunkKey, KVSpec, Segment, fingerprint, salt_tag
+
+from .pages import Geometry, VLLMConnector
+from .planner import Chunks, Owner
+
+
+class Names:
+    """Of one rank: ranks hold different parts of the KV, under fingerprints of their own."""
+
+    def __init__(self, spec: KVSpec, geometry: Geometry, *, chunk_tokens: int) -> None:
+        self._spec = spec
+        self._about = (VLLMConnector.format, geometry.representation)
+        self._chunk_tokens = chunk_tokens
+        self._namespaces: dict[Owner, str] = {}
+
+    def segments(self, chunks: Chunks) -> list[Segment]:
+        """The chunks with their places in the sequence and their keys."""
+        namespace, step = self.namespace(chunks.owner), self._chunk_tokens
+        return [
+            Segment(number * step, (number + 1) * step, ChunkKey(namespace, number, digest))
+            for number, digest in enumerate(chunks.digests, chunks.first)
+        ]
+
+    def namespace(self, owner: Owner) -> str:
+        """`<fingerprint>/<salt tag>`."""
+        known = self._namespaces.get(owner)
+        if known is None:
+            spec = replace(self._spec, adapters=(owner.adapter,)) if owner.adapter else self._spec
+            known = f"{fingerprint(spec, *self._about)}/{salt_tag(owner.salt)}"
+            if len(self._namespaces) > 4096:  # salts come and go
+                self._namespaces.clear()
+            self._namespaces[owner] = known
+        return known

@@ -1,0 +1,142 @@
+"""`type: vllm`: whole blocks of an engine's paged KV as chunks, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from kvloom import Chunk, Config, GPUConnector, MemoryFormat, Segment
+
+
+class Geometry(Config):
+    """What a page is, and everything else that its bytes depend on; all of it reaches the fingerprint."""
+
+    layers: int = Field(ge=1)
+    block_tokens: int = Field(ge=1)
+    page_elements: int = Field(ge=1)
+    """Of one block in one layer, in elements of the KV's dtype."""
+    identity: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
+    """Layout, attention backend, instruction set, the engine's hash and whatever else the adapter found."""
+
+    @property
+    def representation(self) -> dict[str, Any]:
+        """What determines the bytes of a chunk, as JSON values."""
+        return self.model_dump(mode="json")
+
+
+class VLLMConfig(Config):
+    geometry: Geometry | None = None
+    """Filled in by the adapter."""
+
+
+class VLLMConnector(GPUConnector):
+    """Pages as opaque bytes (KV_PAGES), `[layers, blocks, page_elements]` for a chunk: only the engine can read them.
+
+    `where`: `pages`, for each layer a view `[num_blocks, page_elements]` of the engine's memory, the elements of a page
+    next to each other; `blocks`, ids in the order of the sequence; `first_block`, where in the sequence they begin, in
+    blocks. Reading needs every block of every segment; in writing, blocks that are not among them are left alone.
+    `ready`: optional, an event of the device (with `synchronize`) after which the pages hold what is to be read.
+    """
+
+    type = "vllm"
+    format = MemoryFormat.KV_PAGES
+    Config = VLLMConfig
+
+    def __init__(self, config: VLLMConfig, spec: Any = None) -> None:
+        super().__init__(config, spec)
+        if config.geometry is None:
+            raise ValueError("'vllm' is opened by vLLM: start it with --kv-transfer-config (docs/use/vllm.md)")
+        self._geometry = config.geometry
+
+    @property
+    def representation(self) -> Mapping[str, Any]:
+        return self._geometry.representation
+
+    def shape(self, num_tokens: int) -> tuple[int, ...]:
+        blocks, rest = divmod(num_tokens, self._geometry.block_tokens)
+        if rest:
+            raise ValueError(
+                f"num_tokens: {num_tokens} is not a whole number of blocks of {self._geometry.block_tokens}"
+            )
+        return (self._geometry.layers, blocks, self._geometry.page_elements)
+
+    def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
+        """Raise ValueError, by name, unless `where` is this engine's memory and ids within it."""
+        geometry = self._geometry
+        unknown = set(where) - {"pages", "blocks", "first_block", "ready"}
+        if unknown or not {"pages", "blocks"} <= set(where):
+            raise ValueError(
+                f"vllm connector: expected pages=, blocks= and first_block=, got {sorted(where) or 'nothing'}"
+            )
+        pages = where["pages"]
+        if len(pages) != geometry.layers:
+            raise ValueError(f"pages: {len(pages)} layers, the model has {geometry.layers}")
+        for number, view in enumerate(pages):
+            if view.dim() != 2 or view.shape[1] != geometry.page_elements or view.stride(1) != 1:
+                raise ValueError(
+                    f"pages: layer {number} is {list(view.shape)} with strides {view.stride()}, "
+                    f"not [blocks, {geometry.page_elements}] with pages in one piece"
+                )
+            if self.spec is not None and view.dtype != self.spec.torch_dtype:
+                raise ValueError(f"pages: layer {number} is {view.dtype}, not {self.spec.torch_dtype}")
+        count = min(view.shape[0] for view in pages)
+        wrong = next((block for block in where["blocks"] if not 0 <= block < count), None)
+        if wrong is not None:
+            raise ValueError(f"blocks: there is no block {wrong}; there are {count}")
+
+    @torch.inference_mode()
+    def read(
+        self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, pages: Sequence[torch.Tensor],
+        blocks: Sequence[int], first_block: int = 0, ready: Any = None,
+    ) -> None:  # fmt: skip
+        """Copy pages into chunks; done on return. ValueError if a block of a segment is not among `blocks`."""
+        if ready is not None:
+            ready.synchronize()
+        device = pages[0].device
+        with _own_stream(device):
+            for segment, chunk in zip(segments, chunks, strict=True):
+                begin, end = self._span(segment)
+                if begin < first_block or end > first_block + len(blocks):
+                    raise ValueError(f"blocks: {begin} to {end} of the sequence are not all there")
+                ids = torch.tensor(blocks[begin - first_block : end - first_block], device=device)
+                for view, into in zip(pages, chunk.tensor, strict=True):
+                    if device == into.device:
+                        torch.index_select(view, 0, ids, out=into)
+                    else:
+                        into.copy_(view.index_select(0, ids), non_blocking=True)
+
+    @torch.inference_mode()
+    def write(
+        self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, pages: Sequence[torch.Tensor],
+        blocks: Sequence[int], first_block: int = 0, ready: Any = None,
+    ) -> None:  # fmt: skip
+        """Copy chunks into pages; done on return."""
+        device = pages[0].device
+        with _own_stream(device):
+            for segment, chunk in zip(segments, chunks, strict=True):
+                begin, end = self._span(segment)
+                low, high = max(begin, first_block), min(end, first_block + len(blocks))
+                if low < high:
+                    ids = torch.tensor(blocks[low - first_block : high - first_block], device=device)
+                    for view, source in zip(pages, chunk.tensor, strict=True):
+                        view.index_copy_(0, ids, source[low - begin : high - begin].to(device, non_blocking=True))
+
+    def _span(self, segment: Segment) -> tuple[int, int]:
+        """Its blocks in the sequence."""
+        return segment.start // self._geometry.block_tokens, segment.end // self._geometry.block_tokens
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Copies do not queue up behind the engine's computing, and are done when this ends."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

@@ -1,0 +1,264 @@
+"""What to load and what to save, step by step: block hashes and block tables in, operations out. Knows no vLLM.
+
+A chunk is a whole number of the engine's blocks, and its name is the engine's own chained hash of its last block, which
+covers every token before it, the salt, the adapter and the images. Blocks may be freed while they are being saved: what
+is being read is remembered, and a step that hands such a block to somebody else waits for it first (`Step.fence`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+
+class Owner(NamedTuple):
+    """Whose chunks they are, beside what their digests say."""
+
+    adapter: str = ""
+    """Name and digest of the weights of a LoRA adapter."""
+    salt: str = ""
+
+
+class Chunks(NamedTuple):
+    """Consecutive chunks of one sequence."""
+
+    owner: Owner
+    first: int
+    """The number of the first, counted from the beginning of the sequence."""
+    digests: tuple[bytes, ...]
+
+
+class Move(NamedTuple):
+    """KV of consecutive chunks, from or to the engine's blocks."""
+
+    number: int
+    """Of the operation."""
+    request: str
+    chunks: Chunks
+    first_block: int
+    """Where in the sequence `blocks` begin, in blocks."""
+    blocks: tuple[int, ...]
+    """Ids, in the order of the sequence. Blocks of the chunks that are not among them are left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the worker does in one step of the engine, beside computing."""
+
+    loads: tuple[Move, ...] = ()
+    saves: tuple[Move, ...] = ()
+    """Of what this step computes too: to be begun when it has been."""
+    touched: tuple[Chunks, ...] = ()
+    """Chains that are in use, the part that the engine's own prefix cache had included."""
+    fence: tuple[int, ...] = ()
+    """Saves that have to be done reading, or given up, before this step computes."""
+    cancelled: tuple[str, ...] = ()
+    """Requests whose loads nobody waits for any more."""
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.saves or self.touched or self.fence or self.cancelled)
+
+
+IDLE = Step()
+
+
+class Request(Protocol):
+    """What is read of an engine's request; it is live, and its hashes grow."""
+
+    request_id: str
+    block_hashes: Sequence[bytes]
+    num_tokens: int
+    num_prompt_tokens: int
+
+
+class Scheduled(NamedTuple):
+    """A request's part of one step."""
+
+    request: str
+    blocks: Sequence[int]
+    """All of its blocks if `fresh`, otherwise those that are new."""
+    fresh: bool
+    """It was not running before: new, or back after a preemption."""
+    computed: int
+    """Tokens whose KV is there before the step."""
+    after: int
+    """Tokens whose KV is certain to be there after it: without those that are only guessed."""
+
+
+@dataclass(slots=True)
+class _State:
+    request: Request
+    owner: Owner
+    blocks: list[int] = field(default_factory=list)
+    saved: int = 0
+    """Chunks that are stored, or were planned to be."""
+    begun: int = 0
+    """Tokens that were there locally when it was last asked what could be loaded."""
+    loading: bool = False
+    failed: bool = False
+    """Something did not come that was said to be there: it computes itself, instead of trying again for ever."""
+
+
+class Planner:
+    """One per engine; all calls come from its scheduler's thread. A step costs O(requests in it + blocks they got)."""
+
+    def __init__(
+        self, *, block_tokens: int, chunk_tokens: int, hash_tokens: int, save_generated: bool, save: bool = True
+    ) -> None:
+        """hash_tokens: tokens per block hash, of which `chunk_tokens` is a multiple, as it is of `block_tokens`.
+
+        save_generated: chunks with generated tokens too. save: False for an engine that only loads.
+        """
+        self._save_anything = save
+        self.block_tokens = block_tokens
+        self.chunk_tokens = chunk_tokens
+        self._hashes_per_chunk = chunk_tokens // hash_tokens
+        self._save_generated = save_generated
+        self._states: dict[str, _State] = {}
+        self._loads: list[Move] = []
+        self._cancelled: list[str] = []
+        self._numbers = 0
+        # By block, the save that reads it; by save, its blocks.
+        self._reader: dict[int, int] = {}
+        self._reading: dict[int, tuple[int, ...]] = {}
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request, owner: Owner) -> None:
+        """A request has come. Twice is fine."""
+        self._states.setdefault(request.request_id, _State(request, owner))
+
+    def end(self, request: str) -> None:
+        """It is over, whatever became of it; a load under way is cancelled. Its blocks may go at once."""
+        state = self._states.pop(request, None)
+        if state is not None and state.loading:
+            # Also if the worker has not heard of the load yet: the engine waits to be told that it is over.
+            self._cancelled.append(request)
+
+    def chunks(self, request: str) -> Chunks:
+        """Every chunk of a request that has a name by now."""
+        state = self._states[request]
+        return self._named(state, 0, len(state.request.block_hashes) // self._hashes_per_chunk)
+
+    def loadable(self, request: str, local: int, held: Sequence[bool]) -> int:
+        """How many tokens after the first `local` ones can be loaded. No side effects that a second call would see.
+
+        held: whether each chunk of `chunks` is held, as far as was asked. At least one token is left to be computed,
+        and whole blocks are loaded: exactly what the engine's own prefix cache would give.
+        """
+        state = self._states[request]
+        state.begun = local
+        if state.failed:
+            return 0
+        chunk = local // self.chunk_tokens
+        while chunk < len(held) and held[chunk]:
+            chunk += 1
+        most = (state.request.num_tokens - 1) // self.block_tokens * self.block_tokens
+        return max(0, min(chunk * self.chunk_tokens, most) - local)
+
+    def load(self, request: str, blocks: Sequence[int], tokens: int) -> Move:
+        """Load `tokens` tokens, as `loadable` offered, into the request's `blocks` (all of them)."""
+        state = self._states[request]
+        end = state.begun + tokens
+        first, last = state.begun // self.chunk_tokens, -(-end // self.chunk_tokens)
+        first_block, last_block = state.begun // self.block_tokens, end // self.block_tokens
+        into = tuple(blocks[first_block:last_block])
+        move = Move(self._number(), request, self._named(state, first, last), first_block, into)
+        self._loads.append(move)
+        state.loading = True
+        state.saved = max(state.saved, end // self.chunk_tokens)
+        return move
+
+    def loaded(self, request: str) -> None:
+        """The worker is done with the request's load, one way or the other."""
+        state = self._states.get(request)
+        if state is not None:
+            state.loading = False
+
+    def doubt(self, requests: Iterable[str] = ()) -> None:
+        """What `requests` were to load did not come: nothing counts as stored until it has been looked at again."""
+        for state in self._states.values():
+            state.saved = 0
+        for request in requests:
+            if request in self._states:
+                self._states[request].failed = True
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def step(self, scheduled: Iterable[Scheduled]) -> Step:
+        """The operations of a step. Call once for each."""
+        saves: list[Move] = []
+        touched: list[Chunks] = []
+        fence: set[int] = set()
+        for load in self._loads:
+            self._fence(load.blocks, fence)
+        for one in scheduled:
+            state = self._states.get(one.request)
+            if state is None:
+                continue
+            if one.fresh:
+                state.blocks = list(one.blocks)
+                # What is there already is not written to.
+                self._fence(one.blocks[one.computed // self.block_tokens :], fence)
+                touched.append(self._named(state, 0, self._complete(state, state.request.num_prompt_tokens)))
+            elif one.blocks:
+                state.blocks.extend(one.blocks)
+                self._fence(one.blocks, fence)
+            if self._save_anything and one.after >= (state.saved + 1) * self.chunk_tokens:
+                self._save(state, one.after, saves)
+        if not (self._loads or saves or touched or fence or self._cancelled):
+            return IDLE
+        chains = tuple(chunks for chunks in touched if chunks.digests)
+        step = Step(tuple(self._loads), tuple(saves), chains, tuple(sorted(fence)), tuple(self._cancelled))
+        self._loads, self._cancelled = [], []
+        return step
+
+    def done(self, saves: Iterable[int]) -> None:
+        """These saves read nothing more."""
+        for number in saves:
+            for block in self._reading.pop(number, ()):
+                if self._reader.get(block) == number:
+                    del self._reader[block]
+
+    @property
+    def reading(self) -> Mapping[int, tuple[int, ...]]:
+        """The blocks that are being read, by save."""
+        return self._reading
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _complete(self, state: _State, tokens: int) -> int:
+        """Whole chunks within `tokens` that have a name."""
+        return min(tokens // self.chunk_tokens, len(state.request.block_hashes) // self._hashes_per_chunk)
+
+    def _named(self, state: _State, first: int, last: int) -> Chunks:
+        step = self._hashes_per_chunk
+        last_hashes = state.request.block_hashes[(first + 1) * step - 1 : last * step : step]
+        return Chunks(state.owner, first, tuple(map(bytes, last_hashes)))
+
+    def _save(self, state: _State, tokens: int, saves: list[Move]) -> None:
+        tokens = min(tokens, len(state.blocks) * self.block_tokens)
+        if not self._save_generated:
+            tokens = min(tokens, state.request.num_prompt_tokens)
+        last = self._complete(state, tokens)
+        if last <= state.saved:
+            return
+        per_chunk = self.chunk_tokens // self.block_tokens
+        first_block = state.saved * per_chunk
+        blocks = tuple(state.blocks[first_block : last * per_chunk])
+        chunks = self._named(state, state.saved, last)
+        move = Move(self._number(), state.request.request_id, chunks, first_block, blocks)
+        saves.append(move)
+        state.saved = last
+        self._reading[move.number] = blocks
+        for block in blocks:
+            self._reader[block] = move.number
+
+    def _fence(self, blocks: Sequence[int], fence: set[int]) -> None:
+        if self._reader:
+            fence.update(number for block in blocks if (number := self._reader.get(block)) is not None)

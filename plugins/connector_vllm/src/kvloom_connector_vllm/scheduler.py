@@ -1,0 +1,249 @@
+"""The scheduler's half: which tokens can be loaded, and what the workers do in each step. Knows no vLLM."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvloom import ChunkKey, Index
+
+from .names import Names
+from .planner import Chunks, Owner, Planner, Request, Scheduled, Step
+
+log = logging.getLogger(__name__)
+
+LOOKUP_SECONDS = 0.005
+"""How long a step waits for tiers to say what they hold; a request whose answer takes longer is asked about again."""
+STALE_SECONDS = 1.0
+"""After so long an answer is asked for again: others may have stored what was missing."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What workers say after a step: one rank's, or several put together."""
+
+    saved: Counter[int] = field(default_factory=Counter)
+    """By number of the save, how many ranks are done reading."""
+    came: dict[int, list[ChunkKey]] = field(default_factory=dict)
+    """By rank, what its memory holds now and did not before."""
+    left: dict[int, list[ChunkKey]] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
+    """Ranks of which `came` is everything."""
+    loaded: set[str] = field(default_factory=set)
+    """Requests whose loads are over."""
+    failed: set[str] = field(default_factory=set)
+    """Those that did not get everything."""
+    failures: dict[int, int] = field(default_factory=dict)
+    """By rank, how many loads had failed by then."""
+    cleared: Counter[int] = field(default_factory=Counter)
+    """By number of the clearing, how many ranks are done with it."""
+
+    def add(self, other: Report) -> Report:
+        self.saved.update(other.saved)
+        self.came |= other.came
+        self.left |= other.left
+        self.whole |= other.whole
+        self.loaded |= other.loaded
+        self.failed |= other.failed
+        self.failures |= other.failures
+        self.cleared.update(other.cleared)
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.saved or self.came or self.left or self.whole or self.loaded or self.cleared)
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What workers are told for a step."""
+
+    step: Step
+    failures: Mapping[int, int] = field(default_factory=dict)
+    """By rank, failed loads that the scheduler knows of: what was planned without knowing of one is not saved."""
+    clear: int = 0
+    """The number of a clearing that is to be done before anything else; 0 for none."""
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """What the shared tiers say of a request's chunks."""
+
+    chunks: Chunks
+    asked: Future[list[str | None]] | None
+    """None where nobody need be asked."""
+    since: float
+
+
+class Scheduler:
+    """One per engine. Nothing here waits for a tier for longer than `LOOKUP_SECONDS`."""
+
+    def __init__(self, planner: Planner, ranks: Sequence[Names], index: Index | None, *, asynchronous: bool) -> None:
+        """ranks: how each rank's chunks are called. index: of the tiers that processes share, if there are any."""
+        self._planner = planner
+        self._ranks = tuple(ranks)
+        self._index = index
+        self._asynchronous = asynchronous
+        self._held: list[set[ChunkKey]] = [set() for _ in ranks]
+        self._lookups: dict[str, _Lookup] = {}
+        self._pool = ThreadPoolExecutor(2, "kvloom-lookup") if index is not None else None
+        self._waiting: dict[int, int] = {}
+        self._failures: dict[int, int] = {}
+        self._clearing = 0
+        self._cleared = 0
+        self._told = 0
+        self.counts: Counter[str] = Counter()
+        """`lookups`, `late`: whose answer took longer than a step waits, `hits` and `tokens` offered, `failed`."""
+        self.sources: dict[str, dict[str, int]] = {}
+        """By request, tokens to be loaded by tier (`memory`, or the name of a shared one)."""
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request, owner: Owner) -> None:
+        """A request has come: ask for its chunks, so that the answer is there when it is its turn."""
+        self._planner.begin(request, owner)
+        if request.request_id not in self._lookups:
+            self._ask(request.request_id)
+
+    def matched(self, request: Request, owner: Owner, local: int) -> int | None:
+        """How many tokens after the first `local` ones can be loaded; None: ask again at the next step."""
+        self.begin(request, owner)
+        if self._cleared < self._clearing:
+            return 0
+        lookup = self._lookups[request.request_id]
+        grown = len(self._planner.chunks(request.request_id).digests) != len(lookup.chunks.digests)
+        if grown or time.monotonic() - lookup.since > STALE_SECONDS:
+            lookup = self._ask(request.request_id)
+        told: list[str | None] | None = None
+        if lookup.asked is not None:
+            try:
+                told = lookup.asked.result(LOOKUP_SECONDS)
+            except TimeoutError:
+                self.counts["late"] += 1
+                lookup.since = time.monotonic()  # it is being asked for still
+                return None
+            except Exception as error:
+                log.warning("what the tiers hold is not known: %s", error)
+        tiers = self._tiers(lookup.chunks, told)
+        tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
+        self.sources[request.request_id] = self._by_tier(tiers, local, tokens)
+        return tokens
+
+    def load(self, request: Request, blocks: Sequence[int], tokens: int) -> None:
+        """The engine has made room for what `matched` offered. blocks: all of the request's."""
+        if tokens <= 0:
+            return
+        self._planner.load(request.request_id, blocks, tokens)
+        self.counts["hits"] += 1
+        self.counts["tokens"] += tokens
+
+    def end(self, request: str) -> None:
+        """It is over; its blocks may be freed at once."""
+        self._planner.end(request)
+        self._lookups.pop(request, None)
+        self.sources.pop(request, None)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def orders(self, scheduled: Iterable[Scheduled]) -> Orders:
+        step = self._planner.step(scheduled)
+        for save in step.saves:
+            self._waiting[save.number] = len(self._ranks)
+        clear, self._told = (self._clearing if self._told < self._clearing else 0), self._clearing
+        return Orders(step, dict(self._failures), clear)
+
+    def report(self, report: Report) -> None:
+        """What the workers said of the steps so far."""
+        for rank in report.whole:
+            self._held[rank].clear()
+        for rank, keys in report.came.items():
+            self._held[rank].update(keys)
+        for rank, keys in report.left.items():
+            self._held[rank].difference_update(keys)
+        done = []
+        for number, ranks in report.saved.items():
+            self._waiting[number] = self._waiting.get(number, 0) - ranks
+            if self._waiting[number] <= 0:
+                del self._waiting[number]
+                done.append(number)
+        self._planner.done(done)
+        for request in report.loaded:
+            self._planner.loaded(request)
+        new = sum(count - self._failures.get(rank, 0) for rank, count in report.failures.items())
+        if new > 0:
+            self.counts["failed"] += new
+            self._failures |= report.failures
+            self._planner.doubt(report.failed)
+            self._lookups.clear()
+        for number, ranks in report.cleared.items():
+            self._waiting[-number] = self._waiting.get(-number, len(self._ranks)) - ranks
+            if self._waiting[-number] <= 0:
+                del self._waiting[-number]
+                self._cleared = max(self._cleared, number)
+
+    def clear(self) -> None:
+        """Have the workers delete all KV of this model; until they have, nothing is found."""
+        self._clearing += 1
+        self._planner.doubt()
+        self._lookups.clear()
+
+    def taken(self) -> dict[str, int]:
+        """`counts` since the last call."""
+        taken, self.counts = dict(self.counts), Counter()
+        return taken
+
+    @property
+    def busy(self) -> bool:
+        """Workers have yet to say that they are done with something."""
+        return bool(self._waiting) or self._cleared < self._clearing
+
+    @property
+    def reading(self) -> Mapping[int, tuple[int, ...]]:
+        return self._planner.reading
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._index is not None:
+            self._index.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: str) -> _Lookup:
+        chunks = self._planner.chunks(request)
+        self.counts["lookups"] += 1
+        asked = None
+        if self._pool is not None and any(tier is None for tier in self._tiers(chunks, None)):
+            asked = self._pool.submit(self._located, chunks)
+        lookup = self._lookups[request] = _Lookup(chunks, asked, time.monotonic())
+        return lookup
+
+    def _located(self, chunks: Chunks) -> list[str | None]:
+        """By chunk, the slowest of the tiers that have some rank's part; None if one has no part of it anywhere."""
+        assert self._index is not None
+        segments = [segment for names in self._ranks for segment in names.segments(chunks)]
+        return self._index.locate(segments)
+
+    def _tiers(self, chunks: Chunks, told: Sequence[str | None] | None) -> list[str | None]:
+        """By chunk, where it would come from: None unless every rank's part is somewhere."""
+        count = len(chunks.digests)
+        tiers: list[str | None] = ["memory"] * count
+        for number, (names, held) in enumerate(zip(self._ranks, self._held, strict=True)):
+            for index, segment in enumerate(names.segments(chunks)):
+                if tiers[index] is not None and segment.key not in held:
+                    tiers[index] = None if told is None else told[number * count + index]
+        return tiers
+
+    def _by_tier(self, tiers: Sequence[str | None], local: int, tokens: int) -> dict[str, int]:
+        step = self._planner.chunk_tokens
+        found: dict[str, int] = {}
+        for number in range(local // step, -(-(local + tokens) // step)):
+            tier = tiers[number] if number < len(tiers) else None
+            here = min((number + 1) * step, local + tokens) - max(number * step, local)
+            if tier is not None and here > 0:
+                found[tier] = found.get(tier, 0) + here
+        return found

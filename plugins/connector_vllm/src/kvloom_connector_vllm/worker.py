@@ -1,0 +1,225 @@
+"""The worker's half: one rank's engine, and the loads and saves that the scheduler's half ordered. Knows no vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+import torch
+
+from kvloom import Engine, KVLoomError, Segment, Task
+
+from .names import Names
+from .planner import Move
+from .scheduler import Orders, Report
+
+log = logging.getLogger(__name__)
+
+FENCE_SECONDS = 1.0
+"""How long a step waits for a save that reads a block which it hands to somebody else; the save is given up then."""
+
+
+class _Load(NamedTuple):
+    move: Move
+    segments: list[Segment]
+    task: Task
+
+
+class Worker:
+    """Of one rank. All calls come from the engine's worker thread. A step with nothing to do costs microseconds."""
+
+    def __init__(self, engine: Engine, names: Names, *, rank: int, block_tokens: int) -> None:
+        self._engine = engine
+        self._names = names
+        self._rank = rank
+        self._block_tokens = block_tokens
+        self._pages: Sequence[torch.Tensor] = ()
+        self._event: Callable[[], Any] | None = None
+        self._orders: Orders | None = None
+        self._loads: dict[str, _Load] = {}
+        self._saves: dict[int, Task] = {}
+        self._failed_blocks: set[int] = set()
+        self._failures = 0
+        self._report = Report()
+        self._counted: Mapping[Any, Any] = {}
+
+    def attach(self, pages: Sequence[torch.Tensor], event: Callable[[], Any] | None = None) -> None:
+        """The engine's memory, a view `[num_blocks, page_elements]` for each layer. event: marks the end of a step."""
+        self._pages = list(pages)
+        self._event = event
+
+    # -- a step, in order ----------------------------------------------------------------------------------------------
+
+    def fence(self, orders: Orders) -> None:
+        """Before anything of the step is computed: whoever reads a block that is reused is waited for, or stopped."""
+        for number in orders.step.fence:
+            task = self._saves.get(number)
+            if task is not None and not task.done:
+                try:
+                    task.result(FENCE_SECONDS)
+                except KVLoomError as error:
+                    log.warning("save %d was given up: %s", number, error)
+        if orders.clear:
+            self._clear(orders.clear)
+
+    def begin(self, orders: Orders) -> None:
+        """The step's orders; before or while it is computed."""
+        self._orders = orders
+
+    def load(self, *, wait: bool) -> None:
+        """Begin the step's loads. wait: for a step that computes with what they bring."""
+        assert self._orders is not None
+        step = self._orders.step
+        for move in step.loads:
+            self._load(move)
+        for request in step.cancelled:
+            load = self._loads.get(request)
+            if load is not None:
+                load.task.cancel()
+        if wait:
+            for move in step.loads:
+                self._loaded(self._loads.pop(move.request))
+                self._report.loaded.add(move.request)
+
+    def save(self) -> None:
+        """Begin the step's saves, once what it computes has been computed (or has been queued on the device)."""
+        assert self._orders is not None
+        orders, self._orders = self._orders, None
+        for chunks in orders.step.touched:
+            self._engine.touch(self._names.segments(chunks))
+        if not orders.step.saves:
+            return
+        ready = self._event() if self._event is not None else None
+        for move in orders.step.saves:
+            if orders.failures.get(self._rank, 0) < self._failures:
+                # It was planned before the scheduler knew that some KV had not come: what it computes may be wrong.
+                self._report.saved[move.number] += 1
+                continue
+            try:
+                self._saves[move.number] = self._engine.save(
+                    self._names.segments(move.chunks), pages=self._pages, blocks=move.blocks,
+                    first_block=move.first_block, ready=ready,
+                )  # fmt: skip
+            except (KVLoomError, ValueError) as error:
+                log.warning("nothing is saved of request %s: %s", move.request, error)
+                self._report.saved[move.number] += 1
+
+    def finished(self) -> set[str]:
+        """Requests whose loads are over since the last call, whether all came or not."""
+        over = [request for request, load in self._loads.items() if load.task.done]
+        for request in over:
+            self._loaded(self._loads.pop(request))
+        self._report.loaded.update(over)
+        return set(over)
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks that were to be loaded and were not, since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def report(self) -> Report | None:
+        """What the scheduler's half should know, if there is something."""
+        if self._saves:
+            done = [number for number, task in self._saves.items() if task.done]
+            for number in done:
+                self._end_of(number, self._saves.pop(number))
+            self._report.saved.update(done)
+        changes = self._engine.changes()
+        if changes.whole:
+            self._report.whole.add(self._rank)
+        if changes.came or changes.whole:
+            self._report.came[self._rank] = changes.came
+        if changes.left:
+            self._report.left[self._rank] = changes.left
+        if not self._report:
+            return None
+        report, self._report = self._report, Report()
+        report.failures[self._rank] = self._failures
+        return report
+
+    def counts(self) -> dict[str, list[float]]:
+        """What happened since the last call: `event|tier|reason` to number, chunks, tokens, bytes, seconds."""
+        now, before = self._engine.counters(), self._counted
+        self._counted = dict(now)
+        found: dict[str, list[float]] = {}
+        for key, totals in now.items():
+            old = before.get(key)
+            new = astuple(totals)
+            delta = new if old is None else tuple(a - b for a, b in zip(new, astuple(old), strict=True))
+            if any(delta):
+                found["|".join(key)] = list(delta)
+        return found
+
+    def close(self) -> None:
+        """Cancel what is under way, write what was accepted. Idempotent."""
+        for load in self._loads.values():
+            load.task.cancel()
+        self._engine.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _load(self, move: Move) -> None:
+        segments = self._names.segments(move.chunks)
+        try:
+            task = self._engine.load(
+                segments, pages=self._pages, blocks=move.blocks, first_block=move.first_block
+            )  # fmt: skip
+        except (KVLoomError, ValueError) as error:
+            log.warning("nothing is loaded for request %s: %s", move.request, error)
+            task = _Failed(len(segments))
+        self._loads[move.request] = _Load(move, segments, task)
+
+    def _loaded(self, load: _Load) -> None:
+        """Note which blocks did not get their KV, if somebody still wants it."""
+        try:
+            mask = load.task.result().tolist()
+        except Exception as error:  # whatever it was, the engine computes these blocks itself
+            log.warning("a load for request %s failed: %s", load.move.request, error)
+            mask = [False] * len(load.segments)
+        if all(mask) or load.task.cancelled:
+            return
+        move, missing = load.move, set()
+        for segment, here in zip(load.segments, mask, strict=True):
+            if not here:
+                begin, end = segment.start // self._block_tokens, segment.end // self._block_tokens
+                missing.update(range(max(begin - move.first_block, 0), min(end - move.first_block, len(move.blocks))))
+        if missing:
+            self._failures += 1
+            self._report.failed.add(move.request)
+            self._failed_blocks.update(move.blocks[index] for index in missing)
+
+    def _end_of(self, number: int, task: Task) -> None:
+        try:
+            task.result()
+        except Exception as error:
+            log.warning("save %d failed: %s", number, error)
+
+    def _clear(self, number: int) -> None:
+        for task in self._saves.values():
+            task.cancel()
+        try:
+            self._engine.clear()
+        except KVLoomError as error:
+            log.error("not all KV could be deleted: %s", error)
+        self._report.cleared[number] += 1
+
+
+class _Failed(Task):
+    """A load that never began."""
+
+    cancelled = False  # type: ignore[assignment]
+
+    def __init__(self, segments: int) -> None:
+        self._count = segments
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> torch.Tensor:
+        return torch.zeros(self._count, dtype=torch.bool)
+
+    def cancel(self) -> None:
+        pass
