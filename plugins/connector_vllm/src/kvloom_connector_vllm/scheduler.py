@@ -81,12 +81,11 @@ class _Lookup:
 class Scheduler:
     """One per engine. Nothing here waits for a tier for longer than `LOOKUP_SECONDS`."""
 
-    def __init__(self, planner: Planner, ranks: Sequence[Names], index: Index | None, *, asynchronous: bool) -> None:
+    def __init__(self, planner: Planner, ranks: Sequence[Names], index: Index | None) -> None:
         """ranks: how each rank's chunks are called. index: of the tiers that processes share, if there are any."""
         self._planner = planner
         self._ranks = tuple(ranks)
         self._index = index
-        self._asynchronous = asynchronous
         self._held: list[set[ChunkKey]] = [set() for _ in ranks]
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(2, "kvloom-lookup") if index is not None else None

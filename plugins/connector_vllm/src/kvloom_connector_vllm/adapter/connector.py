@@ -96,7 +96,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             save_generated=config.save_decode_cache,
             save=self._produces,
         )
-        return Scheduler(planner, names, index, asynchronous=self._settings.async_load)
+        return Scheduler(planner, names, index)
 
     def _open_worker(self) -> Worker:
         config, identity = self._settings.engine, self._identity

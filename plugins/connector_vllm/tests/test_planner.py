@@ -1,0 +1,271 @@
+"""The planner beside a model of an engine: whatever is saved or loaded is the KV that belongs there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm_fakes import BLOCK, FakeRequest
+
+from kvloom_connector_vllm.planner import IDLE, Move, Owner, Planner, Scheduled
+
+CHUNK = 2 * BLOCK
+NOBODY = Owner()
+
+
+def planner(**settings: bool) -> Planner:
+    return Planner(
+        **{"block_tokens": BLOCK, "chunk_tokens": CHUNK, "hash_tokens": BLOCK, "save_generated": False, **settings}
+    )
+
+
+def test_a_prompt_is_saved_by_whole_chunks_as_it_is_computed() -> None:
+    one, request = planner(), FakeRequest("r", list(range(21)))
+    one.begin(request, NOBODY)
+    first = one.step([Scheduled("r", [5, 6, 7, 8, 9, 4], True, 0, 10)])
+    (save,) = first.saves
+    assert (save.chunks.first, save.first_block, save.blocks) == (0, 0, (5, 6))
+    assert save.chunks.digests == (request.block_hashes[1],)
+    assert first.touched[0].digests == (request.block_hashes[1], request.block_hashes[3])
+    (save,) = one.step([Scheduled("r", [], False, 10, 21)]).saves
+    assert (save.chunks.first, save.first_block, save.blocks) == (1, 2, (7, 8))
+    assert one.step([Scheduled("r", [], False, 21, 22)]) is IDLE
+
+
+@pytest.mark.parametrize(("local", "held", "tokens"), [
+    (0, [True, True], 16), (0, [True, False], 8), (0, [False, True], 0), (4, [True, True], 12), (12, [False, True], 4),
+    (16, [True, True], 0), (8, [True, True], 8),
+])  # fmt: skip
+def test_what_can_be_loaded(local: int, held: list[bool], tokens: int) -> None:
+    one = planner()
+    one.begin(FakeRequest("r", list(range(20))), NOBODY)
+    assert one.loadable("r", local, held) == tokens
+    assert one.loadable("r", local, held) == tokens, "asking changes nothing"
+
+
+def test_a_token_is_left_to_compute() -> None:
+    one = planner()
+    one.begin(FakeRequest("r", list(range(16))), NOBODY)
+    assert one.loadable("r", 0, [True, True]) == 12
+    move = one.load("r", [1, 2, 3, 4], 12)
+    assert (move.chunks.first, len(move.chunks.digests), move.first_block, move.blocks) == (0, 2, 0, (1, 2, 3))
+
+
+def test_part_of_a_chunk_is_loaded_behind_what_is_there() -> None:
+    one = planner()
+    one.begin(FakeRequest("r", list(range(40))), NOBODY)
+    assert one.loadable("r", 12, [True] * 5) == 24
+    move = one.load("r", list(range(10)), 24)
+    assert (move.chunks.first, len(move.chunks.digests), move.first_block, move.blocks) == (1, 4, 3, (3, 4, 5, 6, 7, 8))
+
+
+def test_generated_tokens_are_saved_if_asked_for() -> None:
+    for save_generated, expected in ((False, 1), (True, 2)):
+        one, request = planner(save_generated=save_generated), FakeRequest("r", list(range(10)))
+        one.begin(request, NOBODY)
+        saves = list(one.step([Scheduled("r", [1, 2, 3], True, 0, 10)]).saves)
+        for position in range(10, 17):
+            request.append(position)
+            blocks = [position // BLOCK + 1] if position % BLOCK == 0 and position >= 12 else []
+            saves += one.step([Scheduled("r", blocks, False, position, position + 1)]).saves
+        assert len(saves) == expected
+
+
+def test_an_engine_that_only_loads_saves_nothing() -> None:
+    one = planner(save=False)
+    one.begin(FakeRequest("r", list(range(20))), NOBODY)
+    assert one.step([Scheduled("r", [1, 2, 3, 4, 5], True, 0, 20)]).saves == ()
+
+
+def test_blocks_that_are_being_read_are_fenced_until_they_are_not() -> None:
+    one = planner()
+    for name, blocks in (("a", [1, 2, 3]), ("b", [4, 1, 5])):
+        one.begin(FakeRequest(name, [ord(name)] * 10), NOBODY)
+        step = one.step([Scheduled(name, blocks, True, 0, 10)])
+        assert step.fence == (() if name == "a" else (1,))
+        one.end(name)
+    one.done([1, 2])
+    one.begin(FakeRequest("c", [9] * 10), NOBODY)
+    assert one.step([Scheduled("c", [1, 2, 4], True, 0, 10)]).fence == ()
+
+
+def test_blocks_that_are_shared_and_only_read_are_not_fenced() -> None:
+    one = planner()
+    for name in "ab":
+        one.begin(FakeRequest(name, list(range(10))), NOBODY)
+    one.step([Scheduled("a", [1, 2, 3], True, 0, 10)])
+    assert one.step([Scheduled("b", [1, 2, 7], True, 8, 10)]).fence == ()
+
+
+def test_a_load_into_a_block_that_is_being_read_is_fenced() -> None:
+    one = planner()
+    for name in "ab":
+        one.begin(FakeRequest(name, list(range(20))), NOBODY)
+    (save,) = one.step([Scheduled("a", [1, 2, 3, 4, 5], True, 0, 9)]).saves
+    one.end("a")
+    one.loadable("b", 0, [True, True])
+    one.load("b", [2, 1, 7, 8, 9], 16)
+    assert one.step([]).fence == (save.number,)
+
+
+def test_a_load_of_a_request_that_is_over_is_cancelled_once() -> None:
+    one = planner()
+    one.begin(FakeRequest("r", list(range(20))), NOBODY)
+    one.loadable("r", 0, [True, True])
+    one.load("r", [1, 2, 3, 4, 5], 16)
+    one.end("r")
+    step = one.step([])
+    assert [load.request for load in step.loads] == ["r"] and step.cancelled == ("r",), "the engine waits for its end"
+    assert one.step([]) is IDLE
+
+
+def test_after_a_failed_load_it_computes_and_saves_again() -> None:
+    one = planner()
+    one.begin(FakeRequest("r", list(range(20))), NOBODY)
+    one.loadable("r", 0, [True, True])
+    one.load("r", [1, 2, 3, 4, 5], 16)
+    one.step([])
+    one.loaded("r")
+    one.doubt(["r"])
+    assert one.loadable("r", 0, [True, True]) == 0
+    (save,) = one.step([Scheduled("r", [1, 2, 3, 4, 5], True, 0, 20)]).saves
+    assert save.blocks == (1, 2, 3, 4)
+
+
+class Engine(RuleBasedStateMachine):
+    """Requests that share prefixes, over few blocks, preempted and ended at any time; memory holds what it should."""
+
+    @initialize(save_generated=st.booleans(), data=st.data())
+    def open(self, save_generated: bool, data: st.DataObject) -> None:
+        self.planner = planner(save_generated=save_generated)
+        self.memory: dict[int, list[int | None]] = {block: [None] * BLOCK for block in range(14)}
+        self.free = list(self.memory)
+        self.requests: dict[str, FakeRequest] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self.store: dict[bytes, tuple[int, ...]] = {}
+        self.reading: dict[int, Move] = {}
+        self.count = 0
+
+    def _token(self, request: FakeRequest, position: int) -> int:
+        """The KV of a token, for a model whose KV is a digest of everything up to it."""
+        return hash(tuple(request.tokens[: position + 1]))
+
+    @rule(prefix=st.integers(0, 2), shared=st.integers(0, 20), own=st.integers(1, 12))
+    def arrive(self, prefix: int, shared: int, own: int) -> None:
+        self.count += 1
+        name = f"r{self.count}"
+        tokens = [prefix] * shared + [100 + self.count % 3] * own
+        self.requests[name] = FakeRequest(name, tokens)
+        self.planner.begin(self.requests[name], NOBODY)
+
+    @precondition(lambda self: any(name not in self.tables for name in self.requests))
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        """Schedule a waiting request: load what the store has, compute some of the rest in the same step."""
+        name = data.draw(st.sampled_from([name for name in self.requests if name not in self.tables]))
+        request = self.requests[name]
+        need = -(-(request.num_tokens + 8) // BLOCK)
+        if need > len(self.free):
+            return
+        table = [self.free.pop(data.draw(st.integers(0, len(self.free) - 1))) for _ in range(need)]
+        digests = self.planner.chunks(name).digests
+        tokens = self.planner.loadable(name, 0, [digest in self.store for digest in digests])
+        if tokens:
+            self.planner.load(name, table, tokens)
+            self._step([])
+            self.planner.loaded(name)
+            request_kv = [self._token(request, position) for position in range(tokens)]
+            found = [self.memory[table[position // BLOCK]][position % BLOCK] for position in range(tokens)]
+            assert found == request_kv, "what was loaded is the KV of these tokens"
+        self.tables[name], self.computed[name] = table, tokens
+        self._compute(name, data.draw(st.integers(1, request.num_tokens - tokens)), fresh=True)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.tables)))
+        request = self.requests[name]
+        left = request.num_tokens - self.computed[name]
+        if left == 0:
+            if request.num_tokens >= len(self.tables[name]) * BLOCK:
+                return self.finish_named(name)
+            request.append(1000 + request.num_tokens)
+            left = 1
+        return self._compute(name, data.draw(st.integers(1, left)), fresh=False)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """Its blocks go at once, to be reused; it comes back like a new one."""
+        name = data.draw(st.sampled_from(sorted(self.tables)))
+        self.free += self.tables.pop(name)
+        del self.computed[name]
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.finish_named(data.draw(st.sampled_from(sorted(self.tables))))
+
+    def finish_named(self, name: str) -> None:
+        self.planner.end(name)
+        self.free += self.tables.pop(name)
+        del self.computed[name], self.requests[name]
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        """A save gets its turn in the background."""
+        self._read(data.draw(st.sampled_from(sorted(self.reading))))
+
+    @rule()
+    def forget(self) -> None:
+        """The store loses everything, as stores may."""
+        self.store.clear()
+
+    def _compute(self, name: str, count: int, *, fresh: bool) -> None:
+        before = self.computed[name]
+        blocks = self.tables[name] if fresh else []
+        self._step([Scheduled(name, blocks, fresh, before, before + count)], name)
+        self.computed[name] = before + count
+
+    def _step(self, scheduled: list[Scheduled], *computing: str) -> None:
+        step = self.planner.step(scheduled)
+        for number in step.fence:
+            if number in self.reading:
+                self._read(number)
+        for load in step.loads:
+            for index, block in enumerate(load.blocks, load.first_block):
+                chunk, within = divmod(index * BLOCK, CHUNK)
+                kv = self.store[load.chunks.digests[chunk - load.chunks.first]]
+                self.memory[block] = list(kv[within : within + BLOCK])
+        for name, part in zip(computing, scheduled, strict=True):
+            for position in range(part.computed, part.after):
+                block = self.tables[name][position // BLOCK]
+                self.memory[block] = [*self.memory[block]]
+                self.memory[block][position % BLOCK] = self._token(self.requests[name], position)
+        self.expected = getattr(self, "expected", {})
+        for save in step.saves:
+            self.reading[save.number] = save
+            request = self.requests[save.request]
+            for number, digest in enumerate(save.chunks.digests, save.chunks.first):
+                positions = range(number * CHUNK, (number + 1) * CHUNK)
+                self.expected[digest] = tuple(self._token(request, position) for position in positions)
+
+    def _read(self, number: int) -> None:
+        save = self.reading.pop(number)
+        kv = [token for block in save.blocks for token in self.memory[block]]
+        for index, digest in enumerate(save.chunks.digests):
+            self.store[digest] = tuple(kv[index * CHUNK : (index + 1) * CHUNK])
+            assert self.store[digest] == self.expected[digest], "the name of a chunk is the name of its KV"
+        self.planner.done([number])
+
+    @invariant()
+    def nothing_is_remembered_that_is_over(self) -> None:
+        if hasattr(self, "planner"):
+            assert set(self.planner.reading) == set(self.reading)
+
+
+TestEngine = Engine.TestCase
+TestEngine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
