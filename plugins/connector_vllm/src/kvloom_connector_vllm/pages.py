@@ -37,8 +37,8 @@ class VLLMConnector(GPUConnector):
     """Pages as opaque bytes (KV_PAGES), `[layers, blocks, page_elements]` for a chunk: only the engine can read them.
 
     `where`: `pages`, for each layer a view `[num_blocks, page_elements]` of the engine's memory, the elements of a page
-    next to each other; `blocks`, ids in the order of the sequence; `first_block`, where in the sequence they begin, in
-    blocks. Reading needs every block of every segment; in writing, blocks that are not among them are left alone.
+    next to each other; `blocks`, ids in the order of the sequence, -1 for a block that is left alone (reading needs
+    every block); `first_block`, where in the sequence they begin, in blocks.
     `ready`: optional, an event of the device (with `synchronize`) after which the pages hold what is to be read.
     """
 
@@ -72,7 +72,11 @@ class VLLMConnector(GPUConnector):
             raise ValueError(
                 f"vllm connector: expected pages=, blocks= and first_block=, got {sorted(where) or 'nothing'}"
             )
-        pages = where["pages"]
+        pages, blocks, first = where["pages"], where["blocks"], where.get("first_block", 0)
+        if not isinstance(pages, list | tuple) or not all(isinstance(view, torch.Tensor) for view in pages):
+            raise ValueError("pages: expected a list of tensors, one for each layer")
+        if not isinstance(blocks, list | tuple) or not all(isinstance(block, int) for block in (*blocks, first)):
+            raise ValueError("blocks: expected a list of ids, and an index as first_block")
         if len(pages) != geometry.layers:
             raise ValueError(f"pages: {len(pages)} layers, the model has {geometry.layers}")
         for number, view in enumerate(pages):
@@ -84,25 +88,28 @@ class VLLMConnector(GPUConnector):
             if self.spec is not None and view.dtype != self.spec.torch_dtype:
                 raise ValueError(f"pages: layer {number} is {view.dtype}, not {self.spec.torch_dtype}")
         count = min(view.shape[0] for view in pages)
-        wrong = next((block for block in where["blocks"] if not 0 <= block < count), None)
+        wrong = next((block for block in blocks if not -1 <= block < count), None)
         if wrong is not None:
             raise ValueError(f"blocks: there is no block {wrong}; there are {count}")
+        tokens = (first + len(blocks)) * geometry.block_tokens
+        if num_tokens > tokens:
+            raise ValueError(f"blocks: they end at token {tokens} of the sequence, not {num_tokens}")
 
     @torch.inference_mode()
     def read(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, pages: Sequence[torch.Tensor],
         blocks: Sequence[int], first_block: int = 0, ready: Any = None,
     ) -> None:  # fmt: skip
-        """Copy pages into chunks; done on return. ValueError if a block of a segment is not among `blocks`."""
+        """Copy pages into chunks; done on return. ValueError if a block of a segment is left out of `blocks`."""
         if ready is not None:
             ready.synchronize()
         device = pages[0].device
         with _own_stream(device):
             for segment, chunk in zip(segments, chunks, strict=True):
-                begin, end = self._span(segment)
-                if begin < first_block or end > first_block + len(blocks):
-                    raise ValueError(f"blocks: {begin} to {end} of the sequence are not all there")
-                ids = torch.tensor(blocks[begin - first_block : end - first_block], device=device)
+                wanted = self._blocks(segment, blocks, first_block)
+                if min(wanted) < 0:
+                    raise ValueError(f"blocks: some of tokens {segment.start} to {segment.end} are left out")
+                ids = torch.tensor(wanted, device=device)
                 for view, into in zip(pages, chunk.tensor, strict=True):
                     if device == into.device:
                         torch.index_select(view, 0, ids, out=into)
@@ -118,16 +125,21 @@ class VLLMConnector(GPUConnector):
         device = pages[0].device
         with _own_stream(device):
             for segment, chunk in zip(segments, chunks, strict=True):
-                begin, end = self._span(segment)
-                low, high = max(begin, first_block), min(end, first_block + len(blocks))
-                if low < high:
-                    ids = torch.tensor(blocks[low - first_block : high - first_block], device=device)
-                    for view, source in zip(pages, chunk.tensor, strict=True):
-                        view.index_copy_(0, ids, source[low - begin : high - begin].to(device, non_blocking=True))
+                wanted = self._blocks(segment, blocks, first_block)
+                kept = [index for index, block in enumerate(wanted) if block >= 0]
+                if not kept:
+                    continue
+                ids = torch.tensor([wanted[index] for index in kept], device=device)
+                for view, source in zip(pages, chunk.tensor, strict=True):
+                    part = source if len(kept) == len(wanted) else source[kept]
+                    view.index_copy_(0, ids, part.to(device, non_blocking=True))
 
-    def _span(self, segment: Segment) -> tuple[int, int]:
-        """Its blocks in the sequence."""
-        return segment.start // self._geometry.block_tokens, segment.end // self._geometry.block_tokens
+    def _blocks(self, segment: Segment, blocks: Sequence[int], first_block: int) -> list[int]:
+        """The ids of a segment's blocks."""
+        begin, end = segment.start // self._geometry.block_tokens, segment.end // self._geometry.block_tokens
+        if begin < first_block:
+            raise ValueError(f"blocks: they begin at block {first_block} of the sequence, not {begin}")
+        return list(blocks[begin - first_block : end - first_block])
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Move(NamedTuple):
     first_block: int
     """Where in the sequence `blocks` begin, in blocks."""
     blocks: tuple[int, ...]
-    """Ids, in the order of the sequence. Blocks of the chunks that are not among them are left alone."""
+    """The ids of all blocks of the chunks, in order; -1 for those that are left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +162,10 @@ class Planner:
         state = self._states[request]
         end = state.begun + tokens
         first, last = state.begun // self.chunk_tokens, -(-end // self.chunk_tokens)
-        first_block, last_block = state.begun // self.block_tokens, end // self.block_tokens
-        into = tuple(blocks[first_block:last_block])
-        move = Move(self._number(), request, self._named(state, first, last), first_block, into)
+        per_chunk = self.chunk_tokens // self.block_tokens
+        begins, ends = state.begun // self.block_tokens, end // self.block_tokens
+        into = (-1,) * (begins - first * per_chunk) + tuple(blocks[begins:ends]) + (-1,) * (last * per_chunk - ends)
+        move = Move(self._number(), request, self._named(state, first, last), first * per_chunk, into)
         self._loads.append(move)
         state.loading = True
         state.saved = max(state.saved, end // self.chunk_tokens)

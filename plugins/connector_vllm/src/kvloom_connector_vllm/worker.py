@@ -184,11 +184,12 @@ class Worker:
         for segment, here in zip(load.segments, mask, strict=True):
             if not here:
                 begin, end = segment.start // self._block_tokens, segment.end // self._block_tokens
-                missing.update(range(max(begin - move.first_block, 0), min(end - move.first_block, len(move.blocks))))
+                missing.update(move.blocks[begin - move.first_block : end - move.first_block])
+        missing.discard(-1)
         if missing:
             self._failures += 1
             self._report.failed.add(move.request)
-            self._failed_blocks.update(move.blocks[index] for index in missing)
+            self._failed_blocks |= missing
 
     def _end_of(self, number: int, task: Task) -> None:
         try:

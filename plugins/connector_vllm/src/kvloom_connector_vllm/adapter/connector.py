@@ -24,10 +24,10 @@ from ..configured import Settings, has_shared_tier
 from ..names import Names
 from ..planner import Owner, Planner, Scheduled
 from ..scheduler import Orders, Report, Scheduler
+from ..views import pages_of
 from ..worker import Worker
 from . import platform
 from .metrics import PromMetrics, Stats
-from .views import pages_of
 
 log = init_logger("vllm.kvloom")  # others are not printed
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..identity import Identity
+from .identity import Identity
 
 
 def pages_of(kv_caches: Mapping[str, torch.Tensor], identity: Identity, num_blocks: int) -> list[torch.Tensor]:

@@ -1,0 +1,230 @@
+"""Whose KV it is: what must not be shared differs, what is not kept is refused by name, settings are checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm_fakes import BLOCK, SlidingWindowSpec, kv_cache_config, layer_spec, vllm_config
+
+from kvloom import ConfigError
+from kvloom_connector_vllm.configured import Settings, has_shared_tier
+from kvloom_connector_vllm.identity import adapter, identify
+from kvloom_connector_vllm.names import Names
+from kvloom_connector_vllm.planner import Chunks, Owner
+from kvloom_connector_vllm.views import pages_of
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(3 << 20))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def namespace(config: Any, known: Any = None, *, rank: int = 0, owner: Owner | None = None, **about: Any) -> str:
+    one = identify(config, known or kv_cache_config(), rank=rank, about=about)
+    return Names(one.spec, one.geometry, chunk_tokens=8).namespace(owner or Owner())
+
+
+def test_the_same_model_has_the_same_name_in_every_process(model: Path) -> None:
+    assert namespace(vllm_config(str(model))) == namespace(vllm_config(str(model)))
+
+
+@pytest.mark.parametrize("change", [
+    "weights", "dtype", "block size", "layout", "heads", "layers", "cache dtype", "ranks", "rank", "version", "isa",
+    "hash", "quantization", "config", "salt", "adapter", "seed of dummies",
+])  # fmt: skip
+def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> None:
+    config, known, more = vllm_config(str(model)), kv_cache_config(), {}
+    before = namespace(config, known, vllm="0.32.0", isa="vec")
+    more = {"vllm": "0.32.0", "isa": "vec"}
+    rank, owner = 0, Owner()
+    if change == "weights":  # of the same size, and in the middle of the file
+        data = bytearray((model / "model.safetensors").read_bytes())
+        data[len(data) // 2 : len(data) // 2 + (1 << 17)] = b"\1" * (1 << 17)
+        (model / "model.safetensors").write_bytes(data)
+    elif change == "dtype":
+        known = kv_cache_config(spec=layer_spec(dtype=torch.bfloat16))
+    elif change == "block size":
+        known = kv_cache_config(spec=layer_spec(block_size=2 * BLOCK))
+    elif change == "layout":
+        known = kv_cache_config(kv_cache_layout="LBNHC")
+    elif change == "heads":
+        known = kv_cache_config(spec=layer_spec(num_kv_heads=1))
+    elif change == "layers":
+        known = kv_cache_config(4)
+    elif change == "cache dtype":
+        config.cache_config.cache_dtype = "fp8"
+    elif change in ("ranks", "rank"):
+        config = vllm_config(str(model), tensor_parallel_size=2)
+        before = namespace(config, known, **more) if change == "rank" else before
+        rank = int(change == "rank")
+    elif change == "version":
+        more["vllm"] = "0.33.0"
+    elif change == "isa":
+        more["isa"] = "amx"
+    elif change == "hash":
+        config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+    elif change == "quantization":
+        config.model_config.quantization = "awq"
+    elif change == "config":
+        config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"layers": 3, "rope_scaling": 2})
+    elif change == "salt":
+        owner = Owner("", "tenant")
+    elif change == "adapter":
+        owner = Owner("lora:1234")
+    elif change == "seed of dummies":
+        config.load_config.load_format = "dummy"
+        before = namespace(config, known, **more)
+        config.model_config.seed = 1
+    assert namespace(config, known, rank=rank, owner=owner, **more) != before
+
+
+def test_fields_that_change_nothing_do_not_count(model: Path) -> None:
+    config = vllm_config(str(model))
+    before = namespace(config)
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"layers": 3, "transformers_version": "9"})
+    assert namespace(config) == before
+
+
+def test_latent_kv_is_the_same_on_every_rank(model: Path) -> None:
+    class MLAAttentionSpec(type(layer_spec())):  # type: ignore[misc]
+        """By its name it is vLLM's."""
+
+    known = kv_cache_config(spec=MLAAttentionSpec(**{**vars(layer_spec()), "num_kv_heads": 1}))
+    config = vllm_config(str(model), tensor_parallel_size=2)
+    assert namespace(config, known, rank=0) == namespace(config, known, rank=1)
+
+
+def test_an_adapter_is_known_by_its_weights(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    request = SimpleNamespace(lora_name="x", lora_path=str(tmp_path))
+    first = adapter(request)
+    assert first.startswith("x:") and adapter(request) == first and adapter(None) == ""
+    weights.write_bytes(b"two")
+    assert adapter(request) != first
+    assert adapter(SimpleNamespace(lora_name="x", lora_path="far/away")) == "x:far/away"
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
+    ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+    ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2"),
+])  # fmt: skip
+def test_parallelism_that_is_not_done_is_refused(model: Path, change: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        namespace(vllm_config(str(model), **change))
+
+
+def test_models_that_are_not_done_are_refused(model: Path) -> None:
+    config = vllm_config(str(model))
+    two = kv_cache_config()
+    two.kv_cache_groups = two.kv_cache_groups * 2
+    with pytest.raises(ValueError, match="2 groups of KV cache"):
+        namespace(config, two)
+    with pytest.raises(ValueError, match="SlidingWindowSpec"):
+        namespace(config, kv_cache_config(spec=SlidingWindowSpec(**vars(layer_spec()))))
+    quantised = kv_cache_config(spec=layer_spec(kv_quant_mode=SimpleNamespace(name="INT8_PER_TOKEN_HEAD")))
+    with pytest.raises(ValueError, match="INT8_PER_TOKEN_HEAD"):
+        namespace(config, quantised)
+    with pytest.raises(ValueError, match="LHBNC"):
+        namespace(config, kv_cache_config(kv_cache_layout="LHBNC"))
+    draft = kv_cache_config()
+    draft.kv_cache_groups[0].is_eagle_group = True
+    with pytest.raises(ValueError, match="speculative"):
+        namespace(config, draft)
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    with pytest.raises(ValueError, match="xxhash"):
+        namespace(config)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        namespace(vllm_config(str(model)))
+
+
+def settings(extra: Any, model: Path, ranks: int = 1) -> Settings:
+    return Settings.read(extra, identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={}), ranks=ranks)
+
+
+@pytest.mark.parametrize(("extra", "said"), [
+    ({}, "kv_connector_extra_config.config: missing"),
+    ({"config": {}, "asynch_load": 1}, "kv_connector_extra_config.asynch_load: unknown"),
+    ({"config": {}, "async_load": "no"}, "kv_connector_extra_config.async_load: expected true or false"),
+    ({"config": "/nowhere/kv.yaml"}, "/nowhere/kv.yaml"),
+    ({"config": {"chunk_tokens": 10}}, "chunk_tokens: 10 is no multiple of vLLM's block size, 4; write 8"),
+    ({"config": {"connector": "transformers"}}, "connector: 'transformers' does not read vLLM's memory"),
+    ({"config": {"tokens": "radix"}}, "tokens: vLLM's own block hashes"),
+    ({"config": {"blend": {"executor": "cacheblend", "retriever": "separator"}}}, "blend: "),
+])  # fmt: skip
+def test_settings_that_cannot_work_are_refused_with_their_path(model: Path, extra: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(extra, model)
+
+
+def test_several_ranks_load_while_others_compute(model: Path) -> None:
+    with pytest.raises(ConfigError, match="async_load"):
+        settings({"config": {}, "async_load": False}, model, ranks=2)
+    assert settings({"config": {}}, model, ranks=2).async_load
+
+
+def test_the_connector_gets_its_geometry(model: Path, tmp_path: Path) -> None:
+    config = settings({"config": {"tiers": ["memory"]}}, model).engine
+    assert config.connector.settings["geometry"]["page_elements"] == 2 * BLOCK * 16
+    assert not has_shared_tier(config)
+    shared = {"config": {"tiers": ["memory", {"type": "disk", "path": str(tmp_path)}]}}
+    assert has_shared_tier(settings(shared, model).engine)
+
+
+# -- vLLM's tensors as pages -------------------------------------------------------------------------------------------
+
+ORDERS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "BLHNC": (1, 0, 2, 3, 4), "BLNHC": (1, 0, 3, 2, 4)}
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("order", [*ORDERS, "LHBNC"])
+def test_a_page_is_all_of_a_block_and_nothing_else(model: Path, order: str, split: int) -> None:
+    """split: the kernels' blocks are smaller than the manager's."""
+    blocks, layers, heads, content = 6, 3, 2, 16
+    axes = ORDERS.get(order, (0, 2, 1, 3, 4))
+    shape = (layers, blocks * split, heads, BLOCK // split, content)
+    raw = torch.arange(layers * blocks * heads * BLOCK * content, dtype=torch.float32)
+    logical = raw.view([shape[axis] for axis in axes]).permute([axes.index(axis) for axis in range(5)])
+    known = kv_cache_config(layers, num_blocks=blocks)
+    one = identify(vllm_config(str(model)), known, rank=0, about={})
+    caches = dict(zip(one.layer_names, logical, strict=True))
+    if order == "LHBNC" or (split > 1 and order.startswith("B")):
+        with pytest.raises(ValueError, match="not in one piece"):
+            pages_of(caches, one, blocks)
+        return
+    pages = pages_of(caches, one, blocks)
+    for layer, view in enumerate(pages):
+        assert view.shape == (blocks, heads * BLOCK * content) and view.stride(1) == 1
+        for block in range(blocks):
+            expected = logical[layer, block * split : (block + 1) * split]
+            assert sorted(view[block].tolist()) == sorted(expected.flatten().tolist())
+            assert view[block].data_ptr() >= raw.data_ptr()
+    pages[1][2] = -1
+    assert (logical[1, 2 * split : 3 * split] == -1).all() and int((raw == -1).sum()) == heads * BLOCK * content
+
+
+def test_a_cache_of_another_shape_is_refused(model: Path) -> None:
+    one = identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={})
+    good = {name: torch.zeros(6, 2, BLOCK, 16) for name in one.layer_names}
+    assert len(pages_of(good, one, 6)) == 3
+    for wrong, said in ((torch.zeros(6, 2, BLOCK, 8), "64 elements"), (torch.zeros(6, 2, BLOCK, 16).half(), "float16")):
+        with pytest.raises(ValueError, match=said):
+            pages_of({**good, one.layer_names[1]: wrong}, one, 6)
+    with pytest.raises(ValueError, match="registered no KV cache"):
+        pages_of({one.layer_names[0]: good[one.layer_names[0]]}, one, 6)
+
+
+def test_keys_say_where_in_the_sequence_a_chunk_is(model: Path) -> None:
+    one = identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={})
+    segments = Names(one.spec, one.geometry, chunk_tokens=8).segments(Chunks(Owner(), 2, (b"a" * 32, b"b" * 32)))
+    assert [(segment.start, segment.end, segment.key.depth) for segment in segments] == [(16, 24, 2), (24, 32, 3)]

@@ -1,0 +1,112 @@
+"""`type: vllm` meets the requirements of the conformance kit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from kvloom import KVSpec
+from kvloom_connector_vllm.pages import Geometry, VLLMConfig, VLLMConnector
+from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory
+from kvloom_testkit.subjects import SPEC
+
+BLOCK_TOKENS = 4
+
+
+class PagedMemory(EngineMemory):
+    """Pages of several requests, the request's being scattered among them."""
+
+    def __init__(self, spec: KVSpec, num_tokens: int) -> None:
+        count = -(-num_tokens // BLOCK_TOKENS)
+        elements = BLOCK_TOKENS * spec.kv_planes * spec.hidden_dim
+        chance = torch.Generator().manual_seed(num_tokens)
+        self._blocks = torch.randperm(2 * count + 3, generator=chance)[:count].tolist()
+        self._pages = [torch.full((2 * count + 3, elements), 3.0).to(spec.torch_dtype) for _ in range(spec.num_layers)]
+
+    @property
+    def where(self) -> Mapping[str, Any]:
+        return {"pages": self._pages, "blocks": list(self._blocks)}
+
+    def kv(self) -> torch.Tensor:
+        return torch.stack([view[self._blocks] for view in self._pages], dim=1).clone()
+
+    def set_kv(self, kv: torch.Tensor) -> None:
+        for layer, view in enumerate(self._pages):
+            view[self._blocks] = kv[:, layer]
+
+    def surroundings(self) -> bytes:
+        rest = [block for block in range(len(self._pages[0])) if block not in self._blocks]
+        return b"".join(view[rest].view(torch.uint8).numpy().tobytes() for view in self._pages)
+
+
+def geometry(spec: KVSpec) -> Geometry:
+    """Of memory as this module makes it."""
+    elements = BLOCK_TOKENS * spec.kv_planes * spec.hidden_dim
+    return Geometry(layers=spec.num_layers, block_tokens=BLOCK_TOKENS, page_elements=elements)
+
+
+class TestPages(ConnectorConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], ConnectorHarness]:
+        def harness() -> ConnectorHarness:
+            return ConnectorHarness(VLLMConnector(VLLMConfig(geometry=geometry(SPEC)), SPEC), PagedMemory, BLOCK_TOKENS)
+
+        return harness
+
+
+def connector() -> VLLMConnector:
+    return VLLMConnector(VLLMConfig(geometry=geometry(SPEC)), SPEC)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"pages": []}, "0 layers"),
+    ({"blocks": [0, 99]}, "no block 99"),
+    ({"blocks": [0, -2]}, "no block -2"),
+    ({"blocks": [0, 1, 2]}, "end at token 12 of the sequence, not 16"),
+    ({"slot_mapping": []}, "expected pages="),
+])  # fmt: skip
+def test_what_is_not_there_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    memory = PagedMemory(SPEC, 16)
+    with pytest.raises(ValueError, match=said):
+        connector().check({**memory.where, **change}, 16)
+
+
+def test_memory_of_another_shape_is_refused_by_name() -> None:
+    memory, one = PagedMemory(SPEC, 16), connector()
+    pages = memory.where["pages"]
+    for wrong in (pages[1][:, :-1], pages[1].double(), pages[1].t().contiguous().t()):
+        with pytest.raises(ValueError, match="pages: layer 1 is"):
+            one.check({**memory.where, "pages": [pages[0], wrong, *pages[2:]]}, 16)
+    with pytest.raises(ValueError, match="num_tokens: 6 is not a whole number of blocks of 4"):
+        one.shape(6)
+
+
+def test_reading_needs_every_block() -> None:
+    harness = ConnectorHarness(connector(), PagedMemory, BLOCK_TOKENS)
+    memory, segments = harness.engine(), harness.segments(4)
+    where = memory.where
+    with pytest.raises(ValueError, match="tokens 0 to 16 are left out"):
+        harness.connector.read(segments, harness.chunks(segments), **{**where, "blocks": [-1, *where["blocks"][1:]]})
+    with pytest.raises(ValueError, match="begin at block 1 of the sequence, not 0"):
+        harness.connector.read(segments, harness.chunks(segments), **{**where, "first_block": 1})
+
+
+@pytest.mark.parametrize("left_out", [[], [0], [3], [1, 2], [0, 1, 2, 3]])
+def test_blocks_that_are_left_out_are_left_alone(left_out: list[int]) -> None:
+    harness = ConnectorHarness(connector(), PagedMemory, BLOCK_TOKENS)
+    source, target, segments = harness.engine(seed=1), harness.engine(blank=True), harness.segments(4)
+    chunks = harness.read(segments, source)
+    before, where = target.kv(), target.where
+    blocks = [-1 if index in left_out else block for index, block in enumerate(where["blocks"])]
+    harness.connector.write(segments, chunks, **{**where, "blocks": blocks})
+    for index in range(4):
+        expected = before if index in left_out else source.kv()
+        assert torch.equal(target.kv()[index].view(torch.uint8), expected[index].view(torch.uint8))
+
+
+def test_without_its_geometry_it_says_who_has_it() -> None:
+    with pytest.raises(ValueError, match="--kv-transfer-config"):
+        VLLMConnector(VLLMConfig(), SPEC)
