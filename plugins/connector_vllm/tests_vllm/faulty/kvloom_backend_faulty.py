@@ -1,0 +1,63 @@
+"""`type: faulty`: a disk whose calls are disturbed as a file says, so that a test can change its mind from outside.
+
+The file holds JSON: `{"get": {"delay": 0.5}}`, or `{"get": {"hang": 30}}`, `{"get": {"fail": true}}`, `{"put": ...}`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from kvloom import hookimpl
+from kvloom_backend_disk import DiskBackend
+
+
+class FaultyBackend(DiskBackend):
+    type = "faulty"
+
+    class Config(DiskBackend.Config):
+        faults: Path
+
+    def _disturb(self, verb: str) -> None:
+        try:
+            fault = json.loads(self.config.faults.read_text()).get(verb, {})
+        except OSError:
+            return
+        time.sleep(fault.get("delay", 0) or fault.get("hang", 0))
+        if fault.get("fail"):
+            raise OSError(5, f"{verb}: as the test says")
+
+    def get(self, key: str) -> Any:
+        self._disturb("get")
+        return super().get(key)
+
+    def get_into(self, key: str, sink: Any) -> Any:
+        self._disturb("get")
+        return super().get_into(key, sink)
+
+    def get_range(self, *args: Any, **kwargs: Any) -> Any:
+        self._disturb("get")
+        return super().get_range(*args, **kwargs)
+
+    def get_many(self, *args: Any, **kwargs: Any) -> Any:
+        self._disturb("get")
+        return super().get_many(*args, **kwargs)
+
+    def put(self, key: str, blob: Any) -> None:
+        self._disturb("put")
+        super().put(key, blob)
+
+    def contains(self, key: str) -> bool:
+        self._disturb("contains")
+        return super().contains(key)
+
+    def contains_many(self, keys: Any) -> Any:
+        self._disturb("contains")
+        return super().contains_many(keys)
+
+
+@hookimpl
+def kvloom_storage_backends() -> list[type[FaultyBackend]]:
+    return [FaultyBackend]

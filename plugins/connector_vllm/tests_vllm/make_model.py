@@ -1,0 +1,55 @@
+"""A small random Llama with a tokenizer of its own, and a LoRA adapter for it: nothing is downloaded."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+import torch
+
+
+def make(folder: Path, *, layers: int = 4, hidden: int = 256, maximum: int = 4096, dtype: str = "float32") -> None:
+    """Write the model to `folder`, unless it is there; several processes may ask at once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "done").exists():
+            return
+        _make(folder, layers=layers, hidden=hidden, maximum=maximum, dtype=dtype)
+        (folder / "done").touch()
+
+
+def _make(folder: Path, *, layers: int, hidden: int, maximum: int, dtype: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=["<s>", "</s>", "<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(
+        ["keys and values of tokens, kept in blocks, found again by their hashes " * 20], trainer
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 32, num_key_value_heads=2, head_dim=32, max_position_embeddings=maximum,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2, tie_word_embeddings=False,
+        initializer_range=0.2,  # large, so that predictions are far from ties
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def make_adapter(model: Path, folder: Path, *, seed: int) -> None:
+    """A LoRA adapter of rank 8 on the attention's projections, with random weights."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    base = LlamaForCausalLM.from_pretrained(model)
+    lora = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False))
+    lora.save_pretrained(folder)

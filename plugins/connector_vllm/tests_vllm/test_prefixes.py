@@ -1,0 +1,117 @@
+"""Prefixes found in a fresh process: tokens, logprobs and bytes are those of vLLM's own prefix cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import BLOCK, Run, disk, memory, tokens
+
+SHARED = tokens(1, 700)
+PROMPTS = [tokens(2, 300), SHARED, SHARED[:512] + tokens(3, 100), SHARED[:640] + tokens(4, 3)]
+FOUND = [256, 640, 512, 640]
+"""How many tokens of each prompt are in whole blocks that one of them had before, once all have been seen."""
+
+
+def same(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["logprobs"] == other["logprobs"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_fresh_process_answers_as_the_engines_own_prefix_cache(run: Run, dtype: str, asynchronous: bool) -> None:
+    settings: dict[str, Any] = {"extra": {"async_load": asynchronous}, "dtype": dtype}
+    _, control, _ = run(
+        {"generate": {"prompts": PROMPTS}}, {"generate": {"prompts": PROMPTS}}, {"settle": {}}, **settings
+    )
+    assert [one["cached"] for one in control] == FOUND
+    found, metrics = run({"generate": {"prompts": PROMPTS}}, {"metrics": {}}, **settings)
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
+    # Of the third and fourth prompt the engine's own cache has most.
+    assert metrics["vllm:external_prefix_cache_hits"] == 256 + 640
+    assert metrics["vllm:prefix_cache_hits"] == 512 + 640
+
+
+def test_without_the_engines_own_cache_all_comes_from_here(run: Run) -> None:
+    _, control, _ = run({"generate": {"prompts": PROMPTS}}, {"generate": {"prompts": PROMPTS}}, {"settle": {}})
+    found, metrics = run({"generate": {"prompts": PROMPTS}}, {"metrics": {}}, enable_prefix_caching=False)
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
+    assert metrics["vllm:external_prefix_cache_hits"] == sum(FOUND)
+
+
+def test_memory_alone_serves_the_same_process(run: Run) -> None:
+    _, control, _, _, found = run(
+        {"generate": {"prompts": PROMPTS}}, {"generate": {"prompts": PROMPTS}}, {"settle": {}}, {"forget": {}},
+        {"generate": {"prompts": PROMPTS}}, tiers=[memory()],
+    )  # fmt: skip
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
+
+
+def test_chunks_of_several_blocks(run: Run) -> None:
+    config = {"chunk_tokens": 2 * BLOCK}
+    _, control, _ = run(
+        {"generate": {"prompts": PROMPTS}}, {"generate": {"prompts": PROMPTS}}, {"settle": {}}, config=config
+    )
+    (found,) = run({"generate": {"prompts": PROMPTS}}, config=config)
+    assert [one["cached"] for one in found] == [256, 512, 512, 640], "the last finds a block more in the engine's own"
+    same([found[0], found[2]], [control[0], control[2]])
+
+
+def test_two_engines_store_the_same_bytes(run: Run, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        run({"generate": {"prompts": PROMPTS[:2]}}, {"settle": {}}, tiers=[disk(tmp_path, path=str(tmp_path / name))])
+    one, two = (
+        {path.name: path for path in (tmp_path / name).rglob("*-*") if path.is_file()} for name in ("one", "two")
+    )
+    assert len(one) == 2 + 5 and set(one) == set(two)
+    size = 4 * BLOCK * 2 * 32 * 2 * 4  # layers, tokens, heads, elements of a head, K and V, bytes
+    for name, path in one.items():
+        assert path.read_bytes()[-size:] == two[name].read_bytes()[-size:]
+        assert len(set(path.read_bytes()[-size:])) > 200, "these are numbers, not padding"
+
+
+def test_a_codec_on_pages(run: Run, tmp_path: Path) -> None:
+    tiers = [disk(tmp_path, serializer={"type": "cachegen", "mode": "lossless"})]
+    _, control, _ = run(
+        {"generate": {"prompts": PROMPTS}},
+        {"generate": {"prompts": PROMPTS}},
+        {"settle": {}},
+        tiers=tiers,
+        dtype="bfloat16",
+    )
+    (found,) = run({"generate": {"prompts": PROMPTS}}, tiers=tiers, dtype="bfloat16")
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
+
+
+def test_generated_tokens_are_there_for_the_next_turn(run: Run) -> None:
+    turns = {"chat": {"prompt": tokens(5, 200), "turns": [[5, 6], tokens(6, 30), tokens(7, 20)], "max_tokens": 100}}
+    control, _ = run(turns, {"settle": {}}, config={"save_decode_cache": True})
+    (found,) = run(turns, config={"save_decode_cache": True}, enable_prefix_caching=False)
+    same(found[1:], control[1:])
+    # The second turn's prompt is 332 tokens: 128 of them have been generated or follow what was.
+    assert [one["cached"] for one in found] == [128, 256, 384]
+    assert [(one["length"] - 1) // BLOCK * BLOCK for one in found] == [128, 256, 384]
+
+
+def test_clearing_leaves_nothing(run: Run, tmp_path: Path) -> None:
+    first, _, cleared, again = run(
+        {"generate": {"prompts": PROMPTS[:1]}}, {"settle": {}}, {"reset": {}}, {"generate": {"prompts": PROMPTS[:1]}}
+    )
+    assert cleared is True and again[0]["cached"] == 0
+    same(again, first)
+
+
+def test_salts_do_not_meet(run: Run) -> None:
+    asked = {"prompts": PROMPTS[:1]}
+    run({"generate": {**asked, "salt": "x"}}, {"settle": {}})
+    other, none, own = run(
+        {"generate": {**asked, "salt": "y"}}, {"generate": asked}, {"generate": {**asked, "salt": "x"}}
+    )
+    assert [one[0]["cached"] for one in (other, none, own)] == [0, 0, 256]

@@ -1,0 +1,115 @@
+"""`vllm serve` with clients that stream at the same time, restarted in the middle; and what /metrics says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from conftest import BLOCK, disk, memory, tokens
+
+SHARED = tokens(1, 640)
+PROMPTS = [SHARED + tokens(20 + number, 20 + number) for number in range(6)]
+
+
+@contextmanager
+def serving(model: Path, config: Path, log: Path) -> Iterator[str]:
+    """The address of a server with kvloom, found by its entry point: no module path is given."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    transfer = {
+        "kv_connector": "KVLoomConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": str(config)},
+    }  # fmt: skip
+    command = [
+        str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--port", str(port), "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8", "--served-model-name", "tiny",
+        "--kv-cache-memory-bytes", str(128 << 20), "--kv-transfer-config", json.dumps(transfer),
+    ]  # fmt: skip
+    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        until = time.monotonic() + 300
+        while not _healthy(address):
+            assert server.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield address
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            raise AssertionError("the server did not end") from None
+
+
+def _healthy(address: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{address}/health", timeout=2).status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def complete(address: str, prompt: list[int], count: int = 24) -> list[str]:
+    """The pieces of text that were streamed."""
+    body = {
+        "model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    pieces: list[Any] = []
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                pieces += choice.get("token_ids") or []
+    return pieces
+
+
+def metric(address: str, name: str, **labels: str) -> float:
+    text = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in wanted))
+
+
+def test_a_restarted_server_answers_from_what_the_first_stored(tiny: Path, tmp_path: Path) -> None:
+    config = tmp_path / "kvloom.yaml"
+    config.write_text(json.dumps({"chunk_tokens": BLOCK, "tiers": [memory(), disk(tmp_path)]}))
+    with serving(tiny, config, tmp_path / "first.log") as address, ThreadPoolExecutor(6) as clients:
+        first = list(clients.map(lambda prompt: complete(address, prompt), PROMPTS))
+        assert all(len(one) == 24 for one in first)
+        assert metric(address, "vllm:external_prefix_cache_hits_total") == 0
+        until = time.monotonic() + 60
+        while metric(address, "kvloom_tokens_total", event="stored", tier="disk") < 640:
+            assert time.monotonic() < until, "it is not stored, or not counted"
+            complete(address, tokens(99, 10), 2)
+            time.sleep(1.1)
+    with serving(tiny, config, tmp_path / "second.log") as address, ThreadPoolExecutor(6) as clients:
+        second = list(clients.map(lambda prompt: complete(address, prompt), PROMPTS))
+        assert second == first
+        assert metric(address, "vllm:external_prefix_cache_hits_total") >= 640
+        time.sleep(1.1)
+        complete(address, tokens(99, 10), 2)
+        assert metric(address, "kvloom_tokens_total", event="retrieved") >= 640
+    for log in ("first.log", "second.log"):
+        assert "Traceback" not in (tmp_path / log).read_text()
