@@ -13,7 +13,7 @@ import pytest
 import torch
 from vllm_fakes import BLOCK, FakeRequest, kv_cache_config, vllm_config
 
-from kvloom import Engine
+from kvloom import Engine, MemoryFormat
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import identify
 from kvloom_connector_vllm.names import Names
@@ -34,18 +34,19 @@ class Pretended:
         vllm = vllm_config(str(folder / "model"), tensor_parallel_size=ranks)
         identities = [identify(vllm, known, rank=rank, about={}) for rank in range(ranks)]
         extra = {"config": {"chunk_tokens": 2 * BLOCK, "tiers": list(tiers), **config}, "async_load": asynchronous}
-        settings = Settings.read(extra, identities[0], ranks=ranks)
+        settings = Settings.read(extra, ranks=ranks)
+        opened = settings.opened(identities[0].geometry)
         self.elements = identities[0].geometry.page_elements
-        names = [Names(one.spec, one.geometry, chunk_tokens=2 * BLOCK) for one in identities]
+        names = [Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=2 * BLOCK) for one in identities]
         planner = Planner(
             block_tokens=BLOCK, chunk_tokens=2 * BLOCK, hash_tokens=BLOCK,
-            save_generated=settings.engine.save_decode_cache,
+            save_generated=opened.save_decode_cache,
         )  # fmt: skip
         self.index = None
-        if has_shared_tier(settings.engine):
-            self.index = Engine.open(settings.engine, identities[0].spec, role="index")
+        if has_shared_tier(opened):
+            self.index = Engine.open(opened, identities[0].spec, role="index")
         self.scheduler = Scheduler(planner, names, self.index)
-        self.engines = [Engine.open(settings.engine, one.spec) for one in identities]
+        self.engines = [Engine.open(opened, one.spec) for one in identities]
         self.workers = [
             Worker(engine, name, rank=rank, block_tokens=BLOCK)
             for rank, (engine, name) in enumerate(zip(self.engines, names, strict=True))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from vllm_fakes import BLOCK, SlidingWindowSpec, kv_cache_config, layer_spec, vllm_config
 
-from kvloom import ConfigError
+from kvloom import ConfigError, EngineConfig, MemoryFormat
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import adapter, identify
 from kvloom_connector_vllm.names import Names
 from kvloom_connector_vllm.planner import Chunks, Owner
-from kvloom_connector_vllm.views import pages_of
+from kvloom_connector_vllm.views import order_of, pages_of
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Path:
 
 def namespace(config: Any, known: Any = None, *, rank: int = 0, owner: Owner | None = None, **about: Any) -> str:
     one = identify(config, known or kv_cache_config(), rank=rank, about=about)
-    return Names(one.spec, one.geometry, chunk_tokens=8).namespace(owner or Owner())
+    return Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=8).namespace(owner or Owner())
 
 
 def test_the_same_model_has_the_same_name_in_every_process(model: Path) -> None:
@@ -148,8 +148,9 @@ def test_models_that_are_not_done_are_refused(model: Path) -> None:
         namespace(vllm_config(str(model)))
 
 
-def settings(extra: Any, model: Path, ranks: int = 1) -> Settings:
-    return Settings.read(extra, identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={}), ranks=ranks)
+def settings(extra: Any, model: Path, ranks: int = 1) -> EngineConfig:
+    one = identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={})
+    return Settings.read(extra, ranks=ranks).opened(one.geometry)
 
 
 @pytest.mark.parametrize(("extra", "said"), [
@@ -170,15 +171,15 @@ def test_settings_that_cannot_work_are_refused_with_their_path(model: Path, extr
 def test_several_ranks_load_while_others_compute(model: Path) -> None:
     with pytest.raises(ConfigError, match="async_load"):
         settings({"config": {}, "async_load": False}, model, ranks=2)
-    assert settings({"config": {}}, model, ranks=2).async_load
+    assert Settings.read({"config": {}}, ranks=2).async_load
 
 
 def test_the_connector_gets_its_geometry(model: Path, tmp_path: Path) -> None:
-    config = settings({"config": {"tiers": ["memory"]}}, model).engine
+    config = settings({"config": {"tiers": ["memory"]}}, model)
     assert config.connector.settings["geometry"]["page_elements"] == 2 * BLOCK * 16
     assert not has_shared_tier(config)
     shared = {"config": {"tiers": ["memory", {"type": "disk", "path": str(tmp_path)}]}}
-    assert has_shared_tier(settings(shared, model).engine)
+    assert has_shared_tier(settings(shared, model))
 
 
 # -- vLLM's tensors as pages -------------------------------------------------------------------------------------------
@@ -226,5 +227,36 @@ def test_a_cache_of_another_shape_is_refused(model: Path) -> None:
 
 def test_keys_say_where_in_the_sequence_a_chunk_is(model: Path) -> None:
     one = identify(vllm_config(str(model)), kv_cache_config(), rank=0, about={})
-    segments = Names(one.spec, one.geometry, chunk_tokens=8).segments(Chunks(Owner(), 2, (b"a" * 32, b"b" * 32)))
+    segments = Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=8).segments(
+        Chunks(Owner(), 2, (b"a" * 32, b"b" * 32))
+    )
     assert [(segment.start, segment.end, segment.key.depth) for segment in segments] == [(16, 24, 2), (24, 32, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_order_in_a_page_is_found_by_writing(model: Path, dtype: torch.dtype) -> None:
+    known = kv_cache_config(spec=layer_spec(dtype=dtype, page_size_bytes=2 * BLOCK * 16 * dtype.itemsize))
+    one = identify(vllm_config(str(model)), known, rank=0, about={}, pages=False)
+    elements = one.geometry.page_elements
+    secret = torch.randperm(elements, generator=torch.Generator().manual_seed(3))
+
+    def write(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        page = torch.empty(elements, dtype=dtype)
+        page[secret] = torch.stack([keys, values]).flatten()
+        return page
+
+    assert torch.equal(order_of(write, one), secret)
+    with pytest.raises(ValueError, match="cannot be told"):
+        order_of(lambda keys, values: torch.zeros(elements, dtype=dtype), one)
+    with pytest.raises(ValueError, match="as they are"):
+        order_of(lambda keys, values: write(keys, values) / 2, one)
+
+
+def test_k_and_v_are_the_same_whoever_laid_out_the_pages(model: Path) -> None:
+    def name(layout: str, pages: bool, **about: Any) -> str:
+        known = kv_cache_config(kv_cache_layout=layout)
+        one = identify(vllm_config(str(model)), known, rank=0, about=about, pages=pages)
+        return Names(one.spec, one.geometry, MemoryFormat.KV_BLOB, chunk_tokens=8).namespace(Owner())
+
+    assert name("LBHNC", False, vllm="0.32.0") == name("LBNHC", False, vllm="0.33.0")
+    assert name("LBHNC", True) != name("LBNHC", True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom import KVSpec
-from kvloom_connector_vllm.pages import Geometry, VLLMConfig, VLLMConnector
+from kvloom_connector_vllm.pages import Geometry, VLLMBlobConnector, VLLMConfig, VLLMConnector
 from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory
 from kvloom_testkit.subjects import SPEC
 
@@ -53,6 +53,44 @@ class TestPages(ConnectorConformance):
     def make(self) -> Callable[[], ConnectorHarness]:
         def harness() -> ConnectorHarness:
             return ConnectorHarness(VLLMConnector(VLLMConfig(geometry=geometry(SPEC)), SPEC), PagedMemory, BLOCK_TOKENS)
+
+        return harness
+
+
+class KnownMemory(PagedMemory):
+    """Pages whose order is known: that of a random permutation."""
+
+    def __init__(self, spec: KVSpec, num_tokens: int) -> None:
+        super().__init__(spec, num_tokens)
+        self._spec = spec
+        self._order = torch.randperm(self._pages[0].shape[1], generator=torch.Generator().manual_seed(7))
+
+    @property
+    def where(self) -> Mapping[str, Any]:
+        return {**super().where, "order": self._order}
+
+    def kv(self) -> torch.Tensor:
+        planes, hidden = self._spec.kv_planes, self._spec.hidden_dim
+        kv = torch.empty(self._spec.blob_shape(len(self._blocks) * BLOCK_TOKENS), dtype=self._spec.torch_dtype)
+        for layer, view in enumerate(self._pages):
+            for index, block in enumerate(self._blocks):
+                page = view[block][self._order].view(planes, BLOCK_TOKENS, hidden)
+                kv[:, layer, index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS] = page
+        return kv
+
+    def set_kv(self, kv: torch.Tensor) -> None:
+        for layer, view in enumerate(self._pages):
+            for index, block in enumerate(self._blocks):
+                part = kv[:, layer, index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+                view[block, self._order] = part.flatten()
+
+
+class TestBlob(ConnectorConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], ConnectorHarness]:
+        def harness() -> ConnectorHarness:
+            one = VLLMBlobConnector(VLLMConfig(geometry=geometry(SPEC)), SPEC)
+            return ConnectorHarness(one, KnownMemory, BLOCK_TOKENS)
 
         return harness
 

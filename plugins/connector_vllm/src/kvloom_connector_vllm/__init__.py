@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
-    from .pages import VLLMConnector
+    from .pages import VLLMBlobConnector, VLLMConnector
 
-    return [VLLMConnector]
+    return [VLLMConnector, VLLMBlobConnector]

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvloom import ConfigError, EngineConfig, Registry
+from kvloom import ConfigError, EngineConfig, MemoryFormat, Registry
 
-from .identity import Identity
-from .pages import Geometry
+from .pages import Geometry, VLLMBlobConnector, VLLMConnector
 
 _EXTRA = {"config", "async_load"}
+
+
+_TYPES = {one.type: one for one in (VLLMConnector, VLLMBlobConnector)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +22,10 @@ class Settings:
 
     engine: EngineConfig
     async_load: bool
+    connector: type[VLLMConnector]
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any], identity: Identity, *, ranks: int) -> Settings:
+    def read(cls, extra: Mapping[str, Any], *, ranks: int) -> Settings:
         """Raises ConfigError, with the path of what cannot work and what to do."""
         where = "kv_connector_extra_config"
         unknown = sorted(set(extra) - _EXTRA)
@@ -37,23 +40,29 @@ class Settings:
             text = "with several ranks one cannot know in time that another's load failed; remove it"
             raise ConfigError(f"{where}.async_load", text)
         config = EngineConfig.load(extra["config"])
-        _check(config, identity.geometry)
-        block = config.connector.model_copy(update={"type": "vllm"})
-        block.model_extra["geometry"] = identity.geometry.model_dump()  # type: ignore[index]
-        return cls(config.model_copy(update={"connector": block}), asynchronous)
+        word = config.connector.type
+        if word not in _TYPES and word != EngineConfig().connector.type:
+            raise ConfigError("connector", f"{word!r} does not read vLLM's memory; write {' or '.join(_TYPES)}")
+        if config.tokens.type != "chunked":
+            raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
+        if config.blend is not None:
+            raise ConfigError("blend", "vLLM computes every token of a prompt that is no prefix; remove this block")
+        return cls(config, asynchronous, _TYPES.get(word, VLLMConnector))
 
+    @property
+    def pages(self) -> bool:
+        """Pages are kept as they are."""
+        return self.connector.format is MemoryFormat.KV_PAGES
 
-def _check(config: EngineConfig, geometry: Geometry) -> None:
-    if config.connector.type not in ("vllm", EngineConfig().connector.type):
-        raise ConfigError("connector", f"{config.connector.type!r} does not read vLLM's memory; write connector: vllm")
-    if config.tokens.type != "chunked":
-        raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
-    if config.blend is not None:
-        raise ConfigError("blend", "vLLM computes every token of a prompt that is no prefix; remove this block")
-    if config.chunk_tokens % geometry.block_tokens:
-        text = f"{config.chunk_tokens} is no multiple of vLLM's block size, {geometry.block_tokens}"
-        best = max(1, round(config.chunk_tokens / geometry.block_tokens)) * geometry.block_tokens
-        raise ConfigError("chunk_tokens", f"{text}; write {best}")
+    def opened(self, geometry: Geometry) -> EngineConfig:
+        """The configuration of an engine whose pages look like that. ConfigError if its chunks are no whole blocks."""
+        config = self.engine
+        if config.chunk_tokens % geometry.block_tokens:
+            text = f"{config.chunk_tokens} is no multiple of vLLM's block size, {geometry.block_tokens}"
+            best = max(1, round(config.chunk_tokens / geometry.block_tokens)) * geometry.block_tokens
+            raise ConfigError("chunk_tokens", f"{text}; write {best}")
+        block = type(config.connector)(type=self.connector.type, geometry=geometry.model_dump())
+        return config.model_copy(update={"connector": block})
 
 
 def has_shared_tier(config: EngineConfig) -> bool:

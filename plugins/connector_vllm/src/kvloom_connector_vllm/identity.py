@@ -41,8 +41,12 @@ class Identity:
         return replace(self.spec, rank=rank)
 
 
-def identify(config: Any, kv_cache_config: Any, *, rank: int, about: Mapping[str, str | int | bool]) -> Identity:
+def identify(
+    config: Any, kv_cache_config: Any, *, rank: int, about: Mapping[str, str | int | bool], pages: bool = True
+) -> Identity:
     """From a `VllmConfig` and a `KVCacheConfig`. about: what only vLLM itself can say (version, platform, ISA).
+
+    pages: kept as they are, so that their layout and who laid them out are part of the identity; else as K and V.
 
     Raises ValueError, naming it, for what kvloom does not keep.
     """
@@ -84,10 +88,14 @@ def identify(config: Any, kv_cache_config: Any, *, rank: int, about: Mapping[str
         block_tokens=block_tokens,
         page_elements=page_bytes // layer.dtype.itemsize,
         identity={
-            "layout": str(layout), "hash": algorithm, "compute_dtype": str(model.dtype), "layers": _digest(names),
-            "window": str(getattr(layer, "sliding_window", None)), "spec": type(layer).__name__, **about,
+            "hash": algorithm,
+            "compute_dtype": str(model.dtype),
+            "layers": _digest(names),
+            "spec": type(layer).__name__,
+            "window": str(getattr(layer, "sliding_window", None)),
+            **({"layout": str(layout), **about} if pages else {}),
         },
-    )  # fmt: skip
+    )
     hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or block_tokens)
     return Identity(spec, geometry, names, hash_tokens)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvloom import ChunkKey, KVSpec, Segment, fingerprint, salt_tag
+from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, fingerprint, salt_tag
 
-from .pages import Geometry, VLLMConnector
+from .pages import Geometry
 from .planner import Chunks, Owner
 
 
 class Names:
     """Of one rank: ranks hold different parts of the KV, under fingerprints of their own."""
 
-    def __init__(self, spec: KVSpec, geometry: Geometry, *, chunk_tokens: int) -> None:
+    def __init__(self, spec: KVSpec, geometry: Geometry, format: MemoryFormat, *, chunk_tokens: int) -> None:
         self._spec = spec
-        self._about = (VLLMConnector.format, geometry.representation)
+        self._about = (format, geometry.representation)
         self._chunk_tokens = chunk_tokens
         self._namespaces: dict[Owner, str] = {}
 

@@ -1,4 +1,4 @@
-"""`type: vllm`: whole blocks of an engine's paged KV as chunks, byte for byte."""
+"""`type: vllm` and `vllm_blob`: whole blocks of an engine's paged KV as chunks, byte for byte or as K and V."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class VLLMConnector(GPUConnector):
     type = "vllm"
     format = MemoryFormat.KV_PAGES
     Config = VLLMConfig
+    _words = frozenset({"pages", "blocks", "first_block", "ready"})
 
     def __init__(self, config: VLLMConfig, spec: Any = None) -> None:
         super().__init__(config, spec)
         if config.geometry is None:
-            raise ValueError("'vllm' is opened by vLLM: start it with --kv-transfer-config (docs/use/vllm.md)")
+            raise ValueError(f"{self.type!r} is opened by vLLM: start it with --kv-transfer-config (docs/use/vllm.md)")
         self._geometry = config.geometry
 
     @property
@@ -57,20 +58,23 @@ class VLLMConnector(GPUConnector):
         return self._geometry.representation
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:
+        return (self._geometry.layers, self._whole_blocks(num_tokens), self._geometry.page_elements)
+
+    def _whole_blocks(self, num_tokens: int) -> int:
         blocks, rest = divmod(num_tokens, self._geometry.block_tokens)
         if rest:
             raise ValueError(
                 f"num_tokens: {num_tokens} is not a whole number of blocks of {self._geometry.block_tokens}"
             )
-        return (self._geometry.layers, blocks, self._geometry.page_elements)
+        return blocks
 
     def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
         """Raise ValueError, by name, unless `where` is this engine's memory and ids within it."""
         geometry = self._geometry
-        unknown = set(where) - {"pages", "blocks", "first_block", "ready"}
+        unknown = set(where) - self._words
         if unknown or not {"pages", "blocks"} <= set(where):
             raise ValueError(
-                f"vllm connector: expected pages=, blocks= and first_block=, got {sorted(where) or 'nothing'}"
+                f"{self.type} connector: expected pages=, blocks= and first_block=, got {sorted(where) or 'nothing'}"
             )
         pages, blocks, first = where["pages"], where["blocks"], where.get("first_block", 0)
         if not isinstance(pages, list | tuple) or not all(isinstance(view, torch.Tensor) for view in pages):
@@ -98,7 +102,7 @@ class VLLMConnector(GPUConnector):
     @torch.inference_mode()
     def read(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, pages: Sequence[torch.Tensor],
-        blocks: Sequence[int], first_block: int = 0, ready: Any = None,
+        blocks: Sequence[int], first_block: int = 0, ready: Any = None, **how: Any,
     ) -> None:  # fmt: skip
         """Copy pages into chunks; done on return. ValueError if a block of a segment is left out of `blocks`."""
         if ready is not None:
@@ -110,16 +114,13 @@ class VLLMConnector(GPUConnector):
                 if min(wanted) < 0:
                     raise ValueError(f"blocks: some of tokens {segment.start} to {segment.end} are left out")
                 ids = torch.tensor(wanted, device=device)
-                for view, into in zip(pages, chunk.tensor, strict=True):
-                    if device == into.device:
-                        torch.index_select(view, 0, ids, out=into)
-                    else:
-                        into.copy_(view.index_select(0, ids), non_blocking=True)
+                for layer, view in enumerate(pages):
+                    self._take(view, ids, chunk.tensor, layer, **how)
 
     @torch.inference_mode()
     def write(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], *, pages: Sequence[torch.Tensor],
-        blocks: Sequence[int], first_block: int = 0, ready: Any = None,
+        blocks: Sequence[int], first_block: int = 0, ready: Any = None, **how: Any,
     ) -> None:  # fmt: skip
         """Copy chunks into pages; done on return."""
         device = pages[0].device
@@ -130,9 +131,21 @@ class VLLMConnector(GPUConnector):
                 if not kept:
                     continue
                 ids = torch.tensor([wanted[index] for index in kept], device=device)
-                for view, source in zip(pages, chunk.tensor, strict=True):
-                    part = source if len(kept) == len(wanted) else source[kept]
+                for layer, view in enumerate(pages):
+                    rows = self._rows(chunk.tensor, layer, **how)
+                    part = rows if len(kept) == len(wanted) else rows[kept]
                     view.index_copy_(0, ids, part.to(device, non_blocking=True))
+
+    def _take(self, view: torch.Tensor, ids: torch.Tensor, into: torch.Tensor, layer: int) -> None:
+        """One layer's pages into a chunk."""
+        if view.device == into.device:
+            torch.index_select(view, 0, ids, out=into[layer])
+        else:
+            into[layer].copy_(view.index_select(0, ids), non_blocking=True)
+
+    def _rows(self, chunk: torch.Tensor, layer: int) -> torch.Tensor:
+        """One layer's pages of a chunk, `[blocks, page_elements]`."""
+        return chunk[layer]
 
     def _blocks(self, segment: Segment, blocks: Sequence[int], first_block: int) -> list[int]:
         """The ids of a segment's blocks."""
@@ -140,6 +153,58 @@ class VLLMConnector(GPUConnector):
         if begin < first_block:
             raise ValueError(f"blocks: they begin at block {first_block} of the sequence, not {begin}")
         return list(blocks[begin - first_block : end - first_block])
+
+
+class VLLMBlobConnector(VLLMConnector):
+    """K and V of whole blocks (KV_BLOB), for engines whose pages are known inside out: codecs can work on it.
+
+    `where`, besides that of `vllm`: `order`, int64 `[page_elements]` on the pages' device: where in a page the element
+    is that comes next in the order (plane, token, head, element of the head); each place once.
+    """
+
+    type = "vllm_blob"
+    format = MemoryFormat.KV_BLOB
+    _words = VLLMConnector._words | {"order"}
+
+    def __init__(self, config: VLLMConfig, spec: Any = None) -> None:
+        super().__init__(config, spec)
+        self._known: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def shape(self, num_tokens: int) -> tuple[int, ...]:
+        assert self.spec is not None
+        self._whole_blocks(num_tokens)
+        return self.spec.blob_shape(num_tokens)
+
+    def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
+        super().check(where, num_tokens)
+        order, elements = where.get("order"), self._geometry.page_elements
+        if not isinstance(order, torch.Tensor) or order.dtype != torch.int64 or tuple(order.shape) != (elements,):
+            raise ValueError(f"order: expected an int64 tensor [{elements}]")
+        self._inverse(order)
+
+    def _take(  # type: ignore[override]
+        self, view: torch.Tensor, ids: torch.Tensor, into: torch.Tensor, layer: int, *, order: torch.Tensor
+    ) -> None:
+        planes, _, _, hidden = into.shape
+        rows = view.index_select(0, ids).index_select(1, order)
+        ordered = rows.view(len(ids), planes, self._geometry.block_tokens, hidden).transpose(0, 1)
+        into[:, layer].view(ordered.shape).copy_(ordered, non_blocking=True)
+
+    def _rows(self, chunk: torch.Tensor, layer: int, *, order: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        planes, _, tokens, hidden = chunk.shape
+        step = self._geometry.block_tokens
+        ordered = chunk[:, layer].view(planes, tokens // step, step, hidden).transpose(0, 1)
+        return ordered.reshape(tokens // step, -1).index_select(1, self._inverse(order).to(chunk.device))
+
+    def _inverse(self, order: torch.Tensor) -> torch.Tensor:
+        """Where in the order each element of a page is. ValueError unless the order has each place once."""
+        version = 0 if order.is_inference() else order._version
+        if self._known is None or self._known[0] is not order or self._known[1] != version:
+            places, inverse = torch.sort(order)
+            if not torch.equal(places, torch.arange(len(order), device=order.device)):
+                raise ValueError("order: each place of a page has to be in it once")
+            self._known = (order, version, inverse)
+        return self._known[2]
 
 
 @contextmanager

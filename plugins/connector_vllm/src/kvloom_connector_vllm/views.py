@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -41,3 +41,34 @@ def _pages(name: str, cache: torch.Tensor, num_blocks: int, elements: int, dtype
         raise ValueError(f"layer {name}: a block has {expected} elements, not the {elements} of its specification")
     rows = torch.as_strided(cache, (num_blocks, elements), (cache.stride(0), 1), cache.storage_offset())
     return rows if rows.dtype == dtype else rows.view(dtype)
+
+
+_DIGIT = 128
+"""Elements are numbered in digits that every dtype holds exactly."""
+
+
+def order_of(write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], identity: Identity) -> torch.Tensor:
+    """int64 `[page_elements]`: where `write` puts each element of a block's K and V.
+
+    write: takes K and V `[tokens, heads, size]` of one block, and gives its page, flat. The order is (plane, token,
+    head, element of the head). ValueError if something is lost or changed on the way: then only the engine can read it.
+    """
+    spec, tokens = identity.spec, identity.geometry.block_tokens
+    shape = (2, tokens, spec.num_kv_heads, spec.head_size)
+    numbers = torch.arange(identity.geometry.page_elements).view(shape)
+    found, weight = torch.zeros(identity.geometry.page_elements, dtype=torch.int64), 1
+    while weight < numbers.numel():
+        digits = (numbers // weight % _DIGIT).to(spec.torch_dtype)
+        page = write(digits[0].contiguous(), digits[1].contiguous())
+        if page.numel() != numbers.numel() or not torch.equal(page.long().to(page.dtype), page):
+            raise ValueError(
+                "connector: the engine does not keep K and V as they are; write vllm, which keeps its pages"
+            )
+        found += page.long() * weight
+        weight *= _DIGIT
+    order = torch.argsort(found)
+    if not torch.equal(found[order], numbers.flatten()):
+        raise ValueError(
+            "connector: K and V cannot be told from the engine's pages; write vllm, which keeps them whole"
+        )
+    return order

@@ -35,7 +35,7 @@ class Worker:
         self._names = names
         self._rank = rank
         self._block_tokens = block_tokens
-        self._pages: Sequence[torch.Tensor] = ()
+        self._memory: dict[str, Any] = {}
         self._event: Callable[[], Any] | None = None
         self._orders: Orders | None = None
         self._loads: dict[str, _Load] = {}
@@ -45,9 +45,18 @@ class Worker:
         self._report = Report()
         self._counted: Mapping[Any, Any] = {}
 
-    def attach(self, pages: Sequence[torch.Tensor], event: Callable[[], Any] | None = None) -> None:
-        """The engine's memory, a view `[num_blocks, page_elements]` for each layer. event: marks the end of a step."""
-        self._pages = list(pages)
+    def attach(
+        self,
+        pages: Sequence[torch.Tensor],
+        *,
+        order: torch.Tensor | None = None,
+        event: Callable[[], Any] | None = None,
+    ) -> None:
+        """The engine's memory, a view `[num_blocks, page_elements]` for each layer. order: see `VLLMBlobConnector`.
+
+        event: marks the end of what a step has queued on the device.
+        """
+        self._memory = {"pages": list(pages), **({} if order is None else {"order": order})}
         self._event = event
 
     # -- a step, in order ----------------------------------------------------------------------------------------------
@@ -99,8 +108,8 @@ class Worker:
                 continue
             try:
                 self._saves[move.number] = self._engine.save(
-                    self._names.segments(move.chunks), pages=self._pages, blocks=move.blocks,
-                    first_block=move.first_block, ready=ready,
+                    self._names.segments(move.chunks), blocks=move.blocks, first_block=move.first_block,
+                    ready=ready, **self._memory,
                 )  # fmt: skip
             except (KVLoomError, ValueError) as error:
                 log.warning("nothing is saved of request %s: %s", move.request, error)
@@ -163,9 +172,7 @@ class Worker:
     def _load(self, move: Move) -> None:
         segments = self._names.segments(move.chunks)
         try:
-            task = self._engine.load(
-                segments, pages=self._pages, blocks=move.blocks, first_block=move.first_block
-            )  # fmt: skip
+            task = self._engine.load(segments, blocks=move.blocks, first_block=move.first_block, **self._memory)
         except (KVLoomError, ValueError) as error:
             log.warning("nothing is loaded for request %s: %s", move.request, error)
             task = _Failed(len(segments))

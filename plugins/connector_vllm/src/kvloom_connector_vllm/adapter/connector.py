@@ -28,6 +28,7 @@ from ..views import pages_of
 from ..worker import Worker
 from . import platform
 from .metrics import PromMetrics, Stats
+from .order import page_order
 
 log = init_logger("vllm.kvloom")  # others are not printed
 
@@ -66,10 +67,13 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         parallel = vllm_config.parallel_config
         self._rank = _tensor_rank() if role == KVConnectorRole.WORKER else 0
-        about = platform.about(vllm_config, identities.layer_spec(kv_cache_config))
-        self._identity = identities.identify(vllm_config, kv_cache_config, rank=self._rank, about=about)
         ranks = int(parallel.tensor_parallel_size)
-        self._settings = Settings.read(transfer.kv_connector_extra_config, self._identity, ranks=ranks)
+        self._settings = settings = Settings.read(transfer.kv_connector_extra_config, ranks=ranks)
+        about = platform.about(vllm_config, identities.layer_spec(kv_cache_config))
+        self._identity = identities.identify(
+            vllm_config, kv_cache_config, rank=self._rank, about=about, pages=settings.pages
+        )  # fmt: skip
+        self._config = settings.opened(self._identity.geometry)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._stats_due = 0.0
@@ -86,7 +90,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker = self._open_worker()
 
     def _open_scheduler(self, ranks: int) -> Scheduler:
-        config, identity = self._settings.engine, self._identity
+        config, identity = self._config, self._identity
         index = Engine.open(config, identity.spec, role="index") if has_shared_tier(config) else None
         names = [self._names(rank) for rank in range(ranks)]
         planner = Planner(
@@ -99,7 +103,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Scheduler(planner, names, index)
 
     def _open_worker(self) -> Worker:
-        config, identity = self._settings.engine, self._identity
+        config, identity = self._config, self._identity
         engine = Engine.open(config, identity.spec)
         names = self._names(self._rank)
         log.info(
@@ -109,8 +113,9 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Worker(engine, names, rank=self._rank, block_tokens=identity.geometry.block_tokens)
 
     def _names(self, rank: int) -> Names:
-        config, identity = self._settings.engine, self._identity
-        return Names(identity.of_rank(rank), identity.geometry, chunk_tokens=config.chunk_tokens)
+        config, identity = self._config, self._identity
+        format = self._settings.connector.format
+        return Names(identity.of_rank(rank), identity.geometry, format, chunk_tokens=config.chunk_tokens)
 
     # -- the scheduler's half ------------------------------------------------------------------------------------------
 
@@ -170,7 +175,10 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
         pages = pages_of(kv_caches, self._identity, int(self._kv_cache_config.num_blocks))
-        self._worker.attach(pages, _end_of_step if pages[0].is_cuda else None)
+        order = None
+        if not self._settings.pages:
+            order = page_order(self._vllm_config, self._identity, kv_caches).to(pages[0].device)
+        self._worker.attach(pages, order=order, event=_end_of_step if pages[0].is_cuda else None)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None and isinstance(kv_connector_metadata, Metadata)
@@ -242,7 +250,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.close()
 
     def _owner(self, request: Any) -> Owner:
-        salt = request.cache_salt or self._settings.engine.salt
+        salt = request.cache_salt or self._config.salt
         return Owner(identities.adapter(request.lora_request), salt)
 
 

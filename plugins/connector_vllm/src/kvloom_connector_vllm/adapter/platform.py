@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 import vllm
 from vllm.platforms import current_platform
 
@@ -18,7 +19,7 @@ def about(config: Any, layer: Any) -> dict[str, str | int | bool]:
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     found["backend"] = str(getattr(backend, "name", backend))
     if current_platform.is_cpu():
-        found["isa"] = _isa(config, layer)
+        found["isa"] = isa_of(config, layer.dtype, layer.block_size, layer.head_size)
     seed = _hash_seed()
     if seed:
         found["hash_seed"] = seed
@@ -36,14 +37,13 @@ def check_version() -> None:
         warnings.warn(f"kvloom is tested with vLLM from {low} to below {high}, not {vllm.__version__}", stacklevel=2)
 
 
-def _isa(config: Any, layer: Any) -> str:
+def isa_of(config: Any, dtype: torch.dtype, block_tokens: int, head_size: int) -> str:
+    """Which of its kernels vLLM takes on this processor: each lays pages out as it likes."""
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        return str(_get_attn_isa(layer.dtype, layer.block_size, layer.head_size, config.cache_config.cache_dtype))
+        return str(_get_attn_isa(dtype, block_tokens, head_size, config.cache_config.cache_dtype))
     except ImportError:
-        import torch
-
         return torch.backends.cpu.get_cpu_capability()
 
 
