@@ -14,6 +14,7 @@ import torch
 from vllm_fakes import BLOCK, FakeRequest, kv_cache_config, vllm_config
 
 from kvloom import Engine, MemoryFormat
+from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import identify
 from kvloom_connector_vllm.names import Names
@@ -45,7 +46,8 @@ class Pretended:
         self.index = None
         if has_shared_tier(opened):
             self.index = Engine.open(opened, identities[0].spec, role="index")
-        self.scheduler = Scheduler(planner, names, self.index)
+        announcer = Announcer(chunk_tokens=2 * BLOCK, hash_tokens=BLOCK)
+        self.scheduler = Scheduler(planner, names, self.index, announcer)
         self.engines = [Engine.open(opened, one.spec) for one in identities]
         self.workers = [
             Worker(engine, name, rank=rank, block_tokens=BLOCK)
@@ -450,3 +452,22 @@ def test_generated_tokens_are_there_for_the_next_turn(pretended: Any) -> None:
     one.settle()
     one.scheduler.end("a")
     assert one.serve(FakeRequest("b", [*request.tokens, 1, 2, 3]), range(8, 16)) == 24
+
+
+def test_routers_are_told_what_came_and_what_left(pretended: Any, tmp_path: Path) -> None:
+    one = pretended(tiers=[MEMORY, disk(tmp_path)])
+    request = FakeRequest("a", PROMPT[:])
+    one.serve(request, range(8))
+    told = one.scheduler.announcements()
+    for medium in ("CPU", "STORAGE"):
+        mine = [each.blocks for each in told if each.medium == medium]
+        assert [blocks.hashes for blocks in mine] == [tuple(request.block_hashes[at : at + 2]) for at in (0, 2, 4)]
+        assert [blocks.parent for blocks in mine] == [None, request.block_hashes[1], request.block_hashes[3]]
+        assert [token for blocks in mine for token in blocks.tokens] == PROMPT[:24]
+    keys = [segment.key for segment in one.workers[0]._names.segments(one_chunks(one, PROMPT))]
+    one.engines[0].tiers["memory"].remove(keys[2:])
+    one.step()
+    (gone,) = one.scheduler.announcements()
+    assert (gone.what, gone.medium, gone.blocks.hashes) == ("removed", "CPU", tuple(request.block_hashes[4:6]))
+    one.scheduler.clear()
+    assert [each.what for each in one.scheduler.announcements()] == ["cleared"]

@@ -33,6 +33,10 @@ class FakeRequest:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
+
     def append(self, *tokens: int) -> None:
         self.tokens.extend(tokens)
         self.rehash()

@@ -115,3 +115,23 @@ def test_salts_do_not_meet(run: Run) -> None:
         {"generate": {**asked, "salt": "y"}}, {"generate": asked}, {"generate": {**asked, "salt": "x"}}
     )
     assert [one[0]["cached"] for one in (other, none, own)] == [0, 0, 256]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_k_and_v_through_a_codec_that_reads_them(run: Run, tmp_path: Path, dtype: str) -> None:
+    """The order in the engine's pages is found by its own writing; what it is, the answers say."""
+    settings: dict[str, Any] = {"dtype": dtype, "config": {"connector": "vllm_blob"}}
+    _, control, _ = run(
+        {"generate": {"prompts": PROMPTS}}, {"generate": {"prompts": PROMPTS}}, {"settle": {}}, **settings
+    )
+    (found,) = run({"generate": {"prompts": PROMPTS}}, **settings)
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
+    if dtype == "bfloat16":
+        tiers = [disk(tmp_path, path=str(tmp_path / "lossy"), serializer={"type": "cachegen", "quality": "high"})]
+        run({"generate": {"prompts": PROMPTS}}, {"settle": {}}, tiers=tiers, **settings)
+        (lossy,) = run({"generate": {"prompts": PROMPTS[:2]}}, tiers=tiers, **settings)
+        assert [one["cached"] for one in lossy] == FOUND[:2]
+        for one, exact in zip(lossy, control, strict=False):
+            assert one["logprobs"] != exact["logprobs"], "it went through the codec"
+            assert abs(one["logprobs"][0] - exact["logprobs"][0]) < 1.0

@@ -222,6 +222,11 @@ class Planner:
                 if self._reader.get(block) == number:
                     del self._reader[block]
 
+    def request(self, name: str) -> Request | None:
+        """The engine's own, while it is there."""
+        state = self._states.get(name)
+        return None if state is None else state.request
+
     @property
     def reading(self) -> Mapping[int, tuple[int, ...]]:
         """The blocks that are being read, by save."""

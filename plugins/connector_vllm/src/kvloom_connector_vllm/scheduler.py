@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvloom import ChunkKey, Index
 
+from .announcing import Announcement, Announcer
 from .names import Names
 from .planner import Chunks, Owner, Planner, Request, Scheduled, Step
 
@@ -81,11 +82,15 @@ class _Lookup:
 class Scheduler:
     """One per engine. Nothing here waits for a tier for longer than `LOOKUP_SECONDS`."""
 
-    def __init__(self, planner: Planner, ranks: Sequence[Names], index: Index | None) -> None:
+    def __init__(
+        self, planner: Planner, ranks: Sequence[Names], index: Index | None, announcer: Announcer | None = None
+    ) -> None:
         """ranks: how each rank's chunks are called. index: of the tiers that processes share, if there are any."""
         self._planner = planner
         self._ranks = tuple(ranks)
         self._index = index
+        self._announcer = announcer
+        self._saving: dict[int, Chunks] = {}
         self._held: list[set[ChunkKey]] = [set() for _ in ranks]
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(2, "kvloom-lookup") if index is not None else None
@@ -151,6 +156,8 @@ class Scheduler:
         step = self._planner.step(scheduled)
         for save in step.saves:
             self._waiting[save.number] = len(self._ranks)
+        if self._announcer is not None:
+            self._learn(step, self._announcer)
         clear, self._told = (self._clearing if self._told < self._clearing else 0), self._clearing
         return Orders(step, dict(self._failures), clear)
 
@@ -169,6 +176,8 @@ class Scheduler:
                 del self._waiting[number]
                 done.append(number)
         self._planner.done(done)
+        if self._announcer is not None:
+            self._announce(report, done, self._announcer)
         for request in report.loaded:
             self._planner.loaded(request)
         new = sum(count - self._failures.get(rank, 0) for rank, count in report.failures.items())
@@ -186,6 +195,8 @@ class Scheduler:
     def clear(self) -> None:
         """Have the workers delete all KV of this model; until they have, nothing is found."""
         self._clearing += 1
+        if self._announcer is not None:
+            self._announcer.cleared()
         self._planner.doubt()
         self._lookups.clear()
 
@@ -210,6 +221,10 @@ class Scheduler:
         if self._index is not None:
             self._index.close()
 
+    def announcements(self) -> list[Announcement]:
+        """What came and left since the last call, if somebody wants to know."""
+        return [] if self._announcer is None else self._announcer.take()
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _ask(self, request: str) -> _Lookup:
@@ -220,6 +235,22 @@ class Scheduler:
             asked = self._pool.submit(self._located, chunks)
         lookup = self._lookups[request] = _Lookup(chunks, asked, time.monotonic())
         return lookup
+
+    def _learn(self, step: Step, announcer: Announcer) -> None:
+        for move in (*step.saves, *step.loads):
+            request = self._planner.request(move.request)
+            if request is not None:
+                announcer.learn(request, move.chunks)
+        if self._index is not None:
+            self._saving.update((save.number, save.chunks) for save in step.saves)
+
+    def _announce(self, report: Report, done: Sequence[int], announcer: Announcer) -> None:
+        announcer.came(report.came.get(0, ()), "CPU")
+        announcer.left(report.left.get(0, ()), "CPU")
+        for number in done:
+            chunks = self._saving.pop(number, None)
+            if chunks is not None:
+                announcer.stored(chunks, "STORAGE")
 
     def _located(self, chunks: Chunks) -> list[str | None]:
         """By chunk, the slowest of the tiers that have some rank's part; None if one has no part of it anywhere."""

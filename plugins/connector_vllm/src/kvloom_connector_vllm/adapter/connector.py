@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from kvloom import Engine
 
 from .. import identity as identities
+from ..announcing import Announcer
 from ..configured import Settings, has_shared_tier
 from ..names import Names
 from ..planner import Owner, Planner, Scheduled
@@ -27,6 +28,7 @@ from ..scheduler import Orders, Report, Scheduler
 from ..views import pages_of
 from ..worker import Worker
 from . import platform
+from .events import events_of
 from .metrics import PromMetrics, Stats
 from .order import page_order
 
@@ -100,7 +102,11 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             save_generated=config.save_decode_cache,
             save=self._produces,
         )
-        return Scheduler(planner, names, index)
+        events = self._vllm_config.kv_events_config
+        announcer = None
+        if events is not None and events.enable_kv_cache_events:
+            announcer = Announcer(chunk_tokens=config.chunk_tokens, hash_tokens=identity.hash_tokens)
+        return Scheduler(planner, names, index, announcer)
 
     def _open_worker(self) -> Worker:
         config, identity = self._config, self._identity
@@ -241,7 +247,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        assert self._scheduler is not None
+        return events_of(self._scheduler.announcements(), self._identity.hash_tokens)
 
     def shutdown(self) -> None:
         if self._worker is not None:

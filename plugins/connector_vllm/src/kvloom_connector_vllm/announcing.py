@@ -1,0 +1,82 @@
+"""What came to kvloom's tiers and what left them, for those who route requests to where their KV is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvloom import ChunkKey
+
+from .planner import Chunks
+
+_MOST = 1 << 17
+"""Chunks that are remembered with their tokens: a removal names the blocks that a chunk was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The engine's blocks of one chunk, by their own hashes."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: tuple[int, ...]
+    adapter: Any = None
+    """The engine's own request for a LoRA adapter, if there was one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Something that a router would like to know."""
+
+    what: Literal["stored", "removed", "cleared"]
+    medium: str
+    """`CPU` for memory, `STORAGE` for tiers that other processes share."""
+    blocks: Blocks | None = None
+
+
+class Announcer:
+    """Puts announcements together. Of several ranks, the first speaks for all: a hint, as all that tiers say is."""
+
+    def __init__(self, *, chunk_tokens: int, hash_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._hash_tokens = hash_tokens
+        self._known: dict[bytes, Blocks] = {}
+        self._pending: list[Announcement] = []
+
+    def learn(self, request: Any, chunks: Chunks) -> None:
+        """A request's chunks are being saved or loaded. request: the engine's, with its hashes and tokens."""
+        step = self._chunk_tokens // self._hash_tokens
+        for number, digest in enumerate(chunks.digests, chunks.first):
+            if digest in self._known:
+                continue
+            first, last = number * step, (number + 1) * step
+            hashes = tuple(map(bytes, request.block_hashes[first:last]))
+            parent = bytes(request.block_hashes[first - 1]) if first else None
+            tokens = tuple(request.all_token_ids[number * self._chunk_tokens : (number + 1) * self._chunk_tokens])
+            self._known[digest] = Blocks(hashes, parent, tokens, request.lora_request)
+        while len(self._known) > _MOST:
+            del self._known[next(iter(self._known))]
+
+    def came(self, keys: Iterable[ChunkKey], medium: str) -> None:
+        self._note("stored", [key.digest for key in keys], medium)
+
+    def stored(self, chunks: Chunks, medium: str) -> None:
+        self._note("stored", chunks.digests, medium)
+
+    def left(self, keys: Iterable[ChunkKey], medium: str) -> None:
+        self._note("removed", [key.digest for key in keys], medium)
+
+    def cleared(self) -> None:
+        self._pending.append(Announcement("cleared", ""))
+
+    def take(self) -> list[Announcement]:
+        """Those since the last call."""
+        taken, self._pending = self._pending, []
+        return taken
+
+    def _note(self, what: Literal["stored", "removed"], digests: Iterable[bytes], medium: str) -> None:
+        for digest in digests:
+            blocks = self._known.get(digest)
+            if blocks is not None:  # of others, who knows what tokens they are
+                self._pending.append(Announcement(what, medium, blocks))
