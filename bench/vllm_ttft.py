@@ -1,8 +1,8 @@
 """Time to the first token in vLLM: cold, from its own prefix cache, and from kvloom's tiers, one after the other.
 
-Each way is an engine in a process of its own; all are up at once, and requests go to them in turn, so that what else the
-machine does meets all of them alike. Every measured prompt is new to whoever should not know it: `cold` and `nothing to
-hit` get tokens that nobody has seen; the others get a prefix that was stored before and a tail of 32 fresh tokens.
+Each way is an engine in a process of its own; all are up at once, and requests go to them in turn, so that what else
+the machine does meets all of them alike. Every measured prompt is new to whoever should not know it: `cold` and
+`nothing to hit` get tokens that nobody has seen; the others get a prefix that was stored before and a fresh tail.
 
     make bench-vllm
     python bench/vllm_ttft.py --rounds 5 --lengths 1024
@@ -175,9 +175,12 @@ def report(results: dict[int, dict[str, list[float]]]) -> None:
             middle, limit = statistics.median(seconds), statistics.median(by_mode[control])
             low, _, high = statistics.quantiles(seconds, n=4)
             rows.add(
-                f"{length} tokens: {mode}", f"{middle * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}, n={len(seconds)})",
-                f"{limit * 1e3:.1f} ms, {control}", middle / limit, seconds=[round(one, 5) for one in seconds],
-            )  # fmt: skip
+                f"{length} tokens: {mode}",
+                f"{middle * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}, n={len(seconds)})",
+                f"{limit * 1e3:.1f} ms, {control}",
+                middle / limit,
+                seconds=[round(one, 5) for one in seconds],
+            )
     rows.finish()
 
 

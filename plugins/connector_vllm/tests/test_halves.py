@@ -471,3 +471,19 @@ def test_routers_are_told_what_came_and_what_left(pretended: Any, tmp_path: Path
     assert (gone.what, gone.medium, gone.blocks.hashes) == ("removed", "CPU", tuple(request.block_hashes[4:6]))
     one.scheduler.clear()
     assert [each.what for each in one.scheduler.announcements()] == ["cleared"]
+
+
+def test_a_request_may_wait_for_what_another_engine_is_storing(pretended: Any, tmp_path: Path) -> None:
+    one, two = pretended(tiers=[disk(tmp_path)]), pretended(tiers=[disk(tmp_path)])
+    request = FakeRequest("b", PROMPT[:])
+    assert two.scheduler.matched(request, NOBODY, 0, patience=20) is None
+    one.serve(FakeRequest("a", PROMPT[:]), range(8))
+    until = time.monotonic() + 20
+    while (tokens := two.scheduler.matched(request, NOBODY, 0, patience=20)) is None:
+        assert time.monotonic() < until
+        two.step()
+    assert tokens == 24
+    other = FakeRequest("c", [1] * 27)
+    while (tokens := two.scheduler.matched(other, NOBODY, 0, patience=0.1)) is None:
+        assert time.monotonic() < until
+    assert tokens == 0, "and not for ever"

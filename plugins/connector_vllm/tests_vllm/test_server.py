@@ -23,14 +23,18 @@ SHARED = tokens(1, 640)
 PROMPTS = [SHARED + tokens(20 + number, 20 + number) for number in range(6)]
 
 
-@contextmanager
-def serving(model: Path, config: Path, log: Path) -> Iterator[str]:
-    """The address of a server with kvloom, found by its entry point: no module path is given."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(model: Path, config: Path, log: Path, role: str = "kv_both") -> Iterator[str]:
+    """The address of a server with kvloom, found by its entry point: no module path is given."""
+    port = free_port()
     transfer = {
-        "kv_connector": "KVLoomConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector": "KVLoomConnector", "kv_role": role, "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"config": str(config)},
     }  # fmt: skip
     command = [
@@ -113,3 +117,33 @@ def test_a_restarted_server_answers_from_what_the_first_stored(tiny: Path, tmp_p
         assert metric(address, "kvloom_tokens_total", event="retrieved") >= 640
     for log in ("first.log", "second.log"):
         assert "Traceback" not in (tmp_path / log).read_text()
+
+
+def test_one_engine_prefills_and_another_generates(tiny: Path, tmp_path: Path) -> None:
+    config = tmp_path / "kvloom.yaml"
+    config.write_text(json.dumps({"chunk_tokens": BLOCK, "tiers": [disk(tmp_path)]}))
+    port = free_port()
+    example = Path(__file__).parents[3] / "examples/vllm_disaggregated.py"
+    with (
+        serving(tiny, config, tmp_path / "prefill.log", "kv_producer") as prefill,
+        serving(tiny, config, tmp_path / "decode.log", "kv_consumer") as decode,
+        ThreadPoolExecutor(4) as clients,
+    ):
+        proxy = subprocess.Popen(
+            [sys.executable, example, "--prefill", prefill, "--decode", decode, "--port", str(port)]
+        )
+        try:
+            until = time.monotonic() + 30
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            address = f"http://127.0.0.1:{port}"
+            found = list(clients.map(lambda prompt: complete(address, prompt), PROMPTS[:4]))
+        finally:
+            proxy.kill()
+            proxy.wait()
+        assert metric(decode, "vllm:external_prefix_cache_hits_total") >= 4 * 640 - 3 * 640, "prompts share 640 tokens"
+        assert metric(prefill, "vllm:external_prefix_cache_hits_total") == 0, "it only stores"
+        assert all(len(one) == 24 for one in found)
+        expected = [complete(prefill, prompt) for prompt in PROMPTS[:4]]
+        assert found == expected

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 LOOKUP_SECONDS = 0.005
 """How long a step waits for tiers to say what they hold; a request whose answer takes longer is asked about again."""
+AGAIN_SECONDS = 0.02
+"""How often tiers are asked for what a request waits for."""
 STALE_SECONDS = 1.0
 """After so long an answer is asked for again: others may have stored what was missing."""
 
@@ -93,6 +95,7 @@ class Scheduler:
         self._saving: dict[int, Chunks] = {}
         self._held: list[set[ChunkKey]] = [set() for _ in ranks]
         self._lookups: dict[str, _Lookup] = {}
+        self._patience: dict[str, float] = {}
         self._pool = ThreadPoolExecutor(2, "kvloom-lookup") if index is not None else None
         self._waiting: dict[int, int] = {}
         self._failures: dict[int, int] = {}
@@ -112,8 +115,11 @@ class Scheduler:
         if request.request_id not in self._lookups:
             self._ask(request.request_id)
 
-    def matched(self, request: Request, owner: Owner, local: int) -> int | None:
-        """How many tokens after the first `local` ones can be loaded; None: ask again at the next step."""
+    def matched(self, request: Request, owner: Owner, local: int, *, patience: float = 0.0) -> int | None:
+        """How many tokens after the first `local` ones can be loaded; None: ask again at the next step.
+
+        patience: for so many seconds it is worth waiting for the rest, which another engine is storing just now.
+        """
         self.begin(request, owner)
         if self._cleared < self._clearing:
             return 0
@@ -133,6 +139,9 @@ class Scheduler:
                 log.warning("what the tiers hold is not known: %s", error)
         tiers = self._tiers(lookup.chunks, told)
         tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
+        if patience > 0 and not all(tiers) and self._waits(request.request_id, patience):
+            lookup.since = min(lookup.since, time.monotonic() - STALE_SECONDS + AGAIN_SECONDS)
+            return None
         self.sources[request.request_id] = self._by_tier(tiers, local, tokens)
         return tokens
 
@@ -148,6 +157,7 @@ class Scheduler:
         """It is over; its blocks may be freed at once."""
         self._planner.end(request)
         self._lookups.pop(request, None)
+        self._patience.pop(request, None)
         self.sources.pop(request, None)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -235,6 +245,10 @@ class Scheduler:
             asked = self._pool.submit(self._located, chunks)
         lookup = self._lookups[request] = _Lookup(chunks, asked, time.monotonic())
         return lookup
+
+    def _waits(self, request: str, seconds: float) -> bool:
+        """Whether so many seconds are not over since it was first asked."""
+        return time.monotonic() < self._patience.setdefault(request, time.monotonic() + seconds)
 
     def _learn(self, step: Step, announcer: Announcer) -> None:
         for move in (*step.saves, *step.loads):

@@ -34,6 +34,8 @@ from .order import page_order
 
 log = init_logger("vllm.kvloom")  # others are not printed
 
+MOST_PATIENCE = 60.0
+"""Seconds that a request waits at most for KV that another engine is to store."""
 _COUNT_SECONDS = 1.0
 
 
@@ -134,7 +136,10 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._consumes or getattr(request, "skip_reading_prefix_cache", False):
             self._scheduler.begin(request, self._owner(request))
             return 0, False
-        tokens = self._scheduler.matched(request, self._owner(request), num_computed_tokens)
+        patience = (getattr(request, "kv_transfer_params", None) or {}).get("kvloom_wait_seconds", 0.0)
+        tokens = self._scheduler.matched(
+            request, self._owner(request), num_computed_tokens, patience=min(float(patience), MOST_PATIENCE)
+        )
         return tokens, bool(tokens) and self._settings.async_load
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
