@@ -290,6 +290,21 @@ def test_why_takes_a_record_of_a_tier_for_the_spec(
     assert "warm, cold" in run("why", config, "--tokens", tmp_path / "tokens.json", "--spec", record)
 
 
+def test_why_tells_a_fingerprint_from_the_others(run: Run, config: Path) -> None:
+    store(config, list(range(CHUNK)), replace(SPEC, revision="old"))
+    store(config, list(range(CHUNK)), replace(SPEC, model="other"))
+    records = [key for key in Drawer.drawers["one"] if key.startswith("spec/")]
+    old, other = (
+        next(key for key in records if text in Drawer.drawers["one"][key]).removeprefix("spec/").removesuffix(".json")
+        for text in (b'"revision":"old"', b'"model":"other"')
+    )
+    printed = " ".join(run("why", config, "--fingerprint", old[:8]).split())
+    assert f"fingerprint {old}" in printed and other in printed
+    assert 'model is "other" there' in printed and 'revision is "abc" there, "old" here' in printed
+    assert "0 records begin with 'ffff'" in run("why", config, "--fingerprint", "ffff", status=2)
+    assert "give a prompt and a spec" in run("why", config, status=2)
+
+
 @pytest.mark.parametrize(
     ("tokens", "spec", "problem"),
     [

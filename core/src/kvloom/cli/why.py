@@ -1,4 +1,7 @@
-"""`kvloom why`: for each chunk of a prompt, which tier holds it, or what about its key is different in what is held."""
+"""`kvloom why`: for each chunk of a prompt, which tier holds it, or what about its key is different in what is held.
+
+Or, without a prompt: what distinguishes a fingerprint from the others on the tiers.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +43,33 @@ def add(commands: typer.Typer, registry: Registry) -> None:
     @commands.command("why")
     def why(
         file: File,
-        tokens: Annotated[Path, typer.Option(metavar="TOKENS.json", help="The prompt: a JSON list of token ids.")],
+        tokens: Annotated[
+            Path | None, typer.Option(metavar="TOKENS.json", help="The prompt: a JSON list of token ids.")
+        ] = None,
         spec: Annotated[
-            Path, typer.Option(metavar="SPEC.json", help="The model: KVSpec.to_json(), or a tier's record.")
-        ],
+            Path | None, typer.Option(metavar="SPEC.json", help="The model: KVSpec.to_json(), or a tier's record.")
+        ] = None,
         salt: Annotated[
             list[str] | None,
             typer.Option(help="Whose prompt (default: the configuration's). Repeat to look under others too."),
         ] = None,
+        fingerprint: Annotated[
+            str | None,
+            typer.Option(help="Instead of a prompt: how this fingerprint differs from the others on the tiers."),
+        ] = None,
     ) -> None:
-        """Say where a prompt is stored, or why not."""
+        """Say where a prompt is stored, or why not; or what a fingerprint has of its own."""
         from kvloom.cli.store import stores
 
         config, resolved = load(file)
+        if fingerprint is not None:
+            with stores(resolved, None) as opened:
+                _print_differences(opened, fingerprint)
+            return
+        if tokens is None or spec is None:
+            raise ConfigError(
+                "--tokens", "give a prompt and a spec (--tokens, --spec), or a fingerprint (--fingerprint)"
+            )
         prompt, kv = _prompt(tokens), read_spec(spec)
         keys = Keys(config, resolved, kv)
         with stores(resolved, kv) as opened:
@@ -108,6 +125,21 @@ def _held(opened: Sequence[Store], segments: Sequence[Segment]) -> list[str]:
             if there:
                 names[index].append(store.name)
     return [", ".join(tiers) for tiers in names]
+
+
+def _print_differences(opened: Sequence[Store], asked: str) -> None:
+    """The other fingerprints of which the tiers have records. ConfigError if there is none of `asked`."""
+    records = {name: record for store in opened for name, record in store.records().items()}
+    known = [name for name in records if name.startswith(asked)]
+    if len(known) != 1:
+        found = ", ".join(sorted(records)) or "none"
+        raise ConfigError("--fingerprint", f"{len(known)} records begin with {asked!r}; the tiers have {found}")
+    mine = records.pop(known[0])
+    rows = [
+        (name, record["spec"].get("model", ""), "; ".join(_differences(record["identity"], mine["identity"])))
+        for name, record in sorted(records.items())
+    ]
+    output.print_table(f"fingerprint {known[0]}", ("other", "model", "differs in"), rows)
 
 
 def _differences(stored: Any, asked: Any, at: str = "") -> list[str]:
