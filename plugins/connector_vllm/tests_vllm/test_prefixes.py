@@ -135,3 +135,19 @@ def test_k_and_v_through_a_codec_that_reads_them(run: Run, tmp_path: Path, dtype
         for one, exact in zip(lossy, control, strict=False):
             assert one["logprobs"] != exact["logprobs"], "it went through the codec"
             assert abs(one["logprobs"][0] - exact["logprobs"][0]) < 1.0
+
+
+def test_ranks_keep_their_parts_and_agree(run: Run, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    asked = {"generate": {"prompts": PROMPTS}}
+    _, control, _ = run(asked, asked, {"settle": {}}, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, **settings)
+    fingerprints = {path.parts[-4] for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file()}
+    assert len(fingerprints) == 2, "one of each rank"
+    (found,) = run(asked, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, **settings)
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
+    for path in (tmp_path / "kv" / max(fingerprints)).rglob("0-*"):
+        path.unlink()
+    (lacking,) = run(asked, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, **settings)
+    assert lacking[0]["cached"] == 0, "the first chunk of one rank is gone"
+    assert [one["tokens"] for one in lacking] == [one["tokens"] for one in control]
