@@ -1,0 +1,103 @@
+"""Room in a buffer that several processes fill: what is about to be put is announced before it is put.
+
+Whoever wants to put something writes a reservation, then adds up all reservations and, after that, all that is kept.
+Of two who do so at once, the one who looks last sees the other; so the sum never goes over the capacity. Both may see
+each other and give way: they try again after times that differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kvloom import DeadlineExceeded, StorageBackend
+
+_BLOCK_BYTES = 4096
+
+Wait = Callable[[float], float | None]
+"""Waits a while longer than the argument says; how long it was, or None if there is no more time."""
+
+
+def new_id() -> str:
+    """48 hex digits that nobody else makes, in the order of time as this machine's clock tells it."""
+    return f"{time.time_ns():016x}{os.urandom(16).hex()}"
+
+
+def age_seconds(id: str) -> float:
+    """How long ago `new_id` made `id`, 0 if that cannot be told."""
+    try:
+        return (time.time_ns() - int(id[:16], 16)) / 1e9
+    except ValueError:
+        return 0.0
+
+
+class Room:
+    """kept: the prefix of the keys that count against `capacity` (bytes)."""
+
+    def __init__(self, backend: StorageBackend, name: str, *, kept: str, capacity: int, abandoned: float) -> None:
+        self._backend = backend
+        self._prefix = f"{name}/room/"
+        self._kept = kept
+        self._capacity = capacity
+        self._abandoned = abandoned
+        self._turn = threading.Lock()
+
+    @contextlib.contextmanager
+    def reserved(self, nbytes: int, *, replacing: str, wait: Wait, until: float) -> Iterator[None]:
+        """Room for `nbytes`, in which the key `replacing` may be put within.
+
+        Raises ValueError if there can never be, DeadlineExceeded if there was none in time. until: by the monotonic
+        clock.
+        """
+        needed = -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        if needed > self._capacity:
+            raise ValueError(f"{needed} bytes do not fit into a capacity of {self._capacity}; make capacity larger")
+        if not self._turn.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise DeadlineExceeded(self._full(needed))
+        try:
+            mine = self._reserve(needed, replacing, wait)
+        finally:
+            self._turn.release()
+        try:
+            yield
+        finally:
+            self._give_back(mine)
+
+    def _reserve(self, needed: int, replacing: str, wait: Wait) -> str:
+        pause: float | None = 0.0
+        while pause is not None:
+            # Looking first saves writing a reservation that would not do.
+            if self._used(replacing) + needed <= self._capacity:
+                mine = f"{self._prefix}{new_id()}-{needed}"
+                self._backend.put(mine, [b"reserved"])
+                try:
+                    fits = self._used(replacing) <= self._capacity
+                except BaseException:
+                    self._give_back(mine)
+                    raise
+                if fits:
+                    return mine
+                self._give_back(mine)
+            pause = wait(pause)
+        raise DeadlineExceeded(self._full(needed))
+
+    def _used(self, replacing: str) -> int:
+        """Bytes reserved and kept. Reservations are listed first: what is put meanwhile is then seen as kept."""
+        total = 0
+        for entry in list(self._backend.scan(self._prefix)):
+            id, _, nbytes = entry.key.removeprefix(self._prefix).rpartition("-")
+            if age_seconds(id) > self._abandoned:
+                self._give_back(entry.key)
+            elif nbytes.isdigit():
+                total += int(nbytes)
+        return total + sum(entry.bytes for entry in self._backend.scan(self._kept) if entry.key != replacing)
+
+    def _give_back(self, mine: str) -> None:
+        with contextlib.suppress(Exception):  # else it counts until it is old
+            self._backend.delete(mine)
+
+    def _full(self, needed: int) -> str:
+        return f"no room for {needed} bytes in a buffer of {self._capacity}: nobody took enough in time"
