@@ -148,6 +148,17 @@ def test_whose_kv_it_is_and_how_it_lies_keep_pages_apart(tmp_path: Path, other: 
     again.close()
 
 
+def test_ranks_with_parts_of_the_kv_share_nothing(tmp_path: Path) -> None:
+    here, keys = pool(5), page_keys(2)
+    store = opened(on_disk(tmp_path), storage(tp_size=2, tp_rank=0))
+    store.set(keys, pool=here, rows=rows(0, 1))
+    store.close()
+    for rank, count in ((1, 0), (0, 2)):
+        other = opened(on_disk(tmp_path), storage(tp_size=2, tp_rank=rank))
+        assert other.exists(keys) == count
+        other.close()
+
+
 def test_ranks_with_the_same_kv_share_it(tmp_path: Path) -> None:
     here, keys = pool(5), page_keys(2)
     store = opened(on_disk(tmp_path), storage(is_mla_model=True, tp_size=2))
