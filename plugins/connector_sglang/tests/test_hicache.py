@@ -183,9 +183,9 @@ def test_ranks_with_parts_of_the_kv_keep_them_apart(sglang: types.ModuleType, tm
 
 def test_nothing_raises_into_the_engines_threads(sglang: types.ModuleType, types_of: Any, tmp_path: Path) -> None:
     made, keys = created(sglang, tmp_path, filled(6)), hashes(3)
-    wrong = [rows(0, 1), torch.tensor([]), None, "rows", rows(0, 1, 99)]
-    assert [made.batch_set_v1(keys, each) for each in wrong] == [[False] * 3] * 5
-    assert [made.batch_get_v1(keys, each) for each in wrong] == [[False] * 3] * 5
+    wrong = [rows(0, 1), rows(0, 1, 2, 3), torch.tensor([]), None, "rows", rows(0, 1, 99)]
+    assert [made.batch_set_v1(keys, each) for each in wrong] == [[False] * 3] * 6
+    assert [made.batch_get_v1(keys, each) for each in wrong] == [[False] * 3] * 6
     assert made.batch_set(keys, [None] * 3) is False and made.batch_set(keys, [torch.zeros(2)] * 3) is False
     assert made.batch_set(keys, None) is False and made.set(keys[0]) is False
     assert made.batch_get(keys, [torch.zeros(2)] * 3) == [None] * 3

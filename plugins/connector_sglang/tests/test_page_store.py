@@ -184,10 +184,11 @@ def test_failures_are_counted_misses(caplog: pytest.LogCaptureFixture, monkeypat
         for _ in range(3):
             assert store.set(keys, pool=here, rows=rows(0)) == [False, False]
             assert store.get(keys, pool=here, rows=rows(0, 99)) == [False, False]
+            assert store.get(keys, pool=here, rows=torch.tensor([0, 6])) == [False, False]
             assert store.get(keys, pool=object(), rows=rows(0, 1)) == [False, False]
             assert store.set(keys, flat=[torch.zeros(3)] * 2) == [False, False]
-    assert store.counts() == {"failed": 12, "not written": 12, "not read": 12, "written": 0, "read": 0}
-    assert len(caplog.records) == 4  # each once
+    assert store.counts() == {"failed": 15, "not written": 12, "not read": 18, "written": 0, "read": 0}
+    assert len(caplog.records) == 5  # each once
     store.close()
     assert store.exists(keys) == 0 and store.get(keys, pool=here, rows=rows(0, 1)) == [False, False]
     assert store.clear() is False
