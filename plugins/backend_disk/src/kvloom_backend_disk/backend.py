@@ -14,7 +14,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +28,9 @@ from kvloom_backend_disk.scratch import Scratch, drop
 from kvloom_backend_disk.transfer import Mode, Transfer, probe_direct
 
 logger = logging.getLogger("kvloom.backend_disk")
+
+Publish = Callable[[str, str], None]
+"""Gives a draft its place: over what is there, or only if nothing is."""
 
 _PUBLISH_ATTEMPTS = 8
 # Without O_NONBLOCK, opening a FIFO that somebody put there would wait for its writer.
@@ -135,14 +138,25 @@ class DiskBackend(StorageBackend):
             raise
         self._put(key, blob, *(taken or self._scratch.open()))
 
-    def _put(self, key: str, blob: Buffers, draft: str, fd: int) -> None:
+    def create(self, key: str, blob: Buffers) -> bool:
+        """By a hard link, which only one can make. Raises OSError where the file system has none."""
+        try:
+            self._put(key, blob, *self._scratch.open(), publish=os.link)
+        except FileExistsError:
+            return False
+        return True
+
+    def _put(self, key: str, blob: Buffers, draft: str, fd: int, *, publish: Publish = os.replace) -> None:
         path = self._layout.path(key)
         try:
             try:
                 self._transfer.write(fd, blob)
             finally:
                 os.close(fd)  # before publishing: network file systems report a full disk here
-            self._publish(draft, path)
+            self._publish(draft, path, publish)
+            if publish is os.link:
+                with contextlib.suppress(OSError):  # it is published; a draft of the dead is reclaimed
+                    os.unlink(draft)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(draft)
@@ -223,10 +237,10 @@ class DiskBackend(StorageBackend):
     def close(self) -> None:
         self._holds.release()
 
-    def _publish(self, draft: str, path: str) -> None:
+    def _publish(self, draft: str, path: str, publish: Publish) -> None:
         for _ in range(_PUBLISH_ATTEMPTS):
             try:
-                os.replace(draft, path)
+                publish(draft, path)
                 return
             except FileNotFoundError:
                 # Not made yet, or just pruned by another process, perhaps again while it is being made.
@@ -234,7 +248,7 @@ class DiskBackend(StorageBackend):
                     os.makedirs(os.path.dirname(path), exist_ok=True)
             except IsADirectoryError:
                 self._layout.remove(path)
-        os.replace(draft, path)
+        publish(draft, path)
 
 
 class _Memory:
