@@ -67,7 +67,9 @@ RESERVED = frozenset({("backend", "memory")})
 _FIRST_PARTY = {
     ("tokens", "radix"): "kvloom-tokens-radix",
     ("connector", "transformers"): "kvloom-connector-transformers",
+    ("connector", "sglang"): "kvloom-connector-sglang",
     ("connector", "vllm"): "kvloom-connector-vllm",
+    ("connector", "vllm_blob"): "kvloom-connector-vllm",
     ("connector", "nested_tuple"): "kvloom-connector-vllm",
     ("connector", "paged"): "kvloom-connector-vllm",
     ("connector", "paged_cuda"): "kvloom-connector-vllm",
