@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
+    from .nested_tuple import NestedTupleConnector
+    from .paged import PagedConnector
+    from .paged_cuda import PagedCudaConnector
     from .pages import VLLMBlobConnector, VLLMConnector
 
-    return [VLLMConnector, VLLMBlobConnector]
+    return [VLLMConnector, VLLMBlobConnector, NestedTupleConnector, PagedConnector, PagedCudaConnector]

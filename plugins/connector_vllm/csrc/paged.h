@@ -1,0 +1,58 @@
+// Where the KV of tokens lies in an engine's pages and in chunks: what the loops of processors and the kernel have in common.
+#pragma once
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define KVP_BOTH __host__ __device__ __forceinline__
+#else
+#define KVP_BOTH inline
+#endif
+#define KVP_API __attribute__((visibility("default")))
+
+extern "C" {
+
+// One plane (K or V) of one layer. The content of a head is contiguous; strides are in bytes.
+typedef struct {
+  uint8_t* base;
+  int64_t block, slot, head;
+} KvpPages;
+
+// [planes][layers][tokens][heads x head size], the last two contiguous; strides are in bytes.
+typedef struct {
+  uint8_t* base;
+  int64_t plane, layer;
+  int64_t first;  // Of its tokens, in the order of `slots`.
+} KvpChunk;
+
+typedef struct {
+  const KvpPages* pages;    // [planes][layers]
+  const KvpChunk* chunks;
+  const int64_t* slots;     // Of each token, chunk after chunk; a negative one is left alone.
+  const int32_t* chunk_of;  // Of each token.
+  int64_t tokens;
+  int32_t planes, layers, heads, head_bytes, block_size;
+  int32_t to_pages;         // Else to chunks.
+} KvpMove;
+
+}  // extern "C"
+
+namespace kvp {
+
+KVP_BOTH bool sensible(const KvpMove& m) {
+  return m.tokens >= 1 && (m.planes == 1 || m.planes == 2) && m.layers >= 1 && m.heads >= 1 && m.head_bytes >= 1 && m.block_size >= 1;
+}
+
+KVP_BOTH int64_t row_bytes(const KvpMove& m) { return int64_t(m.heads) * m.head_bytes; }
+
+// Of the first head, in plane and layer `of`.
+KVP_BOTH uint8_t* in_pages(const KvpMove& m, int64_t of, int64_t slot) {
+  const KvpPages& pages = m.pages[of];
+  return pages.base + slot / m.block_size * pages.block + slot % m.block_size * pages.slot;
+}
+
+KVP_BOTH uint8_t* in_chunk(const KvpMove& m, int64_t of, int64_t token) {
+  const KvpChunk& chunk = m.chunks[m.chunk_of[token]];
+  return chunk.base + of / m.layers * chunk.plane + of % m.layers * chunk.layer + (token - chunk.first) * row_bytes(m);
+}
+
+}  // namespace kvp

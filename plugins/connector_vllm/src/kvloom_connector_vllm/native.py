@@ -1,0 +1,173 @@
+"""The way into the libraries of this plugin: a move as addresses and strides. See csrc/paged.h."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom import PluginError
+from kvloom.native import load
+
+from .layout import PagedLayout
+from .paged_move import Move
+
+_BYTES_OF_A_THREAD = 1 << 20
+"""Less is not worth a thread of its own."""
+_LONGEST_WORD = 16
+
+
+class _Move(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("pages", "chunks", "slots", "chunk_of")),
+        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("planes", "layers", "heads", "head_bytes", "block_size", "to_pages")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """A move as the libraries read it."""
+
+    pages: np.ndarray[Any, Any]
+    """int64 `[planes x layers, 4]`: address, strides of block, slot and head in bytes."""
+    chunks: np.ndarray[Any, Any]
+    """int64 `[chunks, 4]`: address, strides of plane and layer in bytes, the first of its tokens."""
+    slots: np.ndarray[Any, Any]
+    """int64 `[tokens]`"""
+    chunk_of: np.ndarray[Any, Any]
+    """int32 `[tokens]`"""
+    planes: int
+    layers: int
+    heads: int
+    head_bytes: int
+    block_size: int
+    to_pages: bool
+
+    @classmethod
+    def of(cls, move: Move, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> Tables:
+        """address: of a chunk, where the device has it under another."""
+        views = [view for layers in move.pages.planes for view in layers]
+        heads, head_bytes = views[0].shape[2], views[0].shape[3] * views[0].element_size()
+        pages = _pages(move.pages)
+        if heads > 1 and (pages[:, 3] == head_bytes).all():  # side by side: one head, as far as copies go
+            heads, head_bytes = 1, heads * head_bytes
+            pages[:, 3] = head_bytes
+        counts = [chunk.shape[2] for chunk in move.chunks]
+        first, size = np.cumsum([0, *counts]), views[0].element_size()
+        chunks = np.array(
+            [
+                (address(chunk), chunk.stride(0) * size, chunk.stride(1) * size, at)
+                for chunk, at in zip(move.chunks, first, strict=False)
+            ],
+            dtype=np.int64,
+        )
+        chunk_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        return cls(
+            pages, chunks, np.ascontiguousarray(move.slots), chunk_of, planes=len(move.pages.planes),
+            layers=len(move.pages.planes[0]), heads=heads, head_bytes=head_bytes, block_size=move.pages.block_size,
+            to_pages=move.to_pages,
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Of KV, if no slot is left alone."""
+        return len(self.slots) * self.planes * self.layers * self.heads * self.head_bytes
+
+    @property
+    def word(self) -> int:
+        """How many bytes can be copied at a time: the largest power of two that divides every address and stride."""
+        numbers = [np.bitwise_or.reduce(self.pages, axis=None), np.bitwise_or.reduce(self.chunks[:, :3], axis=None)]
+        bits = int(numbers[0]) | int(numbers[1]) | self.head_bytes | _LONGEST_WORD
+        return bits & -bits
+
+    def arrays(self) -> tuple[np.ndarray[Any, Any], ...]:
+        return self.pages, self.chunks, self.slots, self.chunk_of
+
+    def native(self, addresses: Sequence[int]) -> _Move:
+        """As the library takes it; addresses: those of `arrays`."""
+        return _Move(
+            *addresses, len(self.slots), self.planes, self.layers, self.heads, self.head_bytes, self.block_size,
+            self.to_pages,
+        )  # fmt: skip
+
+
+def _pages(layout: PagedLayout) -> np.ndarray[Any, Any]:
+    rows = []
+    for layers in layout.planes:
+        for view in layers:
+            size, (block, slot, head, _) = view.element_size(), view.stride()
+            rows.append((view.data_ptr(), block * size, slot * size, head * size))
+    return np.array(rows, dtype=np.int64)
+
+
+@cache
+def processor() -> ctypes.CDLL | None:
+    """The build for processors, or None where there was no compiler."""
+    try:
+        return load("kvloom_connector_vllm", "kvpaged")
+    except PluginError:
+        return None
+
+
+def on_processor(move: Move, native: ctypes.CDLL) -> None:
+    """Copy, all of it in host memory; done on return."""
+    tables = Tables.of(move)
+    threads = max(1, min(torch.get_num_threads(), tables.nbytes // _BYTES_OF_A_THREAD))
+    taken = tables.native([array.ctypes.data for array in tables.arrays()])
+    if native.kvp_move(ctypes.byref(taken), threads):
+        raise RuntimeError("kvp_move refused a move that was checked")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The build for CUDA."""
+
+    library: ctypes.CDLL
+    device_type: str = "cuda"
+    """Of the pages: `cpu` where tests run the kernels on a processor."""
+
+    @classmethod
+    def declared(cls, library: ctypes.CDLL, device_type: str = "cuda") -> Kernels:
+        library.kvp_cuda_address.restype = ctypes.c_void_p
+        library.kvp_cuda_address.argtypes = [ctypes.c_void_p]
+        return cls(library, device_type)
+
+    def address(self, tensor: torch.Tensor) -> int | None:
+        """Under which the device has the tensor's memory; None if it has not, or not to its end."""
+        first = tensor.data_ptr()
+        last = (
+            first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.element_size()
+        )
+        there = [self.library.kvp_cuda_address(place) for place in (first, last)]
+        return there[0] if None not in there and there[1] - there[0] == last - first else None
+
+    def queue(self, move: _Move, *, word: int, blocks: int, stream: int) -> None:
+        """Put a launch on a stream. Every address of `move` is the device's."""
+        error = self.library.kvp_cuda_move(ctypes.byref(move), word, blocks, ctypes.c_void_p(stream))
+        if error:
+            raise RuntimeError(f"CUDA error {-error}" if error < 0 else "the kernel refused a move that was checked")
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The kernels, or None where the plugin was built without them, or there is no device."""
+    try:
+        library = load("kvloom_connector_vllm", "kvpaged_cuda")
+    except PluginError:
+        return None
+    return Kernels.declared(library) if library.kvp_cuda_devices() > 0 else None
+
+
+def about_kernels() -> str:
+    """Why there are none, for people."""
+    try:
+        devices = load("kvloom_connector_vllm", "kvpaged_cuda").kvp_cuda_devices()
+    except PluginError:
+        return "built without CUDA"
+    return f"built with CUDA, {devices} devices" if devices >= 0 else f"built with CUDA, no driver (error {-devices})"
