@@ -6,8 +6,9 @@
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
-# Kernels take a minute to compile, and nobody runs them without a device: KVZ_CUDA=ON has them anyway, and fails without nvcc.
-export KVZ_CUDA ?= $(if $(shell command -v nvidia-smi),AUTO,OFF)
+# Kernels take a minute to compile, and nobody runs them without a device: WITH_CUDA=ON has them anyway, and fails without nvcc.
+WITH_CUDA ?= $(if $(shell command -v nvidia-smi),AUTO,OFF)
+CMAKE_CUDA := -DKVZ_CUDA=$(WITH_CUDA) -DKVLOOM_PAGED_CUDA=$(WITH_CUDA)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +31,7 @@ $(READY): constraints.txt requirements-dev.txt $(PACKAGES:=/pyproject.toml)
 	@sh scripts/make_venv.sh "$(PYTHON)" $(VENV)
 	@echo "Installing the packages of this repository and the tools ..."
 	@$(BIN)/python $(INSTALL) setuptools scikit-build-core cmake ninja
-	@sh scripts/requirements.sh | CMAKE_ARGS=-DKVZ_CUDA=$(KVZ_CUDA) $(BIN)/python $(INSTALL) --no-build-isolation --requirement /dev/stdin
+	@sh scripts/requirements.sh | CMAKE_ARGS="$(CMAKE_CUDA)" $(BIN)/python $(INSTALL) --no-build-isolation --requirement /dev/stdin
 	@touch $@
 
 # -- what users and developers run -------------------------------------------------------------------------------------
@@ -66,10 +67,10 @@ simulate: $(READY) ## one seed of the deterministic simulation: SEED=, OPS=, ARG
 bench: $(READY) ## every script in bench/, results into bench/results/
 	@set -e; for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script; done
 
-test-gpu: ## on a machine with a GPU: the kernels against the processor's codec, from the source tree, without a network
+test-gpu: ## on a machine with a GPU: the kernels against what processors do, from the source tree, without a network
 	sh scripts/test_gpu.sh "$(PYTHON)"
 
-bench-gpu: ## on a machine with a GPU: what the kernels make of its memory, into bench/results/<gpu>.md
+bench-gpu: ## on a machine with a GPU: what the kernels make of its memory and bus, into bench/results/<gpu>*.md
 	sh scripts/test_gpu.sh "$(PYTHON)" bench
 
 bench-codec: $(READY) ## the codec's speed and sizes, beside copying and zstd, into bench/results/codec.json
@@ -78,9 +79,9 @@ bench-codec: $(READY) ## the codec's speed and sizes, beside copying and zstd, i
 contracts: $(READY) ## write docs/contracts from the conformance kit
 	$(BIN)/python -m kvloom_testkit.contracts docs/contracts
 
-wheels: $(READY) ## a wheel of every package, into dist/; a release has KVZ_CUDA=ON
+wheels: $(READY) ## a wheel of every package, into dist/; a release has WITH_CUDA=ON
 	@rm -rf dist $(PACKAGES:=/build)
-	CMAKE_ARGS=-DKVZ_CUDA=$(KVZ_CUDA) $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(PACKAGES:%=./%)
+	CMAKE_ARGS="$(CMAKE_CUDA)" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(PACKAGES:%=./%)
 	@ls dist
 
 check-wheels: wheels ## install the wheels into a fresh environment and look for every plugin

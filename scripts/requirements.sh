@@ -1,7 +1,7 @@
 #!/bin/sh
 # What this machine can install of requirements-dev.txt: without a C++ compiler, all but the plugins that need one.
 set -eu
-native=$(for folder in plugins/*/csrc; do echo "-e ${folder%/csrc}"; done)
+native=$(for file in $(grep -L "LANGUAGES NONE" plugins/*/csrc/CMakeLists.txt); do echo "-e ${file%/csrc/*}"; done)
 if [ -n "${CXX:-}" ] || command -v c++ g++ clang++ >/dev/null; then
     cat requirements-dev.txt
 else

@@ -5,38 +5,45 @@
 #   sh scripts/test_gpu.sh PYTHON [bench]
 set -eu
 python=${1:-python3}
-package=plugins/serde_cachegen/src/kvloom_serde_cachegen
-csrc=plugins/serde_cachegen/csrc
+codec=plugins/serde_cachegen
+pages=plugins/connector_vllm
 PYTHONPATH=core/src:testkit/src:bench$(for each in plugins/*/src; do printf ':%s' "$each"; done)
 export PYTHONPATH
 
-cpu="-std=c++17 -O3 -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden -w"
+cpu="-std=c++17 -O3 -fPIC -fvisibility=hidden -w"
+exact="$cpu -ffp-contract=off -fno-math-errno -fno-trapping-math"
+gpu="-std=c++17 -O3 --threads 0 -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
+    -gencode arch=compute_90,code=compute_90 -cudart static -shared"
 x86=""
 objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT
 if [ "$(uname -m)" = x86_64 ]; then
     x86="-DKVZ_X86"
-    g++ $cpu $x86 -mavx2 -mbmi -mpopcnt -c $csrc/avx2.cpp -o "$objects/avx2.o" &
-    g++ $cpu $x86 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512cd -mbmi -mbmi2 -mpopcnt -mprefer-vector-width=512 \
-        -c $csrc/avx512.cpp -o "$objects/avx512.o" &
+    g++ $exact $x86 -mavx2 -mbmi -mpopcnt -c $codec/csrc/avx2.cpp -o "$objects/avx2.o" &
+    g++ $exact $x86 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512cd -mbmi -mbmi2 -mpopcnt -mprefer-vector-width=512 \
+        -c $codec/csrc/avx512.cpp -o "$objects/avx512.o" &
 fi
-g++ $cpu $x86 -c $csrc/portable.cpp -o "$objects/portable.o" &
-g++ $cpu $x86 -c $csrc/api.cpp -o "$objects/api.o" &
-nvcc -std=c++17 -O3 --fmad=false --threads 0 -diag-suppress 20091 -Xcompiler -fPIC,-ffp-contract=off,-fvisibility=hidden \
-    -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90 \
-    -cudart static -shared $csrc/cuda.cu -o $package/libkvz_cuda.so
+g++ $exact $x86 -c $codec/csrc/portable.cpp -o "$objects/portable.o" &
+g++ $exact $x86 -c $codec/csrc/api.cpp -o "$objects/api.o" &
+nvcc $gpu --fmad=false -diag-suppress 20091 -Xcompiler -fPIC,-ffp-contract=off,-fvisibility=hidden \
+    $codec/csrc/cuda.cu -o $codec/src/kvloom_serde_cachegen/libkvz_cuda.so
 wait
-g++ -shared "$objects"/*.o -pthread -o $package/libkvz.so
+g++ -shared "$objects"/*.o -pthread -o $codec/src/kvloom_serde_cachegen/libkvz.so
+g++ $cpu -shared $pages/csrc/paged.cpp -pthread -o $pages/src/kvloom_connector_vllm/libkvpaged.so
+nvcc $gpu -Xcompiler -fPIC,-fvisibility=hidden $pages/csrc/paged.cu -o $pages/src/kvloom_connector_vllm/libkvpaged_cuda.so
 
 "$python" -c 'from kvloom_serde_cachegen import device; print(device.about()); assert device.library()'
+"$python" -c 'from kvloom_connector_vllm import native; print(native.about_kernels()); assert native.kernels()'
 if [ "${2:-test}" = bench ]; then
     "$python" bench/codec_gpu.py
+    "$python" bench/paged_gpu.py
     exit
 fi
-tests=plugins/serde_cachegen/tests/test_device.py
-"$python" -m pytest -q -p no:cacheprovider $tests
+tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py"
+"$python" -m pytest -q -p no:cacheprovider -m "not slow" $tests
 # Every access of the kernels, and who reads what others write; a few examples are enough and take minutes.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 for tool in memcheck racecheck; do
-    "$sanitizer" --tool $tool --error-exitcode 1 "$python" -m pytest -q -p no:cacheprovider $tests -k "tiles or bad or serializer"
+    "$sanitizer" --tool $tool --error-exitcode 1 "$python" -m pytest -q -p no:cacheprovider -m "not slow" $tests \
+        -k "tiles or bad or serializer or C02 or C03 or C10 or C11 or reach"
 done

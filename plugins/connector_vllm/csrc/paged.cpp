@@ -14,8 +14,8 @@ using namespace kvp;
 // How many tokens from `token` on lie side by side in one block, and in one chunk.
 int64_t together(const KvpMove& m, int64_t token) {
   int64_t slot = m.slots[token], room = m.block_size - slot % m.block_size, count = 1;
-  while (count < room && token + count < m.tokens && m.slots[token + count] == slot + count && m.chunk_of[token + count] == m.chunk_of[token])
-    ++count;
+  for (int64_t next = token + 1; count < room && next < m.tokens; ++count, ++next)
+    if (m.slots[next] != slot + count || m.chunk_of[next] != m.chunk_of[token]) break;
   return count;
 }
 
@@ -42,9 +42,9 @@ void move_plane(const KvpMove& m, int64_t of) {
     } else if (heads_joined) {
       for (int64_t each = 0; each < count; ++each) copy<kToPages>(page + each * pages.slot, chunk + each * row, row);
     } else {
-      for (int64_t each = 0; each < count; ++each)
+      for (int64_t each = 0; each < count; ++each, page += pages.slot, chunk += row)
         for (int64_t head = 0; head < m.heads; ++head)
-          copy<kToPages>(page + each * pages.slot + head * pages.head, chunk + each * row + head * m.head_bytes, m.head_bytes);
+          copy<kToPages>(page + head * pages.head, chunk + head * m.head_bytes, m.head_bytes);
     }
     token += count;
   }

@@ -1,5 +1,5 @@
-// The kernel, for pages in device memory. Chunks may be in host memory that the device can address. Nothing is allocated, and
-// nothing waits.
+// The kernel, for pages in device memory. Chunks may be in host memory that the device can address. Nothing is
+// allocated, and nothing waits.
 #include "launch.h"
 #include "paged.h"
 
@@ -9,8 +9,8 @@ using namespace kvp;
 
 constexpr int kThreads = 256, kLanes = 32, kAtOnce = 4;
 
-// A warp takes one token of one plane and layer after another: neighbouring warps take neighbouring tokens, which lie side
-// by side in their chunk. kAtOnce words of each lane are under way at a time, for the bus is far away.
+// A warp takes one token of one plane and layer after another: neighbouring warps take neighbouring tokens, which lie
+// side by side in their chunk. kAtOnce words of each lane are under way at a time, for the bus is far away.
 template <typename Word, bool kToPages>
 KVP_KERNEL move_rows(KvpMove m) {
   const int64_t warps = threads() / kLanes, rows = m.tokens * m.planes * m.layers;
@@ -21,18 +21,21 @@ KVP_KERNEL move_rows(KvpMove m) {
     uint8_t* page = in_pages(m, of, slot);
     Word* chunk = reinterpret_cast<Word*>(in_chunk(m, of, token));
     const int64_t stride = m.pages[of].head;
+    auto in_page = [&](int word) -> Word& {
+      return reinterpret_cast<Word*>(page + word / head_words * stride)[word % head_words];
+    };
     for (int from = lane; from < words; from += kLanes * kAtOnce) {
       Word held[kAtOnce];
       KVP_UNROLL
       for (int each = 0; each < kAtOnce; ++each) {
         const int word = from + each * kLanes;
-        if (word < words) held[each] = kToPages ? chunk[word] : reinterpret_cast<Word*>(page + word / head_words * stride)[word % head_words];
+        if (word < words) held[each] = kToPages ? chunk[word] : in_page(word);
       }
       KVP_UNROLL
       for (int each = 0; each < kAtOnce; ++each) {
         const int word = from + each * kLanes;
         if (word >= words) continue;
-        if (kToPages) reinterpret_cast<Word*>(page + word / head_words * stride)[word % head_words] = held[each];
+        if (kToPages) in_page(word) = held[each];
         else chunk[word] = held[each];
       }
     }
@@ -80,13 +83,13 @@ KVP_API void* kvp_cuda_address(const void* memory) {
 #endif
 }
 
-// Queues one launch on `stream`. Every pointer in `move` is one of the device's. word: bytes at a time, 1, 2, 4, 8 or 16, by which
-// all addresses, strides and head_bytes can be divided. blocks: at most so many are at work. Returns 0, 1 where the numbers
-// make no sense, or minus a CUDA error.
+// Queues one launch on `stream`. Every pointer in `move` is one of the device's. word: bytes at a time, 1, 2, 4, 8 or
+// 16, by which all addresses, strides and head_bytes can be divided. blocks: at most so many are at work. Returns 0, 1
+// where the numbers make no sense, or minus a CUDA error.
 KVP_API int32_t kvp_cuda_move(const KvpMove* move, int32_t word, int32_t blocks, void* stream) {
   if (!sensible(*move) || blocks < 1) return 1;
-  const int64_t rows = move->tokens * move->planes * move->layers, warps = kThreads / kLanes, needed = (rows + warps - 1) / warps;
-  const int64_t count = needed < blocks ? needed : blocks;
+  const int64_t rows = move->tokens * move->planes * move->layers, warps = kThreads / kLanes;
+  const int64_t needed = (rows + warps - 1) / warps, count = needed < blocks ? needed : blocks;
   switch (word) {
     case 1: return launch<uint8_t>(*move, count, stream);
     case 2: return launch<uint16_t>(*move, count, stream);

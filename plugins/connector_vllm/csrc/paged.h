@@ -1,4 +1,4 @@
-// Where the KV of tokens lies in an engine's pages and in chunks: what the loops of processors and the kernel have in common.
+// Where the KV of tokens lies in an engine's pages and in chunks: what the loop of processors and the kernel share.
 #pragma once
 #include <cstdint>
 
@@ -39,7 +39,8 @@ typedef struct {
 namespace kvp {
 
 KVP_BOTH bool sensible(const KvpMove& m) {
-  return m.tokens >= 1 && (m.planes == 1 || m.planes == 2) && m.layers >= 1 && m.heads >= 1 && m.head_bytes >= 1 && m.block_size >= 1;
+  return m.tokens >= 1 && (m.planes == 1 || m.planes == 2) && m.layers >= 1 && m.heads >= 1 && m.head_bytes >= 1 &&
+         m.block_size >= 1;
 }
 
 KVP_BOTH int64_t row_bytes(const KvpMove& m) { return int64_t(m.heads) * m.head_bytes; }

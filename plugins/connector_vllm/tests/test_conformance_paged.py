@@ -1,4 +1,4 @@
-"""The connectors for pages and for pairs meet the requirements of the conformance kit, by slots, by blocks, on every path."""
+"""The connectors meet the requirements of the conformance kit, by slots and by blocks, on every path."""
 
 from __future__ import annotations
 

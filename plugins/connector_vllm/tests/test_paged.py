@@ -1,4 +1,4 @@
-"""Pages of every layout to chunks and back: torch against a plain loop, the library against torch, and what is refused."""
+"""Pages of every layout: torch and the library against a plain loop, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
+from kvloom import Chunk, ChunkKey, Engine, KVSpec, MemoryFormat, Segment
 from kvloom_connector_vllm import native
 from kvloom_connector_vllm.layout import ORDERS, PagedLayout
 from kvloom_connector_vllm.paged import PagedConnector
@@ -35,7 +35,7 @@ class Pages:
 def pages_of(spec: KVSpec, form: str, name: str, blocks: int, size: int, seed: int) -> Pages:
     """name: of the physical order; `nhd` and `hnd` are the orders LBNHC and LBHNC."""
     order = {"nhd": "LBNHC", "hnd": "LBHNC"}.get(name, name)
-    sizes = dict(L=spec.num_layers, B=blocks, H=spec.num_kv_heads, N=size, C=spec.head_size)
+    sizes = {"L": spec.num_layers, "B": blocks, "H": spec.num_kv_heads, "N": size, "C": spec.head_size}
     if form in ("joined", "whole"):
         sizes["C"] *= spec.kv_planes
     planes = 1 if form in ("joined", "whole") else spec.kv_planes
@@ -333,3 +333,25 @@ def test_words_divide_every_address_and_stride() -> None:
         layout = PagedLayout.of([pages], spec, "nhd")
         chunk = torch.zeros(1, 1, 3, 12, dtype=torch.uint8)
         assert native.Tables.of(Move(layout, np.arange(3), [chunk], False)).word == min(expected, 4)
+
+
+# -- in an engine ------------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_stored_as_they_come_and_retrieved_into_other_pages() -> None:
+    spec, tokens = KVSpec("m", 3, 2, 8, "bfloat16"), torch.arange(64)
+    source, target = (pages_of(spec, "joined", "LBNHC", 20, 4, seed) for seed in (1, 2))
+    generator = torch.Generator().manual_seed(3)
+    mine, theirs = (torch.randperm(80, generator=generator)[:64] for _ in range(2))
+    config = {"connector": {"type": "paged", "layout": "LBNHC"}, "chunk_tokens": 16, "tiers": ["memory"]}
+    with Engine.open(config, spec) as engine:
+        some: list[Any] = [None] * 3
+        with engine.store_layer(tokens, slot_mapping=mine) as storing:
+            for layer in range(3):
+                some[layer] = source.kvcaches[layer]
+                storing.layer(layer, kvcaches=some)
+            storing.finish()
+        with engine.retrieve_layer(tokens, kvcaches=target.kvcaches, slot_mapping=theirs) as loading:
+            assert all(loading.wait(layer).all() for layer in range(3))
+    for ours, found in zip(source.planes, target.planes, strict=True):
+        assert bits(ours.flatten(1, 2)[:, mine]) == bits(found.flatten(1, 2)[:, theirs])

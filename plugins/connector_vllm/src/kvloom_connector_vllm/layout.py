@@ -1,8 +1,9 @@
 """How an engine's pages lie in memory: tensors of any of its layouts as views of one form, told apart by strides alone.
 
-vLLM 0.32 has a view `[B, H, N, C]` of each layer (blocks, heads, tokens of a block, content), K and V side by side in C, in one
-of six physical orders. Engines before it, and others, have `[B, N, H, C]` or `[B, H, N, C]` of K and of V, in two tensors or in one
-with an axis of 2 in front or behind the blocks. MLA keeps one latent vector of each token.
+vLLM 0.32 has a view `[B, H, N, C]` of each layer (blocks, heads, tokens of a block, content), K and V side by side in
+C, in one of six physical orders. Versions before it, and other engines, have `[B, N, H, C]` or `[B, H, N, C]` of K and
+of V, in two tensors or in one with an axis of 2 in front of the blocks or behind them. MLA keeps one latent vector of
+each token.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from kvloom import KVSpec
 
 LayoutName = Literal["auto", "nhd", "hnd", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-"""`auto`: heads are told from tokens by their number. `nhd`, `hnd`: which of them comes first in the shape. The others are
-vLLM's: each layer is `[B, H, N, C]`, with strides in this order, or all layers are one tensor of this shape."""
+"""`auto`: heads are told from tokens by their number. `nhd`, `hnd`: which of them comes first in the shape. The others
+are vLLM's: each layer is `[B, H, N, C]`, with strides in this order, or all layers are one tensor of this shape."""
 ORDERS = tuple(name for name in get_args(LayoutName) if name.isupper())
 
 

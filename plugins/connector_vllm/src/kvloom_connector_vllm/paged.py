@@ -23,14 +23,14 @@ class PagedConnector(GPUConnector):
 
     `where`:
 
-    - `kvcaches`: for each layer a pair (K, V) or one tensor; or one tensor for all layers. See `layout.PagedLayout.of`.
-    - `slot_mapping`: `[tokens]` int32 or int64, the slot of each token of the sequence from its beginning. A token with a
-      negative one is left alone when writing, and cannot be read: what the engine has cached itself has -1s in front.
-    - or `block_table`: `[blocks]`, the blocks of the sequence in order. `block_size`: the tokens of an entry, if that is a
-      multiple of what a block of `kvcaches` holds.
+    - `kvcaches`: for each layer a pair (K, V) or one tensor; or one tensor for all layers. See `PagedLayout.of`.
+    - `slot_mapping`: `[tokens]` int32 or int64, the slot of each token of the sequence from its beginning. A token with
+      a negative one is left alone when writing, and cannot be read: so for what the engine had cached by itself.
+    - or `block_table`: `[blocks]`, the blocks of the sequence in order. `block_size`: the tokens of an entry, if that
+      is a multiple of what a block of `kvcaches` holds.
 
-    Page tables best lie in host memory: one on a device is waited for, in each call. If two tokens have one slot, either may
-    be in it after writing.
+    Page tables best lie in host memory: one on a device is waited for, in each call. If two tokens have one slot,
+    either may be in it after writing.
     """
 
     type = "paged"

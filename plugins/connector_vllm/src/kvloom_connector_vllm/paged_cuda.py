@@ -39,11 +39,11 @@ class Queued:
 class PagedCudaConnector(PagedConnector):
     """`PagedConnector` for KV in the memory of a GPU, which asks nothing of the processor but the launch.
 
-    `where`: that of `paged`, and `stream`: the torch stream on which the engine computes, if it is not the calling thread's
-    current one. What is on it when a call is made is done before KV is moved.
+    `where`: that of `paged`, and `stream`: the torch stream on which the engine computes, if it is not the calling
+    thread's current one. What is on it when a call is made is done before KV is moved.
 
-    Chunks in pinned memory are read and written by the kernel itself; with `use_gpu`, and for chunks elsewhere, KV is gathered
-    in a buffer on the device, and copied from there.
+    Chunks in pinned memory are read and written by the kernel itself; with `use_gpu`, and for chunks elsewhere, KV is
+    gathered in a buffer on the device, and copied from there.
     """
 
     type = "paged_cuda"

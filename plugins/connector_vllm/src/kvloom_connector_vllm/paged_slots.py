@@ -1,4 +1,4 @@
-"""Where tokens are: slot mappings and block tables, every entry that counts looked at before memory is touched by it."""
+"""Where tokens are: slot mappings and block tables, looked at before memory is touched by them."""
 
 from __future__ import annotations
 
