@@ -17,6 +17,7 @@ from kvloom_connector_vllm import native
 from kvloom_connector_vllm.layout import ORDERS, PagedLayout
 from kvloom_connector_vllm.paged import PagedConnector
 from kvloom_connector_vllm.paged_move import Move, by_torch
+from kvloom_connector_vllm.paged_table import PageTable
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8")
 FORMS = ("pair", "leading 2", "second 2", "joined", "whole", "whole pairs")
@@ -259,8 +260,8 @@ def test_several_threads_move_every_plane_of_every_layer(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     slots = torch.randperm(640, generator=torch.Generator().manual_seed(1))[:600].numpy()
     one, other = (torch.zeros(spec.blob_shape(600), dtype=torch.bfloat16) for _ in range(2))
-    native.on_processor(Move(layout, slots, [one], False), library)
-    by_torch(Move(layout, slots, [other], False))
+    native.on_processor(Move(PageTable.of(layout), slots, [one], False), library)
+    by_torch(Move(PageTable.of(layout), slots, [other], False), layout)
     assert bits(one) == bits(other)
 
 
@@ -332,7 +333,7 @@ def test_words_divide_every_address_and_stride() -> None:
         pages = room[start : start + 4 * 4 * 12].view(4, 4, 2, 6)
         layout = PagedLayout.of([pages], spec, "nhd")
         chunk = torch.zeros(1, 1, 3, 12, dtype=torch.uint8)
-        assert native.Tables.of(Move(layout, np.arange(3), [chunk], False)).word == min(expected, 4)
+        assert native.Tables.of(Move(PageTable.of(layout), np.arange(3), [chunk], False)).word == min(expected, 4)
 
 
 # -- in an engine ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch
 from kvloom import PluginError
 from kvloom.native import load
 
-from .layout import PagedLayout
 from .paged_move import Move
 
 _BYTES_OF_A_THREAD = 1 << 20
@@ -34,76 +33,47 @@ class _Move(ctypes.Structure):
 class Tables:
     """A move as the libraries read it."""
 
-    pages: np.ndarray[Any, Any]
-    """int64 `[planes x layers, 4]`: address, strides of block, slot and head in bytes."""
+    move: Move
     chunks: np.ndarray[Any, Any]
     """int64 `[chunks, 4]`: address, strides of plane and layer in bytes, the first of its tokens."""
-    slots: np.ndarray[Any, Any]
-    """int64 `[tokens]`"""
     chunk_of: np.ndarray[Any, Any]
     """int32 `[tokens]`"""
-    planes: int
-    layers: int
-    heads: int
-    head_bytes: int
-    block_size: int
-    to_pages: bool
 
     @classmethod
     def of(cls, move: Move, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> Tables:
         """address: of a chunk, where the device has it under another."""
-        views = [view for layers in move.pages.planes for view in layers]
-        heads, head_bytes = views[0].shape[2], views[0].shape[3] * views[0].element_size()
-        pages = _pages(move.pages)
-        if heads > 1 and (pages[:, 3] == head_bytes).all():  # side by side: one head, as far as copies go
-            heads, head_bytes = 1, heads * head_bytes
-            pages[:, 3] = head_bytes
-        counts = [chunk.shape[2] for chunk in move.chunks]
-        first, size = np.cumsum([0, *counts]), views[0].element_size()
-        chunks = np.array(
-            [
-                (address(chunk), chunk.stride(0) * size, chunk.stride(1) * size, at)
-                for chunk, at in zip(move.chunks, first, strict=False)
-            ],
-            dtype=np.int64,
-        )
-        chunk_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        return cls(
-            pages, chunks, np.ascontiguousarray(move.slots), chunk_of, planes=len(move.pages.planes),
-            layers=len(move.pages.planes[0]), heads=heads, head_bytes=head_bytes, block_size=move.pages.block_size,
-            to_pages=move.to_pages,
-        )  # fmt: skip
+        rows, counts, first = [], [], 0
+        for chunk in move.chunks:
+            plane, layer, *_ = chunk.stride()
+            size, tokens = chunk.element_size(), chunk.shape[2]
+            rows.append((address(chunk), plane * size, layer * size, first))
+            counts.append(tokens)
+            first += tokens
+        return cls(move, np.array(rows, dtype=np.int64), np.repeat(np.arange(len(rows), dtype=np.int32), counts))
 
     @property
     def nbytes(self) -> int:
         """Of KV, if no slot is left alone."""
-        return len(self.slots) * self.planes * self.layers * self.heads * self.head_bytes
+        pages = self.move.pages
+        return len(self.move.slots) * pages.planes * pages.layers * pages.heads * pages.head_bytes
 
     @property
     def word(self) -> int:
         """How many bytes can be copied at a time: the largest power of two that divides every address and stride."""
-        numbers = [np.bitwise_or.reduce(self.pages, axis=None), np.bitwise_or.reduce(self.chunks[:, :3], axis=None)]
-        bits = int(numbers[0]) | int(numbers[1]) | self.head_bytes | _LONGEST_WORD
+        chunks = int(np.bitwise_or.reduce(self.chunks[:, :3], axis=None))
+        bits = self.move.pages.bits | chunks | self.move.pages.head_bytes | _LONGEST_WORD
         return bits & -bits
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], ...]:
-        return self.pages, self.chunks, self.slots, self.chunk_of
+        return self.move.pages.rows, self.chunks, self.move.slots, self.chunk_of
 
     def native(self, addresses: Sequence[int]) -> _Move:
         """As the library takes it; addresses: those of `arrays`."""
+        pages = self.move.pages
         return _Move(
-            *addresses, len(self.slots), self.planes, self.layers, self.heads, self.head_bytes, self.block_size,
-            self.to_pages,
+            *addresses, len(self.move.slots), pages.planes, pages.layers, pages.heads, pages.head_bytes,
+            pages.block_size, self.move.to_pages,
         )  # fmt: skip
-
-
-def _pages(layout: PagedLayout) -> np.ndarray[Any, Any]:
-    rows = []
-    for layers in layout.planes:
-        for view in layers:
-            size, (block, slot, head, _) = view.element_size(), view.stride()
-            rows.append((view.data_ptr(), block * size, slot * size, head * size))
-    return np.array(rows, dtype=np.int64)
 
 
 @cache

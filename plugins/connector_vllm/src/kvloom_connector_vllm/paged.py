@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 import kvloom
-from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
+from kvloom import Chunk, GPUConnector, KVSpec, MemoryFormat, Segment
 from kvloom.contracts.connector import Fence
 
 from . import native
-from .layout import LayoutName, PagedLayout
+from .layout import LayoutName
 from .paged_move import Move, by_torch, tensor_of
 from .paged_slots import slots_of
+from .paged_table import PageTable, PageTables
 
 
 class PagedConnector(GPUConnector):
@@ -43,6 +44,11 @@ class PagedConnector(GPUConnector):
         """What `kvcaches` look like; `auto` refuses what could be read in two ways."""
 
     config: Config
+
+    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        assert spec is not None
+        self._tables = PageTables(spec, config.layout)
 
     def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
         """Raise ValueError, by name, unless there are pages of this model, with places for `num_tokens` tokens."""
@@ -72,13 +78,12 @@ class PagedConnector(GPUConnector):
         """Copy one layer into its pages."""
         return self._move(segments, chunks, where, to_pages=True, layer=layer)
 
-    def _pages(self, where: Mapping[str, Any], layer: int | None = None) -> PagedLayout:
+    def _pages(self, where: Mapping[str, Any], layer: int | None = None) -> PageTable:
         """ValueError for what is no argument of this connector, and for what is not KV of this model."""
-        assert self.spec is not None
         unknown = sorted(set(where) - self.takes)
         if unknown:
             raise ValueError(f"{unknown[0]}: the {self.type} connector takes {', '.join(sorted(self.takes))}")
-        return PagedLayout.of(where.get("kvcaches"), self.spec, self.config.layout, layer=layer)
+        return self._tables.get(where.get("kvcaches"), layer)
 
     def _move(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any], *, to_pages: bool,
@@ -97,13 +102,13 @@ class PagedConnector(GPUConnector):
         num_layers = self.spec.num_layers if layer is None else 1
         tensors = [tensor_of(*pair, self.spec, num_layers) for pair in zip(segments, chunks, strict=True)]
         own = np.concatenate([slots[segment.start : segment.end] for segment in segments])
-        return self._copy(Move(pages, own, tensors, to_pages), where)
+        return self._copy(Move(pages, own, tensors, to_pages), where, layer)
 
-    def _copy(self, move: Move, where: Mapping[str, Any]) -> Fence | None:
+    def _copy(self, move: Move, where: Mapping[str, Any], layer: int | None) -> Fence | None:
         library = native.processor()
-        in_host_memory = all(tensor.device.type == "cpu" for tensor in (move.pages.planes[0][0], *move.chunks))
+        in_host_memory = all(each.device.type == "cpu" for each in (move.pages, *move.chunks))
         if library is not None and in_host_memory:
             native.on_processor(move, library)
         else:
-            by_torch(move)
+            by_torch(move, self._tables.layout(where["kvcaches"], layer))
         return None

@@ -13,10 +13,10 @@ from pydantic import ByteSize
 from kvloom import ConfigError, KVSpec
 from kvloom.contracts.connector import Fence
 
-from .layout import PagedLayout
 from .native import Kernels, Tables, about_kernels, kernels
 from .paged import PagedConnector
 from .paged_move import Move
+from .paged_table import PageTable
 
 _BLOCKS = 64
 """Of threads, where they wait for the bus: enough to keep it busy, and the model has the rest of the GPU."""
@@ -68,7 +68,7 @@ class PagedCudaConnector(PagedConnector):
     def close(self) -> None:
         self._streams.clear()
 
-    def _pages(self, where: Mapping[str, Any], layer: int | None = None) -> PagedLayout:
+    def _pages(self, where: Mapping[str, Any], layer: int | None = None) -> PageTable:
         stream = where.get("stream")
         if stream is not None and not isinstance(stream, torch.cuda.Stream):
             raise ValueError(f"stream: expected a torch.cuda.Stream, got {type(stream).__name__}")
@@ -77,7 +77,7 @@ class PagedCudaConnector(PagedConnector):
             raise ValueError(f"kvcaches: on {pages.device}; paged_cuda takes those of a GPU, paged takes any")
         return pages
 
-    def _copy(self, move: Move, where: Mapping[str, Any]) -> Fence:
+    def _copy(self, move: Move, where: Mapping[str, Any], layer: int | None) -> Fence:
         address = self._kernels.address
         device = move.pages.device
         with self._on_stream(device, where.get("stream")) as stream:

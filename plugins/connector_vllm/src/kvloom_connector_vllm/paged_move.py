@@ -11,6 +11,7 @@ from kvloom import Chunk, KVSpec, Segment
 
 from .layout import PagedLayout
 from .paged_slots import Slots
+from .paged_table import PageTable
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: what torch can index, whatever the dtype of the KV is."""
@@ -20,7 +21,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Move:
     """Which slots are copied to or from which chunks."""
 
-    pages: PagedLayout
+    pages: PageTable
     slots: Slots
     """Of the tokens of all chunks, one chunk after another."""
     chunks: Sequence[torch.Tensor]
@@ -42,8 +43,8 @@ def tensor_of(segment: Segment, chunk: Chunk, spec: KVSpec, num_layers: int) -> 
     return tensor
 
 
-def by_torch(move: Move) -> None:
-    """Copy; done on return."""
+def by_torch(move: Move, layout: PagedLayout) -> None:
+    """Copy; done on return. layout: the tensors of `move.pages`."""
     device, at = move.pages.device, 0
     for chunk in move.chunks:
         tokens = chunk.shape[2]
@@ -57,18 +58,20 @@ def by_torch(move: Move) -> None:
         near = chunk if chunk.device == device else torch.empty_like(chunk, device=device)
         if move.to_pages and near is not chunk:
             near.copy_(chunk)
-        _exchange(move, near, places, None if whole else kept.to(device))
+        _exchange(move, layout, near, places, None if whole else kept.to(device))
         if not move.to_pages and near is not chunk:
             chunk.copy_(near)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def _exchange(move: Move, chunk: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor | None) -> None:
+def _exchange(
+    move: Move, layout: PagedLayout, chunk: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor | None
+) -> None:
     """Between the slots and the tokens of a chunk on the device of the pages; `kept`: which of them, if not all."""
     bits, size = _BITS[chunk.element_size()], move.pages.block_size
     blocks, offsets = slots // size, slots % size
-    for plane, layers in enumerate(move.pages.planes):
+    for plane, layers in enumerate(layout.planes):
         for layer, view in enumerate(layers):
             pages = view.view(bits)
             rows = chunk[plane, layer].view(bits).view(-1, *view.shape[2:])

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .layout import PagedLayout
+from .paged_table import PageTable
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
 """Of each token, in order; a negative one is left alone."""
 
 
-def slots_of(where: Mapping[str, Any], num_tokens: int, layout: PagedLayout) -> Slots:
-    """The slots of the first `num_tokens` tokens, below `layout.num_slots`. ValueError by the name of what is wrong.
+def slots_of(where: Mapping[str, Any], num_tokens: int, pages: PageTable) -> Slots:
+    """The slots of the first `num_tokens` tokens, below `pages.num_slots`. ValueError by the name of what is wrong.
 
     Entries of a `slot_mapping` may be negative, those of a `block_table` may not. A tensor on a device is waited for.
     """
@@ -29,22 +29,22 @@ def slots_of(where: Mapping[str, Any], num_tokens: int, layout: PagedLayout) -> 
         if where.get("block_size") is not None:
             raise ValueError("block_size: goes with block_table, not with slot_mapping")
         slots = _entries(mapping, num_tokens, "slot_mapping", "tokens")
-        _check_below(slots, layout.num_slots, "slot_mapping", "slots")
+        _check_below(slots, pages.num_slots, "slot_mapping", "slots")
         return slots
-    return _slots_of_blocks(where, num_tokens, layout)
+    return _slots_of_blocks(where, num_tokens, pages)
 
 
-def _slots_of_blocks(where: Mapping[str, Any], num_tokens: int, layout: PagedLayout) -> Slots:
+def _slots_of_blocks(where: Mapping[str, Any], num_tokens: int, pages: PageTable) -> Slots:
     size = where.get("block_size")
     if size is None:
-        size = layout.block_size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % layout.block_size:
-        raise ValueError(f"block_size: expected a multiple of {layout.block_size}, as kvcaches have it, got {size!r}")
+        size = pages.block_size
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % pages.block_size:
+        raise ValueError(f"block_size: expected a multiple of {pages.block_size}, as kvcaches have it, got {size!r}")
     blocks = _entries(where["block_table"], -(-num_tokens // size), "block_table", f"blocks of {size} tokens")
     if blocks.size and int(blocks.min()) < 0:
         at = int(blocks.argmin())
         raise ValueError(f"block_table: entry {at} is {blocks[at]}, and there is a token in it")
-    _check_below(blocks, layout.num_slots // size, "block_table", "blocks")
+    _check_below(blocks, pages.num_slots // size, "block_table", "blocks")
     positions = np.arange(num_tokens, dtype=np.int64)
     return blocks[positions // size] * size + positions % size
 

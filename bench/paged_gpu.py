@@ -1,0 +1,276 @@
+"""Paged KV of a GPU to pinned host memory and back, beside the bus. Writes results/<gpu>-paged.md.
+
+Chunks of 256 tokens of a Llama 8B in bf16, in blocks of 16 tokens anywhere in the pages. The limit is a copy of as many
+bytes between device memory and the same pinned memory, measured in turn with everything else. Beside the connector: a
+cudaMemcpyAsync for each block of each plane and layer, torch's indexing and then a copy (`type: paged`), and LMCache's
+kernel where it is installed. By the clock, from the call until the device is done.
+
+`--rehearse` runs all of it on a processor, small, with the kernel built as a loop: to try the script, not for figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from table import RESULTS, SPEC
+
+from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
+from kvloom_connector_vllm import native, paged_cuda
+from kvloom_connector_vllm.paged import PagedConnector
+from kvloom_connector_vllm.paged_cuda import PagedCudaConnector
+
+REHEARSE = "--rehearse" in sys.argv
+ON = "cpu" if REHEARSE else "cuda"
+MODEL = KVSpec("rehearsal", 2, 2, 16, "bfloat16") if REHEARSE else SPEC
+TOKENS, BLOCK_TOKENS, ROUNDS = (32, 16, 2) if REHEARSE else (256, 16, 30)
+GRIDS = (16, 32, 64, 128, 256, 1024)
+"""Blocks of threads, of which the connector takes one number."""
+CSRC = Path(__file__).parents[1] / "plugins/connector_vllm/csrc"
+TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
+
+
+@dataclass
+class Work:
+    """So many chunks, where they are in the pages, and the memory for a plain copy of as many bytes."""
+
+    pages: list[torch.Tensor]
+    """Of each layer, `[2, blocks, block tokens, heads, head size]`."""
+    table: torch.Tensor
+    segments: list[Segment]
+    chunks: list[Chunk]
+    plain: list[torch.Tensor]
+    """In device memory, one of a chunk's shape each."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return (self.table[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()
+
+    @property
+    def where(self) -> Mapping[str, Any]:
+        return {"kvcaches": self.pages, "slot_mapping": self.slots}
+
+
+def work_of(chunks: int) -> Work:
+    count = chunks * TOKENS // BLOCK_TOKENS
+    shape = (2, 2 * count, BLOCK_TOKENS, MODEL.num_kv_heads, MODEL.head_size)
+    pages = [torch.randn(shape, device=ON).to(torch.bfloat16) for _ in range(MODEL.num_layers)]
+    table = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0))[:count]
+    segments = [Segment(n * TOKENS, (n + 1) * TOKENS, ChunkKey("0/-", n, bytes(32))) for n in range(chunks)]
+    tensors = [torch.empty(MODEL.blob_shape(TOKENS), dtype=torch.bfloat16, pin_memory=not REHEARSE) for _ in segments]
+    plain = [torch.empty_like(tensor, device=ON) for tensor in tensors]
+    return Work(pages, table, segments, [Chunk(each, MemoryFormat.KV_BLOB, TOKENS) for each in tensors], plain)
+
+
+def main() -> None:
+    if REHEARSE:
+        pretend()
+    elif native.kernels() is None:
+        raise SystemExit(f"no kernels to measure: {native.about_kernels()}")
+    name = "a rehearsal" if REHEARSE else torch.cuda.get_device_name()
+    how = f"torch {torch.__version__}, CUDA {torch.version.cuda}; medians of {ROUNDS}, least and most; GB/s of bf16 KV."
+    lines = [f"# {name}: pages", "", how, "", "| | chunks | GB/s | range | of the bus |", "|---|---|---|---|---|"]
+    print("\n".join(lines[2:]))
+    for chunks in (1, 8):
+        work = work_of(chunks)
+        check(work)
+        for direction in ("read", "write"):
+            for line in measured(work, direction):
+                lines.append(line)
+                print(line, flush=True)
+    if not REHEARSE:
+        (RESULTS / f"{name.replace(' ', '-').lower()}-paged.md").write_text("\n".join(lines) + "\n")
+
+
+def measured(work: Work, direction: str) -> list[str]:
+    """A line for each contender. All take turns."""
+    runs = contenders(work, direction)
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for round_ in range(ROUNDS + 2):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            run()
+            settle()
+            if round_ >= 2:
+                taken[name].append(time.perf_counter() - began)
+    amount = sum(chunk.nbytes for chunk in work.chunks) / 1e9
+    limit = statistics.median(taken["the bus: a copy of as many bytes"])
+    lines = []
+    for name, times in taken.items():
+        middle = statistics.median(times)
+        spread = f"{amount / max(times):.2f} to {amount / min(times):.2f}"
+        row = f"| {direction}: {name} | {len(work.chunks)} | {amount / middle:.2f} | {spread} | {limit / middle:.2f} |"
+        lines.append(row)
+    return lines
+
+
+def contenders(work: Work, direction: str) -> dict[str, Callable[[], object]]:
+    direct, staged = (PagedCudaConnector(PagedCudaConnector.Config(use_gpu=use), MODEL) for use in (False, True))
+    torchs = PagedConnector(PagedConnector.Config(), MODEL)
+    runs: dict[str, Callable[[], object]] = {
+        "the bus: a copy of as many bytes": partial(plain, work, direction),
+        "paged_cuda": partial(moved, direct, work, direction),
+        "paged_cuda, use_gpu": partial(moved, staged, work, direction),
+        "paged_cuda, layer by layer": partial(moved_by_layers, direct, work, direction),
+        "paged_cuda, use_gpu, layer by layer": partial(moved_by_layers, staged, work, direction),
+        "torch: indexing and a copy": partial(moved, torchs, work, direction),
+        "a cudaMemcpyAsync for each block": block_by_block(work, direction),
+    }
+    for grid in GRIDS:
+        runs[f"paged_cuda on {grid} blocks"] = partial(with_grid, grid, moved, direct, work, direction)
+    if (peer := lmcache_kernel(work, direction)) is not None:
+        runs["LMCache's kernel"] = peer
+    return runs
+
+
+def plain(work: Work, direction: str) -> None:
+    for chunk, there in zip(work.chunks, work.plain, strict=True):
+        to, source = (chunk.tensor, there) if direction == "read" else (there, chunk.tensor)
+        to.copy_(source, non_blocking=True)
+
+
+def moved(connector: PagedConnector, work: Work, direction: str) -> None:
+    fence = getattr(connector, direction)(work.segments, work.chunks, **work.where)
+    if fence is not None:
+        fence.wait()
+
+
+def moved_by_layers(connector: PagedConnector, work: Work, direction: str) -> None:
+    fences = []
+    for layer in range(MODEL.num_layers):
+        parts = [Chunk(each.tensor[:, layer : layer + 1], each.format, each.num_tokens) for each in work.chunks]
+        fences.append(getattr(connector, f"{direction}_layer")(layer, work.segments, parts, **work.where))
+    for fence in fences:
+        fence.wait()
+
+
+def with_grid(grid: int, run: Callable[..., None], *arguments: Any) -> None:
+    before, paged_cuda._BLOCKS = paged_cuda._BLOCKS, grid
+    try:
+        run(*arguments)
+    finally:
+        paged_cuda._BLOCKS = before
+
+
+def block_by_block(work: Work, direction: str) -> Callable[[], None]:
+    """By the runtime itself, whose calls cost less than torch's."""
+    jobs = []
+    per_chunk = TOKENS // BLOCK_TOKENS
+    for at, block in enumerate(work.table.tolist()):
+        tensor, row = work.chunks[at // per_chunk].tensor, at % per_chunk * BLOCK_TOKENS
+        for layer, pages in enumerate(work.pages):
+            for plane in range(2):
+                jobs.append((tensor[plane, layer, row : row + BLOCK_TOKENS], pages[plane, block].flatten(1)))
+    runtime = cudart()
+    if runtime is None:
+        return lambda: [torch_copy(ours, theirs, direction) for ours, theirs in jobs] and None
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    read = direction == "read"
+    kind, calls = ctypes.c_int(TO_HOST if read else TO_DEVICE), []
+    for pair in jobs:
+        ours, theirs = (ctypes.c_void_p(each.data_ptr()) for each in pair)
+        calls.append((ours, theirs) if read else (theirs, ours))
+    size = ctypes.c_size_t(jobs[0][0].nbytes)
+    copy = runtime.cudaMemcpyAsync
+
+    def run() -> None:
+        for to, source in calls:
+            copy(to, source, size, kind, stream)
+
+    return run
+
+
+def torch_copy(ours: torch.Tensor, theirs: torch.Tensor, direction: str) -> torch.Tensor:
+    to, source = (ours, theirs) if direction == "read" else (theirs, ours)
+    return to.copy_(source, non_blocking=True)
+
+
+def cudart() -> ctypes.CDLL | None:
+    """The runtime that torch has loaded."""
+    for version in () if REHEARSE else (13, 12, 11):
+        try:
+            return ctypes.CDLL(f"libcudart.so.{version}")
+        except OSError:
+            continue
+    return None
+
+
+def lmcache_kernel(work: Work, direction: str) -> Callable[[], None] | None:
+    """Of LMCache 0.5, which moves one chunk at a time; None where it is not installed or does not take this."""
+    try:
+        from lmcache import c_ops
+    except ImportError:
+        return None
+    formats = getattr(c_ops, "EngineKVFormat", None) or c_ops.GPUKVFormat
+    way = getattr(c_ops.TransferDirection, "D2H" if direction == "read" else "H2D")
+    pointers = torch.tensor([pages.data_ptr() for pages in work.pages], dtype=torch.int64).to(ON)
+    slots = work.slots.to(ON)
+    num_slots = work.pages[0].shape[1] * BLOCK_TOKENS
+    head = {"block_size": BLOCK_TOKENS, "head_size": MODEL.head_size}
+
+    def run() -> None:
+        for segment, chunk in zip(work.segments, work.chunks, strict=True):
+            c_ops.multi_layer_kv_transfer(
+                chunk.tensor, pointers, slots[segment.start : segment.end], work.pages[0].device, num_slots, way,
+                formats.NL_X_TWO_NB_BS_NH_HS, **head,
+            )  # fmt: skip
+
+    try:
+        run()
+        settle()
+    except (TypeError, RuntimeError, AttributeError) as error:
+        print(f"LMCache's kernel is left out: {error}")
+        return None
+    return run
+
+
+def check(work: Work) -> None:
+    """What is measured moves the KV: read by each contender, it is what torch reads; written, it is there again."""
+    before = [pages.clone() for pages in work.pages]
+    torchs = PagedConnector(PagedConnector.Config(), MODEL)
+    moved(torchs, work, "read")
+    expected = [chunk.tensor.clone() for chunk in work.chunks]
+    for name, run in moving(contenders(work, "read")):
+        for chunk in work.chunks:
+            chunk.tensor.zero_()
+        run()
+        settle()
+        assert all(torch.equal(a.tensor, b) for a, b in zip(work.chunks, expected, strict=True)), f"read: {name}"
+    for name, run in moving(contenders(work, "write")):
+        for pages in work.pages:
+            pages[:, work.table] = 0
+        run()
+        settle()
+        assert all(map(torch.equal, work.pages, before)), f"write: {name}"
+
+
+def moving(runs: Mapping[str, Callable[[], object]]) -> Sequence[tuple[str, Callable[[], object]]]:
+    return [(name, run) for name, run in runs.items() if not name.startswith("the bus")]
+
+
+def settle() -> None:
+    if ON == "cuda":
+        torch.cuda.synchronize()
+
+
+def pretend() -> None:
+    """Have the connector use the kernel as a loop on a processor."""
+    built = Path(tempfile.mkdtemp()) / "libkvpaged_emulated.so"
+    options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-x", "c++"]
+    subprocess.run(["c++", *options, CSRC / "paged.cu", "-o", built], check=True)
+    emulated = native.Kernels.declared(ctypes.CDLL(str(built)), "cpu")
+    paged_cuda.kernels = lambda: emulated  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    main()
