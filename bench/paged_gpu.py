@@ -121,6 +121,8 @@ def contenders(work: Work, direction: str) -> dict[str, Callable[[], object]]:
         "the bus: a copy of as many bytes": partial(plain, work, direction),
         "paged_cuda": partial(moved, direct, work, direction),
         "paged_cuda, use_gpu": partial(moved, staged, work, direction),
+        "paged_cuda, a call for each chunk": partial(moved_one_by_one, direct, work, direction),
+        "paged_cuda, use_gpu, a call for each chunk": partial(moved_one_by_one, staged, work, direction),
         "paged_cuda, layer by layer": partial(moved_by_layers, direct, work, direction),
         "paged_cuda, use_gpu, layer by layer": partial(moved_by_layers, staged, work, direction),
         "torch: indexing and a copy": partial(moved, torchs, work, direction),
@@ -142,6 +144,14 @@ def plain(work: Work, direction: str) -> None:
 def moved(connector: PagedConnector, work: Work, direction: str) -> None:
     fence = getattr(connector, direction)(work.segments, work.chunks, **work.where)
     if fence is not None:
+        fence.wait()
+
+
+def moved_one_by_one(connector: PagedConnector, work: Work, direction: str) -> None:
+    fences = []
+    for segment, chunk in zip(work.segments, work.chunks, strict=True):
+        fences.append(getattr(connector, direction)([segment], [chunk], **work.where))
+    for fence in fences:
         fence.wait()
 
 

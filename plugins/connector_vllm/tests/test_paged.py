@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -323,6 +325,28 @@ def test_layers_that_are_not_there_yet_are_not_looked_at() -> None:
     connector.read_layer(0, segments_of([16], 0, 0), [chunk_of(SPEC, 16, 0, layers=1)], **where)
     with pytest.raises(ValueError, match=r"kvcaches\[1\]"):
         connector.read_layer(1, segments_of([16], 0, 0), [chunk_of(SPEC, 16, 0, layers=1)], **where)
+
+
+def test_no_tensor_is_held_and_none_is_taken_for_another_at_its_place() -> None:
+    connector = PagedConnector(PagedConnector.Config(), SPEC)
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.rand(10, 4, 2, 16, generator=generator).to(torch.bfloat16) for _ in range(2)]
+    segments, slots = segments_of([20], 0, 0), torch.arange(20)
+    for views in ([layer[:5] for layer in layers], [layer[::2] for layer in layers]):
+        chunk = chunk_of(SPEC, 20, 0)
+        connector.read(segments, [chunk], kvcaches=views, slot_mapping=slots)
+        for number, view in enumerate(views):
+            assert torch.equal(chunk.tensor[0, number], view[..., :8].flatten(0, 1).flatten(1))
+    for others, message in (
+        ([layer[:4] for layer in layers], "entry 19 is 19, and kvcaches have 16 slots"),
+        ([layer[:5].view(torch.float16) for layer in layers], "float16, not torch.bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            connector.check({"kvcaches": others, "slot_mapping": slots}, 20)
+    gone = weakref.ref(layers[0])
+    del layers, others, views, view
+    gc.collect()
+    assert gone() is None
 
 
 def test_words_divide_every_address_and_stride() -> None:
