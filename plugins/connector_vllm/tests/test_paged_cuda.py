@@ -161,6 +161,16 @@ def test_it_refuses_to_start_without_a_gpu_and_says_what_to_use() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler to run the kernel on a processor with")
+def test_the_benchmark_compiles_and_runs() -> None:
+    """Small, on a processor. It asserts that what it measures moves the KV."""
+    script = Path(__file__).parents[3] / "bench" / "paged_gpu.py"
+    done = subprocess.run([sys.executable, script, "--rehearse"], capture_output=True, text=True, cwd=script.parent)
+    assert done.returncode == 0, done.stderr
+    assert "| write: paged_cuda, use_gpu | 8 |" in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here: the kernels are not compiled by it")
 def test_the_kernels_compile_and_load_without_a_driver(tmp_path: Path) -> None:
     done = configured(tmp_path, environment(), "-DKVLOOM_PAGED_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90-real")

@@ -44,6 +44,8 @@ class PagedCudaConnector(PagedConnector):
 
     Chunks in pinned memory are read and written by the kernel itself; with `use_gpu`, and for chunks elsewhere, KV is
     gathered in a buffer on the device, and copied from there.
+
+    Its keys are those of `paged`, which an index in a process without a GPU can name instead.
     """
 
     type = "paged_cuda"

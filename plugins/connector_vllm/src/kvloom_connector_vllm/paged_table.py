@@ -69,11 +69,12 @@ class PageTables:
     def get(self, kvcaches: Any, layer: int | None = None) -> PageTable:
         """Of all layers, or of one. ValueError as `PagedLayout.of`."""
         key = _signature(kvcaches, layer)
-        table = None if key is None else self._known.get(key)
-        if table is None:
-            table = PageTable.of(self.layout(kvcaches, layer))
-            if len(self._known) >= _MOST:
-                self._known.clear()
+        if key in self._known:
+            return self._known[key]
+        table = PageTable.of(self.layout(kvcaches, layer))
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        if key is not None:
             self._known[key] = table
         return table
 
