@@ -130,6 +130,27 @@ def test_chunks_that_the_device_cannot_reach_are_staged(found: Kernels, monkeypa
     assert same(target.kv(), source.kv())
 
 
+@pytest.mark.skipif(native.kernels() is None, reason="there is no GPU, and so there are no streams")
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("use_gpu", [False, True])
+def test_what_the_engine_has_queued_is_done_first(named: bool, use_gpu: bool) -> None:
+    """On the calling thread's stream, or on the one that is named. The chunk is pinned: no copy waits by itself."""
+    pages, planes = testing.joined(SPEC, 8, "cuda")
+    chunk = Chunk(torch.zeros(SPEC.blob_shape(16), dtype=SPEC.torch_dtype).pin_memory(), MemoryFormat.KV_BLOB, 16)
+    segment, stream = Segment(0, 16, ChunkKey("0/-", 0, bytes(32))), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**9)
+        for view in (view for layers in planes for view in layers):
+            view.fill_(3)
+        where = {"kvcaches": pages, "slot_mapping": torch.arange(16)}
+        if not named:
+            done(connector(use_gpu=use_gpu).read([segment], [chunk], **where))
+    if named:
+        done(connector(use_gpu=use_gpu).read([segment], [chunk], **where, stream=stream))
+    assert (chunk.tensor == 3).all()
+
+
 def test_a_move_in_parts_is_the_whole_move() -> None:
     chunks = [torch.zeros(2, 1, tokens, 4, dtype=torch.uint8) for tokens in (1, 2, 3, 9, 1)]
     move = paged_cuda.Move(None, torch.arange(16).numpy(), chunks, True)  # type: ignore[arg-type]

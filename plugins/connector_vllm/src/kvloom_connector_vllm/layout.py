@@ -39,10 +39,6 @@ class PagedLayout:
         return self.planes[0][0].shape[1]
 
     @property
-    def num_slots(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
     def device(self) -> torch.device:
         return self.planes[0][0].device
 

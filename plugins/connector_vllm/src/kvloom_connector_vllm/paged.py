@@ -15,12 +15,13 @@ from kvloom.contracts.connector import Fence
 from . import native
 from .layout import LayoutName
 from .paged_move import Move, by_torch, tensor_of
-from .paged_slots import slots_of
+from .paged_slots import Slots, slots_of
 from .paged_table import PageTable, PageTables
 
 
 class PagedConnector(GPUConnector):
-    """Reads and writes the pages of vLLM and of engines like it.
+    """Reads and writes the pages of vLLM's GPU backends without quantization, and of engines like it. vLLM's attention
+    for processors orders its pages in a way of its own, which their shape does not tell: they are not for this.
 
     `where`:
 
@@ -52,7 +53,7 @@ class PagedConnector(GPUConnector):
 
     def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
         """Raise ValueError, by name, unless there are pages of this model, with places for `num_tokens` tokens."""
-        slots_of(where, num_tokens, self._pages(where))
+        self._slots(where, num_tokens, self._pages(where))
 
     @torch.inference_mode()
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Fence | None:
@@ -85,6 +86,9 @@ class PagedConnector(GPUConnector):
             raise ValueError(f"{unknown[0]}: the {self.type} connector takes {', '.join(sorted(self.takes))}")
         return self._tables.get(where.get("kvcaches"), layer)
 
+    def _slots(self, where: Mapping[str, Any], num_tokens: int, pages: PageTable) -> Slots:
+        return slots_of(where, num_tokens, pages)
+
     def _move(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any], *, to_pages: bool,
         layer: int | None = None,
@@ -93,7 +97,7 @@ class PagedConnector(GPUConnector):
         if not segments:
             return None
         pages = self._pages(where, layer)
-        slots = slots_of(where, segments[-1].end, pages)
+        slots = self._slots(where, segments[-1].end, pages)
         for segment in segments if not to_pages else ():
             if (slots[segment.start : segment.end] < 0).any():
                 raise ValueError(

@@ -16,6 +16,7 @@ from kvloom.contracts.connector import Fence
 from .native import Kernels, Tables, about_kernels, kernels
 from .paged import PagedConnector
 from .paged_move import Move
+from .paged_slots import Slots
 from .paged_table import PageTable
 
 _BLOCKS = 64
@@ -79,6 +80,13 @@ class PagedCudaConnector(PagedConnector):
             raise ValueError(f"kvcaches: on {pages.device}; paged_cuda takes those of a GPU, paged takes any")
         return pages
 
+    def _slots(self, where: Mapping[str, Any], num_tokens: int, pages: PageTable) -> Slots:
+        stream = where.get("stream")
+        with (
+            contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        ):  # the table may be being written
+            return super()._slots(where, num_tokens, pages)
+
     def _copy(self, move: Move, where: Mapping[str, Any], layer: int | None) -> Fence:
         address = self._kernels.address
         device = move.pages.device
@@ -104,7 +112,11 @@ class PagedCudaConnector(PagedConnector):
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device) if engine is None else engine)
         with torch.cuda.stream(stream):  # which makes its device the current one
-            yield stream
+            try:
+                yield stream
+            except BaseException:  # out of memory, say: who called takes the chunks back
+                stream.synchronize()
+                raise
 
     # What these allocate is this stream's: torch gives it to nobody else before what is queued there is done with it.
 
