@@ -1,8 +1,8 @@
 """Paged KV in host memory to chunks and back: the library of connector_vllm, torch, and a copy of as many bytes.
 
-Four chunks of 256 tokens of a Llama 8B in bf16, in blocks of 16 tokens anywhere in a pool of 512; all take turns, on one
-core in processor time, so that neighbours on the machine do not count. What a call costs besides its bytes is in the
-last rows.
+Four chunks of 256 tokens of a Llama 8B in bf16, in blocks of 16 tokens anywhere in a pool of 512. All take turns, on
+one core in processor time, so that neighbours on the machine do not count. What a call costs besides its bytes is in
+the last rows.
 """
 
 from __future__ import annotations

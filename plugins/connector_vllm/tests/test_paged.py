@@ -351,13 +351,13 @@ def test_no_tensor_is_held_and_none_is_taken_for_another_at_its_place() -> None:
 
 def test_words_divide_every_address_and_stride() -> None:
     spec = KVSpec("m", 1, 2, 6, "uint8", kv_planes=1)
-    room = torch.zeros(4096, dtype=torch.uint8)
-    for offset, expected in ((0, 4), (2, 2), (1, 1)):
-        start = -room.data_ptr() % 64 + offset
-        pages = room[start : start + 4 * 4 * 12].view(4, 4, 2, 6)
-        layout = PagedLayout.of([pages], spec, "nhd")
-        chunk = torch.zeros(1, 1, 3, 12, dtype=torch.uint8)
-        assert native.Tables.of(Move(PageTable.of(layout), np.arange(3), [chunk], False)).word == min(expected, 4)
+    room = torch.zeros(8192, dtype=torch.uint8)
+    start = -room.data_ptr() % 64
+    for pages_at, chunk_at, expected in ((0, 0, 4), (2, 0, 2), (1, 0, 1), (0, 2, 2), (4, 1, 1)):
+        pages = room[start + pages_at :][: 4 * 4 * 12].view(4, 4, 2, 6)
+        chunk = room[start + 4096 + chunk_at :][: 3 * 12].view(1, 1, 3, 12)
+        table = PageTable.of(PagedLayout.of([pages], spec, "nhd"))
+        assert native.Tables.of(Move(table, np.arange(3), [chunk], False)).word == expected
 
 
 # -- in an engine ------------------------------------------------------------------------------------------------------
