@@ -225,7 +225,7 @@ def test_what_is_wrong_is_said(other: dict[str, Any], message: str) -> None:
 
 def test_tokens_without_a_slot_are_not_read_and_may_lie_before_what_is() -> None:
     connector = PagedConnector(PagedConnector.Config(), SPEC)
-    slots = torch.tensor([-1] * 8 + list(range(8)))
+    slots = torch.tensor([8, 9, -1, 10, 11, 12, 13, 14, *range(8)])
     where = given_where(slot_mapping=slots)
     connector.check(where, 16)
     first, second = segments_of([8, 8], 0, 0)
