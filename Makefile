@@ -114,7 +114,7 @@ $(VLLM_READY): scripts/vllm_requirements.txt $(VLLM_PACKAGES:=/pyproject.toml)
 	@echo "Installing vLLM ..."
 	@$(VLLM)/bin/python -m pip install --quiet --requirement scripts/vllm_requirements.txt
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@CMAKE_ARGS=-DKVZ_CUDA=$(KVZ_CUDA) $(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(VLLM_PACKAGES:%=--editable ./%)
+	@CMAKE_ARGS="$(CMAKE_CUDA)" $(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(VLLM_PACKAGES:%=--editable ./%)
 	@touch $@
 
 test-vllm: $(VLLM_READY) ## real vLLM on this processor: prefixes, faults, aborts, a server (Python 3.11)
