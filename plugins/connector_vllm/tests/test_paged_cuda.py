@@ -121,6 +121,22 @@ def room(spec: KVSpec, tokens: int, found: Kernels, pinned: bool) -> Chunk:
     return Chunk(tensor, MemoryFormat.KV_BLOB, tokens)
 
 
+@pytest.mark.parametrize("use_gpu", [False, True])
+def test_the_kernel_itself_goes_to_host_memory_unless_use_gpu(
+    found: Kernels, use_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids = []
+    queue = Kernels.queue
+    monkeypatch.setattr(
+        Kernels, "queue", lambda *of, blocks, **how: grids.append(blocks) or queue(*of, blocks=blocks, **how)
+    )
+    it = testing.paged_cuda(lambda: connector(use_gpu=use_gpu))
+    segments = it.segments(16, 16)
+    chunks = [Chunk(room(SPEC, 16, found, True).tensor, MemoryFormat.KV_BLOB, 16) for _ in segments]
+    done(it.connector.read(segments, chunks, **it.engine().where))
+    assert grids == [paged_cuda._BLOCKS_ON_DEVICE if use_gpu else paged_cuda._BLOCKS]
+
+
 def test_chunks_that_the_device_cannot_reach_are_staged(found: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     it = testing.paged_cuda(connector)
     source, target = it.engine(), it.engine(blank=True)
