@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom import hookimpl
-from kvloom_backend_disk import DiskBackend
+from kvloom_backend_disk.backend import DiskBackend
 
 
 class FaultyBackend(DiskBackend):
