@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvloom import PluginError
-from kvloom.native import load
+from kvloom import native as libraries
 
 from .paged_move import Move
 
@@ -80,7 +80,7 @@ class Tables:
 def processor() -> ctypes.CDLL | None:
     """The build for processors, or None where there was no compiler."""
     try:
-        return load("kvloom_connector_vllm", "kvpaged")
+        return libraries.load("kvloom_connector_vllm", "kvpaged")
     except PluginError:
         return None
 
@@ -128,7 +128,7 @@ class Kernels:
 def kernels() -> Kernels | None:
     """The kernels, or None where the plugin was built without them, or there is no device."""
     try:
-        library = load("kvloom_connector_vllm", "kvpaged_cuda")
+        library = libraries.load("kvloom_connector_vllm", "kvpaged_cuda")
     except PluginError:
         return None
     return Kernels.declared(library) if library.kvp_cuda_devices() > 0 else None
@@ -137,7 +137,7 @@ def kernels() -> Kernels | None:
 def about_kernels() -> str:
     """Why there are none, for people."""
     try:
-        devices = load("kvloom_connector_vllm", "kvpaged_cuda").kvp_cuda_devices()
+        devices = libraries.load("kvloom_connector_vllm", "kvpaged_cuda").kvp_cuda_devices()
     except PluginError:
         return "built without CUDA"
     return f"built with CUDA, {devices} devices" if devices >= 0 else f"built with CUDA, no driver (error {-devices})"

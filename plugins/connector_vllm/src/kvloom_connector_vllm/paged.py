@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 import kvloom
-from kvloom import Chunk, GPUConnector, KVSpec, MemoryFormat, Segment
-from kvloom.contracts.connector import Fence
+from kvloom import Chunk, Fence, GPUConnector, KVSpec, MemoryFormat, Segment
 
 from . import native
 from .layout import LayoutName

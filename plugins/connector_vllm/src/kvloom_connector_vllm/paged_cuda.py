@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from pydantic import ByteSize
 
-from kvloom import ConfigError, KVSpec
-from kvloom.contracts.connector import Fence
+from kvloom import ConfigError, Fence, KVSpec
 
 from .native import Kernels, Tables, about_kernels, kernels
 from .paged import PagedConnector
