@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +146,21 @@ def test_chunks_that_the_device_cannot_reach_are_staged(found: Kernels, monkeypa
     monkeypatch.setattr(Kernels, "address", lambda self, tensor: None)
     it.write(segments, it.read(segments, source), target)
     assert same(target.kv(), source.kv())
+
+
+def test_nothing_is_under_way_when_a_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who called takes the chunks back. With a stream that only says what is asked of it."""
+    asked: list[Any] = []
+    stream = SimpleNamespace(wait_stream=asked.append, synchronize=lambda: asked.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: contextlib.nullcontext())
+    device, one = torch.device("cuda", 0), connector()
+    one._streams[device] = stream  # type: ignore[assignment]
+    with one._on_stream(device, "the engine's"):  # type: ignore[arg-type]
+        pass
+    assert asked == ["the engine's"]
+    with pytest.raises(MemoryError), one._on_stream(device, "the engine's"):  # type: ignore[arg-type]
+        raise MemoryError
+    assert asked == ["the engine's", "the engine's", "synchronize"]
 
 
 @pytest.mark.skipif(native.kernels() is None, reason="there is no GPU, and so there are no streams")
