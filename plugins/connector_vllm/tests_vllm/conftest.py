@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +36,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Run = Callable[..., list[Any]]
+class Run:
+    """Runs scripts, each in a fresh process of vLLM; the tiers are in `folder` unless a call says otherwise."""
 
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._count = 0
 
-@pytest.fixture
-def run(tiny: Path, tmp_path: Path) -> Run:
-    """Runs a script in a fresh process of vLLM; what its actions returned."""
-    count = 0
-
-    def run(
-        *do: dict[str, Any], tiers: Any = None, kv: dict[str, Any] | None = None, connector: bool = True,
-        env: dict[str, str] | None = None, model: Path | None = None, timeout: float = 400, fails: bool = False,
+    def __call__(
+        self, *do: dict[str, Any], tiers: Any = None, kv: dict[str, Any] | None = None, connector: bool = True,
+        env: dict[str, str] | None = None, timeout: float = 400, fails: bool = False,
         config: dict[str, Any] | None = None, extra: dict[str, Any] | None = None, **llm: Any,
     ) -> Any:  # fmt: skip
-        nonlocal count
-        count += 1
+        """What the actions `do` returned. fails: it should not start; what it printed."""
+        self._count += 1
+        folder, count = self._folder, self._count
         transfer = None
         if connector:
-            yaml = tmp_path / f"kvloom-{count}.yaml"  # JSON is YAML
-            whole = {"chunk_tokens": BLOCK, "tiers": tiers or [memory(), disk(tmp_path)], **(config or {})}
+            yaml = folder / f"kvloom-{count}.yaml"  # JSON is YAML
+            whole = {"chunk_tokens": BLOCK, "tiers": tiers or [memory(), disk(folder)], **(config or {})}
             yaml.write_text(json.dumps(whole))
             transfer = {
                 "kv_connector": "KVLoomConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -63,11 +62,11 @@ def run(tiny: Path, tmp_path: Path) -> Run:
                 "kv_connector_extra_config": {"config": str(yaml), **(extra or {})}, **(kv or {}),
             }  # fmt: skip
         settings = {
-            "model": str(model or tiny), "dtype": "float32", "enforce_eager": True, "max_model_len": 2048,
+            "model": str(self._model), "dtype": "float32", "enforce_eager": True, "max_model_len": 2048,
             "max_num_seqs": 8, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 128 << 20,
             "disable_log_stats": False, "distributed_executor_backend": "uni", "seed": 0, **llm,
         }  # fmt: skip
-        script, out = tmp_path / f"script-{count}.json", tmp_path / f"out-{count}.json"
+        script, out = folder / f"script-{count}.json", folder / f"out-{count}.json"
         script.write_text(json.dumps({"llm": settings, "kv": transfer, "do": list(do)}))
         environment = {
             **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(HERE / "faulty"),
@@ -81,11 +80,12 @@ def run(tiny: Path, tmp_path: Path) -> Run:
             assert done.returncode, "it should not have started"
             return done.stdout
         assert done.returncode == 0, done.stdout[-6000:]
-        said = json.loads(out.read_text())
-        run.log = done.stdout  # type: ignore[attr-defined]
-        return said
+        return json.loads(out.read_text())
 
-    return run
+
+@pytest.fixture
+def run(tiny: Path, tmp_path: Path) -> Run:
+    return Run(tiny, tmp_path)
 
 
 def memory(capacity: str = "256MiB") -> dict[str, Any]:

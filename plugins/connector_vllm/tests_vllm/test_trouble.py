@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,28 +47,35 @@ def test_an_aborted_request_gives_its_blocks_back(run: Run, tmp_path: Path) -> N
     assert [one["cached"] for one in found] == FOUND
 
 
-@pytest.mark.parametrize("fault", ["raises", "hangs", "flipped", "gone", "not to be asked"])
-def test_a_store_that_fails_costs_time_and_nothing_else(run: Run, tmp_path: Path, fault: str) -> None:
+@pytest.fixture(scope="module")
+def stored(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A directory with the KV of the prompts, and what they are answered from vLLM's own prefix cache, and without."""
+    folder = tmp_path_factory.mktemp("stored")
+    run = Run(tiny, folder)
     _, control, _ = run(generate(), generate(), {"settle": {}})
     (cold,) = run(generate(), connector=False, enable_prefix_caching=False)
-    faults: dict[str, Any] = {}
+    return folder / "kv", control, cold
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs", "flipped", "gone", "not to be asked"])
+def test_a_store_that_fails_costs_time_and_nothing_else(
+    run: Run, tmp_path: Path, stored: tuple[Path, Any, Any], fault: str
+) -> None:
+    kv, control, cold = stored
+    shutil.copytree(kv, tmp_path / "kv")
     blobs = sorted(path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file())
     assert len(blobs) == 7
-    if fault == "raises":
-        faults = {"get": {"fail": True}}
-    elif fault == "hangs":
-        faults = {"get": {"hang": 20}}
-    elif fault == "not to be asked":
-        faults = {"contains": {"hang": 20}}
-    elif fault == "gone":
-        faults = {"get": {"delay": 0.0}}
-        for path in blobs[::2]:
-            path.unlink()
-    else:
-        for path in blobs:
-            data = bytearray(path.read_bytes())
-            data[-len(data) // 2] ^= 0x10
-            path.write_bytes(data)
+    faults: dict[str, Any] = {
+        "raises": {"get": {"fail": True}},
+        "hangs": {"get": {"hang": 20}},
+        "not to be asked": {"contains": {"hang": 20}},
+    }.get(fault, {})
+    for path in blobs[::2] if fault == "gone" else ():
+        path.unlink()
+    for path in blobs if fault == "flipped" else ():
+        data = bytearray(path.read_bytes())
+        data[-len(data) // 2] ^= 0x10
+        path.write_bytes(data)
     tiers = [memory(), faulty(tmp_path, faults, deadline="1s")]
     found, again, usage = run(generate(), generate(), {"usage": {}}, tiers=tiers)
     for one, hit, miss in zip(found, control, cold, strict=True):

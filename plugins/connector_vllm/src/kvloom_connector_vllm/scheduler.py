@@ -17,6 +17,8 @@ from .planner import Chunks, Owner, Planner, Request, Scheduled, Step
 
 log = logging.getLogger(__name__)
 
+MEMORY = "memory"
+"""How the workers' memory is called where tiers are named, whatever the configuration calls it."""
 LOOKUP_SECONDS = 0.005
 """How long a step waits for tiers to say what they hold; a request whose answer takes longer is asked about again."""
 AGAIN_SECONDS = 0.02
@@ -105,7 +107,7 @@ class Scheduler:
         self.counts: Counter[str] = Counter()
         """`lookups`, `late`: whose answer took longer than a step waits, `hits` and `tokens` offered, `failed`."""
         self.sources: dict[str, dict[str, int]] = {}
-        """By request, tokens to be loaded by tier (`memory`, or the name of a shared one)."""
+        """By request, tokens to be loaded by tier (`MEMORY`, or the name of a shared one)."""
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -275,7 +277,7 @@ class Scheduler:
     def _tiers(self, chunks: Chunks, told: Sequence[str | None] | None) -> list[str | None]:
         """By chunk, where it would come from: None unless every rank's part is somewhere."""
         count = len(chunks.digests)
-        tiers: list[str | None] = ["memory"] * count
+        tiers: list[str | None] = [MEMORY] * count
         for number, (names, held) in enumerate(zip(self._ranks, self._held, strict=True)):
             for index, segment in enumerate(names.segments(chunks)):
                 if tiers[index] is not None and segment.key not in held:

@@ -24,7 +24,7 @@ from ..announcing import Announcer
 from ..configured import Settings, has_shared_tier
 from ..names import Names
 from ..planner import Owner, Planner, Scheduled
-from ..scheduler import Orders, Report, Scheduler
+from ..scheduler import MEMORY, Orders, Report, Scheduler
 from ..views import pages_of
 from ..worker import Worker
 from . import platform
@@ -141,6 +141,17 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             request, self._owner(request), num_computed_tokens, patience=min(float(patience), MOST_PATIENCE)
         )
         return tokens, bool(tokens) and self._settings.async_load
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """By vLLM's own words for where KV was: in this host's memory, or on a tier that is shared."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        assert self._scheduler is not None
+        found: dict[Any, int] = {}
+        for tier, tokens in self._scheduler.sources.get(request.request_id, {}).items():
+            source = CacheHitSource.HOST if tier == MEMORY else CacheHitSource.EXTERNAL_UNSPECIFIED
+            found[source] = found.get(source, 0) + tokens
+        return found if sum(found.values()) == num_external_tokens else {self._cache_hit_source: num_external_tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None
