@@ -487,3 +487,19 @@ def test_a_request_may_wait_for_what_another_engine_is_storing(pretended: Any, t
     while (tokens := two.scheduler.matched(other, NOBODY, 0, patience=0.1)) is None:
         assert time.monotonic() < until
     assert tokens == 0, "and not for ever"
+
+
+def test_what_the_engines_own_cache_answers_stays_in_use(pretended: Any) -> None:
+    """Nothing of it is loaded, so that the tiers would take it for unused, and evict it first."""
+    chunk_bytes = LAYERS * 2 * 2 * BLOCK * 16 * 4
+    one = pretended(tiers=[{"type": "memory", "capacity": 6 * max(chunk_bytes, 4096) + 4096}])
+    for name, tokens in (("a", PROMPT), ("b", [7] * 27)):
+        one.serve(FakeRequest(name, list(tokens)), range(8))
+    request = FakeRequest("again", PROMPT[:])
+    one.scheduler.begin(request, NOBODY)
+    one.step([Scheduled("again", range(8), True, 24, 27)])
+    one.settle()
+    one.scheduler.end("again")
+    one.serve(FakeRequest("c", [9] * 27), range(8, 16))
+    assert one.matched(FakeRequest("d", PROMPT[:])) == 24
+    assert one.matched(FakeRequest("e", [7] * 27)) < 24
