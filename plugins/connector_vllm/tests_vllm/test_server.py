@@ -37,8 +37,9 @@ def serving(model: Path, config: Path, log: Path, role: str = "kv_both") -> Iter
         "kv_connector": "KVLoomConnector", "kv_role": role, "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"config": str(config)},
     }  # fmt: skip
+    # As `vllm serve` does; its command looks for a distribution that has another name on processors.
     command = [
-        str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--port", str(port), "--dtype", "float32",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port), "--dtype", "float32",
         "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8", "--served-model-name", "tiny",
         "--kv-cache-memory-bytes", str(128 << 20), "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
