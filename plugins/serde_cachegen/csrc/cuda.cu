@@ -5,6 +5,7 @@
 #endif
 #include "decode_kernel.h"
 #include "encode_kernel.h"
+#include "lossless_decode_kernel.h"
 
 namespace {
 
@@ -12,13 +13,17 @@ using namespace kvz;
 using namespace kvz::cuda;
 
 bool sensible(const KvzGeometry& g) {
-  return g.dtype >= kBF16 && g.dtype <= kE5M2 && (g.planes == 1 || g.planes == 2) && g.tokens >= 1 && g.hidden >= 1 &&
+  return g.dtype >= kBF16 && g.dtype <= kByte && (g.planes == 1 || g.planes == 2) && g.tokens >= 1 && g.hidden >= 1 &&
          int64_t(g.planes) * g.tokens * g.hidden * element_bytes(g.dtype) < (int64_t(1) << 30);
 }
 
 bool sensible(const KvzGeometry& g, const KvzSettings& s) {
   return s.mode == kStep && s.band >= 1 && s.band <= kMaxBand && s.band <= g.hidden && s.tile_tokens >= 1 && s.tile_tokens <= kMaxTileTokens &&
          s.shared_from >= 0 && s.shared_from <= g.hidden && s.shared_from % s.band == 0 && s.step > 0.0f && s.step < 1e6f;
+}
+
+bool decodes(const KvzGeometry& g, int32_t mode) {
+  return sensible(g) && (mode == kLossless || ((mode == kStep || mode == kCacheGen) && g.dtype != kByte));
 }
 
 constexpr int64_t kMostTiles = int64_t(1) << 30;
@@ -56,21 +61,30 @@ int32_t kvz_cuda_devices() {
 #endif
 }
 
-int64_t kvz_cuda_decode_workspace(const KvzGeometry*, int32_t count) { return int64_t(sizeof(DecodeWork)) + 4 * int64_t(count); }
+int64_t kvz_cuda_decode_workspace(const KvzGeometry* g, int32_t mode, int32_t count) {
+  return decodes(*g, mode) && count >= 1 ? DecodeMemory(*g, mode, count, nullptr).bytes : -1;
+}
 
 int64_t kvz_cuda_encode_workspace(const KvzGeometry* g, const KvzSettings* s, int32_t count) {
   return sensible(*g) && sensible(*g, *s) && count >= 1 ? EncodeWork(*g, *s, count, nullptr).bytes + 64 : -1;
 }
 
-int32_t kvz_cuda_decode(const KvzGeometry* g, KvzDecode* jobs, int32_t count, void* workspace, void* stream) {
-  if (!sensible(*g) || count < 1) return kBadSettings;
-  DecodeWork* work = static_cast<DecodeWork*>(workspace);
-  KVZ_LAUNCH(check_streams, count, kThreads, 0, stream, *g, jobs, work);
-  KVZ_LAUNCH(number_tiles, 1, 32, 0, stream, count, work);
+int32_t kvz_cuda_decode(const KvzGeometry* g, int32_t mode, KvzDecode* jobs, int32_t count, void* workspace, void* stream) {
+  if (!decodes(*g, mode) || count < 1) return kBadSettings;
+  DecodeMemory memory(*g, mode, count, workspace);
+  KVZ_LAUNCH(check_streams, count, kThreads, 0, stream, *g, mode, jobs, memory.work, memory.tables);
+  KVZ_LAUNCH(number_tiles, 1, 32, 0, stream, count, memory.work);
+  if (mode == kLossless) {
+    return for_split(g->dtype, [&](auto split) {
+      constexpr int kDtype = decltype(split)::value;
+      KVZ_LAUNCH(decode_runs<kDtype>, blocks_at_once(decode_runs<kDtype>, 0), kThreads, 0, stream, *g, jobs, count, memory.work, memory.tables);
+      return launched();
+    });
+  }
   return for_element(g->dtype, [&](auto element) {
     using T = decltype(element);
     int64_t blocks = blocks_at_once(decode_tiles<T>, SharedFamily::kBytes);
-    KVZ_LAUNCH(decode_tiles<T>, blocks, kThreads, SharedFamily::kBytes, stream, *g, jobs, count, work);
+    KVZ_LAUNCH(decode_tiles<T>, blocks, kThreads, SharedFamily::kBytes, stream, *g, jobs, count, memory.work);
     return launched();
   });
 }

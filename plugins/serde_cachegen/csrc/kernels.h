@@ -1,5 +1,7 @@
 // What the kernels of both directions share: how work is shared out among warps, and element types.
 #pragma once
+#include <type_traits>
+
 #include "kvz_cuda.h"
 #include "layout.h"
 #include "warp.h"
@@ -25,6 +27,17 @@ int32_t for_element(int dtype, Run&& run) {
     case kE4M3: return run(E4M3{});
     case kE5M2: return run(E5M2{});
     default: return kBadGeometry;
+  }
+}
+
+// Of `lossless`: the type of elements as a number.
+template <typename Run>
+int32_t for_split(int dtype, Run&& run) {
+  switch (dtype) {
+    case kBF16: return run(std::integral_constant<int, kBF16>{});
+    case kFP16: return run(std::integral_constant<int, kFP16>{});
+    case kFP32: return run(std::integral_constant<int, kFP32>{});
+    default: return run(std::integral_constant<int, kByte>{});
   }
 }
 

@@ -1,81 +1,10 @@
 // The mode `lossless`: the part of each element that is worth coding, and the rest as it is.
 #pragma once
-#include "reading.h"
+#include "own_tables.h"
 #include "writing.h"
 
 namespace kvz {
 namespace KVZ_NAMESPACE {
-
-// The symbol of an element, and what is left of it: exponents of bf16 and float32, the upper byte of fp16, all of a byte.
-template <int kDtype>
-struct Split;
-template <>
-struct Split<kBF16> {
-  using Bits = uint16_t;
-  static constexpr int kRest = 1;
-  static uint8_t symbol(Bits bits) { return uint8_t(bits >> 7); }
-  static void rest(Bits bits, uint8_t* to) { to[0] = uint8_t((bits >> 8 & 0x80) | (bits & 0x7f)); }
-  static Bits join(uint8_t symbol, const uint8_t* rest) { return Bits((rest[0] & 0x80) << 8 | symbol << 7 | (rest[0] & 0x7f)); }
-};
-template <>
-struct Split<kFP16> {
-  using Bits = uint16_t;
-  static constexpr int kRest = 1;
-  static uint8_t symbol(Bits bits) { return uint8_t(bits >> 8); }
-  static void rest(Bits bits, uint8_t* to) { to[0] = uint8_t(bits); }
-  static Bits join(uint8_t symbol, const uint8_t* rest) { return Bits(symbol << 8 | rest[0]); }
-};
-template <>
-struct Split<kFP32> {
-  using Bits = uint32_t;
-  static constexpr int kRest = 3;
-  static uint8_t symbol(Bits bits) { return uint8_t(bits >> 23); }
-  static void rest(Bits bits, uint8_t* to) { to[0] = uint8_t(bits), to[1] = uint8_t(bits >> 8), to[2] = uint8_t((bits >> 24 & 0x80) | (bits >> 16 & 0x7f)); }
-  static Bits join(uint8_t symbol, const uint8_t* rest) {
-    return uint32_t(rest[2] & 0x80) << 24 | uint32_t(symbol) << 23 | uint32_t(rest[2] & 0x7f) << 16 | uint32_t(rest[1]) << 8 | rest[0];
-  }
-};
-template <>
-struct Split<kByte> {
-  using Bits = uint8_t;
-  static constexpr int kRest = 0;
-  static uint8_t symbol(Bits bits) { return bits; }
-  static void rest(Bits, uint8_t*) {}
-  static Bits join(uint8_t symbol, const uint8_t*) { return symbol; }
-};
-
-// Whole numbers that add up to 4096, at least 1 where there is anything.
-inline void normalise(const uint32_t* counts, uint64_t total, uint16_t* frequencies) {
-  int64_t left = kWideSlots, present = 0;
-  for (int symbol = 0; symbol < 256; ++symbol) present += counts[symbol] != 0;
-  int most = 0;
-  for (int symbol = 0; symbol < 256; ++symbol) {
-    uint64_t share = counts[symbol] == 0 ? 0 : 1 + (uint64_t(counts[symbol]) * uint64_t(kWideSlots - present) + total / 2) / total;
-    frequencies[symbol] = uint16_t(share);
-    left -= int64_t(share);
-    if (counts[symbol] > counts[most]) most = symbol;
-  }
-  // What rounding took or left goes to the largest, and from the next ones if it is not large enough.
-  for (int symbol = most; left != 0; symbol = (symbol + 1) & 255) {
-    if (frequencies[symbol] == 0) continue;
-    int64_t change = std::max<int64_t>(left, 1 - int64_t(frequencies[symbol]));
-    frequencies[symbol] = uint16_t(frequencies[symbol] + change);
-    left -= change;
-  }
-}
-
-// A table: its first and last symbol, then frequencies of one byte below 128, else two, the upper one first.
-inline uint8_t* write_table(const uint16_t* frequencies, uint8_t* out) {
-  int first = 0, last = 255;
-  while (first < 255 && frequencies[first] == 0) ++first;
-  while (last > first && frequencies[last] == 0) --last;
-  *out++ = uint8_t(first), *out++ = uint8_t(last);
-  for (int symbol = first; symbol <= last; ++symbol) {
-    if (frequencies[symbol] >= 128) *out++ = uint8_t(0x80 | frequencies[symbol] >> 8);
-    *out++ = uint8_t(frequencies[symbol]);
-  }
-  return out;
-}
 
 template <int kDtype>
 struct SymbolsEncoder {
@@ -100,7 +29,13 @@ struct SymbolsEncoder {
     for (; at < count; ++at) counts[0][S::symbol(from[at])] += 1;
     for (int symbol = 0; symbol < 256; ++symbol) counts[0][symbol] += counts[1][symbol] + counts[2][symbol] + counts[3][symbol];
     uint16_t frequencies[256];
-    normalise(counts[0], uint64_t(count), frequencies);
+    int present = 0, largest = 0;
+    for (int symbol = 0; symbol < 256; ++symbol) {
+      present += counts[0][symbol] != 0;
+      largest = counts[0][symbol] > counts[0][largest] ? symbol : largest;
+    }
+    for (int symbol = 0; symbol < 256; ++symbol) frequencies[symbol] = share_of(counts[0][symbol], uint64_t(count), present);
+    settle(frequencies, largest);
     uint32_t before = 0;
     for (int symbol = 0; symbol < 256; ++symbol) {
       slots[symbol] = encode_slot(frequencies[symbol], before, false);
@@ -187,39 +122,13 @@ int32_t restore_run(uint32_t kind, const uint8_t* from, const uint8_t* end, int 
   return ended_well(x, states, words) ? kOk : kBadWords;
 }
 
-// Reads one plane's own table; where it ends, or null.
-inline const uint8_t* read_table(const uint8_t* from, const uint8_t* end, uint32_t* table) {
-  if (end - from < 2 || from[0] > from[1]) return nullptr;
-  int first = from[0], last = from[1];
-  from += 2;
-  int64_t slot = 0;
-  for (int symbol = first; symbol <= last; ++symbol) {
-    if (from == end) return nullptr;
-    uint32_t frequency = *from++;
-    if (frequency & 0x80) {
-      if (from == end) return nullptr;
-      frequency = (frequency & 0x7f) << 8 | *from++;
-    }
-    if (slot + frequency > kWideSlots) return nullptr;
-    for (uint32_t above = 0; above < frequency; ++above) table[slot++] = decode_slot(uint32_t(symbol), frequency, above);
-  }
-  return slot == kWideSlots ? from : nullptr;
-}
-
 template <int kDtype>
 int32_t decode_runs(const KvzGeometry& g, const Stream& stream, const KvzDecode& job, Arena arena, int64_t& offset) {
   using Bits = typename Split<kDtype>::Bits;
   int64_t elements = int64_t(g.tokens) * g.hidden, tile = 0;
   uint32_t* tables = arena.take<uint32_t>(2 * kWideSlots);
-  const uint8_t* at = stream.tables;
-  for (int plane = 0; plane < g.planes; ++plane) {
-    offset = at - job.stream;
-    at = read_table(at, stream.directory, tables + plane * kWideSlots);
-    if (at == nullptr) return kBadTable;
-  }
-  if (stream.directory - at >= 4) return kBadTable;
-  for (; at < stream.directory; ++at)
-    if (*at != 0) return kBadReserved;
+  int32_t unread = read_tables(stream, g.planes, 0, 1, tables, offset);
+  if (unread != kOk) return unread;
   for (int plane = 0; plane < g.planes; ++plane) {
     Bits* to = static_cast<Bits*>(job.target) + plane * job.plane_stride;
     for (int64_t begin = 0; begin < elements; begin += kFlatTile, ++tile) {

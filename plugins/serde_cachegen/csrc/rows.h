@@ -20,13 +20,13 @@ struct EncodeTables {
 // Of each slot: the symbol in bits 24-31, its frequency less 1 in bits 12-23, and how far the slot is from its first.
 using DecodeTables = const uint32_t*;
 
-inline uint32_t encode_slot(uint32_t frequency, uint32_t before, bool escapes) {
+KVZ_BOTH uint32_t encode_slot(uint32_t frequency, uint32_t before, bool escapes) {
   return frequency | before << 16 | uint32_t(escapes) << 31;
 }
-inline uint32_t decode_slot(uint32_t symbol, uint32_t frequency, uint32_t above) {
+KVZ_BOTH uint32_t decode_slot(uint32_t symbol, uint32_t frequency, uint32_t above) {
   return symbol << 24 | (frequency - 1) << 12 | above;
 }
-inline uint32_t inverse_of(uint32_t frequency) { return 0xffffffffu / frequency; }
+KVZ_BOTH uint32_t inverse_of(uint32_t frequency) { return 0xffffffffu / frequency; }
 
 // Words that are left to read; past their end there are zeros, and the reader remembers.
 struct Words {

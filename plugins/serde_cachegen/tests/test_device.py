@@ -61,7 +61,7 @@ def test_it_writes_the_same(
 
 
 @few
-@given(shapes, st.sampled_from(DTYPES), st.sampled_from([Mode.STEP, Mode.CACHEGEN]), st.integers(1, 130),
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from(sorted(device.DECODES)), st.integers(1, 130),
        st.integers(1, 3), st.booleans(), st.integers(0, 10**6))  # fmt: skip
 def test_it_reads_the_same(
     codec: ctypes.CDLL, on: str, shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, count: int,
@@ -70,7 +70,7 @@ def test_it_reads_the_same(
     kvs = [kv_of(shape, dtype, seed + each, odd=odd) for each in range(count)]
     blobs = [streams.encode(kv, settings_for(mode, kv, band=band)) for kv in kvs]
     into = [torch.full_like(bits(kv), 0xA5).view(kv.dtype).view(kv.shape).to(on) for kv in kvs]
-    device.decode(blobs, into, codec)
+    device.decode(blobs, into, mode, codec)
     for kv, blob, out in zip(kvs, blobs, into, strict=True):
         assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, mode)))
 
@@ -81,8 +81,28 @@ def test_tiles_of_many_tokens_and_channels(codec: ctypes.CDLL, on: str) -> None:
     (blob,) = device.encode([kv.to(on)], how, codec)
     assert [bytes(each) for each in blob] == [bytes(each) for each in streams.encode(kv, how)]
     out = torch.zeros_like(kv, device=on)
-    device.decode([blob], [out], codec)
+    device.decode([blob], [out], Mode.STEP, codec)
     assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, Mode.STEP)))
+
+
+OPAQUE = [torch.int8, torch.uint8, torch.int32, torch.float64, torch.bfloat16, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", OPAQUE, ids=str)
+def test_runs_of_many_elements_of_any_type(codec: ctypes.CDLL, on: str, dtype: torch.dtype) -> None:
+    """As pages are cut: streams of one token. Tiles of coded elements, of equal ones, of noise, and what is left."""
+    elements = 3 * 32768 // max(1, dtype.itemsize // 4) + 1001
+    generator = torch.Generator().manual_seed(int(dtype.itemsize))
+    kv = torch.randn((1, 2, 1, elements), generator=generator).mul(3).to(dtype)
+    whole = bits(kv).view(2, -1)
+    whole[0, 32768 * 4 : 32768 * 8] = whole[0, 0]
+    noise = whole[1, 32768 * 4 : 32768 * 8]
+    noise[:] = torch.randint(256, noise.shape, generator=generator, dtype=torch.uint8)
+    how = settings_for(Mode.LOSSLESS, kv)
+    blob = streams.encode(kv, how)
+    out = torch.zeros_like(kv, device=on)
+    device.decode([blob], [out], Mode.LOSSLESS, codec)
+    assert torch.equal(bits(out.cpu()), bits(kv))
 
 
 def problem_of(decode: Callable[[], None]) -> str:
@@ -94,10 +114,10 @@ def problem_of(decode: Callable[[], None]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mode", [Mode.STEP, Mode.CACHEGEN])
+@pytest.mark.parametrize("mode", sorted(device.DECODES))
 def test_bad_streams_are_refused_where_the_processor_refuses_them(codec: ctypes.CDLL, on: str, mode: Mode) -> None:
     """All in one launch, beside good ones that come out whole."""
-    kv = kv_of((2, 1, 9, 40), torch.bfloat16, 8)
+    kv = kv_of((2, 1, 9, 41), torch.bfloat16, 8)
     (stream,) = streams.encode(kv, settings_for(mode, kv))
     blobs = [bytes(stream)]
     for place in range(len(stream)):
@@ -107,17 +127,19 @@ def test_bad_streams_are_refused_where_the_processor_refuses_them(codec: ctypes.
     for blob in blobs:
         expected, made = torch.zeros_like(kv), torch.zeros_like(kv, device=on)
         problem = problem_of(lambda blob=blob, to=expected: streams.decode([blob], to, mode))
-        assert problem_of(lambda blob=blob, to=made: device.decode([[blob]], [to], codec)) == problem
+        assert problem_of(lambda blob=blob, to=made: device.decode([[blob]], [to], mode, codec)) == problem
         assert problem or torch.equal(bits(made.cpu()), bits(expected))
     with pytest.raises(CorruptBlobError, match="stream 1, byte"):
-        device.decode([blobs[:1], blobs[-1:]], [torch.zeros_like(kv, device=on) for _ in range(2)], codec)
+        device.decode([blobs[:1], blobs[2:3]], [torch.zeros_like(kv, device=on) for _ in range(2)], mode, codec)
 
 
 def test_what_the_kernels_do_not_take_is_said(codec: ctypes.CDLL, on: str) -> None:
     kv = kv_of((2, 1, 9, 40), torch.bfloat16, 9)
     lossless = streams.encode(kv, settings_for(Mode.LOSSLESS, kv))
     with pytest.raises(CorruptBlobError, match="byte 5"):
-        device.decode([lossless], [torch.zeros_like(kv, device=on)], codec)
+        device.decode([lossless], [torch.zeros_like(kv, device=on)], Mode.STEP, codec)
+    with pytest.raises(ValueError, match=r"klt of .* are not taken"):
+        device.decode([lossless], [torch.zeros_like(kv, device=on)], Mode.KLT, codec)
     with pytest.raises(ValueError, match="cannot be made"):
         device.encode([kv.to(on)], settings_for(Mode.LOSSLESS, kv), codec)
 

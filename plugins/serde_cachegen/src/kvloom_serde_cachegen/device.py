@@ -1,6 +1,6 @@
 """Streams in device memory: the kernels give the same bytes and values as the processor does.
 
-They decode `STEP` and `CACHEGEN` and encode `STEP`; all else goes through host memory.
+They decode `STEP`, `CACHEGEN` and `LOSSLESS` and encode `STEP`; all else goes through host memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvloom_serde_cachegen.streams import Mode, Settings
 
 T = TypeVar("T")
 ENCODES = frozenset({Mode.STEP})
-DECODES = frozenset({Mode.STEP, Mode.CACHEGEN})
+DECODES = frozenset({Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS})
 _ALIGN = 16
 """Streams begin at multiples of it."""
 
@@ -64,7 +64,7 @@ class Launch:
         self._jobs, self._there = jobs, torch.frombuffer(jobs, dtype=torch.uint8).clone().to(device)
         self._held = [*held, workspace]
         self._device = device
-        self._call = partial(function, *map(ctypes.byref, about), _pointer(self._there), len(jobs), _pointer(workspace))
+        self._call = partial(function, *about, _pointer(self._there), len(jobs), _pointer(workspace))
 
     def run(self) -> None:
         """Put it on the current stream. Raises ValueError for what the kernels do not take."""
@@ -97,14 +97,14 @@ def encoding(
     jobs = (streams.Encode * (len(kvs) * layers))()
     for number, job in enumerate(jobs):
         kv, layer = kvs[number // layers], number % layers
-        job.source, job.plane_stride = _layer(kv, layer), kv.stride(0)
+        job.source, job.plane_stride = _layer(kv, layer), streams.plane_stride(kv, geometry)
         job.weights = None if weights is None else weights[layer].data_ptr()
         job.out, job.capacity = out[number].data_ptr(), capacity
     needed = codec.kvz_cuda_encode_workspace(ctypes.byref(geometry), ctypes.byref(own), len(jobs))
     if needed < 0:
         raise ValueError(f"streams of {tuple(first.shape)} and {first.dtype} with {settings} cannot be made")
-    launch = Launch(codec.kvz_cuda_encode, jobs, [geometry, own], needed, device, workspace, [out, weights, *kvs])
-    return launch, out
+    about = [ctypes.byref(geometry), ctypes.byref(own)]
+    return Launch(codec.kvz_cuda_encode, jobs, about, needed, device, workspace, [out, weights, *kvs]), out
 
 
 def encode(
@@ -126,7 +126,7 @@ def encode(
 
 
 def decoding(
-    blobs: Sequence[Sequence[Buffer]], into: Sequence[torch.Tensor], codec: ctypes.CDLL,
+    blobs: Sequence[Sequence[Buffer]], into: Sequence[torch.Tensor], mode: Mode, codec: ctypes.CDLL,
     workspace: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch that `decode` runs; the streams are on their way to the device."""
@@ -135,7 +135,7 @@ def decoding(
     for blob in blobs:
         if len(blob) != layers:
             raise CorruptBlobError(f"{len(blob)} streams for {layers} layers")
-    geometry = streams.geometry_of(first.shape, first.dtype, Mode.STEP)
+    geometry = streams.geometry_of(first.shape, first.dtype, mode)
     held = [np.frombuffer(stream, dtype=np.uint8) for blob in blobs for stream in blob]
     starts = np.cumsum([0, *(-(-each.size // _ALIGN) * _ALIGN for each in held)])
     packed = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -146,21 +146,24 @@ def decoding(
     for number, (job, each) in enumerate(zip(jobs, held, strict=True)):
         kv = into[number // layers]
         job.stream, job.size = there.data_ptr() + int(starts[number]), each.size
-        job.target, job.plane_stride = _layer(kv, number % layers), kv.stride(0)
-    needed = codec.kvz_cuda_decode_workspace(ctypes.byref(geometry), len(jobs))
-    return Launch(codec.kvz_cuda_decode, jobs, [geometry], needed, device, workspace, [packed, there, *into])
+        job.target, job.plane_stride = _layer(kv, number % layers), streams.plane_stride(kv, geometry)
+    needed = codec.kvz_cuda_decode_workspace(ctypes.byref(geometry), int(mode), len(jobs))
+    if needed < 0:
+        raise ValueError(f"streams of mode {mode.name.lower()} of {tuple(first.shape)} and {first.dtype} are not taken")
+    about = [ctypes.byref(geometry), int(mode)]
+    return Launch(codec.kvz_cuda_decode, jobs, about, needed, device, workspace, [packed, there, *into])
 
 
 def decode(
-    blobs: Sequence[Sequence[Buffer]], into: Sequence[torch.Tensor], codec: ctypes.CDLL, *,
+    blobs: Sequence[Sequence[Buffer]], into: Sequence[torch.Tensor], mode: Mode, codec: ctypes.CDLL, *,
     workspace: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill each of `into`, as `encode` takes them, from streams in host memory, one for each of its layers.
 
-    Of the modes `STEP` and `CACHEGEN`. Raises CorruptBlobError, with the first of what is wrong and where. Waits for
-    the device.
+    All of one mode, one of DECODES. Raises CorruptBlobError, with the first of what is wrong and where. Waits for the
+    device.
     """
-    launch = decoding(blobs, into, codec, workspace)
+    launch = decoding(blobs, into, mode, codec, workspace)
     launch.run()
     streams.check(launch.jobs())
 

@@ -160,13 +160,18 @@ class CacheGenSerializer(Serializer):
         self, blobs: Sequence[Buffers], kvs: Sequence[torch.Tensor], first_layer: int, place: Place | None
     ) -> None:
         # What was encoded in another mode is decoded too: a stream says how it is to be read.
-        modes = {_mode_of(blob, kvs[0].dtype) for blob in blobs}
-        if (codec := _kernels(kvs[0])) is not None and modes <= device.DECODES:
-            with device.at(place):
-                device.decode(blobs, kvs, codec, workspace=place and place.workspace)
-            return
-        for blob, kv in zip(blobs, kvs, strict=True):
-            self._decode_on_host(blob, kv, first_layer)
+        of_mode: dict[Mode, list[int]] = {}
+        for number, blob in enumerate(blobs):
+            of_mode.setdefault(_mode_of(blob, kvs[0].dtype), []).append(number)
+        codec = _kernels(kvs[0])
+        for mode, numbers in of_mode.items():
+            if codec is not None and mode in device.DECODES:
+                group, into = [blobs[each] for each in numbers], [kvs[each] for each in numbers]
+                with device.at(place):
+                    device.decode(group, into, mode, codec, workspace=place and place.workspace)
+                continue
+            for each in numbers:
+                self._decode_on_host(blobs[each], kvs[each], first_layer)
 
     def _decode_on_host(self, blob: Buffers, into: torch.Tensor, first_layer: int) -> None:
         kv = into if into.device.type == "cpu" else torch.empty(into.shape, dtype=into.dtype)
@@ -195,7 +200,7 @@ class CacheGenSerializer(Serializer):
 
 def _kernels(kv: torch.Tensor) -> ctypes.CDLL | None:
     """What works in the memory that `kv` is in, if that is a device's."""
-    return device.library() if kv.is_cuda and kv.dtype in streams.DTYPES else None
+    return device.library() if kv.is_cuda else None
 
 
 def _mode_of(blob: Buffers, dtype: torch.dtype) -> Mode:

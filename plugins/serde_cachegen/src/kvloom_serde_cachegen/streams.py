@@ -159,11 +159,10 @@ def encode(
     geometry = geometry_of(kv.shape, kv.dtype, settings.mode)
     capacity = bound(kv.shape, kv.dtype, settings) // layers
     out = np.empty((layers, capacity), dtype=np.uint8)
-    unit = kv.element_size() // _element_bytes(geometry.dtype)
     jobs = (Encode * layers)()
     for layer, job in enumerate(jobs):
         job.source = kv.data_ptr() + layer * kv.stride(1) * kv.element_size()
-        job.plane_stride = kv.stride(0) * unit
+        job.plane_stride = plane_stride(kv, geometry)
         job.weights = None if settings.weights is None else settings.weights[layer].data_ptr()
         job.bins[:] = settings.bins[layer] if settings.bins else (0, 0)
         job.start = start if start is not None and 0 <= start < POSITIONS else -1
@@ -196,13 +195,12 @@ def decode(
         raise CorruptBlobError(f"{len(streams)} streams for {layers} layers")
     codec = library()
     geometry = geometry_of(into.shape, into.dtype, mode)
-    unit = into.element_size() // _element_bytes(geometry.dtype)
     held = [np.frombuffer(stream, dtype=np.uint8) for stream in streams]
     jobs = (Decode * layers)()
     for layer, (stream, job) in enumerate(zip(held, jobs, strict=True)):
         job.stream, job.size = stream.ctypes.data, stream.size
         job.target = into.data_ptr() + layer * into.stride(1) * into.element_size()
-        job.plane_stride = into.stride(0) * unit
+        job.plane_stride = plane_stride(into, geometry)
         job.profile, job.bases = _addresses(profile, first_layer + layer)
     transformed = int(profile is not None)
     threads, workspace = _workspace(threads, layers, codec.kvz_decode_workspace(ctypes.byref(geometry), transformed))
@@ -258,8 +256,9 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, mode: Mode) -> _Geomet
     return _Geometry(DTYPES[dtype], planes, tokens, hidden)
 
 
-def _element_bytes(dtype: int) -> int:
-    return {1: 2, 2: 2, 3: 4}.get(dtype, 1)
+def plane_stride(kv: torch.Tensor, geometry: _Geometry) -> int:
+    """From plane to plane, in elements of that geometry."""
+    return kv.stride(0) * (kv.element_size() // {1: 2, 2: 2, 3: 4}.get(geometry.dtype, 1))
 
 
 def _workspace(threads: int, jobs: int, each: int) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]:

@@ -1,0 +1,147 @@
+// What kernels that decode have in common: streams are checked, their tiles numbered, and warps take them.
+#pragma once
+#include "kernels.h"
+#include "own_tables.h"
+
+namespace kvz {
+namespace KVZ_NAMESPACE {
+
+// What all warps know of the streams, once they were checked.
+struct DecodeWork {
+  int32_t next;      // tile, of those of all streams
+  int32_t tiles;     // of all of them
+  int32_t before[1];  // [count]: tiles of the streams before
+};
+
+// Scratch memory of all jobs, cut into arrays.
+struct DecodeMemory {
+  DecodeWork* work;
+  uint32_t* tables;  // of `lossless`, [jobs][planes][4096]
+  int64_t bytes;
+
+  DecodeMemory(const KvzGeometry& g, int32_t mode, int64_t jobs, void* memory) {
+    Arena arena{static_cast<uint8_t*>(memory)};
+    work = reinterpret_cast<DecodeWork*>(arena.take<int32_t>(int64_t(sizeof(DecodeWork)) / 4 + jobs));
+    tables = arena.take<uint32_t>(mode == kLossless ? jobs * g.planes * kWideSlots : 0);
+    bytes = arena.at - static_cast<uint8_t*>(memory) + 64;
+  }
+};
+
+KVZ_DEVICE void blame(KvzDecode& job, int32_t error, int64_t offset) {
+  if (first_to_set(&job.error, error)) job.offset = offset;
+}
+
+// A block for each stream, of which all are to be of one mode. tables: of `lossless`, [streams][planes][4096].
+KVZ_KERNEL check_streams(KvzGeometry g, int32_t mode, KvzDecode* jobs, DecodeWork* work, uint32_t* tables) {
+  KvzDecode& job = jobs[block()];
+  if (thread() == 0) job.error = kOk;
+  sync_block();
+  Stream stream;
+  int64_t offset = 0, bad = 0;
+  int32_t error = parse_header(g, job.stream, job.size, stream, offset);
+  if (error == kOk && stream.header.mode != mode) error = kBadGeometry, offset = 5;
+  if (thread() == 0) {
+    if (error != kOk) blame(job, error, offset);
+    work->before[block()] = error == kOk ? int32_t(stream.header.tiles) : 0;  // How many, until they are numbered.
+  }
+  if (error != kOk) return;
+  if (check_directory(stream, thread(), threads(), bad) != kOk) blame(job, kBadDirectory, stream.directory - job.stream + 4 * bad);
+  sync_block();
+  if (mode == kLossless) {
+    error = read_tables(stream, g.planes, thread(), threads(), tables + block() * g.planes * kWideSlots, offset);
+    if (error != kOk) blame(job, error, offset);
+  }
+  if (mode != kCacheGen) return;
+  const uint8_t* scales = stream.tables + aligned(2 * g.planes);
+  int bytes = element_bytes(g.dtype);
+  for (int plane = thread(); plane < g.planes; plane += threads()) {
+    uint32_t bins = stream.tables[2 * plane] | uint32_t(stream.tables[2 * plane + 1]) << 8;
+    if (bins < 4 || bins > 64) blame(job, kBadTable, kHeaderBytes + 2 * plane);
+  }
+  for (int64_t token = thread(); token < int64_t(g.planes) * g.tokens; token += threads()) {
+    uint32_t bits = 0;
+    memcpy(&bits, scales + token * bytes, size_t(bytes));
+    float scale = g.dtype == kBF16 ? BF16::load(uint16_t(bits)) : g.dtype == kFP16 ? FP16::load(uint16_t(bits))
+                : g.dtype == kE4M3 ? E4M3::load(uint8_t(bits)) : g.dtype == kE5M2 ? E5M2::load(uint8_t(bits)) : FP32::load(bits);
+    if (!is_finite(scale)) blame(job, kBadTable, scales + token * bytes - job.stream);
+  }
+}
+
+// One warp: where the tiles of each stream begin in the numbering of all.
+KVZ_KERNEL number_tiles(int32_t count, DecodeWork* work) {
+  int32_t tiles = 0;
+  for (int32_t first = 0; first < count; first += 32) {
+    int32_t job = first + lane(), own = job < count ? work->before[job] : 0, end = sum_to_here(own);
+    if (job < count) work->before[job] = tiles + end - own;
+    tiles += from_lane(end, 31);
+  }
+  if (lane() == 0) work->tiles = tiles, work->next = 0;
+}
+
+// The stream that a tile is of: the last that begins at its number or before, and has tiles.
+KVZ_DEVICE int32_t stream_of(const DecodeWork* work, int32_t count, int32_t tile) {
+  int32_t low = 0, high = count;
+  while (high - low > 1) {
+    int32_t middle = (low + high) / 2;
+    if (work->before[middle] <= tile) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+// The words of a tile, of which each lane holds two: those that are taken next are on their way before they are needed.
+struct WarpWords {
+  const uint16_t* words;
+  int count;           // in all
+  int at = 0;          // of the first that is held
+  int taken = 0;       // of those, below 32
+  uint32_t now, later;
+
+  KVZ_DEVICE WarpWords(const uint8_t* from, const uint8_t* end) : words(reinterpret_cast<const uint16_t*>(from)), count(int((end - from) / 2)) {
+    now = word(lane()), later = word(32 + lane());
+  }
+  KVZ_DEVICE uint32_t word(int number) const {
+    return number < count ? words[number] : 0;
+  }
+  KVZ_DEVICE void skip(int more) {
+    for (taken += more; taken >= 32; taken -= 32) at += 32, now = later, later = word(at + 32 + lane());
+  }
+  // One for each lane that wants one, in the order of lanes; the others get anything.
+  KVZ_DEVICE uint32_t take(bool wants) {
+    uint32_t mask = ballot(wants);
+    int number = taken + count_ones(mask & lanes_below());
+    uint32_t first = from_lane(now, number), second = from_lane(later, number);
+    skip(count_ones(mask));
+    return number < 32 ? first : second;
+  }
+  // All were taken but a padding of zero, and not more than there are.
+  KVZ_DEVICE bool through() const {
+    int left = count - at - taken;
+    return left == 0 || (left == 1 && word(at + taken) == 0);
+  }
+};
+
+template <typename Bits>
+KVZ_DEVICE int32_t copy_raw(const uint8_t* from, const uint8_t* end, int64_t stride, int rows, int width, Bits* to) {
+  int64_t bytes = int64_t(rows) * width * int64_t(sizeof(Bits));
+  if (end - from != aligned(bytes)) return kBadDirectory;
+  for (int row = 0; row < rows; ++row)
+    for (int c = lane(); c < width; c += kLanes) memcpy(to + row * stride + c, from + (int64_t(row) * width + c) * int64_t(sizeof(Bits)), sizeof(Bits));
+  for (int64_t at = bytes; at < end - from; ++at)
+    if (from[at] != 0) return kBadReserved;
+  return kOk;
+}
+
+template <typename Bits>
+KVZ_DEVICE int32_t fill_constant(const uint8_t* from, const uint8_t* end, int64_t stride, int rows, int width, Bits* to) {
+  if (end - from != 4) return kBadDirectory;
+  uint32_t all = 0;
+  memcpy(&all, from, 4);
+  if (sizeof(Bits) < 4 && all >> (8 * sizeof(Bits) % 32) != 0) return kBadReserved;
+  for (int row = 0; row < rows; ++row)
+    for (int c = lane(); c < width; c += kLanes) to[row * stride + c] = Bits(all);
+  return kOk;
+}
+
+}  // namespace KVZ_NAMESPACE
+}  // namespace kvz
