@@ -6,6 +6,7 @@
 #include "decode_kernel.h"
 #include "encode_kernel.h"
 #include "lossless_decode_kernel.h"
+#include "lossless_encode_kernel.h"
 
 namespace {
 
@@ -18,7 +19,8 @@ bool sensible(const KvzGeometry& g) {
 }
 
 bool sensible(const KvzGeometry& g, const KvzSettings& s) {
-  return s.mode == kStep && s.band >= 1 && s.band <= kMaxBand && s.band <= g.hidden && s.tile_tokens >= 1 && s.tile_tokens <= kMaxTileTokens &&
+  if (s.mode == kLossless) return true;
+  return s.mode == kStep && g.dtype != kByte && s.band >= 1 && s.band <= kMaxBand && s.band <= g.hidden && s.tile_tokens >= 1 && s.tile_tokens <= kMaxTileTokens &&
          s.shared_from >= 0 && s.shared_from <= g.hidden && s.shared_from % s.band == 0 && s.step > 0.0f && s.step < 1e6f;
 }
 
@@ -47,6 +49,21 @@ template <typename Kernel>
 int64_t blocks_at_once(Kernel, size_t) { return 2; }
 #endif
 
+int32_t encode_lossless(const KvzGeometry& g, KvzEncode* jobs, int32_t count, void* workspace, void* stream) {
+  RunWork work(g, count, workspace);
+  if (count * work.tiles >= kMostTiles) return kBadSettings;
+  return for_split(g.dtype, [&](auto split) {
+    constexpr int kDtype = decltype(split)::value;
+    constexpr size_t kShared = size_t(kWarps) * 512 * 4;
+    KVZ_LAUNCH(count_symbols<kDtype>, count * work.tiles, kThreads, kWarps * 256 * 4, stream, jobs, work);
+    KVZ_LAUNCH(make_tables, count * g.planes, 256, 256 * 6, stream, g, work);
+    KVZ_LAUNCH(encode_runs<kDtype>, blocks_at_once(encode_runs<kDtype>, kShared), kThreads, kShared, stream, g, jobs, int32_t(count * work.tiles), work);
+    KVZ_LAUNCH(write_run_directories, count, 32, 0, stream, g, jobs, work);
+    KVZ_LAUNCH(place_runs<kDtype>, count * work.tiles, kThreads, 0, stream, jobs, work);
+    return launched();
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -66,7 +83,8 @@ int64_t kvz_cuda_decode_workspace(const KvzGeometry* g, int32_t mode, int32_t co
 }
 
 int64_t kvz_cuda_encode_workspace(const KvzGeometry* g, const KvzSettings* s, int32_t count) {
-  return sensible(*g) && sensible(*g, *s) && count >= 1 ? EncodeWork(*g, *s, count, nullptr).bytes + 64 : -1;
+  if (!sensible(*g) || !sensible(*g, *s) || count < 1) return -1;
+  return s->mode == kLossless ? RunWork(*g, count, nullptr).bytes : EncodeWork(*g, *s, count, nullptr).bytes;
 }
 
 int32_t kvz_cuda_decode(const KvzGeometry* g, int32_t mode, KvzDecode* jobs, int32_t count, void* workspace, void* stream) {
@@ -91,6 +109,7 @@ int32_t kvz_cuda_decode(const KvzGeometry* g, int32_t mode, KvzDecode* jobs, int
 
 int32_t kvz_cuda_encode(const KvzGeometry* g, const KvzSettings* s, KvzEncode* jobs, int32_t count, void* workspace, void* stream) {
   if (!sensible(*g) || !sensible(*g, *s) || count < 1) return kBadSettings;
+  if (s->mode == kLossless) return encode_lossless(*g, jobs, count, workspace, stream);
   EncodeWork work(*g, *s, count, workspace);
   if (count * work.tiles >= kMostTiles) return kBadSettings;
   return for_element(g->dtype, [&](auto element) {

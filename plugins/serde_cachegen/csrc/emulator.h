@@ -84,6 +84,7 @@ inline V from_lane(V mine, int lane) {
 inline int count_ones(uint32_t mask) { return __builtin_popcount(mask); }
 inline uint32_t product_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
 inline int32_t take_ticket(int32_t* counter) { return (*counter)++; }
+inline void count_one(uint32_t* counter) { *counter += 1; }
 inline bool first_to_set(int32_t* place, int32_t value) {
   if (*place != 0) return false;
   *place = value;

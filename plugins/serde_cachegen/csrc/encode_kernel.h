@@ -1,28 +1,16 @@
 // Encoding in the mode `step` on a GPU: a warp encodes a tile, then tiles are moved together.
 #pragma once
-#include "kernels.h"
+#include "encode_work.h"
 
 namespace kvz {
 namespace KVZ_NAMESPACE {
 
-// What is known of each tile before streams are put together.
-struct TileDone {
-  uint32_t kind;
-  int32_t bytes;   // a multiple of 4
-  int32_t words;   // of 16 bits, at the end of its room
-  uint32_t states[kLanes];
-};
-
 // Scratch memory of all jobs, cut into arrays.
-struct EncodeWork {
-  int64_t tiles, blocks, channels;  // of one stream: tiles, blocks of tokens of all planes, channels of all of those
-  int64_t room;                     // words of 16 bits for one tile
-  int32_t* next;
+struct EncodeWork : TileWork {
+  int64_t blocks, channels;         // of one stream: blocks of tokens of all planes, channels of all of those
   float *means, *sigmas;            // [jobs][blocks][hidden]
   uint8_t *codes, *chosen;          // [jobs][blocks][hidden]
   int8_t* centres;
-  TileDone* done;                   // [jobs][tiles]
-  uint16_t* words;                  // [jobs][tiles][room]
   int64_t bytes;
 
   EncodeWork(const KvzGeometry& g, const KvzSettings& s, int64_t jobs, void* memory) {
@@ -31,11 +19,9 @@ struct EncodeWork {
     int64_t rows = g.tokens < s.tile_tokens ? g.tokens : s.tile_tokens;
     room = (rows * s.band * element_bytes(g.dtype) / 2 + 8 + 7) & ~int64_t(7);
     Arena arena{static_cast<uint8_t*>(memory)};
-    next = arena.take<int32_t>(1);
+    take(arena, jobs);
     means = arena.take<float>(jobs * channels), sigmas = arena.take<float>(jobs * channels);
     codes = arena.take<uint8_t>(jobs * channels), chosen = arena.take<uint8_t>(jobs * channels), centres = arena.take<int8_t>(jobs * channels);
-    done = arena.take<TileDone>(jobs * tiles);
-    words = arena.take<uint16_t>(jobs * tiles * room);
     bytes = arena.at - static_cast<uint8_t*>(memory) + 64;
   }
 };
@@ -185,12 +171,10 @@ struct TileEncoder {
           if ((slots[place] & 0xffff) == 0) symbol_here = kEscape, place = chosen[c] * 64u + kEscape;
           slot = slots[place];
         }
-        uint32_t escaping = ballot(active && symbol_here == kEscape), frequency = slot & 0xffff;
-        bool full = active && x >> (32 - kPrecision) >= frequency;
-        uint32_t filling = ballot(full);
-        constexpr int kEach = sizeof(Bits) == 4 ? 2 : 1;
-        if (count_ones(filling) + kEach * count_ones(escaping) > at) return -1;
+        uint32_t escaping = ballot(active && symbol_here == kEscape);
         if (escaping != 0) {
+          constexpr int kEach = sizeof(Bits) == 4 ? 2 : 1;
+          if (kEach * count_ones(escaping) > at) return -1;
           at -= kEach * count_ones(escaping);
           if (active && symbol_here == kEscape) {
             uint32_t bits = from[row * stride + c];
@@ -199,16 +183,7 @@ struct TileEncoder {
             if (kEach == 2) to[1] = uint16_t(bits >> 16);
           }
         }
-        at -= count_ones(filling);
-        if (full) {
-          words[at + count_ones(filling & lanes_below())] = uint16_t(x);
-          x >>= 16;
-        }
-        if (active) {
-          uint32_t quotient = product_high(x, inverses[place]), rest = x - quotient * frequency;
-          if (rest >= frequency) quotient += 1, rest -= frequency;
-          x = (quotient << kPrecision) + rest + (slot >> 16);
-        }
+        if (!put_symbols<kPrecision>(active, slot, inverses[place], words, at, x)) return -1;
       }
     }
     return room - at;
@@ -258,23 +233,9 @@ KVZ_KERNEL encode_tiles(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, int
 
 // A warp for each stream: its header and directory.
 KVZ_KERNEL write_directories(KvzGeometry g, KvzSettings s, KvzEncode* jobs, EncodeWork work) {
-  KvzEncode& job = jobs[block()];
-  uint32_t* directory = reinterpret_cast<uint32_t*>(job.out + kHeaderBytes);
-  int64_t end = 0;
-  for (int64_t first = 0; first < work.tiles; first += kLanes) {
-    int64_t tile = first + lane();
-    TileDone* done = tile < work.tiles ? work.done + block() * work.tiles + tile : nullptr;
-    int quarters = sum_to_here(done != nullptr ? done->bytes / 4 : 0);
-    if (done != nullptr) directory[tile] = done->kind << 29 | uint32_t(end / 4 + quarters);
-    end += 4 * int64_t(from_lane(quarters, kLanes - 1));
-  }
-  if (lane() != 0) return;
-  Header header{};
-  header.magic = kMagic, header.version = kVersion, header.mode = kStep, header.dtype = uint8_t(g.dtype), header.planes = uint8_t(g.planes);
-  header.tokens = uint32_t(g.tokens), header.hidden = uint32_t(g.hidden), header.band = uint16_t(s.band), header.tile_tokens = uint16_t(s.tile_tokens);
-  header.tiles = uint32_t(work.tiles), header.total = uint32_t(kHeaderBytes + 4 * work.tiles + end);
-  memcpy(job.out, &header, sizeof header);
-  job.size = header.total, job.error = kOk;
+  Header header = header_of(g, kStep, work.tiles, 0);
+  header.band = uint16_t(s.band), header.tile_tokens = uint16_t(s.tile_tokens);
+  finish_stream(header, work.done + block() * work.tiles, jobs[block()]);
 }
 
 // A warp for each tile: its bytes to where the directory says.
@@ -287,9 +248,7 @@ KVZ_KERNEL place_tiles(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, Enco
   int column = int(block() % bands) * s.band, width = g.hidden - column < s.band ? g.hidden - column : s.band;
   const TileDone& done = work.done[block()];
   int64_t tile = block() % work.tiles, channel = block() / bands * g.hidden + column;
-  uint32_t entry = 0;
-  memcpy(&entry, job.out + kHeaderBytes + 4 * tile, 4);
-  uint8_t* out = job.out + kHeaderBytes + 4 * work.tiles + 4 * int64_t(entry & 0x1fffffff) - done.bytes;
+  uint8_t* out = place_of(job, tile, done.bytes);
   const Bits* from = static_cast<const Bits*>(job.source) + place.plane * job.plane_stride + int64_t(place.token) * g.hidden + column;
   int64_t written = 0;
   if (done.kind == kConst) {

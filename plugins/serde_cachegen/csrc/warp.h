@@ -25,6 +25,7 @@ KVZ_DEVICE void sync_block() { __syncthreads(); }
 KVZ_DEVICE int count_ones(uint32_t mask) { return __popc(mask); }
 KVZ_DEVICE uint32_t product_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 KVZ_DEVICE int32_t take_ticket(int32_t* counter) { return atomicAdd(counter, 1); }
+KVZ_DEVICE void count_one(uint32_t* counter) { atomicAdd(counter, 1u); }
 KVZ_DEVICE bool first_to_set(int32_t* place, int32_t value) { return atomicCAS(place, 0, value) == 0; }
 }  // namespace kvz
 

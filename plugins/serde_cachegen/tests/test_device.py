@@ -44,12 +44,14 @@ few = settings(max_examples=25, deadline=None, suppress_health_check=list(Health
 
 
 @few
-@given(shapes, st.sampled_from(DTYPES), st.integers(1, 130), st.integers(1, 3), st.booleans(), st.integers(0, 10**6))
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from(sorted(device.ENCODES)), st.integers(1, 130),
+       st.integers(1, 3), st.booleans(), st.integers(0, 10**6))  # fmt: skip
 def test_it_writes_the_same(
-    codec: ctypes.CDLL, on: str, shape: tuple[int, ...], dtype: torch.dtype, band: int, count: int, odd: bool, seed: int
-) -> None:
+    codec: ctypes.CDLL, on: str, shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, count: int,
+    odd: bool, seed: int,
+) -> None:  # fmt: skip
     kvs = [kv_of(shape, dtype, seed + each, odd=odd) for each in range(count)]
-    how = settings_for(Mode.STEP, kvs[0], band=band)
+    how = settings_for(mode, kvs[0], band=band)
     if seed % 3 == 0:
         how = replace(how, weights=torch.rand(shape[1], shape[3], generator=torch.Generator().manual_seed(seed)) + 0.1)
     if seed % 3 == 1:
@@ -93,16 +95,35 @@ def test_runs_of_many_elements_of_any_type(codec: ctypes.CDLL, on: str, dtype: t
     """As pages are cut: streams of one token. Tiles of coded elements, of equal ones, of noise, and what is left."""
     elements = 3 * 32768 // max(1, dtype.itemsize // 4) + 1001
     generator = torch.Generator().manual_seed(int(dtype.itemsize))
-    kv = torch.randn((1, 2, 1, elements), generator=generator).mul(3).to(dtype)
+    kv = torch.randn((2, 1, 1, elements), generator=generator).mul(3).to(dtype)
     whole = bits(kv).view(2, -1)
     whole[0, 32768 * 4 : 32768 * 8] = whole[0, 0]
     noise = whole[1, 32768 * 4 : 32768 * 8]
     noise[:] = torch.randint(256, noise.shape, generator=generator, dtype=torch.uint8)
     how = settings_for(Mode.LOSSLESS, kv)
     blob = streams.encode(kv, how)
+    (made,) = device.encode([kv.to(on)], how, codec)
+    assert [bytes(each) for each in made] == [bytes(each) for each in blob]
     out = torch.zeros_like(kv, device=on)
     device.decode([blob], [out], Mode.LOSSLESS, codec)
     assert torch.equal(bits(out.cpu()), bits(kv))
+
+
+@pytest.mark.parametrize(("elements", "kind"), [(192, 0), (196, 5)])
+def test_what_coding_does_not_make_smaller_is_raw(codec: ctypes.CDLL, on: str, elements: int, kind: int) -> None:
+    """Both take 192 bytes when they are coded."""
+    generator = torch.Generator().manual_seed(1)
+    kv = torch.randint(16, (1, 4, 1, elements), generator=generator).to(torch.int8)
+    how = settings_for(Mode.LOSSLESS, kv)
+    expected = [bytes(each) for each in streams.encode(kv, how)]
+    assert {kind_of(each) for each in expected} == {kind}
+    (made,) = device.encode([kv.to(on)], how, codec)
+    assert [bytes(each) for each in made] == expected
+
+
+def kind_of(stream: bytes) -> int:
+    """How its first tile is kept."""
+    return stream[32 + int.from_bytes(stream[24:28], "little") + 3] >> 5
 
 
 def problem_of(decode: Callable[[], None]) -> str:
@@ -141,7 +162,7 @@ def test_what_the_kernels_do_not_take_is_said(codec: ctypes.CDLL, on: str) -> No
     with pytest.raises(ValueError, match=r"klt of .* are not taken"):
         device.decode([lossless], [torch.zeros_like(kv, device=on)], Mode.KLT, codec)
     with pytest.raises(ValueError, match="cannot be made"):
-        device.encode([kv.to(on)], settings_for(Mode.LOSSLESS, kv), codec)
+        device.encode([kv.to(on)], settings_for(Mode.CACHEGEN, kv), codec)
 
 
 @pytest.mark.parametrize("settings", [{}, {"mode": "cachegen"}, {"mode": "lossless"}], ids=str)
@@ -163,6 +184,23 @@ def test_the_serializer_takes_chunks_in_device_memory(
     layer = chunk_of(torch.zeros((2, 1, 9, 40), dtype=torch.bfloat16, device=on))
     one.decode_layers(blobs[1][1:], range(1, 2), layer)
     assert torch.equal(bits(layer.tensor.cpu()), bits(values[1][:, 1:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_the_serializer_takes_pages_in_device_memory(
+    codec: ctypes.CDLL, on: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = CacheGenSerializer(CacheGenSerializer.Config.model_validate({"mode": "lossless"}))
+    pages = kv_of((3, 2, 9, 40), torch.float32, 5).clamp(-100, 100).nan_to_num().to(dtype)
+    blob = [bytes(part) for part in one.encode(Chunk(pages, MemoryFormat.KV_PAGES, 9))]
+    monkeypatch.setattr(serializer, "_kernels", lambda kv: codec)
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(streams, name, lambda *_, **__: pytest.fail("it went through host memory"))
+    (made,) = one.encode_many([Chunk(pages.to(on), MemoryFormat.KV_PAGES, 9)])
+    assert [bytes(part) for part in made] == blob
+    into = Chunk(torch.zeros_like(pages, device=on), MemoryFormat.KV_PAGES, 9)
+    one.decode(blob, into)
+    assert torch.equal(bits(into.tensor.cpu()), bits(pages))
 
 
 def chunk_of(kv: torch.Tensor) -> Chunk:

@@ -1,6 +1,6 @@
 """Streams in device memory: the kernels give the same bytes and values as the processor does.
 
-They decode `STEP`, `CACHEGEN` and `LOSSLESS` and encode `STEP`; all else goes through host memory.
+They encode `STEP` and `LOSSLESS`, and decode those and `CACHEGEN`; all else goes through host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 T = TypeVar("T")
-ENCODES = frozenset({Mode.STEP})
+ENCODES = frozenset({Mode.STEP, Mode.LOSSLESS})
 DECODES = frozenset({Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS})
 _ALIGN = 16
 """Streams begin at multiples of it."""
@@ -112,7 +112,7 @@ def encode(
 ) -> list[list[memoryview]]:
     """Streams in host memory of each of `kvs`, `[planes, layers, tokens, hidden]` of one shape, on one device.
 
-    Of the mode `STEP`. workspace: uint8 on that device; if it is None or too small, another is taken. Waits for the
+    Of a mode in ENCODES. workspace: uint8 on that device; if it is None or too small, another is taken. Waits for the
     device.
     """
     launch, out = encoding(kvs, settings, codec, workspace)

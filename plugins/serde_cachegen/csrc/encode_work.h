@@ -1,0 +1,84 @@
+// What kernels that encode have in common: tiles are coded apart, then moved together.
+#pragma once
+#include "kernels.h"
+
+namespace kvz {
+namespace KVZ_NAMESPACE {
+
+// What is known of each tile before streams are put together.
+struct TileDone {
+  uint32_t kind;
+  int32_t bytes;   // a multiple of 4
+  int32_t words;   // of 16 bits, at the end of its room
+  uint32_t states[kLanes];
+};
+
+// Scratch memory for the tiles of all jobs.
+struct TileWork {
+  int64_t tiles;    // of one stream
+  int64_t room;     // words of 16 bits for one tile
+  int32_t* next;    // tile that no warp has taken
+  TileDone* done;   // [jobs][tiles]
+  uint16_t* words;  // [jobs][tiles][room]
+
+  void take(Arena& arena, int64_t jobs) {
+    next = arena.take<int32_t>(1), done = arena.take<TileDone>(jobs * tiles), words = arena.take<uint16_t>(jobs * tiles * room);
+  }
+};
+
+// A symbol of each lane that is active: words go before number `at`; false if there is no room for them.
+template <int kBits>
+KVZ_DEVICE bool put_symbols(bool active, uint32_t slot, uint32_t inverse, uint16_t* words, int& at, uint32_t& x) {
+  uint32_t frequency = slot & 0xffff;
+  bool full = active && x >> (32 - kBits) >= frequency;
+  uint32_t filling = ballot(full);
+  if (count_ones(filling) > at) return false;
+  at -= count_ones(filling);
+  if (full) {
+    words[at + count_ones(filling & lanes_below())] = uint16_t(x);
+    x >>= 16;
+  }
+  if (active) {
+    uint32_t quotient = product_high(x, inverse), rest = x - quotient * frequency;
+    if (rest >= frequency) quotient += 1, rest -= frequency;
+    x = (quotient << kBits) + rest + (slot >> 16);
+  }
+  return true;
+}
+
+KVZ_DEVICE Header header_of(const KvzGeometry& g, int mode, int64_t tiles, int64_t table_bytes) {
+  Header header{};
+  header.magic = kMagic, header.version = kVersion, header.mode = uint8_t(mode), header.dtype = uint8_t(g.dtype), header.planes = uint8_t(g.planes);
+  header.tokens = uint32_t(g.tokens), header.hidden = uint32_t(g.hidden), header.tiles = uint32_t(tiles), header.table_bytes = uint32_t(table_bytes);
+  return header;
+}
+
+// A warp: the header and the directory of a stream, whose tiles are `done`.
+KVZ_DEVICE void finish_stream(Header header, const TileDone* done, KvzEncode& job) {
+  uint8_t* begin = job.out + kHeaderBytes + header.table_bytes;
+  uint32_t* directory = reinterpret_cast<uint32_t*>(begin);
+  int64_t tiles = header.tiles, end = 0;
+  for (int64_t first = 0; first < tiles; first += kLanes) {
+    int64_t tile = first + lane();
+    int quarters = sum_to_here(tile < tiles ? done[tile].bytes / 4 : 0);
+    if (tile < tiles) directory[tile] = done[tile].kind << 29 | uint32_t(end / 4 + quarters);
+    end += 4 * int64_t(from_lane(quarters, kLanes - 1));
+  }
+  if (lane() != 0) return;
+  header.total = uint32_t(begin - job.out + 4 * tiles + end);
+  memcpy(job.out, &header, sizeof header);
+  job.size = header.total, job.error = kOk;
+}
+
+// Where a tile of so many bytes is to be in a stream with a header and a directory.
+KVZ_DEVICE uint8_t* place_of(const KvzEncode& job, int64_t tile, int32_t bytes) {
+  Header header;
+  memcpy(&header, job.out, sizeof header);
+  uint8_t* directory = job.out + kHeaderBytes + header.table_bytes;
+  uint32_t entry;
+  memcpy(&entry, directory + 4 * tile, 4);
+  return directory + 4 * int64_t(header.tiles) + 4 * int64_t(entry & 0x1fffffff) - bytes;
+}
+
+}  // namespace KVZ_NAMESPACE
+}  // namespace kvz
