@@ -9,14 +9,23 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from table import RESULTS, SPEC
 
 from kvloom_serde_cachegen import device, streams
+from kvloom_serde_cachegen.bins import CacheGenConfig
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 TOKENS, TIMES = 256, 30
+MODES = {
+    "step default": Settings(Mode.STEP, SPEC.head_size, step=0.5),
+    "lossless": Settings(Mode.LOSSLESS, SPEC.head_size),
+    "cachegen": Settings(
+        Mode.CACHEGEN, SPEC.head_size, bins=CacheGenConfig.for_layers(SPEC.blob_shape(TOKENS)[1]).by_layer()
+    ),
+}
 
 
 def main() -> None:
@@ -34,15 +43,10 @@ def main() -> None:
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
-def measured(codec: object, chunks: int) -> list[tuple[str, list[float]]]:
+def measured(codec: Any, chunks: int) -> list[tuple[str, list[float]]]:
     kvs = [kv(seed) for seed in range(chunks)]
     amount = sum(each.nbytes for each in kvs) / 1e9
-    how = Settings(Mode.STEP, SPEC.head_size, step=0.5)
     into = [torch.empty_like(each) for each in kvs]
-    encoding, _ = device.encoding(kvs, how, codec)  # type: ignore[arg-type]
-    blobs = device.encode(kvs, how, codec)  # type: ignore[arg-type]
-    assert bytes(blobs[0][0]) == bytes(streams.encode(kvs[0].cpu(), how)[0])
-    decoding = device.decoding(blobs, into, codec)  # type: ignore[arg-type]
     pinned = [each.cpu().pin_memory() for each in kvs]
 
     def copy() -> None:
@@ -54,12 +58,23 @@ def measured(codec: object, chunks: int) -> list[tuple[str, list[float]]]:
             mine.copy_(theirs, non_blocking=True)
         torch.cuda.synchronize()
 
+    rows = [("copy within the device", by_events(copy)), ("raw KV from pinned memory", by_clock(upload))]
+    for name, how in MODES.items():
+        rows += coded(codec, kvs, into, name, how)
+    return [(row, [amount / each for each in taken]) for row, taken in rows]
+
+
+def coded(
+    codec: Any, kvs: list[torch.Tensor], into: list[torch.Tensor], name: str, how: Settings
+) -> list[tuple[str, list[float]]]:
+    encoding, _ = device.encoding(kvs, how, codec)
+    blobs = device.encode(kvs, how, codec)
+    assert bytes(blobs[0][0]) == bytes(streams.encode(kvs[0].cpu(), how)[0])
+    decoding = device.decoding(blobs, into, how.mode, codec)
     return [
-        ("copy within the device", [amount / each for each in by_events(copy)]),
-        ("encode, step default", [amount / each for each in by_events(encoding.run)]),
-        ("decode, step default", [amount / each for each in by_events(decoding.run)]),
-        ("raw KV from pinned memory", [amount / each for each in by_clock(upload)]),
-        ("decode with transfers", [amount / each for each in by_clock(lambda: device.decode(blobs, into, codec))]),  # type: ignore[arg-type]
+        (f"encode, {name}", by_events(encoding.run)),
+        (f"decode, {name}", by_events(decoding.run)),
+        (f"decode with transfers, {name}", by_clock(lambda: device.decode(blobs, into, how.mode, codec))),
     ]
 
 

@@ -100,7 +100,7 @@ int32_t kvz_encode(const KvzGeometry* g, const KvzSettings* s, KvzEncode* jobs, 
   if (with == nullptr || !sensible(*g) || !sensible(*g, *s)) return kBadSettings;
   for (int32_t job = 0; job < count; ++job)
     for (int plane = 0; s->mode == kCacheGen && plane < g->planes; ++plane)
-      if (jobs[job].bins[plane] < 4 || jobs[job].bins[plane] > 63) return kBadSettings;
+      if (jobs[job].bins[plane] < kLeastBins || jobs[job].bins[plane] > kMostBins) return kBadSettings;
   for (int32_t job = 0; s->mode == kKlt && job < count; ++job)
     if (!sensible(*g, jobs[job].profile, jobs[job].bases) || ceil_div(g->hidden, s->band) > kMaxReaders) return kBadSettings;
   int64_t each = kvz_encode_workspace(g, s);

@@ -39,12 +39,9 @@ struct BinsEncoder {
       for (int row = 0; row < rows; ++row) {
         typename T::Bits bits;
         memcpy(&bits, block_scales + int64_t(row) * int64_t(sizeof bits), sizeof bits);
-        float most = T::load(bits), factor = most > 0.0f ? middle / most : 0.0f;
-        for (int c = 0; c < width; ++c) {
-          float value = T::load(at[int64_t(row) * g.hidden + c]), level = rintf(value * factor + middle);
-          bool in = level >= 0.0f && level <= 2.0f * middle;
-          scratch.symbols[int64_t(row) * lanes + c] = uint8_t(in ? int(level - middle) - kFirst : kEscape);
-        }
+        float factor = level_factor(T::load(bits), middle);
+        for (int c = 0; c < width; ++c)
+          scratch.symbols[int64_t(row) * lanes + c] = uint8_t(level_of(T::load(at[int64_t(row) * g.hidden + c]), factor, middle));
       }
       Kept kept = keep_smaller(kTokenScales, at, g.hidden, rows, width, lanes, scratch, nullptr, 0, nullptr, out);
       out += kept.bytes;

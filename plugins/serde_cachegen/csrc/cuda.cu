@@ -20,8 +20,9 @@ bool sensible(const KvzGeometry& g) {
 
 bool sensible(const KvzGeometry& g, const KvzSettings& s) {
   if (s.mode == kLossless) return true;
-  return s.mode == kStep && g.dtype != kByte && s.band >= 1 && s.band <= kMaxBand && s.band <= g.hidden && s.tile_tokens >= 1 && s.tile_tokens <= kMaxTileTokens &&
-         s.shared_from >= 0 && s.shared_from <= g.hidden && s.shared_from % s.band == 0 && s.step > 0.0f && s.step < 1e6f;
+  return (s.mode == kStep || s.mode == kCacheGen) && g.dtype != kByte && s.band >= 1 && s.band <= kMaxBand && s.band <= g.hidden && s.tile_tokens >= 1 && s.tile_tokens <= kMaxTileTokens &&
+         s.shared_from >= 0 && s.shared_from <= g.hidden && s.shared_from % s.band == 0 &&
+         (s.mode == kCacheGen || (s.step > 0.0f && s.step < 1e6f));
 }
 
 bool decodes(const KvzGeometry& g, int32_t mode) {
@@ -114,11 +115,15 @@ int32_t kvz_cuda_encode(const KvzGeometry* g, const KvzSettings* s, KvzEncode* j
   if (count * work.tiles >= kMostTiles) return kBadSettings;
   return for_element(g->dtype, [&](auto element) {
     using T = decltype(element);
-    constexpr size_t kShared = 2 * kFamily * 64 * 4 + size_t(kWarps) * 64 * kLanes * 2;
-    KVZ_LAUNCH(measure_channels<T>, count * work.blocks * ceil_div(g->hidden, kThreads), kThreads, 0, stream, *g, *s, jobs, work);
-    KVZ_LAUNCH(choose_steps, count * work.blocks, 32, 0, stream, *g, *s, jobs, work);
-    int64_t blocks = blocks_at_once(encode_tiles<T>, kShared);
-    KVZ_LAUNCH(encode_tiles<T>, blocks, kThreads, kShared, stream, *g, *s, jobs, int32_t(count * work.tiles), work);
+    if (s->mode == kCacheGen) {
+      int64_t tokens = count * int64_t(g->planes) * g->tokens;
+      KVZ_LAUNCH(scale_tokens<T>, ceil_div(tokens, kWarps), kThreads, 0, stream, *g, jobs, tokens, work);
+      KVZ_LAUNCH((encode_tiles<T, kCacheGen>), blocks_at_once(encode_tiles<T, kCacheGen>, kEncodeShared), kThreads, kEncodeShared, stream, *g, *s, jobs, int32_t(count * work.tiles), work);
+    } else {
+      KVZ_LAUNCH(measure_channels<T>, count * work.blocks * ceil_div(g->hidden, kThreads), kThreads, 0, stream, *g, *s, jobs, work);
+      KVZ_LAUNCH(choose_steps, count * work.blocks, 32, 0, stream, *g, *s, jobs, work);
+      KVZ_LAUNCH((encode_tiles<T, kStep>), blocks_at_once(encode_tiles<T, kStep>, kEncodeShared), kThreads, kEncodeShared, stream, *g, *s, jobs, int32_t(count * work.tiles), work);
+    }
     KVZ_LAUNCH(write_directories, count, 32, 0, stream, *g, *s, jobs, work);
     KVZ_LAUNCH(place_tiles<T>, count * work.tiles, 32, 0, stream, *g, *s, jobs, work);
     return launched();

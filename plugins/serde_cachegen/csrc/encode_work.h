@@ -1,6 +1,7 @@
 // What kernels that encode have in common: tiles are coded apart, then moved together.
 #pragma once
 #include "kernels.h"
+#include "rows.h"
 
 namespace kvz {
 namespace KVZ_NAMESPACE {
@@ -23,6 +24,41 @@ struct TileWork {
 
   void take(Arena& arena, int64_t jobs) {
     next = arena.take<int32_t>(1), done = arena.take<TileDone>(jobs * tiles), words = arena.take<uint16_t>(jobs * tiles * room);
+  }
+};
+
+// Scratch memory of all jobs in modes that have blocks of tokens, cut into arrays.
+struct EncodeWork : TileWork {
+  int64_t blocks, channels;         // of one stream: blocks of tokens of all planes, channels of all of those
+  float *means, *sigmas;            // [jobs][blocks][hidden], as the next: of `step`
+  uint8_t* codes;
+  int8_t* centres;
+  uint8_t* chosen;                  // [jobs][blocks][hidden]
+  int64_t bytes;
+
+  EncodeWork(const KvzGeometry& g, const KvzSettings& s, int64_t jobs, void* memory) {
+    Cut cut(kStep, g.tokens, g.hidden, s.band, s.tile_tokens);
+    tiles = g.planes * cut.per_plane, blocks = g.planes * cut.blocks, channels = blocks * g.hidden;
+    int64_t rows = g.tokens < s.tile_tokens ? g.tokens : s.tile_tokens;
+    room = (rows * s.band * element_bytes(g.dtype) / 2 + 8 + 7) & ~int64_t(7);
+    Arena arena{static_cast<uint8_t*>(memory)};
+    take(arena, jobs);
+    int64_t stepped = s.mode == kStep ? jobs * channels : 0;
+    means = arena.take<float>(stepped), sigmas = arena.take<float>(stepped);
+    codes = arena.take<uint8_t>(stepped), centres = arena.take<int8_t>(stepped), chosen = arena.take<uint8_t>(jobs * channels);
+    bytes = arena.at - static_cast<uint8_t*>(memory) + 64;
+  }
+};
+
+// One block of tokens of one plane of one stream.
+struct BlockPlace {
+  int64_t job, number;  // of the job; of the block in its stream
+  int plane, token, rows;
+  KVZ_DEVICE BlockPlace(const KvzGeometry& g, const KvzSettings& s, int64_t blocks, int64_t which) {
+    int per_plane = int(ceil_div(g.tokens, s.tile_tokens));
+    job = which / blocks, number = which % blocks;
+    plane = int(number) / per_plane, token = int(number) % per_plane * s.tile_tokens;
+    rows = g.tokens - token < s.tile_tokens ? g.tokens - token : s.tile_tokens;
   }
 };
 

@@ -182,4 +182,13 @@ KVZ_BOTH typename T::Bits value_of(int symbol, float step, float centre) {
   return T::store((float(symbol + kFirst) + centre) * step);
 }
 
+// Of `cachegen`: the symbol of a value, or the escape, by the factor that its token's largest magnitude gives.
+constexpr int kLeastBins = 4, kMostBins = 63;
+KVZ_BOTH float level_factor(float most, float middle) { return most > 0.0f ? middle / most : 0.0f; }
+KVZ_BOTH int level_of(float value, float factor, float middle) {
+  float level = rintf(value * factor + middle);
+  bool in = level >= 0.0f && level <= 2.0f * middle;
+  return in ? int(level - middle) - kFirst : kEscape;
+}
+
 }  // namespace kvz

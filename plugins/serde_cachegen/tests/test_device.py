@@ -44,7 +44,7 @@ few = settings(max_examples=25, deadline=None, suppress_health_check=list(Health
 
 
 @few
-@given(shapes, st.sampled_from(DTYPES), st.sampled_from(sorted(device.ENCODES)), st.integers(1, 130),
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from(sorted(device.MODES)), st.integers(1, 130),
        st.integers(1, 3), st.booleans(), st.integers(0, 10**6))  # fmt: skip
 def test_it_writes_the_same(
     codec: ctypes.CDLL, on: str, shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, count: int,
@@ -52,6 +52,8 @@ def test_it_writes_the_same(
 ) -> None:  # fmt: skip
     kvs = [kv_of(shape, dtype, seed + each, odd=odd) for each in range(count)]
     how = settings_for(mode, kvs[0], band=band)
+    if mode is Mode.CACHEGEN:
+        how = replace(how, bins=[(4 + (seed + layer) % 60, 4 + seed // 60 % 60) for layer in range(shape[1])])
     if seed % 3 == 0:
         how = replace(how, weights=torch.rand(shape[1], shape[3], generator=torch.Generator().manual_seed(seed)) + 0.1)
     if seed % 3 == 1:
@@ -63,7 +65,7 @@ def test_it_writes_the_same(
 
 
 @few
-@given(shapes, st.sampled_from(DTYPES), st.sampled_from(sorted(device.DECODES)), st.integers(1, 130),
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from(sorted(device.MODES)), st.integers(1, 130),
        st.integers(1, 3), st.booleans(), st.integers(0, 10**6))  # fmt: skip
 def test_it_reads_the_same(
     codec: ctypes.CDLL, on: str, shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, count: int,
@@ -77,14 +79,15 @@ def test_it_reads_the_same(
         assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, mode)))
 
 
-def test_tiles_of_many_tokens_and_channels(codec: ctypes.CDLL, on: str) -> None:
+@pytest.mark.parametrize("mode", sorted(device.MODES))
+def test_tiles_of_many_tokens_and_channels(codec: ctypes.CDLL, on: str, mode: Mode) -> None:
     kv = kv_of((2, 1, 300, 140), torch.bfloat16, 7)
-    how = settings_for(Mode.STEP, kv)
+    how = settings_for(mode, kv)
     (blob,) = device.encode([kv.to(on)], how, codec)
     assert [bytes(each) for each in blob] == [bytes(each) for each in streams.encode(kv, how)]
     out = torch.zeros_like(kv, device=on)
-    device.decode([blob], [out], Mode.STEP, codec)
-    assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, Mode.STEP)))
+    device.decode([blob], [out], mode, codec)
+    assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, mode)))
 
 
 OPAQUE = [torch.int8, torch.uint8, torch.int32, torch.float64, torch.bfloat16, torch.float8_e5m2]
@@ -135,7 +138,7 @@ def problem_of(decode: Callable[[], None]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mode", sorted(device.DECODES))
+@pytest.mark.parametrize("mode", sorted(device.MODES))
 def test_bad_streams_are_refused_where_the_processor_refuses_them(codec: ctypes.CDLL, on: str, mode: Mode) -> None:
     """All in one launch, beside good ones that come out whole."""
     kv = kv_of((2, 1, 9, 41), torch.bfloat16, 8)
@@ -162,7 +165,10 @@ def test_what_the_kernels_do_not_take_is_said(codec: ctypes.CDLL, on: str) -> No
     with pytest.raises(ValueError, match=r"klt of .* are not taken"):
         device.decode([lossless], [torch.zeros_like(kv, device=on)], Mode.KLT, codec)
     with pytest.raises(ValueError, match="cannot be made"):
-        device.encode([kv.to(on)], settings_for(Mode.CACHEGEN, kv), codec)
+        device.encode([kv.to(on)], settings_for(Mode.KLT, kv_of((2, 1, 9, 40), torch.bfloat16, 9, odd=False)), codec)
+    for bins in (3, 64, -1, 1 << 30):
+        with pytest.raises(ValueError, match="cannot be made"):
+            device.encode([kv.to(on)], replace(settings_for(Mode.CACHEGEN, kv), bins=[(32, bins)]), codec)
 
 
 @pytest.mark.parametrize("settings", [{}, {"mode": "cachegen"}, {"mode": "lossless"}], ids=str)

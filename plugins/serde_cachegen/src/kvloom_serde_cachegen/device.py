@@ -1,6 +1,6 @@
 """Streams in device memory: the kernels give the same bytes and values as the processor does.
 
-They encode `STEP` and `LOSSLESS`, and decode those and `CACHEGEN`; all else goes through host memory.
+They take all modes but `KLT`, which goes through host memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 T = TypeVar("T")
-ENCODES = frozenset({Mode.STEP, Mode.LOSSLESS})
-DECODES = frozenset({Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS})
+MODES = frozenset({Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS})
 _ALIGN = 16
 """Streams begin at multiples of it."""
 
@@ -99,6 +98,7 @@ def encoding(
         kv, layer = kvs[number // layers], number % layers
         job.source, job.plane_stride = _layer(kv, layer), streams.plane_stride(kv, geometry)
         job.weights = None if weights is None else weights[layer].data_ptr()
+        job.bins[:] = settings.bins[layer] if settings.bins else (0, 0)
         job.out, job.capacity = out[number].data_ptr(), capacity
     needed = codec.kvz_cuda_encode_workspace(ctypes.byref(geometry), ctypes.byref(own), len(jobs))
     if needed < 0:
@@ -112,12 +112,15 @@ def encode(
 ) -> list[list[memoryview]]:
     """Streams in host memory of each of `kvs`, `[planes, layers, tokens, hidden]` of one shape, on one device.
 
-    Of a mode in ENCODES. workspace: uint8 on that device; if it is None or too small, another is taken. Waits for the
+    Of a mode in MODES. workspace: uint8 on that device; if it is None or too small, another is taken. Waits for the
     device.
     """
     launch, out = encoding(kvs, settings, codec, workspace)
     launch.run()
-    sizes = [job.size for job in launch.jobs()]
+    jobs = launch.jobs()
+    if error := next((job.error for job in jobs if job.error), 0):
+        raise ValueError(f"streams of {tuple(kvs[0].shape)} and {kvs[0].dtype} cannot be made: {error}")
+    sizes = [job.size for job in jobs]
     host = torch.cat([out[number, :size] for number, size in enumerate(sizes)]).cpu().numpy()
     ends = np.cumsum(sizes)
     made = [memoryview(host[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
@@ -160,7 +163,7 @@ def decode(
 ) -> None:  # fmt: skip
     """Fill each of `into`, as `encode` takes them, from streams in host memory, one for each of its layers.
 
-    All of one mode, one of DECODES. Raises CorruptBlobError, with the first of what is wrong and where. Waits for the
+    All of one mode, one of MODES. Raises CorruptBlobError, with the first of what is wrong and where. Waits for the
     device.
     """
     launch = decoding(blobs, into, mode, codec, workspace)

@@ -117,7 +117,7 @@ class CacheGenSerializer(Serializer):
     def _encode(
         self, kvs: Sequence[torch.Tensor], starts: Sequence[int | None], place: Place | None
     ) -> Sequence[Buffers]:
-        if all(_kernels(kv) is not None for kv in kvs) and self._mode in device.ENCODES:
+        if all(_kernels(kv) is not None for kv in kvs) and self._mode in device.MODES:
             return device.in_groups(kvs, lambda group: self._encode_on_device([kvs[each] for each in group], place))
         threads = self._config.threads
         return [
@@ -165,7 +165,7 @@ class CacheGenSerializer(Serializer):
             of_mode.setdefault(_mode_of(blob, kvs[0].dtype), []).append(number)
         codec = _kernels(kvs[0])
         for mode, numbers in of_mode.items():
-            if codec is not None and mode in device.DECODES:
+            if codec is not None and mode in device.MODES:
                 group, into = [blobs[each] for each in numbers], [kvs[each] for each in numbers]
                 with device.at(place):
                     device.decode(group, into, mode, codec, workspace=place and place.workspace)

@@ -1,0 +1,96 @@
+// The mode `step` on a GPU: steps and centres of all channels, and what they make of a tile.
+#pragma once
+#include "encode_work.h"
+
+namespace kvz {
+namespace KVZ_NAMESPACE {
+
+// A thread for each channel of each block of tokens: means and standard deviations, in the order of tokens.
+template <typename T>
+KVZ_KERNEL measure_channels(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, EncodeWork work) {
+  if (block() == 0 && thread() == 0) *work.next = 0;
+  int64_t parts = ceil_div(g.hidden, threads());
+  BlockPlace place(g, s, work.blocks, block() / parts);
+  int c = int(block() % parts) * threads() + thread();
+  if (c >= g.hidden) return;
+  const KvzEncode& job = jobs[place.job];
+  const typename T::Bits* from = static_cast<const typename T::Bits*>(job.source) + place.plane * job.plane_stride + int64_t(place.token) * g.hidden + c;
+  float first = T::load(from[0]), sum = 0.0f, squares = 0.0f;
+  first = is_finite(first) ? first : 0.0f;
+  for (int row = 1; row < place.rows; ++row) {
+    float value = T::load(from[int64_t(row) * g.hidden]), off = is_finite(value) ? value - first : 0.0f;
+    sum += off;
+    squares += off * off;
+  }
+  Moments it = moments(first, sum, squares, place.rows);
+  int64_t at = (place.job * work.blocks + place.number) * g.hidden + c;
+  work.means[at] = it.mean, work.sigmas[at] = it.sigma;
+}
+
+// A warp for each block of tokens: steps and centres, as `StepEncoder` has them.
+KVZ_KERNEL choose_steps(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, EncodeWork work) {
+  BlockPlace place(g, s, work.blocks, block());
+  int64_t at = block() * g.hidden;
+  const float *means = work.means + at, *sigmas = work.sigmas + at;
+  uint8_t* codes = work.codes + at;
+  int8_t* centres = work.centres + at;
+  int shared_to = place.plane == 0 ? s.shared_from : g.hidden, counted = shared_to > 0 ? shared_to : g.hidden;
+  float partial = 0.0f, sum = 0.0f;
+  for (int c = lane(); c < counted; c += kLanes) partial += sigmas[c];
+  for (int each = 0; each < kLanes; ++each) sum += from_lane(partial, each);
+  float shared = s.step * (sum / float(counted));
+  const float* weights = place.plane == 0 ? jobs[place.job].weights : nullptr;
+  int least = 0, mean = 0;
+  if (weights == nullptr) {
+    int top = 0, total = 0, known = 0;
+    for (int c = shared_to + lane(); c < g.hidden; c += kLanes) {
+      int code = step_code(s.step * sigmas[c]);
+      top = code > top ? code : top;
+    }
+    top = largest_of(top);
+    least = top > kCodesBelowTop ? top - kCodesBelowTop : 0;
+    for (int c = shared_to + lane(); c < g.hidden; c += kLanes) {
+      int code = step_code(s.step * sigmas[c]);
+      if (sigmas[c] > 0.0f) total += code > least ? code : least, known += 1;
+    }
+    total = sum_of(total), known = sum_of(known);
+    mean = known > 0 ? (total + known / 2) / known : 0;
+  }
+  for (int begin = 0; begin < g.hidden; begin += s.band) {
+    int width = g.hidden - begin < s.band ? g.hidden - begin : s.band;
+    bool one = begin < shared_to;
+    float farthest = 0.0f;
+    for (int c = begin + lane(); c < begin + width; c += kLanes) farthest = fabsf(means[c]) > farthest ? fabsf(means[c]) : farthest;
+    farthest = as_float(uint32_t(largest_of(int(as_bits(farthest)))));  // Of numbers that are not negative the bits are in order.
+    for (int c = begin + lane(); c < begin + width; c += kLanes) {
+      float wanted = shared;
+      if (!one && weights != nullptr) wanted = shared * weights[c];
+      if (!one && weights == nullptr) {
+        int own = step_code(s.step * sigmas[c]);
+        wanted = kSteps[((own > least ? own : least) + mean + 1) / 2];
+      }
+      int code = channel_step(wanted, one ? farthest : means[c]);
+      codes[c] = uint8_t(code);
+      centres[c] = int8_t(channel_centre(means[c], code));
+    }
+  }
+}
+
+template <typename T>
+struct StepSource {
+  using Bits = typename T::Bits;
+  const Bits* from;  // the first element of the tile
+  int64_t stride;
+  const uint8_t* codes;
+  const int8_t* centres;
+
+  struct Channel {
+    float inverse, step, centre;
+  };
+  KVZ_DEVICE Channel channel(int c) const { return {kInverseSteps[codes[c]], kSteps[codes[c]], float(centres[c])}; }
+  KVZ_DEVICE int symbol(int row, int c, const Channel& its) const { return symbol_of<T>(T::load(from[row * stride + c]), its.inverse, its.step, its.centre); }
+  KVZ_DEVICE Bits bits(int row, int c) const { return from[row * stride + c]; }
+};
+
+}  // namespace KVZ_NAMESPACE
+}  // namespace kvz
