@@ -159,8 +159,7 @@ int32_t decode_bands(const KvzGeometry& g, const Stream& stream, const KvzDecode
         offset = table - job.stream;
         table += 4;
         if (head[1] != 0) {
-          bool placed = !rotates(*job.profile, plane) || (start >= 0 && int64_t(start) + token + rows <= int64_t(1) << kPositionBits);
-          if (head[0] > job.bases[plane].rank || head[1] > 255 || !placed) return kBadTable;
+          if (head[0] > job.bases[plane].rank || head[1] > 255 || !is_placed(*job.profile, plane, start, token, rows)) return kBadTable;
           TransformDecoder<T> decoder{g, stream, job, start};
           int32_t error = decoder.block(plane, token, tile, rows, head[0], head[1], arena, to + int64_t(token) * g.hidden, offset);
           if (error != kOk) return error;

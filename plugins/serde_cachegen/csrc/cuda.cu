@@ -26,7 +26,7 @@ bool sensible(const KvzGeometry& g, const KvzSettings& s) {
 }
 
 bool decodes(const KvzGeometry& g, int32_t mode) {
-  return sensible(g) && (mode == kLossless || ((mode == kStep || mode == kCacheGen) && g.dtype != kByte));
+  return sensible(g) && (mode == kLossless || (mode >= kStep && mode <= kKlt && g.dtype != kByte));
 }
 
 constexpr int64_t kMostTiles = int64_t(1) << 30;
@@ -102,8 +102,13 @@ int32_t kvz_cuda_decode(const KvzGeometry* g, int32_t mode, KvzDecode* jobs, int
   }
   return for_element(g->dtype, [&](auto element) {
     using T = decltype(element);
-    int64_t blocks = blocks_at_once(decode_tiles<T>, SharedFamily::kBytes);
-    KVZ_LAUNCH(decode_tiles<T>, blocks, kThreads, SharedFamily::kBytes, stream, *g, jobs, count, memory.work);
+    auto run = [&](auto kernel) { KVZ_LAUNCH(kernel, blocks_at_once(kernel, SharedFamily::kBytes), kThreads, SharedFamily::kBytes, stream, *g, jobs, count, memory); };
+    if (mode == kStep) run(decode_tiles<T, kStep>);
+    if (mode == kCacheGen) run(decode_tiles<T, kCacheGen>);
+    if (mode != kKlt) return launched();
+    run(decode_tiles<T, kKlt>);
+    int64_t blocks = int64_t(count) * g->planes * ceil_div(g->tokens, kTokensTogether);
+    KVZ_LAUNCH(restore_tokens<T>, blocks, kThreads, kRestoreShared, stream, *g, jobs, memory);
     return launched();
   });
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "kernels.h"
 #include "own_tables.h"
+#include "positions.h"
 
 namespace kvz {
 namespace KVZ_NAMESPACE {
@@ -16,19 +17,55 @@ struct DecodeWork {
 // Scratch memory of all jobs, cut into arrays.
 struct DecodeMemory {
   DecodeWork* work;
-  uint32_t* tables;  // of `lossless`, [jobs][planes][4096]
+  uint32_t* tables;       // of `lossless`, [jobs][planes][4096]
+  int16_t* coefficients;  // of `klt`, [jobs][planes][tokens][hidden]
   int64_t bytes;
 
   DecodeMemory(const KvzGeometry& g, int32_t mode, int64_t jobs, void* memory) {
     Arena arena{static_cast<uint8_t*>(memory)};
     work = reinterpret_cast<DecodeWork*>(arena.take<int32_t>(int64_t(sizeof(DecodeWork)) / 4 + jobs));
     tables = arena.take<uint32_t>(mode == kLossless ? jobs * g.planes * kWideSlots : 0);
+    coefficients = arena.take<int16_t>(mode == kKlt ? jobs * g.planes * g.tokens * g.hidden : 0);
     bytes = arena.at - static_cast<uint8_t*>(memory) + 64;
   }
 };
 
 KVZ_DEVICE void blame(KvzDecode& job, int32_t error, int64_t offset) {
   if (first_to_set(&job.error, error)) job.offset = offset;
+}
+
+// What a stream of mode `klt` says of a block of tokens.
+struct BlockHead {
+  int used, code;  // components; of their step, 0: it is not transformed
+  int64_t at;      // in the tables
+};
+KVZ_DEVICE BlockHead head_of(const Stream& stream, const KvzGeometry& g, int plane, int token) {
+  int tile_tokens = stream.header.tile_tokens;
+  int64_t at = kProfileBytes + 4 + 4 * (plane * ceil_div(g.tokens, tile_tokens) + token / tile_tokens);
+  uint16_t head[2];
+  memcpy(head, stream.tables + at, sizeof head);
+  return {head[0], head[1], at};
+}
+KVZ_DEVICE int32_t start_of(const Stream& stream) {
+  int32_t start;
+  memcpy(&start, stream.tables + kProfileBytes, 4);
+  return start;
+}
+
+// All threads of a block: the tables of `klt`.
+KVZ_DEVICE void check_heads(const KvzGeometry& g, const Stream& stream, KvzDecode& job) {
+  bool known = job.profile != nullptr;
+  for (int at = 0; known && at < kProfileBytes; ++at) known = job.profile->id[at] == stream.tables[at];
+  if (!known) return blame(job, kNoProfile, kHeaderBytes);
+  int tile_tokens = stream.header.tile_tokens, blocks = int(ceil_div(g.tokens, tile_tokens));
+  for (int which = thread(); which < g.planes * blocks; which += threads()) {
+    int plane = which / blocks, token = which % blocks * tile_tokens, rows = g.tokens - token < tile_tokens ? g.tokens - token : tile_tokens;
+    BlockHead head = head_of(stream, g, plane, token);
+    bool fits = head.used <= job.bases[plane].rank && head.code <= 255 && is_placed(*job.profile, plane, start_of(stream), token, rows);
+    if (head.code == 0 && head.used != 0) blame(job, kBadReserved, kHeaderBytes + head.at);
+    else if (head.code != 0 && !fits) blame(job, kBadTable, kHeaderBytes + head.at);
+    else if (ceil_div(head.used, stream.header.band) > kMaxReaders) blame(job, kBadGeometry, kHeaderBytes + head.at);
+  }
 }
 
 // A block for each stream, of which all are to be of one mode. tables: of `lossless`, [streams][planes][4096].
@@ -51,6 +88,7 @@ KVZ_KERNEL check_streams(KvzGeometry g, int32_t mode, KvzDecode* jobs, DecodeWor
     error = read_tables(stream, g.planes, thread(), threads(), tables + block() * g.planes * kWideSlots, offset);
     if (error != kOk) blame(job, error, offset);
   }
+  if (mode == kKlt) check_heads(g, stream, job);
   if (mode != kCacheGen) return;
   const uint8_t* scales = stream.tables + aligned(2 * g.planes);
   int bytes = element_bytes(g.dtype);

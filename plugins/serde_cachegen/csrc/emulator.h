@@ -83,6 +83,9 @@ inline V from_lane(V mine, int lane) {
 }
 inline int count_ones(uint32_t mask) { return __builtin_popcount(mask); }
 inline uint32_t product_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
+inline uint32_t add_products(int32_t pair, uint32_t bytes, uint32_t sum) {
+  return sum + uint32_t(int16_t(pair) * int8_t(bytes)) + uint32_t(int16_t(uint32_t(pair) >> 16) * int8_t(bytes >> 8));
+}
 inline int32_t take_ticket(int32_t* counter) { return (*counter)++; }
 inline void count_one(uint32_t* counter) { *counter += 1; }
 inline bool first_to_set(int32_t* place, int32_t value) {

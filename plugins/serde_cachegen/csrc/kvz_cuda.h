@@ -1,5 +1,5 @@
-// The C interface of the CUDA build: the modes `step`, `lossless` and `cachegen` in device memory, the same bytes and values as
-// on a processor. Jobs are those of kvz_api.h, their array and every pointer in them in device memory; a
+// The C interface of the CUDA build: all modes decoded and all but `klt` encoded in device memory, the same bytes and values as on
+// a processor. Jobs are those of kvz_api.h, their array and every pointer in them, and in what they point to, in device memory; a
 // launch covers all streams of all chunks. Streams begin at multiples of 4. Nothing is allocated, nothing waits.
 #pragma once
 #include "kvz_api.h"

@@ -2,13 +2,12 @@
 // rotated into it. All that depends on the model comes from a profile.
 #pragma once
 #include "products.h"
+#include "positions.h"
 #include "reading.h"
 #include "step.h"
 
 namespace kvz {
 namespace KVZ_NAMESPACE {
-
-inline bool rotates(const KvzProfile& profile, int plane) { return plane == 0 && profile.rotary_size > 0; }
 
 // Cosines of one position, then its sines, [2][pairs]: a product over its bits, from the lowest. Apart, and not in pairs, because
 // compilers take sums and differences that alternate for fused ones, whatever they were told.
@@ -48,9 +47,6 @@ inline void rotate(const KvzProfile& profile, const float* cosines, int hidden, 
   }
 }
 
-// The shift that a component has in the sums over components: there they all count in the same unit.
-inline int shift_of(const KvzBasis& basis, int component) { return kMostExponent - basis.exponents[component]; }
-
 template <typename T>
 struct TransformEncoder {
   using Bits = typename T::Bits;
@@ -78,7 +74,7 @@ struct TransformEncoder {
   uint8_t* block(int plane, int token, const Bits* from, int rows, uint8_t* table, uint8_t* out, Note&& note) {
     const KvzBasis& basis = job.bases[plane];
     int code = std::max(step_code(s.step * basis.sigma), 1), used = 0;
-    if (rotates(*job.profile, plane) && !(job.start >= 0 && int64_t(job.start) + token + rows <= int64_t(1) << kPositionBits)) return nullptr;
+    if (!is_placed(*job.profile, plane, job.start, token, rows)) return nullptr;
     for (int c = 0; c < g.hidden; ++c) factors[c] = basis.scale[c] * kInverseSteps[code] * kUnits;
     for (int at = 0; at < rows; at += kTogether) {
       int together = std::min(kTogether, rows - at);

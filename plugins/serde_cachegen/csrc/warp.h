@@ -24,6 +24,8 @@ KVZ_DEVICE void sync_warp() { __syncwarp(); }
 KVZ_DEVICE void sync_block() { __syncthreads(); }
 KVZ_DEVICE int count_ones(uint32_t mask) { return __popc(mask); }
 KVZ_DEVICE uint32_t product_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+// Two products, of signed 16 bits by signed 8 bits, the lower by the lower; modulo 2^32.
+KVZ_DEVICE uint32_t add_products(int32_t pair, uint32_t bytes, uint32_t sum) { return uint32_t(__dp2a_lo(pair, int(bytes), int(sum))); }
 KVZ_DEVICE int32_t take_ticket(int32_t* counter) { return atomicAdd(counter, 1); }
 KVZ_DEVICE void count_one(uint32_t* counter) { atomicAdd(counter, 1u); }
 KVZ_DEVICE bool first_to_set(int32_t* place, int32_t value) { return atomicCAS(place, 0, value) == 0; }

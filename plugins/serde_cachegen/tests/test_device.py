@@ -7,18 +7,22 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_streams import DTYPES, bits, decoded, kv_of, settings_for
+from profiles import profile_like
+from test_streams import DTYPES, OF_THEIR_OWN, bits, decoded, kv_of, settings_for
+from test_transform import heads
 
-from kvloom import Chunk, CorruptBlobError, MemoryFormat, Place
+from kvloom import Chunk, CorruptBlobError, MemoryFormat, Place, UnreadableBlobError
 from kvloom_serde_cachegen import device, serializer, streams
+from kvloom_serde_cachegen.native_profile import NativeProfile
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
-from kvloom_serde_cachegen.streams import Mode
+from kvloom_serde_cachegen.streams import Mode, Settings
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "cuda.cu"
 
@@ -44,7 +48,7 @@ few = settings(max_examples=25, deadline=None, suppress_health_check=list(Health
 
 
 @few
-@given(shapes, st.sampled_from(DTYPES), st.sampled_from(sorted(device.MODES)), st.integers(1, 130),
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from(OF_THEIR_OWN), st.integers(1, 130),
        st.integers(1, 3), st.booleans(), st.integers(0, 10**6))  # fmt: skip
 def test_it_writes_the_same(
     codec: ctypes.CDLL, on: str, shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, count: int,
@@ -65,7 +69,7 @@ def test_it_writes_the_same(
 
 
 @few
-@given(shapes, st.sampled_from(DTYPES), st.sampled_from(sorted(device.MODES)), st.integers(1, 130),
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from(OF_THEIR_OWN), st.integers(1, 130),
        st.integers(1, 3), st.booleans(), st.integers(0, 10**6))  # fmt: skip
 def test_it_reads_the_same(
     codec: ctypes.CDLL, on: str, shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, count: int,
@@ -79,15 +83,66 @@ def test_it_reads_the_same(
         assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, mode)))
 
 
-@pytest.mark.parametrize("mode", sorted(device.MODES))
+@few
+@given(
+    heads, st.integers(1, 2), st.integers(1, 70), st.integers(8, 130),
+    st.sampled_from([None, 0, 100_000, (1 << 24) - 30]),
+    st.sampled_from(DTYPES), st.sampled_from([0.0, 0.5, 1.0]), st.booleans(), st.sampled_from([1.0, 4.0, 32.0]),
+    st.integers(1, 2), st.integers(0, 10**6),
+)  # fmt: skip
+def test_it_reads_transformed_tokens(
+    codec: ctypes.CDLL, on: str, shape: tuple[int, int], planes: int, tokens: int, band: int, start: int | None,
+    dtype: torch.dtype, rotary: float, interleaved: bool, sigma: float, count: int, seed: int,
+) -> None:  # fmt: skip
+    heads, size = shape
+    kvs = [kv_of((planes, 2, tokens, heads * size), dtype, seed + each, odd=sigma < 4.0) for each in range(count)]
+    profile = profile_like(kvs[0], heads=heads, rotary=rotary, interleaved=interleaved, sigma=sigma, seed=seed)
+    how = Settings(Mode.KLT, min(band, heads * size), 0, 0.5, profile=NativeProfile(profile))
+    blobs = [streams.encode(kv, how, start=start) for kv in kvs]
+    into = [torch.full_like(bits(kv), 0xA5).view(kv.dtype).view(kv.shape).to(on) for kv in kvs]
+    device.decode(blobs, into, Mode.KLT, codec, profile=how.profile)
+    for kv, blob, out in zip(kvs, blobs, into, strict=True):
+        assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, Mode.KLT, profile=how.profile)))
+    one = torch.zeros_like(kvs[0][:, 1:], device=on)
+    device.decode([blobs[0][1:]], [one], Mode.KLT, codec, first_layer=1, profile=how.profile)
+    assert torch.equal(bits(one), bits(into[0][:, 1:]))
+
+
+def test_sums_over_many_components(codec: ctypes.CDLL, on: str) -> None:
+    kv = torch.randn((2, 1, 20, 576), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    how = Settings(Mode.KLT, 256, 0, 0.5, profile=NativeProfile(profile_like(kv, heads=4, sigma=16.0)))
+    blob = streams.encode(kv, how, start=5)
+    used = int.from_bytes(bytes(blob[0][52:54]), "little")  # of the first block
+    assert used > 512 and used % 2, used
+    workspace = torch.full((1 << 20,), 0x5A, dtype=torch.uint8, device=on)  # in the places of what is not used
+    out = torch.zeros_like(kv, device=on)
+    device.decode([blob], [out], Mode.KLT, codec, profile=how.profile, workspace=workspace)
+    assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, Mode.KLT, profile=how.profile)))
+
+
+def test_each_block_of_tokens_is_transformed_or_not(codec: ctypes.CDLL, on: str) -> None:
+    kv = kv_of((2, 1, 300, 64), torch.bfloat16, 7, odd=False)
+    kv[1, :, 280, 3] = float("nan")
+    how = Settings(Mode.KLT, 64, 0, 0.5, profile=NativeProfile(profile_like(kv, heads=2, sigma=32.0)))
+    blob = streams.encode(kv, how, start=9)
+    codes = [int.from_bytes(bytes(blob[0][at : at + 2]), "little") for at in range(54, 70, 4)]
+    assert [code > 0 for code in codes] == [True, True, True, False]
+    out = torch.zeros_like(kv, device=on)
+    device.decode([blob], [out], Mode.KLT, codec, profile=how.profile)
+    assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, Mode.KLT, profile=how.profile)))
+
+
+@pytest.mark.parametrize("mode", sorted(device.DECODES))
 def test_tiles_of_many_tokens_and_channels(codec: ctypes.CDLL, on: str, mode: Mode) -> None:
     kv = kv_of((2, 1, 300, 140), torch.bfloat16, 7)
     how = settings_for(mode, kv)
-    (blob,) = device.encode([kv.to(on)], how, codec)
-    assert [bytes(each) for each in blob] == [bytes(each) for each in streams.encode(kv, how)]
+    blob = streams.encode(kv, how, start=7)
+    if mode in device.ENCODES:
+        (made,) = device.encode([kv.to(on)], how, codec)
+        assert [bytes(each) for each in made] == [bytes(each) for each in blob]
     out = torch.zeros_like(kv, device=on)
-    device.decode([blob], [out], mode, codec)
-    assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, mode)))
+    device.decode([blob], [out], mode, codec, profile=how.profile)
+    assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, mode, profile=how.profile)))
 
 
 OPAQUE = [torch.int8, torch.uint8, torch.int32, torch.float64, torch.bfloat16, torch.float8_e5m2]
@@ -135,26 +190,30 @@ def problem_of(decode: Callable[[], None]) -> str:
         decode()
     except CorruptBlobError as error:
         return str(error).split(": ")[1]
+    except UnreadableBlobError as error:
+        return str(error)
     return ""
 
 
-@pytest.mark.parametrize("mode", sorted(device.MODES))
+@pytest.mark.parametrize("mode", sorted(device.DECODES))
 def test_bad_streams_are_refused_where_the_processor_refuses_them(codec: ctypes.CDLL, on: str, mode: Mode) -> None:
     """All in one launch, beside good ones that come out whole."""
-    kv = kv_of((2, 1, 9, 41), torch.bfloat16, 8)
-    (stream,) = streams.encode(kv, settings_for(mode, kv))
+    kv = kv_of((2, 1, 9, 40 if mode is Mode.KLT else 41), torch.bfloat16, 8, odd=mode is not Mode.KLT)
+    how = settings_for(mode, kv)
+    (stream,) = streams.encode(kv, how, start=0)
     blobs = [bytes(stream)]
     for place in range(len(stream)):
         spoilt = bytearray(stream)
         spoilt[place] ^= 1 << place % 8
         blobs += [bytes(spoilt)] if place % 2 else [bytes(stream[:place])]
+    decode = partial(device.decode, mode=mode, codec=codec, profile=how.profile)
     for blob in blobs:
         expected, made = torch.zeros_like(kv), torch.zeros_like(kv, device=on)
-        problem = problem_of(lambda blob=blob, to=expected: streams.decode([blob], to, mode))
-        assert problem_of(lambda blob=blob, to=made: device.decode([[blob]], [to], mode, codec)) == problem
+        problem = problem_of(lambda blob=blob, to=expected: streams.decode([blob], to, mode, profile=how.profile))
+        assert problem_of(lambda blob=blob, to=made: decode([[blob]], [to])) == problem
         assert problem or torch.equal(bits(made.cpu()), bits(expected))
     with pytest.raises(CorruptBlobError, match="stream 1, byte"):
-        device.decode([blobs[:1], blobs[2:3]], [torch.zeros_like(kv, device=on) for _ in range(2)], mode, codec)
+        decode([blobs[:1], blobs[2:3]], [torch.zeros_like(kv, device=on) for _ in range(2)])
 
 
 def test_what_the_kernels_do_not_take_is_said(codec: ctypes.CDLL, on: str) -> None:
@@ -162,10 +221,13 @@ def test_what_the_kernels_do_not_take_is_said(codec: ctypes.CDLL, on: str) -> No
     lossless = streams.encode(kv, settings_for(Mode.LOSSLESS, kv))
     with pytest.raises(CorruptBlobError, match="byte 5"):
         device.decode([lossless], [torch.zeros_like(kv, device=on)], Mode.STEP, codec)
-    with pytest.raises(ValueError, match=r"klt of .* are not taken"):
-        device.decode([lossless], [torch.zeros_like(kv, device=on)], Mode.KLT, codec)
+    klt = settings_for(Mode.KLT, kv)
+    transformed = streams.encode(kv, klt, start=0)
+    for profile in (None, NativeProfile(profile_like(kv, sigma=3.0))):
+        with pytest.raises(UnreadableBlobError, match="not at hand"):
+            device.decode([transformed], [torch.zeros_like(kv, device=on)], Mode.KLT, codec, profile=profile)
     with pytest.raises(ValueError, match="cannot be made"):
-        device.encode([kv.to(on)], settings_for(Mode.KLT, kv_of((2, 1, 9, 40), torch.bfloat16, 9, odd=False)), codec)
+        device.encode([kv.to(on)], klt, codec)
     for bins in (3, 64, -1, 1 << 30):
         with pytest.raises(ValueError, match="cannot be made"):
             device.encode([kv.to(on)], replace(settings_for(Mode.CACHEGEN, kv), bins=[(32, bins)]), codec)

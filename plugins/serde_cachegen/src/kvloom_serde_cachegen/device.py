@@ -1,6 +1,6 @@
 """Streams in device memory: the kernels give the same bytes and values as the processor does.
 
-They take all modes but `KLT`, which goes through host memory.
+They decode all modes, and encode all but `KLT`, which goes through host memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch
 
 from kvloom import Buffer, CorruptBlobError, Place, PluginError, native
 from kvloom_serde_cachegen import streams
+from kvloom_serde_cachegen.native_profile import NativeProfile
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 T = TypeVar("T")
-MODES = frozenset({Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS})
+ENCODES = frozenset({Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS})
+DECODES = frozenset(Mode)
 _ALIGN = 16
 """Streams begin at multiples of it."""
 
@@ -55,7 +57,7 @@ class Launch:
 
     def __init__(
         self, function: Any, jobs: ctypes.Array[Any], about: Sequence[Any], needed: int, device: torch.device,
-        workspace: torch.Tensor | None, held: Sequence[torch.Tensor | None],
+        workspace: torch.Tensor | None, held: Sequence[object],
     ) -> None:  # fmt: skip
         """about: what comes before the jobs. needed: bytes of scratch memory. held: what the jobs point to."""
         if workspace is None or workspace.numel() < needed or workspace.device != device:
@@ -112,7 +114,7 @@ def encode(
 ) -> list[list[memoryview]]:
     """Streams in host memory of each of `kvs`, `[planes, layers, tokens, hidden]` of one shape, on one device.
 
-    Of a mode in MODES. workspace: uint8 on that device; if it is None or too small, another is taken. Waits for the
+    Of a mode in ENCODES. workspace: uint8 on that device; if it is None or too small, another is taken. Waits for the
     device.
     """
     launch, out = encoding(kvs, settings, codec, workspace)
@@ -130,7 +132,7 @@ def encode(
 
 def decoding(
     blobs: Sequence[Sequence[Buffer]], into: Sequence[torch.Tensor], mode: Mode, codec: ctypes.CDLL,
-    workspace: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None, *, first_layer: int = 0, profile: NativeProfile | None = None,
 ) -> Launch:  # fmt: skip
     """The launch that `decode` runs; the streams are on their way to the device."""
     first = into[0]
@@ -150,23 +152,24 @@ def decoding(
         kv = into[number // layers]
         job.stream, job.size = there.data_ptr() + int(starts[number]), each.size
         job.target, job.plane_stride = _layer(kv, number % layers), streams.plane_stride(kv, geometry)
+        job.profile, job.bases = streams.addresses(profile, first_layer + number % layers, device)
     needed = codec.kvz_cuda_decode_workspace(ctypes.byref(geometry), int(mode), len(jobs))
     if needed < 0:
         raise ValueError(f"streams of mode {mode.name.lower()} of {tuple(first.shape)} and {first.dtype} are not taken")
     about = [ctypes.byref(geometry), int(mode)]
-    return Launch(codec.kvz_cuda_decode, jobs, about, needed, device, workspace, [packed, there, *into])
+    return Launch(codec.kvz_cuda_decode, jobs, about, needed, device, workspace, [packed, there, profile, *into])
 
 
 def decode(
     blobs: Sequence[Sequence[Buffer]], into: Sequence[torch.Tensor], mode: Mode, codec: ctypes.CDLL, *,
-    workspace: torch.Tensor | None = None,
+    first_layer: int = 0, profile: NativeProfile | None = None, workspace: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill each of `into`, as `encode` takes them, from streams in host memory, one for each of its layers.
 
-    All of one mode, one of MODES. Raises CorruptBlobError, with the first of what is wrong and where. Waits for the
-    device.
+    All of one mode, one of DECODES; first_layer, profile: as `streams.decode` takes them. Raises CorruptBlobError, with
+    the first of what is wrong and where; UnreadableBlobError without the right profile. Waits for the device.
     """
-    launch = decoding(blobs, into, mode, codec, workspace)
+    launch = decoding(blobs, into, mode, codec, workspace, first_layer=first_layer, profile=profile)
     launch.run()
     streams.check(launch.jobs())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -45,11 +47,39 @@ class NativeProfile:
         if profile.hidden % 2:
             raise ValueError(f"mode: klt takes an even number of channels, not {profile.hidden}")
         self.id = profile.id
+        self.shape = (profile.planes, profile.layers, profile.hidden)
+        self._profile = profile
+        self._in: dict[torch.device, Addresses] = {}
+        self._lock = threading.Lock()
+        self.on(torch.device("cpu"))
+        _known[self.id] = self
+
+    def on(self, device: torch.device) -> Addresses:
+        """Where it is in the memory of `device`: it is copied there once, and stays as long as this does."""
+        with self._lock:
+            if device not in self._in:
+                self._in[device] = Addresses(self._profile, device)
+            return self._in[device]
+
+    def covers(self, kv: torch.Tensor, first_layer: int) -> bool:
+        """Whether the layers of `kv`, `[planes, layers, tokens, hidden]`, are some of it, from that one on."""
+        planes, layers, hidden = self.shape
+        return (planes, hidden) == (kv.shape[0], kv.shape[3]) and first_layer + kv.shape[1] <= layers
+
+
+class Addresses:
+    """Where a profile is in the memory of one device."""
+
+    def __init__(self, profile: Profile, device: torch.device) -> None:
+        transform = profile.transform
+        assert transform is not None
+        self._device = device
         self._held: list[torch.Tensor] = []
-        self._about = _Profile(
-            (ctypes.c_uint8 * 16)(*self.id), self._hold(profile.rotations), profile.rotary_size, profile.interleaved,
-            profile.head_size,
+        about = _Profile(
+            (ctypes.c_uint8 * 16)(*profile.id), self._hold(profile.rotations), profile.rotary_size,
+            profile.interleaved, profile.head_size,
         )  # fmt: skip
+        self.about = self._place(about)
         self._layers = []
         for layer in range(profile.layers):
             bases = (_Basis * profile.planes)()
@@ -60,27 +90,18 @@ class NativeProfile:
                 basis.forward, basis.backward = (self._hold(_in_pairs(each)) for each in (components.T, components))
                 basis.exponents = self._hold(transform.exponents[plane][layer])
                 basis.sigma, basis.rank = float(transform.sigmas[plane, layer]), len(components)
-            self._layers.append(bases)
-        self.shape = (profile.planes, profile.layers, profile.hidden)
-        _known[self.id] = self
-
-    def covers(self, kv: torch.Tensor, first_layer: int) -> bool:
-        """Whether the layers of `kv`, `[planes, layers, tokens, hidden]`, are some of it, from that one on."""
-        planes, layers, hidden = self.shape
-        return (planes, hidden) == (kv.shape[0], kv.shape[3]) and first_layer + kv.shape[1] <= layers
-
-    @property
-    def about(self) -> int:
-        """The address of what is common to all layers."""
-        return ctypes.addressof(self._about)
+            self._layers.append(self._place(bases))
 
     def of_layer(self, layer: int) -> int:
         """The address of the bases of each plane."""
-        return ctypes.addressof(self._layers[layer])
+        return self._layers[layer]
 
     def _hold(self, tensor: torch.Tensor) -> int:
-        self._held.append(tensor.contiguous())
-        return self._held[-1].data_ptr()
+        self._held.append(tensor.contiguous().to(self._device))
+        return int(self._held[-1].data_ptr())
+
+    def _place(self, native: ctypes.Structure | ctypes.Array[Any]) -> int:
+        return self._hold(torch.frombuffer(bytearray(native), dtype=torch.uint8))
 
 
 def _in_pairs(matrix: torch.Tensor) -> torch.Tensor:

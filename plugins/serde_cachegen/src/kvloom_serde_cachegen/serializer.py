@@ -117,7 +117,7 @@ class CacheGenSerializer(Serializer):
     def _encode(
         self, kvs: Sequence[torch.Tensor], starts: Sequence[int | None], place: Place | None
     ) -> Sequence[Buffers]:
-        if all(_kernels(kv) is not None for kv in kvs) and self._mode in device.MODES:
+        if all(_kernels(kv) is not None for kv in kvs) and self._mode in device.ENCODES:
             return device.in_groups(kvs, lambda group: self._encode_on_device([kvs[each] for each in group], place))
         threads = self._config.threads
         return [
@@ -160,26 +160,25 @@ class CacheGenSerializer(Serializer):
         self, blobs: Sequence[Buffers], kvs: Sequence[torch.Tensor], first_layer: int, place: Place | None
     ) -> None:
         # What was encoded in another mode is decoded too: a stream says how it is to be read.
-        of_mode: dict[Mode, list[int]] = {}
+        alike: dict[tuple[Mode, bytes], list[int]] = {}
         for number, blob in enumerate(blobs):
-            of_mode.setdefault(_mode_of(blob, kvs[0].dtype), []).append(number)
+            mode = _mode_of(blob, kvs[0].dtype)
+            alike.setdefault((mode, streams.profile_of(blob[0]) if mode is Mode.KLT else b""), []).append(number)
         codec = _kernels(kvs[0])
-        for mode, numbers in of_mode.items():
-            if codec is not None and mode in device.MODES:
-                group, into = [blobs[each] for each in numbers], [kvs[each] for each in numbers]
+        for (mode, id), numbers in alike.items():
+            profile = _profile(id, kvs[0], first_layer)
+            group, into = [blobs[each] for each in numbers], [kvs[each] for each in numbers]
+            how = {"first_layer": first_layer, "profile": profile}
+            if codec is not None and mode in device.DECODES:
                 with device.at(place):
-                    device.decode(group, into, mode, codec, workspace=place and place.workspace)
+                    device.decode(group, into, mode, codec, workspace=place and place.workspace, **how)
                 continue
-            for each in numbers:
-                self._decode_on_host(blobs[each], kvs[each], first_layer)
+            for blob, kv in zip(group, into, strict=True):
+                self._decode_on_host(blob, kv, mode, **how)
 
-    def _decode_on_host(self, blob: Buffers, into: torch.Tensor, first_layer: int) -> None:
+    def _decode_on_host(self, blob: Buffers, into: torch.Tensor, mode: Mode, **how: Any) -> None:
         kv = into if into.device.type == "cpu" else torch.empty(into.shape, dtype=into.dtype)
-        mode = streams.mode_of(blob[0])
-        profile = known(streams.profile_of(blob[0])) if mode is Mode.KLT else None
-        if profile is not None and not profile.covers(kv, first_layer):
-            raise CorruptBlobError(f"streams by a profile of {profile.shape} for KV of {tuple(kv.shape)}")
-        streams.decode(blob, kv, mode, first_layer=first_layer, profile=profile, threads=self._config.threads)
+        streams.decode(blob, kv, mode, threads=self._config.threads, **how)
         if kv is not into:
             into.copy_(kv)
 
@@ -201,6 +200,14 @@ class CacheGenSerializer(Serializer):
 def _kernels(kv: torch.Tensor) -> ctypes.CDLL | None:
     """What works in the memory that `kv` is in, if that is a device's."""
     return device.library() if kv.is_cuda else None
+
+
+def _profile(id: bytes, kv: torch.Tensor, first_layer: int) -> NativeProfile | None:
+    """The profile of this id, if this process has it open. Raises CorruptBlobError if it is of other KV."""
+    profile = known(id)
+    if profile is not None and not profile.covers(kv, first_layer):
+        raise CorruptBlobError(f"streams by a profile of {profile.shape} for KV of {tuple(kv.shape)}")
+    return profile
 
 
 def _mode_of(blob: Buffers, dtype: torch.dtype) -> Mode:

@@ -166,7 +166,7 @@ def encode(
         job.weights = None if settings.weights is None else settings.weights[layer].data_ptr()
         job.bins[:] = settings.bins[layer] if settings.bins else (0, 0)
         job.start = start if start is not None and 0 <= start < POSITIONS else -1
-        job.profile, job.bases = _addresses(settings.profile, layer)
+        job.profile, job.bases = addresses(settings.profile, layer, kv.device)
         job.out, job.capacity = out[layer].ctypes.data, capacity
     threads, workspace = _workspace(
         threads, layers, codec.kvz_encode_workspace(ctypes.byref(geometry), ctypes.byref(own))
@@ -201,7 +201,7 @@ def decode(
         job.stream, job.size = stream.ctypes.data, stream.size
         job.target = into.data_ptr() + layer * into.stride(1) * into.element_size()
         job.plane_stride = plane_stride(into, geometry)
-        job.profile, job.bases = _addresses(profile, first_layer + layer)
+        job.profile, job.bases = addresses(profile, first_layer + layer, into.device)
     transformed = int(profile is not None)
     threads, workspace = _workspace(threads, layers, codec.kvz_decode_workspace(ctypes.byref(geometry), transformed))
     refused = codec.kvz_decode(
@@ -231,8 +231,12 @@ def check(jobs: Iterable[Decode]) -> None:
             raise CorruptBlobError(f"stream {layer}, byte {job.offset}: {problem}")
 
 
-def _addresses(profile: NativeProfile | None, layer: int) -> tuple[int | None, int | None]:
-    return (None, None) if profile is None else (profile.about, profile.of_layer(layer))
+def addresses(profile: NativeProfile | None, layer: int, device: torch.device) -> tuple[int | None, int | None]:
+    """Of a profile and its bases of that layer, in the memory of `device`; None if there is none."""
+    if profile is None:
+        return None, None
+    there = profile.on(device)
+    return there.about, there.of_layer(layer)
 
 
 def profile_of(stream: Buffer) -> bytes:
