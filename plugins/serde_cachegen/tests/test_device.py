@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -214,6 +215,20 @@ def test_bad_streams_are_refused_where_the_processor_refuses_them(codec: ctypes.
         assert problem or torch.equal(bits(made.cpu()), bits(expected))
     with pytest.raises(CorruptBlobError, match="stream 1, byte"):
         decode([blobs[:1], blobs[2:3]], [torch.zeros_like(kv, device=on) for _ in range(2)])
+
+
+def test_tiles_without_components_are_empty(codec: ctypes.CDLL, on: str) -> None:
+    kv = torch.zeros((1, 1, 40, 64), dtype=torch.bfloat16)
+    how = Settings(Mode.KLT, 32, 0, 0.5, profile=NativeProfile(profile_like(kv, heads=2, sigma=64.0)))
+    stream = bytearray(streams.encode(kv, how, start=0)[0])
+    last = 32 + 24 + 4  # where the directory has the second tile, which ends where the stream does
+    stream += b"\0\0\0\0"
+    for at, more in ((last, 1), (28, 4)):
+        stream[at : at + 4] = struct.pack("<I", struct.unpack_from("<I", stream, at)[0] + more)
+    with pytest.raises(CorruptBlobError, match="tiles that are not where they should be"):
+        streams.decode([stream], torch.zeros_like(kv), Mode.KLT, profile=how.profile)
+    with pytest.raises(CorruptBlobError, match="tiles that are not where they should be"):
+        device.decode([[stream]], [torch.zeros_like(kv, device=on)], Mode.KLT, codec, profile=how.profile)
 
 
 def test_what_the_kernels_do_not_take_is_said(codec: ctypes.CDLL, on: str) -> None:
