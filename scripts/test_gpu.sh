@@ -45,5 +45,5 @@ tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py"
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 for tool in memcheck racecheck; do
     "$sanitizer" --tool $tool --error-exitcode 1 "$python" -m pytest -q -p no:cacheprovider -m "not slow" $tests \
-        -k "tiles or bad or serializer or C02 or C03 or C10 or C11 or reach"
+        -k "tiles or bad or serializer or lossless or cachegen or C02 or C03 or C10 or C11 or reach"
 done
