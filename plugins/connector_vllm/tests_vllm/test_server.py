@@ -41,7 +41,8 @@ def serving(model: Path, config: Path, log: Path, role: str = "kv_both") -> Iter
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8",
-        "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(128 << 20), "--kv-transfer-config", json.dumps(transfer),
+        "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(128 << 20),
+        "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
     environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
