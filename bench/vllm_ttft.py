@@ -93,7 +93,6 @@ def serve(mode: str, model: Path, folder: Path) -> None:
         enable_prefix_caching=mode != COLD, seed=0, **more,
     )  # fmt: skip
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    print("SAID 0", flush=True)
     for line in sys.stdin:
         message = json.loads(line)
         if message.get("forget"):
