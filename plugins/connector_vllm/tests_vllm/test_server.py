@@ -124,7 +124,7 @@ def test_one_engine_prefills_and_another_generates(tiny: Path, tmp_path: Path) -
     config = tmp_path / "kvloom.yaml"
     config.write_text(json.dumps({"chunk_tokens": BLOCK, "tiers": [disk(tmp_path)]}))
     port = free_port()
-    example = Path(__file__).parents[3] / "examples/vllm_disaggregated.py"
+    example = Path(__file__).parents[3] / "examples/vllm/disaggregated.py"
     with (
         serving(tiny, config, tmp_path / "prefill.log", "kv_producer") as prefill,
         serving(tiny, config, tmp_path / "decode.log", "kv_consumer") as decode,

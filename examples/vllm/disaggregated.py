@@ -3,7 +3,7 @@
     vllm serve MODEL --port 8100 --kv-transfer-config '{"kv_connector": "KVLoomConnector", "kv_role": "kv_producer",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config": "examples/gpu_disk.yaml"}}'
     vllm serve MODEL --port 8200 --kv-transfer-config '{... "kv_role": "kv_consumer" ...}'
-    python examples/vllm_disaggregated.py --prefill http://localhost:8100 --decode http://localhost:8200 --port 8000
+    python examples/vllm/disaggregated.py --prefill http://localhost:8100 --decode http://localhost:8200 --port 8000
 
 A request to this proxy goes to the first with `max_tokens: 1`, and then to the second, which waits a little for KV that
 is still being written. Whatever does not come is computed there: the answer is the same. Only the standard library is
