@@ -57,6 +57,14 @@ class Task:
         assert self._mask is not None
         return self._mask
 
+    def wait(self, timeout: float) -> bool:
+        """Whether it is done, after at most `timeout` seconds. Nothing is cancelled."""
+        until = self._runtime.now() + timeout
+        with self._changed:
+            while not self._done and (left := until - self._runtime.now()) > 0:
+                self._changed.wait(left)
+            return self._done
+
     def cancel(self) -> None:
         """Stop as soon as the copy under way, if any, is over, and give back what is held. Twice is fine."""
         with self._touching:

@@ -503,3 +503,20 @@ def test_what_the_engines_own_cache_answers_stays_in_use(pretended: Any) -> None
     one.serve(FakeRequest("c", [9] * 27), range(8, 16))
     assert one.matched(FakeRequest("d", PROMPT[:])) == 24
     assert one.matched(FakeRequest("e", [7] * 27)) < 24
+
+
+def test_a_step_without_work_waits_a_little_for_what_is_under_way(
+    pretended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that spins keeps the interpreter from the threads that it waits for."""
+    monkeypatch.setattr("kvloom_connector_vllm.worker.IDLE_SECONDS", 20.0)
+    one = pretended(tiers=[MEMORY])
+    one.serve(FakeRequest("a", PROMPT[:]), range(8))
+    request = FakeRequest("b", PROMPT[:])
+    one.scheduler.load(request, range(8, 16), one.matched(request))
+    orders, worker = one.scheduler.orders((), idle=True), one.workers[0]
+    worker.fence(orders)
+    worker.begin(orders)
+    worker.load(wait=False)
+    worker.save()
+    assert worker.finished() == {"b"}, "one step was enough"

@@ -71,6 +71,8 @@ class Orders:
     """By rank, failed loads that the scheduler knows of: what was planned without knowing of one is not saved."""
     clear: int = 0
     """The number of a clearing that is to be done before anything else; 0 for none."""
+    idle: bool = False
+    """Nothing is computed in this step."""
 
 
 @dataclass(slots=True)
@@ -164,14 +166,14 @@ class Scheduler:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def orders(self, scheduled: Iterable[Scheduled]) -> Orders:
+    def orders(self, scheduled: Iterable[Scheduled], *, idle: bool = False) -> Orders:
         step = self._planner.step(scheduled)
         for save in step.saves:
             self._waiting[save.number] = len(self._ranks)
         if self._announcer is not None:
             self._learn(step, self._announcer)
         clear, self._told = (self._clearing if self._told < self._clearing else 0), self._clearing
-        return Orders(step, dict(self._failures), clear)
+        return Orders(step, dict(self._failures), clear, idle)
 
     def report(self, report: Report) -> None:
         """What the workers said of the steps so far."""

@@ -17,6 +17,9 @@ from .scheduler import Orders, Report
 
 log = logging.getLogger(__name__)
 
+IDLE_SECONDS = 0.005
+"""How long a step in which nothing is computed waits for what is under way. Otherwise the engine would spin, and keep
+the interpreter from those who load and save."""
 FENCE_SECONDS = 1.0
 """How long a step waits for a save that reads a block which it hands to somebody else; the save is given up then."""
 
@@ -42,6 +45,7 @@ class Worker:
         self._saves: dict[int, Task] = {}
         self._failed_blocks: set[int] = set()
         self._failures = 0
+        self._idle = False
         self._report = Report()
         self._counted: Mapping[Any, Any] = {}
 
@@ -96,6 +100,7 @@ class Worker:
         """Begin the step's saves, once what it computes has been computed (or has been queued on the device)."""
         assert self._orders is not None
         orders, self._orders = self._orders, None
+        self._idle = orders.idle
         for chunks in orders.step.touched:
             self._engine.touch(self._names.segments(chunks))
         if not orders.step.saves:
@@ -117,6 +122,9 @@ class Worker:
 
     def finished(self) -> set[str]:
         """Requests whose loads are over since the last call, whether all came or not."""
+        under_way = next((load.task for load in self._loads.values()), None) or next(iter(self._saves.values()), None)
+        if self._idle and under_way is not None:
+            under_way.wait(IDLE_SECONDS)
         over = [request for request, load in self._loads.items() if load.task.done]
         for request in over:
             self._loaded(self._loads.pop(request))
@@ -228,6 +236,9 @@ class _Failed(Task):
 
     def result(self, timeout: float | None = None) -> torch.Tensor:
         return torch.zeros(self._count, dtype=torch.bool)
+
+    def wait(self, timeout: float) -> bool:
+        return True
 
     def cancel(self) -> None:
         pass

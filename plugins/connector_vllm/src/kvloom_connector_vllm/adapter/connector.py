@@ -161,7 +161,8 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         assert self._scheduler is not None
-        return Metadata(self._scheduler.orders(_scheduled(scheduler_output)))
+        idle = scheduler_output.total_num_scheduled_tokens == 0
+        return Metadata(self._scheduler.orders(_scheduled(scheduler_output), idle=idle))
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
