@@ -205,7 +205,7 @@ def test_a_cancelled_or_late_load_never_writes_afterwards(open_engine: Open, gat
     got = torch.zeros_like(kv)
     cancelled, late = engine.load(segments, kv=got), engine.load(segments, kv=got)
     cancelled.cancel()
-    assert not task.wait(0.01) and not task.cancelled, "waiting cancels nothing"
+    assert not late.wait(0.01) and not late.cancelled, "waiting cancels nothing"
     with pytest.raises(DeadlineExceeded):
         late.result(0.05)
     gate.open()
