@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -32,6 +33,7 @@ from kvloom.tiers.base import Layout
 from kvloom.tiers.build import asked_only, build_stack
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.held import Changes
+from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.stack import Stack
 from kvloom.tiers.visit import Visit
 from kvloom.types import Chunk, KVSpec, Segment, canonical_json
@@ -76,6 +78,8 @@ class Engine(Index):
         self._by_layer: weakref.WeakSet[Loading | Storing] = weakref.WeakSet()
         self._siblings: list[weakref.ref[Engine]] = []
         self._workers = Workers(runtime, name="kvloom-engine", threads=4)
+        # Of their own: a load that somebody waits for does not queue behind saves that wait for room.
+        self._loaders = Workers(runtime, name="kvloom-load", threads=4)
         identity = keying.identity(spec, connector.format, connector.representation)
         record = canonical_json({"identity": identity, "spec": json.loads(spec.to_json())}).encode()
         for tier in stack.stored:
@@ -172,6 +176,7 @@ class Engine(Index):
         self._closed = True
         for handle in tuple(self._by_layer):
             handle.close()
+        self._loaders.close(self._stack.deadline)
         self._workers.close(self._stack.deadline)
         for task in tuple(self._tasks):
             task.cancel()
@@ -336,6 +341,12 @@ class Engine(Index):
         self._check_open()
         self._stack.clear(f"{self.fingerprint}/" + ("" if salt is None else f"{keying.salt_tag(salt)}/"))
 
+    @property
+    def memory(self) -> MemoryTier | None:
+        """The memory tier, if the configuration has one, whatever it is called there."""
+        self._check_open()
+        return self._stack.memory if self._stack.memory.keep else None
+
     def changes(self) -> Changes:
         """Which chunks came into memory, and which left it, since the last call: for one mirror in another process."""
         self._check_open()
@@ -357,7 +368,8 @@ class Engine(Index):
         """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not."""
         self._check_where(segments, where)
         chain = Chain([segment.key for segment in segments])
-        return self._start(segments, lambda task: self._load(task, segments, where, chain=chain, gaps=True))
+        work = partial(self._load, segments=segments, where=where, chain=chain, gaps=True)
+        return self._start(segments, work, self._loaders)
 
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
@@ -367,7 +379,9 @@ class Engine(Index):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _start(self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor]) -> Task:
+    def _start(
+        self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], workers: Workers | None = None
+    ) -> Task:
         self._check_open()
         task = Task(self._runtime)
         if len(self._tasks) >= _MOST_TASKS:
@@ -381,7 +395,7 @@ class Engine(Index):
             task.run(work)
             self._tasks.pop(task, None)
 
-        self._workers.submit(run)
+        (workers or self._workers).submit(run)
         return task
 
     def _ended(self, handle: Loading | Storing) -> None:

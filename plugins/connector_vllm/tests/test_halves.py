@@ -47,10 +47,10 @@ class Pretended:
         if has_shared_tier(opened):
             self.index = Engine.open(opened, identities[0].spec, role="index")
         announcer = Announcer(chunk_tokens=2 * BLOCK, hash_tokens=BLOCK)
-        self.scheduler = Scheduler(planner, names, self.index, announcer)
+        self.scheduler = Scheduler(planner, names, self.index, announcer, asynchronous=asynchronous)
         self.engines = [Engine.open(opened, one.spec) for one in identities]
         self.workers = [
-            Worker(engine, name, rank=rank, block_tokens=BLOCK)
+            Worker(engine, name, rank=rank, block_tokens=BLOCK, asynchronous=asynchronous)
             for rank, (engine, name) in enumerate(zip(self.engines, names, strict=True))
         ]
         self.memory = [[torch.zeros(BLOCKS, self.elements) for _ in range(LAYERS)] for _ in range(ranks)]
@@ -387,15 +387,91 @@ def test_salts_do_not_meet(pretended: Any, tmp_path: Path) -> None:
     assert one.matched(FakeRequest("e", PROMPT[:], cache_salt="y")) == 24
 
 
-def test_clearing_takes_effect_at_once_and_on_every_tier(pretended: Any, tmp_path: Path) -> None:
+def test_after_a_reset_nothing_is_what_it_was(pretended: Any, tmp_path: Path) -> None:
+    """Weights may have changed: not for those who share the tiers, whose KV stays."""
     one = pretended(tiers=[MEMORY, disk(tmp_path)], ranks=2)
     one.serve(FakeRequest("a", PROMPT[:]), range(8))
+    running, loading = FakeRequest("running", [5] * 27), FakeRequest("loading", PROMPT[:])
+    one.scheduler.begin(running, NOBODY)
+    one.step([Scheduled("running", range(8, 16), True, 0, 10)], lambda: one.compute(running, range(8, 16), 0, 8))
+    one.scheduler.load(loading, range(16, 24), one.matched(loading))
     one.scheduler.clear()
     assert one.matched(FakeRequest("b", PROMPT[:])) == 0, "before any worker heard of it"
+    part = Scheduled("running", (), False, 10, 27)
+    one.step([part], lambda: one.compute(running, range(8, 16), 8, 27))
+    one.settle()
+    assert len(one.engines[0].memory) == 0 or one.matched(FakeRequest("c", [5] * 27)) == 0
+    assert one.matched(FakeRequest("d", PROMPT[:])) == 0 and one.matched(FakeRequest("e", [5] * 27)) == 0
+    assert one.serve(FakeRequest("f", PROMPT[:]), range(8)) == 0
+    assert one.serve(FakeRequest("g", PROMPT[:]), range(8, 16)) == 24, "what is computed since is kept"
+    adapted = Owner("lora:1", "")
+    one.scheduler.begin(FakeRequest("h", PROMPT[:]), adapted)
+    other = pretended(tiers=[MEMORY, disk(tmp_path)], ranks=2)
+    assert other.matched(FakeRequest("i", PROMPT[:])) == 24, "of before the reset, for who has these weights"
+
+
+def test_all_who_read_a_block_are_fenced(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests share blocks by the engine's own cache, and both save them; both saves wait."""
+    monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.2)
+    one = pretended(tiers=[MEMORY])
+    stack = one.engines[0]._stack
+    go_on, reserve = threading.Event(), stack._reserve
+    monkeypatch.setattr(stack, "_reserve", lambda *args, **kw: (go_on.wait(20), reserve(*args, **kw))[1])
+    first, second, third = (FakeRequest(name, [1] * 27 if name != "c" else [2] * 27) for name in "abc")
+    for request in (first, second):
+        one.scheduler.begin(request, NOBODY)
+        computed = 0 if request is first else 24
+        part = Scheduled(request.request_id, range(8), True, computed, 27)
+        one.step([part], lambda request=request: one.compute(request, range(8), 0, 27))
+    one.scheduler.end("a")
+    one.scheduler.end("b")
+    one.scheduler.begin(third, NOBODY)
+    one.step([Scheduled("c", range(8), True, 0, 27)], lambda: one.compute(third, range(8), 0, 27))
+    go_on.set()
+    one.settle()
+    tokens = one.matched(FakeRequest("d", [1] * 27))
+    if tokens:
+        request = FakeRequest("e", [1] * 27)
+        one.scheduler.load(request, range(8, 16), one.matched(request))
+        while not one.step():
+            pass
+        assert one.right(request, range(8, 16), tokens)
+    assert one.serve(FakeRequest("f", [2] * 27), range(16, 24)) in (0, 24)
+
+
+def test_whatever_a_save_raises_stays_here(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = pretended(tiers=[MEMORY])
+
+    def broken(*args: Any, **where: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(one.engines[0].connector, "read", broken)
+    for name, tokens in (("a", PROMPT), ("b", [3] * 27)):
+        request = FakeRequest(name, list(tokens))
+        one.scheduler.begin(request, NOBODY)
+        one.step([Scheduled(name, range(8), True, 0, 27)])
+        one.scheduler.end(name)
     one.settle()
     assert one.matched(FakeRequest("c", PROMPT[:])) == 0
-    assert one.serve(FakeRequest("d", PROMPT[:]), range(8)) == 0
-    assert one.serve(FakeRequest("e", PROMPT[:]), range(8, 16)) == 24
+
+
+def test_a_step_waits_once_for_all_of_its_requests(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom_connector_vllm.scheduler.LOOKUP_SECONDS", 0.2)
+    monkeypatch.setattr("kvloom_connector_vllm.scheduler.LATE_SECONDS", 1.0)
+    one = pretended(tiers=[disk(tmp_path)])
+    go_on = threading.Event()
+    monkeypatch.setattr(one.index, "locate", lambda segments: go_on.wait(20) and [None] * len(segments))
+    requests = [FakeRequest(f"r{number}", [number] * 27) for number in range(30)]
+    for request in requests:
+        one.scheduler.begin(request, NOBODY)
+    began = time.monotonic()
+    assert [one.scheduler.matched(request, NOBODY, 0) for request in requests] == [None] * 30
+    assert time.monotonic() - began < 2.0, "0.2 seconds, and not 6"
+    time.sleep(1.1)
+    assert [one.scheduler.matched(request, NOBODY, 0) for request in requests] == [0] * 30, "and not for ever"
+    go_on.set()
 
 
 def test_a_slow_tier_is_asked_while_others_compute(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ from vllm_fakes import BLOCK, SlidingWindowSpec, kv_cache_config, layer_spec, vl
 
 from kvloom import ConfigError, EngineConfig, MemoryFormat
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
-from kvloom_connector_vllm.identity import adapter, identify
+from kvloom_connector_vllm.identity import Adapters, identify
 from kvloom_connector_vllm.names import Names
 from kvloom_connector_vllm.planner import Chunks, Owner
 from kvloom_connector_vllm.views import order_of, pages_of
+from kvloom_connector_vllm.weights import file_digest, folder_digest
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def test_the_same_model_has_the_same_name_in_every_process(model: Path) -> None:
 
 @pytest.mark.parametrize("change", [
     "weights", "dtype", "block size", "layout", "heads", "layers", "cache dtype", "ranks", "rank", "version", "isa",
-    "hash", "quantization", "config", "salt", "adapter", "seed of dummies",
+    "hash", "quantization", "config", "salt", "adapter", "reset", "seed of dummies",
 ])  # fmt: skip
 def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> None:
     config, known, more = vllm_config(str(model)), kv_cache_config(), {}
@@ -79,6 +81,8 @@ def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> No
         owner = Owner("", "tenant")
     elif change == "adapter":
         owner = Owner("lora:1234")
+    elif change == "reset":
+        owner = Owner("", "", "1234")
     elif change == "seed of dummies":
         config.load_config.load_format = "dummy"
         before = namespace(config, known, **more)
@@ -102,15 +106,61 @@ def test_latent_kv_is_the_same_on_every_rank(model: Path) -> None:
     assert namespace(config, known, rank=0) == namespace(config, known, rank=1)
 
 
-def test_an_adapter_is_known_by_its_weights(tmp_path: Path) -> None:
+def test_an_adapter_is_known_by_the_weights_that_it_was_loaded_with(tmp_path: Path) -> None:
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(b"one")
-    request = SimpleNamespace(lora_name="x", lora_path=str(tmp_path))
-    first = adapter(request)
-    assert first.startswith("x:") and adapter(request) == first and adapter(None) == ""
+    request = SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(tmp_path), load_inplace=False)
+    one = Adapters()
+    first = one.of(request)
+    assert first.startswith("x:") and one.of(None) == ""
     weights.write_bytes(b"two")
-    assert adapter(request) != first
-    assert adapter(SimpleNamespace(lora_name="x", lora_path="far/away")) == "x:far/away"
+    assert one.of(request) == first, "vLLM computes with what it has loaded"
+    again = SimpleNamespace(**{**vars(request), "lora_int_id": 2})
+    assert one.of(again) not in (first, None)
+    assert one.of(SimpleNamespace(**{**vars(request), "load_inplace": True})) == one.of(again)
+    assert one.of(SimpleNamespace(**{**vars(request), "lora_int_id": 3, "lora_path": "far/away"})) is None
+
+
+def safetensors(path: Path, sizes: list[int], changed: int = -1) -> None:
+    """A file of tensors of so many bytes, of which one has other bytes at its beginning."""
+    header, at, data = {}, 0, bytearray()
+    for number, size in enumerate(sizes):
+        header[str(number)] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+        part = bytearray(size)
+        if number == changed:
+            part[:600] = b"\1" * 600
+        data += part
+        at += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_one_tensor_of_many_makes_another_model(tmp_path: Path) -> None:
+    path, sizes, seen = tmp_path / "model.safetensors", [300_000] * 20 + [5, 0, 2_000_000], set()
+    for changed in (-1, 0, 7, 19, 22):
+        safetensors(path, sizes, changed)
+        seen.add(file_digest(path))
+        assert file_digest(path) == folder_digest(tmp_path)
+    assert len(seen) == 5
+
+
+def test_a_model_may_be_a_file_or_have_its_weights_elsewhere(tmp_path: Path) -> None:
+    one = tmp_path / "model.gguf"
+    one.write_bytes(b"1" * 100)
+    before = namespace(vllm_config(str(one)))
+    one.write_bytes(b"2" * 100)
+    assert namespace(vllm_config(str(one))) != before
+    config = vllm_config("somebody/model-that-is-not-here")
+    assert namespace(config) == namespace(config)
+
+
+def test_images_that_are_numbered_are_refused(model: Path) -> None:
+    config = vllm_config(str(model))
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=0)
+    namespace(config)
+    config.cache_config.enable_prefix_caching = False
+    with pytest.raises(ValueError, match="mm_processor_cache_gb"):
+        namespace(config)
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -143,9 +193,6 @@ def test_models_that_are_not_done_are_refused(model: Path) -> None:
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     with pytest.raises(ValueError, match="xxhash"):
         namespace(config)
-    (model / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="no weights"):
-        namespace(vllm_config(str(model)))
 
 
 def settings(extra: Any, model: Path, ranks: int = 1) -> EngineConfig:

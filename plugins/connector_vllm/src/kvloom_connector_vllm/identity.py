@@ -10,18 +10,19 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from kvloom import KVSpec
 
 from .pages import Geometry
-from .weights import file_digest, folder_digest
+from .weights import file_digest, folder_digest, has_weights
 
 log = logging.getLogger(__name__)
 
 _FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
+_CONTENT = ("head_size_v", "num_head_slots", "state_content_bytes", "tokens_per_state")
+"""Of a layer's specification, what attention backends may change."""
 _BLOCK_IN_ONE_PIECE = {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
 _PLAIN_QUANTISATION = {"NONE", "FP8_PER_TENSOR"}
 _BY_THE_WAY = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
@@ -51,6 +52,7 @@ def identify(
     Raises ValueError, naming it, for what kvloom does not keep.
     """
     _refuse_parallelism(config.parallel_config)
+    _refuse_unhashed_images(config)
     layer = layer_spec(kv_cache_config)
     (group,) = kv_cache_config.kv_cache_groups
     layout = getattr(kv_cache_config, "kv_cache_layout", None)
@@ -93,6 +95,7 @@ def identify(
             "layers": _digest(names),
             "spec": type(layer).__name__,
             "window": str(getattr(layer, "sliding_window", None)),
+            "content": str([getattr(layer, name, None) for name in _CONTENT]),
             **({"layout": str(layout), **about} if pages else {}),
         },
     )
@@ -100,27 +103,40 @@ def identify(
     return Identity(spec, geometry, names, hash_tokens)
 
 
-def adapter(request: Any) -> str:
-    """Name and digest of the weights of a LoRA adapter, from a `LoRARequest`; empty for None.
+class Adapters:
+    """LoRA adapters by their weights: vLLM's hashes cover their names and paths alone.
 
-    vLLM's hashes cover its name alone. An adapter that is not in a local folder is known by its path.
+    What an adapter's files said when it was first seen counts for as long as vLLM keeps it: it computes with what it
+    loaded then, whatever becomes of the files.
     """
-    if request is None:
-        return ""
-    path = Path(request.lora_path)
-    try:
-        changed = max(file.stat().st_mtime_ns for file in (path.iterdir() if path.is_dir() else [path]))
-    except (OSError, ValueError):
-        changed = 0
-    return f"{request.lora_name}:{_adapter_digest(path, changed)}"
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], str | None] = {}
+
+    def of(self, request: Any) -> str | None:
+        """Name and digest of the adapter of a `LoRARequest`; "" for None, and None if its files cannot be read."""
+        if request is None:
+            return ""
+        key = (request.lora_int_id, request.lora_path)
+        if key not in self._known or getattr(request, "load_inplace", False):
+            path = Path(request.lora_path)
+            try:
+                digest = folder_digest(path) if path.is_dir() else file_digest(path)
+                self._known[key] = f"{request.lora_name}:{digest}"
+            except OSError as error:
+                log.warning("nothing is kept of requests with adapter %s: %s", request.lora_name, error)
+                self._known[key] = None
+        return self._known[key]
 
 
-@lru_cache(maxsize=1024)
-def _adapter_digest(path: Path, changed: int) -> str:
-    try:
-        return folder_digest(path) if path.is_dir() else file_digest(path)
-    except OSError:
-        return str(path)
+def _refuse_unhashed_images(config: Any) -> None:
+    media = getattr(config.model_config, "multimodal_config", None)
+    cached = getattr(config.cache_config, "enable_prefix_caching", True)
+    if media is not None and not cached and not getattr(media, "mm_processor_cache_gb", 1):
+        raise ValueError(
+            "mm_processor_cache_gb 0 without prefix caching: vLLM then numbers images instead of hashing them; "
+            "leave one of the two on"
+        )
 
 
 def _refuse_parallelism(parallel: Any) -> None:
@@ -166,37 +182,42 @@ def _name(model: Any) -> str:
     return path.name if path.is_dir() else str(model.model)
 
 
-def _local(model: Any) -> Path | None:
-    """The folder with the weights, if they are on this machine."""
+def _local(model: Any, config: Any) -> Path | None:
+    """The file or folder with the weights, if they are on this machine."""
     path = Path(str(model.model)).expanduser()
-    return path if path.is_dir() else _snapshot(str(model.model), getattr(model, "revision", None))
+    if path.exists():
+        return path
+    folder = getattr(getattr(config, "load_config", None), "download_dir", None)
+    return _snapshot(str(model.model), getattr(model, "revision", None), folder)
 
 
-def _snapshot(repository: str, revision: str | None) -> Path | None:
-    """Where the hub's client keeps a repository, as it is there now."""
+def _snapshot(repository: str, revision: str | None, folder: str | None) -> Path | None:
+    """Where the hub's client keeps a repository, as it is there now. Its name is the commit."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(repository, "config.json", revision=revision)
+        for place in dict.fromkeys((folder, None)):
+            found = try_to_load_from_cache(repository, "config.json", revision=revision, cache_dir=place)
+            if isinstance(found, str):
+                return Path(found).parent
     except Exception:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return None
 
 
 def _revision(model: Any, config: Any) -> str:
     """Weights, configuration and how they are loaded, in words: `kvloom why` shows it when two runs don't share."""
-    folder = _local(model)
+    place = _local(model, config)
     load = getattr(config, "load_config", None)
     form = str(getattr(load, "load_format", "auto"))
     if "dummy" in form:
         weights = f"dummy weights of seed {getattr(model, 'seed', None)}"
-    elif folder is not None:
-        weights = f"weights {folder_digest(folder)}"
+    elif place is not None and has_weights(place):
+        weights = f"weights {folder_digest(place) if place.is_dir() else file_digest(place)}"
     else:
-        weights = f"revision {getattr(model, 'revision', None)}"
-        log.warning(
-            "the weights of %s are not on this machine: KV is told apart by name and revision only", model.model
-        )
+        commit = place.name if place is not None else getattr(model, "revision", None)
+        weights = f"revision {commit}"
+        log.warning("the weights of %s are not at hand: KV is told apart by name and revision only", model.model)
     fields = {key: value for key, value in _config_dict(model).items() if key not in _BY_THE_WAY}
     about = f"config {_digest(_plain(fields))}, quantization {getattr(model, 'quantization', None)}"
     return f"{weights}, {about}"

@@ -31,7 +31,9 @@ class Names:
         """`<fingerprint>/<salt tag>`."""
         known = self._namespaces.get(owner)
         if known is None:
-            spec = replace(self._spec, adapters=(owner.adapter,)) if owner.adapter else self._spec
+            adapters = (owner.adapter,) if owner.adapter else ()
+            since = f", since reset {owner.generation}" if owner.generation else ""
+            spec = replace(self._spec, adapters=adapters, revision=self._spec.revision + since)
             known = f"{fingerprint(spec, *self._about)}/{salt_tag(owner.salt)}"
             if len(self._namespaces) > 4096:  # salts come and go
                 self._namespaces.clear()

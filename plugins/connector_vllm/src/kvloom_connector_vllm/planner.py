@@ -18,6 +18,8 @@ class Owner(NamedTuple):
     adapter: str = ""
     """Name and digest of the weights of a LoRA adapter."""
     salt: str = ""
+    generation: str = ""
+    """Differs after each reset: what was computed before has other names."""
 
 
 class Chunks(NamedTuple):
@@ -98,6 +100,8 @@ class _State:
     loading: bool = False
     failed: bool = False
     """Something did not come that was said to be there: it computes itself, instead of trying again for ever."""
+    sealed: bool = False
+    """Of before a reset: nothing of it is loaded or saved any more."""
 
 
 class Planner:
@@ -119,8 +123,8 @@ class Planner:
         self._loads: list[Move] = []
         self._cancelled: list[str] = []
         self._numbers = 0
-        # By block, the save that reads it; by save, its blocks.
-        self._reader: dict[int, int] = {}
+        # By block, the saves that read it: requests that share a block may both be saving it. By save, its blocks.
+        self._readers: dict[int, set[int]] = {}
         self._reading: dict[int, tuple[int, ...]] = {}
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class Planner:
         """
         state = self._states[request]
         state.begun = local
-        if state.failed:
+        if state.failed or state.sealed:
             return 0
         chunk = local // self.chunk_tokens
         while chunk < len(held) and held[chunk]:
@@ -177,13 +181,22 @@ class Planner:
         if state is not None:
             state.loading = False
 
-    def doubt(self, requests: Iterable[str] = ()) -> None:
-        """What `requests` were to load did not come: nothing counts as stored until it has been looked at again."""
+    def doubt(self, failed: Iterable[str], *, everything: bool = False) -> None:
+        """What these requests were to load did not come: it is saved again once it has been computed.
+
+        everything: others may have computed with it, so that nothing counts as saved until it has been looked at again.
+        """
+        names = set(failed)
+        for name, state in self._states.items():
+            if everything or name in names:
+                state.saved = 0
+            if name in names:
+                state.failed = True
+
+    def seal(self) -> None:
+        """What is known of every request's KV is of before a reset."""
         for state in self._states.values():
-            state.saved = 0
-        for request in requests:
-            if request in self._states:
-                self._states[request].failed = True
+            state.sealed = True
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -206,7 +219,7 @@ class Planner:
             elif one.blocks:
                 state.blocks.extend(one.blocks)
                 self._fence(one.blocks, fence)
-            if self._save_anything and one.after >= (state.saved + 1) * self.chunk_tokens:
+            if self._save_anything and not state.sealed and one.after >= (state.saved + 1) * self.chunk_tokens:
                 self._save(state, one.after, saves)
         if not (self._loads or saves or touched or fence or self._cancelled):
             return IDLE
@@ -219,8 +232,10 @@ class Planner:
         """These saves read nothing more."""
         for number in saves:
             for block in self._reading.pop(number, ()):
-                if self._reader.get(block) == number:
-                    del self._reader[block]
+                readers = self._readers[block]
+                readers.discard(number)
+                if not readers:
+                    del self._readers[block]
 
     def request(self, name: str) -> Request | None:
         """The engine's own, while it is there."""
@@ -263,8 +278,9 @@ class Planner:
         state.saved = last
         self._reading[move.number] = blocks
         for block in blocks:
-            self._reader[block] = move.number
+            self._readers.setdefault(block, set()).add(move.number)
 
     def _fence(self, blocks: Sequence[int], fence: set[int]) -> None:
-        if self._reader:
-            fence.update(number for block in blocks if (number := self._reader.get(block)) is not None)
+        if self._readers:
+            for block in blocks:
+                fence.update(self._readers.get(block, ()))

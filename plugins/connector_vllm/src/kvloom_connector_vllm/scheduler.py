@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from kvloom import ChunkKey, Index
@@ -20,7 +21,9 @@ log = logging.getLogger(__name__)
 MEMORY = "memory"
 """How the workers' memory is called where tiers are named, whatever the configuration calls it."""
 LOOKUP_SECONDS = 0.005
-"""How long a step waits for tiers to say what they hold; a request whose answer takes longer is asked about again."""
+"""How long a step waits for tiers to say what they hold, for all of its requests together; the others come later."""
+LATE_SECONDS = 1.0
+"""After so long without an answer a request computes itself."""
 AGAIN_SECONDS = 0.02
 """How often tiers are asked for what a request waits for."""
 STALE_SECONDS = 1.0
@@ -44,8 +47,6 @@ class Report:
     """Those that did not get everything."""
     failures: dict[int, int] = field(default_factory=dict)
     """By rank, how many loads had failed by then."""
-    cleared: Counter[int] = field(default_factory=Counter)
-    """By number of the clearing, how many ranks are done with it."""
 
     def add(self, other: Report) -> Report:
         self.saved.update(other.saved)
@@ -55,11 +56,10 @@ class Report:
         self.loaded |= other.loaded
         self.failed |= other.failed
         self.failures |= other.failures
-        self.cleared.update(other.cleared)
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.saved or self.came or self.left or self.whole or self.loaded or self.cleared)
+        return bool(self.saved or self.came or self.left or self.whole or self.loaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class Orders:
     step: Step
     failures: Mapping[int, int] = field(default_factory=dict)
     """By rank, failed loads that the scheduler knows of: what was planned without knowing of one is not saved."""
-    clear: int = 0
-    """The number of a clearing that is to be done before anything else; 0 for none."""
+    clear: bool = False
+    """Memory is to be emptied before anything else."""
     idle: bool = False
     """Nothing is computed in this step."""
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """What the shared tiers say of a request's chunks."""
+    """What the shared tiers say of a request's chunks. Asked again, it is another one."""
 
     chunks: Chunks
     asked: Future[list[str | None]] | None
@@ -89,13 +89,15 @@ class Scheduler:
     """One per engine. Nothing here waits for a tier for longer than `LOOKUP_SECONDS`."""
 
     def __init__(
-        self, planner: Planner, ranks: Sequence[Names], index: Index | None, announcer: Announcer | None = None
-    ) -> None:
+        self, planner: Planner, ranks: Sequence[Names], index: Index | None, announcer: Announcer | None = None,
+        *, asynchronous: bool = True,
+    ) -> None:  # fmt: skip
         """ranks: how each rank's chunks are called. index: of the tiers that processes share, if there are any."""
         self._planner = planner
         self._ranks = tuple(ranks)
         self._index = index
         self._announcer = announcer
+        self._asynchronous = asynchronous
         self._saving: dict[int, Chunks] = {}
         self._held: list[set[ChunkKey]] = [set() for _ in ranks]
         self._lookups: dict[str, _Lookup] = {}
@@ -103,9 +105,9 @@ class Scheduler:
         self._pool = ThreadPoolExecutor(2, "kvloom-lookup") if index is not None else None
         self._waiting: dict[int, int] = {}
         self._failures: dict[int, int] = {}
-        self._clearing = 0
-        self._cleared = 0
-        self._told = 0
+        self._generation = ""
+        self._clear = False
+        self._budget: float | None = None
         self.counts: Counter[str] = Counter()
         """`lookups`, `late`: whose answer took longer than a step waits, `hits` and `tokens` offered, `failed`."""
         self.sources: dict[str, dict[str, int]] = {}
@@ -115,7 +117,7 @@ class Scheduler:
 
     def begin(self, request: Request, owner: Owner) -> None:
         """A request has come: ask for its chunks, so that the answer is there when it is its turn."""
-        self._planner.begin(request, owner)
+        self._planner.begin(request, owner._replace(generation=self._generation))
         if request.request_id not in self._lookups:
             self._ask(request.request_id)
 
@@ -125,22 +127,22 @@ class Scheduler:
         patience: for so many seconds it is worth waiting for the rest, which another engine is storing just now.
         """
         self.begin(request, owner)
-        if self._cleared < self._clearing:
-            return 0
         lookup = self._lookups[request.request_id]
         grown = len(self._planner.chunks(request.request_id).digests) != len(lookup.chunks.digests)
-        if grown or time.monotonic() - lookup.since > STALE_SECONDS:
+        stale = lookup.asked is None or lookup.asked.done()
+        if grown or (stale and time.monotonic() - lookup.since > STALE_SECONDS):
             lookup = self._ask(request.request_id)
         told: list[str | None] | None = None
         if lookup.asked is not None:
-            try:
-                told = lookup.asked.result(LOOKUP_SECONDS)
-            except TimeoutError:
+            if not self._answered(lookup.asked):
+                if time.monotonic() - lookup.since < LATE_SECONDS:
+                    return None
                 self.counts["late"] += 1
-                lookup.since = time.monotonic()  # it is being asked for still
-                return None
-            except Exception as error:
+                lookup.asked.cancel()
+            elif (error := lookup.asked.exception()) is not None:
                 log.warning("what the tiers hold is not known: %s", error)
+            else:
+                told = lookup.asked.result()
         tiers = self._tiers(lookup.chunks, told)
         tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
         if patience > 0 and not all(tiers) and self._waits(request.request_id, patience):
@@ -160,7 +162,7 @@ class Scheduler:
     def end(self, request: str) -> None:
         """It is over; its blocks may be freed at once."""
         self._planner.end(request)
-        self._lookups.pop(request, None)
+        self._forget(request)
         self._patience.pop(request, None)
         self.sources.pop(request, None)
 
@@ -172,7 +174,7 @@ class Scheduler:
             self._waiting[save.number] = len(self._ranks)
         if self._announcer is not None:
             self._learn(step, self._announcer)
-        clear, self._told = (self._clearing if self._told < self._clearing else 0), self._clearing
+        clear, self._clear, self._budget = self._clear, False, None
         return Orders(step, dict(self._failures), clear, idle)
 
     def report(self, report: Report) -> None:
@@ -198,21 +200,23 @@ class Scheduler:
         if new > 0:
             self.counts["failed"] += new
             self._failures |= report.failures
-            self._planner.doubt(report.failed)
-            self._lookups.clear()
-        for number, ranks in report.cleared.items():
-            self._waiting[-number] = self._waiting.get(-number, len(self._ranks)) - ranks
-            if self._waiting[-number] <= 0:
-                del self._waiting[-number]
-                self._cleared = max(self._cleared, number)
+            self._planner.doubt(report.failed, everything=not self._asynchronous)
+            for request in report.failed:
+                self._forget(request)
 
     def clear(self) -> None:
-        """Have the workers delete all KV of this model; until they have, nothing is found."""
-        self._clearing += 1
+        """What was stored before is not used any more, and what is computed from now on has names of its own.
+
+        Memory is emptied. Tiers that others share keep what they have: it is right for those who have the weights that
+        its name says. KV of after a reset is of no use to anybody but this engine, whose weights may have changed.
+        """
+        self._generation = secrets.token_hex(8)
+        self._clear = True
+        self._planner.seal()
+        for request in list(self._lookups):
+            self._forget(request)
         if self._announcer is not None:
             self._announcer.cleared()
-        self._planner.doubt()
-        self._lookups.clear()
 
     def taken(self) -> dict[str, int]:
         """`counts` since the last call."""
@@ -222,7 +226,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Workers have yet to say that they are done with something."""
-        return bool(self._waiting) or self._cleared < self._clearing
+        return bool(self._waiting) or self._clear
 
     @property
     def reading(self) -> Mapping[int, tuple[int, ...]]:
@@ -241,7 +245,20 @@ class Scheduler:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _answered(self, asked: Future[list[str | None]]) -> bool:
+        """Whether there is an answer, after what is left of the step's patience."""
+        now = time.monotonic()
+        if self._budget is None:
+            self._budget = now + LOOKUP_SECONDS
+        return asked.done() or bool(wait([asked], timeout=max(0.0, self._budget - now)).done)
+
+    def _forget(self, request: str) -> None:
+        lookup = self._lookups.pop(request, None)
+        if lookup is not None and lookup.asked is not None:
+            lookup.asked.cancel()
+
     def _ask(self, request: str) -> _Lookup:
+        self._forget(request)
         chunks = self._planner.chunks(request)
         self.counts["lookups"] += 1
         asked = None

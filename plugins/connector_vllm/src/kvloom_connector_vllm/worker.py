@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
 
-from kvloom import Engine, KVLoomError, Segment, Task
+from kvloom import Engine, Segment, Task
 
 from .names import Names
 from .planner import Move
@@ -21,7 +22,7 @@ IDLE_SECONDS = 0.005
 """How long a step in which nothing is computed waits for what is under way. Otherwise the engine would spin, and keep
 the interpreter from those who load and save."""
 FENCE_SECONDS = 1.0
-"""How long a step waits for a save that reads a block which it hands to somebody else; the save is given up then."""
+"""How long a step waits for saves that read blocks which it hands to somebody else; then they are given up."""
 
 
 class _Load(NamedTuple):
@@ -33,7 +34,11 @@ class _Load(NamedTuple):
 class Worker:
     """Of one rank. All calls come from the engine's worker thread. A step with nothing to do costs microseconds."""
 
-    def __init__(self, engine: Engine, names: Names, *, rank: int, block_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, names: Names, *, rank: int, block_tokens: int, asynchronous: bool = True
+    ) -> None:
+        """asynchronous: no step computes with what is still being loaded."""
+        self._asynchronous = asynchronous
         self._engine = engine
         self._names = names
         self._rank = rank
@@ -67,15 +72,14 @@ class Worker:
 
     def fence(self, orders: Orders) -> None:
         """Before anything of the step is computed: whoever reads a block that is reused is waited for, or stopped."""
+        until = time.monotonic() + FENCE_SECONDS
         for number in orders.step.fence:
             task = self._saves.get(number)
-            if task is not None and not task.done:
-                try:
-                    task.result(FENCE_SECONDS)
-                except KVLoomError as error:
-                    log.warning("save %d was given up: %s", number, error)
+            if task is not None and not task.wait(max(0.0, until - time.monotonic())):
+                task.cancel()
+                log.warning("a save was given up: its blocks are needed, and it is not done after %s s", FENCE_SECONDS)
         if orders.clear:
-            self._clear(orders.clear)
+            self._empty_memory()
 
     def begin(self, orders: Orders) -> None:
         """The step's orders; before or while it is computed."""
@@ -107,7 +111,7 @@ class Worker:
             return
         ready = self._event() if self._event is not None else None
         for move in orders.step.saves:
-            if orders.failures.get(self._rank, 0) < self._failures:
+            if not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures:
                 # It was planned before the scheduler knew that some KV had not come: what it computes may be wrong.
                 self._report.saved[move.number] += 1
                 continue
@@ -116,7 +120,7 @@ class Worker:
                     self._names.segments(move.chunks), blocks=move.blocks, first_block=move.first_block,
                     ready=ready, **self._memory,
                 )  # fmt: skip
-            except (KVLoomError, ValueError) as error:
+            except Exception as error:  # nothing of it may reach the engine
                 log.warning("nothing is saved of request %s: %s", move.request, error)
                 self._report.saved[move.number] += 1
 
@@ -181,7 +185,7 @@ class Worker:
         segments = self._names.segments(move.chunks)
         try:
             task = self._engine.load(segments, blocks=move.blocks, first_block=move.first_block, **self._memory)
-        except (KVLoomError, ValueError) as error:
+        except Exception as error:  # nothing of it may reach the engine
             log.warning("nothing is loaded for request %s: %s", move.request, error)
             task = _Failed(len(segments))
         self._loads[move.request] = _Load(move, segments, task)
@@ -212,14 +216,12 @@ class Worker:
         except Exception as error:
             log.warning("save %d failed: %s", number, error)
 
-    def _clear(self, number: int) -> None:
+    def _empty_memory(self) -> None:
         for task in self._saves.values():
             task.cancel()
-        try:
-            self._engine.clear()
-        except KVLoomError as error:
-            log.error("not all KV could be deleted: %s", error)
-        self._report.cleared[number] += 1
+        memory = self._engine.memory
+        if memory is not None:
+            memory.remove(memory.chunks())
 
 
 class _Failed(Task):

@@ -78,6 +78,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             vllm_config, kv_cache_config, rank=self._rank, about=about, pages=settings.pages
         )  # fmt: skip
         self._config = settings.opened(self._identity.geometry)
+        self._adapters = identities.Adapters()
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._stats_due = 0.0
@@ -108,7 +109,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         announcer = None
         if events is not None and events.enable_kv_cache_events:
             announcer = Announcer(chunk_tokens=config.chunk_tokens, hash_tokens=identity.hash_tokens)
-        return Scheduler(planner, names, index, announcer)
+        return Scheduler(planner, names, index, announcer, asynchronous=self._settings.async_load)
 
     def _open_worker(self) -> Worker:
         config, identity = self._config, self._identity
@@ -118,7 +119,10 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             "kvloom: chunks of %d tokens, tiers %s, fingerprint %s, rank %d",
             config.chunk_tokens, ", ".join(engine.tiers), engine.fingerprint, self._rank,
         )  # fmt: skip
-        return Worker(engine, names, rank=self._rank, block_tokens=identity.geometry.block_tokens)
+        return Worker(
+            engine, names, rank=self._rank, block_tokens=identity.geometry.block_tokens,
+            asynchronous=self._settings.async_load,
+        )  # fmt: skip
 
     def _names(self, rank: int) -> Names:
         config, identity = self._config, self._identity
@@ -129,17 +133,20 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         assert self._scheduler is not None
-        self._scheduler.begin(request, self._owner(request))
+        owner = self._owner(request)
+        if owner is not None:
+            self._scheduler.begin(request, owner)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._scheduler is not None
-        if not self._consumes or getattr(request, "skip_reading_prefix_cache", False):
-            self._scheduler.begin(request, self._owner(request))
+        owner = self._owner(request)
+        if owner is None:
             return 0, False
-        patience = (getattr(request, "kv_transfer_params", None) or {}).get("kvloom_wait_seconds", 0.0)
-        tokens = self._scheduler.matched(
-            request, self._owner(request), num_computed_tokens, patience=min(float(patience), MOST_PATIENCE)
-        )
+        if not self._consumes or getattr(request, "skip_reading_prefix_cache", False):
+            self._scheduler.begin(request, owner)
+            return 0, False
+        patience = _patience(getattr(request, "kv_transfer_params", None))
+        tokens = self._scheduler.matched(request, owner, num_computed_tokens, patience=patience)
         return tokens, bool(tokens) and self._settings.async_load
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -273,9 +280,18 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.close()
 
-    def _owner(self, request: Any) -> Owner:
-        salt = request.cache_salt or self._config.salt
-        return Owner(identities.adapter(request.lora_request), salt)
+    def _owner(self, request: Any) -> Owner | None:
+        """Whose KV a request has; None for an adapter whose weights cannot be told."""
+        adapter = self._adapters.of(request.lora_request)
+        return None if adapter is None else Owner(adapter, request.cache_salt or self._config.salt)
+
+
+def _patience(params: Any) -> float:
+    """How long a request is willing to wait, as far as it says so in a way that can be understood: clients write it."""
+    wait = params.get("kvloom_wait_seconds") if isinstance(params, dict) else None
+    if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait > 0:
+        return 0.0
+    return min(float(wait), MOST_PATIENCE)
 
 
 def _scheduled(output: Any) -> Iterator[Scheduled]:
