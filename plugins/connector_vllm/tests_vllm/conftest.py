@@ -68,8 +68,9 @@ class Run:
         }  # fmt: skip
         script, out = folder / f"script-{count}.json", folder / f"out-{count}.json"
         script.write_text(json.dumps({"llm": settings, "kv": transfer, "do": list(do)}))
+        search = [str(HERE / "faulty"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
-            **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(HERE / "faulty"),
+            **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.pathsep.join(search),
             "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {}),
         }  # fmt: skip
         done = subprocess.run(

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 @hookimpl
 def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
     from .nested_tuple import NestedTupleConnector
+    from .offload_pages import OffloadPagesConnector
     from .paged import PagedConnector
     from .paged_cuda import PagedCudaConnector
     from .pages import VLLMBlobConnector, VLLMConnector
 
-    return [VLLMConnector, VLLMBlobConnector, NestedTupleConnector, PagedConnector, PagedCudaConnector]
+    paged = [PagedConnector, PagedCudaConnector]
+    return [VLLMConnector, VLLMBlobConnector, OffloadPagesConnector, NestedTupleConnector, *paged]
