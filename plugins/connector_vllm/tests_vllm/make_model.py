@@ -44,6 +44,26 @@ def _make(folder: Path, *, layers: int, hidden: int, maximum: int, dtype: str) -
     LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
 
 
+def make_hybrid(folder: Path, *, tokenizer: Path, window: int = 256) -> None:
+    """A random Gemma 3 whose layers attend, in turn, to a window and to everything; with the tokenizer of another."""
+    from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "done").exists():
+            return
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+        torch.manual_seed(0)
+        config = Gemma3TextConfig(
+            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=window,
+            layer_types=["sliding_attention", "full_attention"] * 2, query_pre_attn_scalar=32,
+            bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.2,
+        )  # fmt: skip
+        Gemma3ForCausalLM(config).save_pretrained(folder)
+        (folder / "done").touch()
+
+
 def make_adapter(model: Path, folder: Path, *, seed: int) -> None:
     """A LoRA adapter of rank 8 on the attention's projections, with random weights."""
     from peft import LoraConfig, get_peft_model

@@ -1,13 +1,12 @@
-"""kvloom's tiers behind vLLM's own OffloadingConnector, found by a fresh process."""
+"""kvloom's tiers behind vLLM's own OffloadingConnector: what a fresh process finds, and what damage does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BLOCK, Run, disk, memory, tokens
+from conftest import Run, faulty, memory, tokens
 from test_prefixes import FOUND, PROMPTS, same
 
 OFFLOADING: dict[str, Any] = {
@@ -19,13 +18,115 @@ OFFLOADING: dict[str, Any] = {
     "config": {"connector": "vllm_offload"},
 }  # fmt: skip
 ASKED = {"generate": {"prompts": PROMPTS}}
+PAGE = 2 * 2 * 128 * 2 * 32 * 4
+"""Bytes of a block in two layers: K and V, tokens, heads, elements of a head, bytes."""
+
+
+def blobs(tmp_path: Path) -> list[Path]:
+    return sorted(path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file())
+
+
+def names() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("kvloom-*")}
+
+
+@pytest.fixture(scope="session")
+def hybrid(tiny: Path) -> Path:
+    """A random Gemma 3 of 4 layers, every other one with a window of 256 tokens."""
+    import make_model
+
+    folder = tiny.with_name("kvloom-vllm-hybrid")
+    make_model.make_hybrid(folder, tokenizer=tiny)
+    return folder
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_fresh_process_answers_as_the_engines_own_prefix_cache(run: Run, dtype: str) -> None:
+    before = names()
     _, control, _ = run(ASKED, ASKED, {"settle": {}}, **OFFLOADING, dtype=dtype)
     assert [one["cached"] for one in control] == FOUND
     found, metrics = run(ASKED, {"metrics": {}}, **OFFLOADING, dtype=dtype)
     assert [one["cached"] for one in found] == FOUND
     same(found, control)
     assert metrics["vllm:external_prefix_cache_hits"] == 256 + 640
+    assert names() <= before, "the slots' name is gone"
+
+
+def test_layers_with_windows_load_their_windows_only(run: Run, hybrid: Path) -> None:
+    _, control, _ = run(ASKED, ASKED, {"settle": {}}, **OFFLOADING, model=hybrid)
+    found, metrics = run(ASKED, {"metrics": {}}, **OFFLOADING, model=hybrid)
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
+    # Of the third prompt the windows' blocks are not in the engine's own cache any more.
+    assert metrics["vllm:external_prefix_cache_hits"] == 256 + 640 + 512
+    assert metrics["vllm:kv_offload_load_bytes"] == ((2 + 5 + 4) + 3 * 2) * PAGE
+
+
+@pytest.mark.parametrize("fault", ["flipped", "gone", "raises", "hangs"])
+def test_what_cannot_be_read_is_computed(run: Run, tmp_path: Path, hybrid: Path, fault: str) -> None:
+    """vLLM's connector cannot be told of a load that failed: it would end the engine, or answer from other bytes."""
+    _, control, _ = run(ASKED, ASKED, {"settle": {}}, **OFFLOADING, model=hybrid)
+    assert len(blobs(tmp_path)) >= 12
+    faults: dict[str, Any] = {"raises": {"get": {"fail": True}}, "hangs": {"get": {"hang": 20}}}.get(fault, {})
+    for path in blobs(tmp_path)[:: 2 if fault == "gone" else 1]:
+        if fault == "gone":
+            path.unlink()
+        elif fault == "flipped":
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 0x10
+            path.write_bytes(data)
+    tiers = [memory(), faulty(tmp_path, faults, deadline="1s")]
+    found, again = run(ASKED, ASKED, tiers=tiers, **OFFLOADING, model=hybrid)
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in control]
+    assert {one["reason"] for one in found} == {"length"}
+    if fault != "gone":
+        assert found[0]["cached"] == found[1]["cached"] == 0
+    assert [one["cached"] for one in again] == FOUND
+    same(again, control)
+
+
+def test_more_than_there_are_slots(run: Run, tmp_path: Path) -> None:
+    """Four slots: what does not fit is computed, and what is stored late does not keep others from being answered."""
+    extra = {**OFFLOADING["extra"], "staging": 4 * 2 * PAGE}
+    many = {"generate": {"prompts": [tokens(1, 256) + tokens(10 + n, 400) for n in range(6)], "together": True}}
+    (expected,) = run(many, connector=False)
+    settings: dict[str, Any] = {**OFFLOADING, "extra": extra, "tiers": [faulty(tmp_path, {"put": {"delay": 0.05}})]}
+    first, second = run(many, many, **settings)
+    (third,) = run(many, **settings)
+    for found in (first, second, third):
+        assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
+    assert max(one["cached"] for one in third) >= 256
+
+
+def test_clearing_leaves_nothing(run: Run, tmp_path: Path) -> None:
+    first, _, cleared, _, again = run(
+        ASKED, {"settle": {}}, {"reset": {}}, {"forget": {}}, ASKED, **OFFLOADING, enable_prefix_caching=False
+    )
+    assert cleared is True
+    assert [one["cached"] for one in again[:2]] == [0, 0]
+    assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+
+
+def test_ranks_go_together(run: Run, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        **OFFLOADING, "tensor_parallel_size": 2, "distributed_executor_backend": "mp",
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    }  # fmt: skip
+    before = names()
+    _, control, _ = run(ASKED, ASKED, {"settle": {}}, **settings)
+    (found,) = run(ASKED, **settings)
+    assert [one["cached"] for one in found] == FOUND
+    same(found, control)
+    assert names() <= before
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"extra": {**OFFLOADING["extra"], "staging": 1000}}, "at least"),
+        ({"config": {"connector": "vllm"}}, "connector: vllm_offload"),
+        ({"enable_lora": True}, "LoRA"),
+    ],
+)
+def test_what_cannot_work_is_said_at_start(run: Run, settings: dict[str, Any], text: str) -> None:
+    assert text in run(ASKED, **{**OFFLOADING, **settings}, fails=True)
