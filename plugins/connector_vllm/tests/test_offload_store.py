@@ -18,8 +18,8 @@ from kvloom import ConfigError, EngineConfig, KVSpec
 from kvloom_connector_vllm.offload_copy import Blocks, Copier, Order
 from kvloom_connector_vllm.offload_pages import PieceGeometry
 from kvloom_connector_vllm.offload_setup import OffloadSettings
-from kvloom_connector_vllm.offload_store import Found, OffloadStore
-from kvloom_connector_vllm.offload_tiers import Tiers
+from kvloom_connector_vllm.offload_store import OffloadStore
+from kvloom_connector_vllm.offload_tiers import Found, Tiers
 from kvloom_connector_vllm.staging import Staging
 
 SPEC = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype="uint8")

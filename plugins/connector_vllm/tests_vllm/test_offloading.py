@@ -31,13 +31,18 @@ def names() -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def hybrid(tiny: Path) -> Path:
+def gemma(tiny: Path) -> Path:
     """A random Gemma 3 of 4 layers, every other one with a window of 256 tokens."""
     import make_model
 
     folder = tiny.with_name("kvloom-vllm-hybrid")
     make_model.make_hybrid(folder, tokenizer=tiny)
     return folder
+
+
+@pytest.fixture
+def hybrid(gemma: Path, tmp_path: Path) -> Run:
+    return Run(gemma, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -52,9 +57,9 @@ def test_a_fresh_process_answers_as_the_engines_own_prefix_cache(run: Run, dtype
     assert names() <= before, "the slots' name is gone"
 
 
-def test_layers_with_windows_load_their_windows_only(run: Run, hybrid: Path) -> None:
-    _, control, _ = run(ASKED, ASKED, {"settle": {}}, **OFFLOADING, model=hybrid)
-    found, metrics = run(ASKED, {"metrics": {}}, **OFFLOADING, model=hybrid)
+def test_layers_with_windows_load_their_windows_only(hybrid: Run) -> None:
+    _, control, _ = hybrid(ASKED, ASKED, {"settle": {}}, **OFFLOADING)
+    found, metrics = hybrid(ASKED, {"metrics": {}}, **OFFLOADING)
     assert [one["cached"] for one in found] == FOUND
     same(found, control)
     # Of the third prompt the windows' blocks are not in the engine's own cache any more.
@@ -63,9 +68,9 @@ def test_layers_with_windows_load_their_windows_only(run: Run, hybrid: Path) -> 
 
 
 @pytest.mark.parametrize("fault", ["flipped", "gone", "raises", "hangs"])
-def test_what_cannot_be_read_is_computed(run: Run, tmp_path: Path, hybrid: Path, fault: str) -> None:
+def test_what_cannot_be_read_is_computed(hybrid: Run, tmp_path: Path, fault: str) -> None:
     """vLLM's connector cannot be told of a load that failed: it would end the engine, or answer from other bytes."""
-    _, control, _ = run(ASKED, ASKED, {"settle": {}}, **OFFLOADING, model=hybrid)
+    _, control, _ = hybrid(ASKED, ASKED, {"settle": {}}, **OFFLOADING)
     assert len(blobs(tmp_path)) >= 12
     faults: dict[str, Any] = {"raises": {"get": {"fail": True}}, "hangs": {"get": {"hang": 20}}}.get(fault, {})
     for path in blobs(tmp_path)[:: 2 if fault == "gone" else 1]:
@@ -76,7 +81,7 @@ def test_what_cannot_be_read_is_computed(run: Run, tmp_path: Path, hybrid: Path,
             data[len(data) // 2] ^= 0x10
             path.write_bytes(data)
     tiers = [memory(), faulty(tmp_path, faults, deadline="1s")]
-    found, again = run(ASKED, ASKED, tiers=tiers, **OFFLOADING, model=hybrid)
+    found, again = hybrid(ASKED, ASKED, tiers=tiers, **OFFLOADING)
     assert [one["tokens"] for one in found] == [one["tokens"] for one in control]
     assert {one["reason"] for one in found} == {"length"}
     if fault != "gone":

@@ -5,39 +5,21 @@ vLLM cannot be told that a load failed. So nothing is a hit before its bytes are
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 from .offload_copy import Order
-from .offload_tiers import Tiers
+from .offload_tiers import CLOSING_SECONDS, Asking, Found, Tiers
 from .staging import Held, Slots, Staging
 
 log = logging.getLogger(__name__)
 
 _PIECES = 32
 """So many are asked for at once: the first ones can be used while the next ones come."""
-_CLOSING_SECONDS = 30.0
-
-
-class Found(enum.Enum):
-    HIT = "it is in a slot, verified, until the step is over"
-    COMING = "it is there as far as the tiers say, and is being read or written"
-    ASKED = "the tiers are being asked"
-    MISS = "it is not there, or not in time"
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    answers: dict[bytes, bool | None] = field(default_factory=dict)
-    """What the tiers said; None while they are asked."""
-    since: float | None = None
-    """When it first had to wait."""
 
 
 class OffloadStore:
@@ -56,9 +38,9 @@ class OffloadStore:
         self._group, self._patience, self._now = group, patience, now
         self._lock = threading.Lock()
         self._slots = Slots(min(rank.slots for rank in rows))
-        self._requests: dict[str, _Request] = {}
-        self._questions: list[tuple[_Request, bytes]] = []
-        self._wanted: list[tuple[_Request, Held]] = []
+        self._requests: dict[str, Asking] = {}
+        self._questions: list[tuple[Asking, bytes]] = []
+        self._wanted: list[tuple[Asking, Held]] = []
         self._lost: list[Held] = []
         self._counts: Counter[str] = Counter()
         self._ticket = 0
@@ -80,17 +62,15 @@ class OffloadStore:
                 return Found.HIT
             if self._closed or self._clearing:
                 return Found.MISS
-            found = self._waiting(self._requests.setdefault(request, _Request()), key, held)
+            found = self._waiting(self._requests.setdefault(request, Asking()), key, held)
             self._counts["miss"] += found is Found.MISS
             return found
 
-    def _waiting(self, request: _Request, key: bytes, held: Held | None) -> Found:
+    def _waiting(self, request: Asking, key: bytes, held: Held | None) -> Found:
         answer = request.answers.get(key)
         if answer is False:
             return Found.MISS
-        if request.since is None:
-            request.since = self._now()
-        if self._now() - request.since > self._patience:
+        if request.waited(self._now()) > self._patience:
             self._counts["late"] += 1
             return Found.MISS
         if held is not None:
@@ -147,13 +127,13 @@ class OffloadStore:
         with self._lock:
             self._requests.pop(request, None)
 
-    def _ask(self, questions: Sequence[tuple[_Request, bytes]]) -> None:
+    def _ask(self, questions: Sequence[tuple[Asking, bytes]]) -> None:
         found = self._tiers.find([key for _, key in questions])
         with self._lock:
             for (request, key), here in zip(questions, found, strict=True):
                 request.answers[key] = here
 
-    def _fetch(self, wanted: Sequence[tuple[_Request, Held]]) -> None:
+    def _fetch(self, wanted: Sequence[tuple[Asking, Held]]) -> None:
         slots = [held.slot for _, held in wanted]
         loaded = self._tiers.load([held.key for _, held in wanted], rows=self._rows, slots=slots)
         with self._lock:
@@ -273,7 +253,7 @@ class OffloadStore:
             if self._closed:
                 return
             self._closed = True
-            self._give_up = self._now() + _CLOSING_SECONDS
+            self._give_up = self._now() + CLOSING_SECONDS
         self._reads.shutdown(cancel_futures=True)
         self._writes.shutdown()
         self._tiers.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, KVSpec, Segment, salt_tag
@@ -13,7 +15,33 @@ from .offload_pages import OffloadPagesConnector, PieceGeometry
 
 log = logging.getLogger(__name__)
 
+CLOSING_SECONDS = 30.0
+"""So long is what was accepted written when the engine ends."""
+
 _T = TypeVar("_T")
+
+
+class Found(enum.Enum):
+    HIT = "it is in a slot, verified, until the step is over"
+    COMING = "it is there as far as the tiers say, and is being read or written"
+    ASKED = "the tiers are being asked"
+    MISS = "it is not there, or not in time"
+
+
+@dataclass(eq=False, slots=True)
+class Asking:
+    """One request's questions."""
+
+    answers: dict[bytes, bool | None] = field(default_factory=dict)
+    """What the tiers said; None while they are asked."""
+    since: float | None = None
+    """When it first had to wait."""
+
+    def waited(self, now: float) -> float:
+        """Seconds since it first had to."""
+        if self.since is None:
+            self.since = now
+        return now - self.since
 
 
 class Tiers:

@@ -34,8 +34,8 @@ from kvloom import ConfigError, EngineConfig
 
 from ..offload_copy import Blocks, Copier, Order
 from ..offload_setup import OffloadSettings, described, refuse, told_by_worker
-from ..offload_store import Found, OffloadStore
-from ..offload_tiers import Tiers
+from ..offload_store import OffloadStore
+from ..offload_tiers import Found, Tiers
 from ..staging import Staging, staging_path
 from . import platform
 

@@ -1,0 +1,151 @@
+"""Rows of a host memory that is only pretended, to and from tiers: a job says which of its keys it has moved."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom import EngineConfig, KVSpec
+from kvloom_connector_vllm.offload_pages import PieceGeometry
+from kvloom_connector_vllm.offload_rows import Done, RowStore
+from kvloom_connector_vllm.offload_tiers import Found, Tiers
+
+SPEC = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype="uint8")
+ROWS, ROW = 6, 64
+KEYS = [hashlib.sha256(b"%d" % number).digest() + bytes(4) for number in range(10)]
+
+
+class Host:
+    """Host memory of an engine, and a store below it."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        config = EngineConfig.load({"tiers": [{"type": "disk", "path": str(folder / "kv")}]})
+        self.tiers = Tiers(config, SPEC, PieceGeometry(piece_bytes=[ROW]), timeout=5.0)
+        self.memory = bytearray(ROWS * ROW)
+        self.view = memoryview(self.memory).cast("B", (ROWS, ROW))
+        self.store = RowStore(self.tiers, self.view, **more)
+
+    def row(self, number: int) -> bytes:
+        return bytes(self.memory[number * ROW : (number + 1) * ROW])
+
+    def fill(self, number: int, key: bytes) -> None:
+        self.memory[number * ROW : (number + 1) * ROW] = (key * 2)[:ROW]
+
+    def look(self, key: bytes, request: str = "r") -> Found:
+        until = time.monotonic() + 10
+        while (found := self.store.lookup(key, request)) is Found.ASKED:
+            self.store.end_step()
+            assert time.monotonic() < until
+        return found
+
+    def done(self) -> list[Done]:
+        self.store.drain()
+        return self.store.finished()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    one = Host(tmp_path)
+    yield one
+    one.store.close()
+
+
+def stored(host: Host, count: int) -> None:
+    for number in range(count):
+        host.fill(number, KEYS[number])
+    host.store.store(7, KEYS[:count], range(count))
+    (done,) = host.done()
+    assert (done.job, done.keys, done.complete, done.bytes) == (7, tuple(KEYS[:count]), True, count * ROW)
+
+
+def test_what_was_stored_is_found_and_loaded_into_other_rows(host: Host, tmp_path: Path) -> None:
+    stored(host, 3)
+    host.store.close()
+    other = Host(tmp_path)
+    assert [other.look(key) for key in KEYS[:4]] == [Found.HIT] * 3 + [Found.MISS]
+    other.store.load(1, KEYS[:2], [5, 2], "r")
+    (done,) = other.done()
+    assert (done.job, done.complete) == (1, True)
+    assert other.row(5) == (KEYS[0] * 2)[:ROW] and other.row(2) == (KEYS[1] * 2)[:ROW]
+    assert not any(other.row(number) != bytes(ROW) for number in (0, 1, 3, 4))
+    other.store.close()
+
+
+def test_a_part_that_is_damaged_is_said_and_not_asked_for_again(host: Host, tmp_path: Path) -> None:
+    stored(host, 3)
+    host.store.close()
+    digest = hashlib.sha256(KEYS[1]).digest().hex()
+    (blob,) = [path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.name.endswith(digest)]
+    data = bytearray(blob.read_bytes())
+    data[-20] ^= 1
+    blob.write_bytes(data)
+    other = Host(tmp_path)
+    assert [other.look(key) for key in KEYS[:3]] == [Found.HIT] * 3
+    other.store.load(1, KEYS[:3], [0, 1, 2], "r")
+    (done,) = other.done()
+    assert (done.keys, done.complete) == ((KEYS[0], KEYS[2]), False)
+    assert [other.look(key) for key in KEYS[:3]] == [Found.HIT, Found.MISS, Found.HIT]
+    other.store.close()
+
+
+def test_a_load_that_always_fails_is_not_promised_twice(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(host, 1)
+    assert host.look(KEYS[0]) is Found.HIT
+    monkeypatch.setattr(host.tiers, "load", lambda keys, **where: [False] * len(keys))
+    host.store.load(1, KEYS[:1], [3], "r")
+    (done,) = host.done()
+    assert (done.keys, done.complete) == ((), False)
+    assert host.look(KEYS[0]) is Found.MISS
+    assert host.look(KEYS[0], "s") is Found.HIT, "the tiers still say so, and another request may try"
+
+
+def test_a_job_ends_whatever_happens(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **more: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(host.tiers, "load", broken)
+    monkeypatch.setattr(host.tiers, "save", broken)
+    host.store.load(1, KEYS[:1], [0], "r")
+    host.store.store(2, KEYS[:1], [0])
+    assert sorted((done.job, done.complete) for done in host.done()) == [(1, False), (2, False)]
+    host.store.close()
+    host.store.load(3, KEYS[:1], [0], "r")
+    assert [(done.job, done.complete) for done in host.store.finished()] == [(3, False)]
+
+
+def test_hashes_that_may_collide_are_neither_kept_nor_found(host: Host) -> None:
+    short = b"12345678" + bytes(4)
+    host.store.store(1, [short], [0])
+    (done,) = host.done()
+    assert not done.complete and host.look(short) is Found.MISS
+
+
+def test_patience_ends_and_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    host = Host(tmp_path, patience=2.0, now=lambda: clock[0])
+    hanging = threading.Event()
+    monkeypatch.setattr(host.tiers, "find", lambda keys: [hanging.wait(10) for _ in keys])
+    assert host.store.lookup(KEYS[0], "r") is Found.ASKED
+    host.store.end_step()
+    clock[0] = 2.1
+    assert host.store.lookup(KEYS[0], "r") is Found.MISS
+    hanging.set()
+    host.store.close()
+
+
+def test_the_memory_is_let_go_of(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    stored(host, 2)
+    assert host.look(KEYS[0]) is Found.HIT
+    host.store.load(1, KEYS[:1], [3], "r")
+    host.done()
+    host.store.close()
+    host.store.close()
+    host.view.release()  # BufferError if anybody still has it
+    assert host.store.lookup(KEYS[0], "r") is Found.MISS
