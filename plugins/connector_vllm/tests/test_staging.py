@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from pathlib import Path
 
@@ -36,7 +37,16 @@ def test_what_a_dead_process_left_behind_is_not_used(tmp_path: Path) -> None:
     old.data[:] = 5
     new = Staging.create(tmp_path / "a", slots=2, slot_bytes=2, about={})
     assert new.nonce != old.nonce and not new.data.any()
+    old.unlink()
     assert Staging.open(tmp_path / "a").nonce == new.nonce
+
+
+def test_a_file_that_nobody_opened_goes_with_its_maker(tmp_path: Path) -> None:
+    made = Staging.create(tmp_path / "a", slots=2, slot_bytes=2, about={})
+    assert os.listdir(tmp_path) == ["a"]
+    del made
+    gc.collect()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_full_disk_is_said_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

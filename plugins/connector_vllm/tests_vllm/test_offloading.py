@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ def blobs(tmp_path: Path) -> list[Path]:
     return sorted(path for path in (tmp_path / "kv").rglob("[0-9]*-*") if path.is_file())
 
 
-def names() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("kvloom-*")}
+def named(engine: str) -> dict[str, Any]:
+    return {**OFFLOADING, "kv": {**OFFLOADING["kv"], "engine_id": engine}}
+
+
+def left_behind(engine: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"kvloom-*{engine}*"))
 
 
 @pytest.fixture(scope="session")
@@ -47,14 +52,14 @@ def hybrid(gemma: Path, tmp_path: Path) -> Run:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_fresh_process_answers_as_the_engines_own_prefix_cache(run: Run, dtype: str) -> None:
-    before = names()
-    _, control, _ = run(ASKED, ASKED, {"settle": {}}, **OFFLOADING, dtype=dtype)
+    engine = str(uuid.uuid4())
+    _, control, _ = run(ASKED, ASKED, {"settle": {}}, **named(engine), dtype=dtype)
     assert [one["cached"] for one in control] == FOUND
-    found, metrics = run(ASKED, {"metrics": {}}, **OFFLOADING, dtype=dtype)
+    found, metrics = run(ASKED, {"metrics": {}}, **named(engine), dtype=dtype)
     assert [one["cached"] for one in found] == FOUND
     same(found, control)
     assert metrics["vllm:external_prefix_cache_hits"] == 256 + 640
-    assert names() <= before, "the slots' name is gone"
+    assert left_behind(engine) == []
 
 
 def test_layers_with_windows_load_their_windows_only(hybrid: Run) -> None:
@@ -113,16 +118,16 @@ def test_clearing_leaves_nothing(run: Run, tmp_path: Path) -> None:
 
 
 def test_ranks_go_together(run: Run, tmp_path: Path) -> None:
+    engine = str(uuid.uuid4())
     settings: dict[str, Any] = {
-        **OFFLOADING, "tensor_parallel_size": 2, "distributed_executor_backend": "mp",
+        **named(engine), "tensor_parallel_size": 2, "distributed_executor_backend": "mp",
         "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     }  # fmt: skip
-    before = names()
     _, control, _ = run(ASKED, ASKED, {"settle": {}}, **settings)
     (found,) = run(ASKED, **settings)
     assert [one["cached"] for one in found] == FOUND
     same(found, control)
-    assert names() <= before
+    assert left_behind(engine) == []
 
 
 @pytest.mark.parametrize(

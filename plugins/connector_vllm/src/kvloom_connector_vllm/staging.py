@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
 import os
 import secrets
 import tempfile
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ class Staging:
 
     def __init__(self, path: Path, file: int) -> None:
         self.path = path
+        self._inode = os.fstat(file).st_ino
         self._map = mmap.mmap(file, 0)
         size = int.from_bytes(self._map[len(_MAGIC) : 16], "little")
         header = json.loads(self._map[16 : 16 + size])
@@ -67,6 +70,7 @@ class Staging:
             os.pwrite(file, _MAGIC + len(header).to_bytes(8, "little") + header, 0)
             staging = cls(path, file)
             os.replace(unfinished, path)
+            weakref.finalize(staging, _remove, path, staging._inode)  # should the scheduler never come
         except OSError as error:
             os.unlink(unfinished)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -92,7 +96,7 @@ class Staging:
 
     def unlink(self) -> None:
         """Remove the name; the memory goes with the last process that has it. Twice is fine."""
-        self.path.unlink(missing_ok=True)
+        _remove(self.path, self._inode)
 
 
 @dataclass(eq=False, slots=True)
@@ -175,6 +179,12 @@ class Slots:
 
     def all(self) -> list[Held]:
         return list(self._held.values())
+
+
+def _remove(path: Path, inode: int) -> None:
+    with contextlib.suppress(OSError):
+        if path.stat(follow_symlinks=False).st_ino == inode:  # else a later process has made it anew
+            path.unlink()
 
 
 def _aligned(size: int) -> int:
