@@ -112,7 +112,7 @@ def described_from_outside(
         num_layers=max(1, sum(len(group.layer_names) for group in offloading.groups)), num_kv_heads=1, head_size=1,
         dtype="uint8", kv_quantization=str(offloading.model.dtype),
     )  # fmt: skip
-    identity = {**_shared(offloading), "layout": str(offloading.kv_cache_layout), **about}
+    identity = {**_shared(offloading), **about}
     return spec, PieceGeometry(piece_bytes=[row_bytes], identity=identity)
 
 
@@ -124,6 +124,7 @@ def _shared(offloading: Any) -> dict[str, str | int | bool | list[str]]:
             + hashlib.sha256("\n".join(group.layer_names).encode()).hexdigest()[:16]
             for group in offloading.groups
         ],
+        "layout": str(offloading.kv_cache_layout),
         "hash_tokens": int(offloading.cache.tokens_per_hash),
         "chunk_blocks": int(offloading.cache.blocks_per_chunk),
         "ranks": " ".join(f"{name} {getattr(parallel, f'{name}_size')}" for name in ("tp", "pp", "pcp", "dcp")),
