@@ -61,6 +61,7 @@ def stored(host: Host, count: int) -> None:
         host.fill(number, KEYS[number])
     host.store.store(7, KEYS[:count], range(count))
     (done,) = host.done()
+    assert host.store.flush(10)
     assert (done.job, done.keys, done.complete, done.bytes) == (7, tuple(KEYS[:count]), True, count * ROW)
 
 

@@ -245,6 +245,8 @@ def test_a_store_that_cannot_be_is_stamped_as_failed(tmp_path: Path) -> None:
     order = Order(3, (0, 1), (0, 0), (staging.nonce,))
     assert copier.store(order, Blocks([1, 2, 3], [3], [1])) == 0  # the first chunk's first block is not there
     assert staging.stamps.tolist() == [-3, -3, 0, 0] and not staging.data.any()
+    assert copier.store(order, Blocks([1, 2, 3, 4], [4], [1])) == 0  # nor is it here
+    assert staging.stamps.tolist() == [-3, -3, 0, 0] and not staging.data.any()
     assert copier.store(order, Blocks([1, 2, 3, 99], [4], [0])) == 0  # there is no such block
     assert staging.stamps.tolist() == [-3, -3, 0, 0]
     assert copier.store(order, Blocks([1, 2, 3, 4], [4], [2])) == 16

@@ -90,6 +90,7 @@ class Host:
         self.manager.complete_store(keys, context)
         self.manager.on_request_finished(context)
         self.until(lambda: not self.manager.has_pending_work())
+        self.tier.store.flush()  # type: ignore[attr-defined]
 
     def look(self, keys: list[OffloadKey], context: ReqContext) -> list[LookupResult]:
         found: list[LookupResult] = []

@@ -82,7 +82,7 @@ class RowStore:
         self._start(self._reads, job, lambda: self._load(list(keys), list(rows), request), keys)
 
     def store(self, job: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Keep rows, which do not change until the job is over."""
+        """Keep rows, which do not change until the job is over. They are found a little later."""
         self._start(self._writes, job, lambda: self._store(list(keys), list(rows)), keys)
 
     def finished(self) -> list[Done]:
@@ -96,6 +96,11 @@ class RowStore:
         with self._lock:
             running = set(self._running)
         wait(running)
+
+    def flush(self, timeout: float = CLOSING_SECONDS) -> bool:
+        """Wait until what was stored is in its tier; False if `timeout` seconds were not enough."""
+        self.drain()
+        return self._tiers.engine.flush(timeout)
 
     def close(self) -> None:
         """Write what was accepted, within half a minute, and let go of rows and tiers. Idempotent."""

@@ -190,12 +190,11 @@ class OffloadStore:
                 self._writes.submit(self._keep, kept)
 
     def _keep(self, some: Sequence[Held]) -> None:
-        live = [held for held in some if not held.dropped]
         saved = False
-        if live and self._now() < self._give_up:
-            saved = self._tiers.save([held.key for held in live], rows=self._rows, slots=[held.slot for held in live])
+        if self._now() < self._give_up:
+            saved = self._tiers.save([held.key for held in some], rows=self._rows, slots=[held.slot for held in some])
         with self._lock:
-            self._counts["stored" if saved else "not stored"] += len(live)
+            self._counts["stored" if saved else "not stored"] += len(some)
             for held in some:
                 self._slots.unpin(held)
 
