@@ -70,6 +70,7 @@ _FIRST_PARTY = {
     ("connector", "sglang"): "kvloom-connector-sglang",
     ("connector", "vllm"): "kvloom-connector-vllm",
     ("connector", "vllm_blob"): "kvloom-connector-vllm",
+    ("connector", "vllm_offload"): "kvloom-connector-vllm",
     ("connector", "nested_tuple"): "kvloom-connector-vllm",
     ("connector", "paged"): "kvloom-connector-vllm",
     ("connector", "paged_cuda"): "kvloom-connector-vllm",

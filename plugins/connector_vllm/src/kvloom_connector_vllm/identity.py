@@ -70,9 +70,9 @@ def identify(
     model, names = config.model_config, tuple(group.layer_names)
     latent = _is(layer, "MLAAttentionSpec")
     spec = KVSpec(
-        model=_name(model),
-        revision=_revision(model, config),
-        rope=_plain(getattr(_text_config(model), "rope_parameters", None) or {}),
+        model=name_of(model),
+        revision=revision_of(model, config),
+        rope=plain_json(getattr(text_config(model), "rope_parameters", None) or {}),
         num_layers=len(names),
         num_kv_heads=int(layer.num_kv_heads),
         head_size=int(layer.head_size),
@@ -92,7 +92,7 @@ def identify(
         identity={
             "hash": algorithm,
             "compute_dtype": str(model.dtype),
-            "layers": _digest(names),
+            "layers": digest_of(names),
             "spec": type(layer).__name__,
             "window": str(getattr(layer, "sliding_window", None)),
             "content": str([getattr(layer, name, None) for name in _CONTENT]),
@@ -177,7 +177,7 @@ def _is(value: Any, name: str) -> bool:
     return any(cls.__name__ == name for cls in type(value).__mro__)
 
 
-def _name(model: Any) -> str:
+def name_of(model: Any) -> str:
     path = Path(str(model.model)).expanduser()
     return path.name if path.is_dir() else str(model.model)
 
@@ -205,7 +205,7 @@ def _snapshot(repository: str, revision: str | None, folder: str | None) -> Path
     return None
 
 
-def _revision(model: Any, config: Any) -> str:
+def revision_of(model: Any, config: Any) -> str:
     """Weights, configuration and how they are loaded, in words: `kvloom why` shows it when two runs don't share."""
     place = _local(model, config)
     load = getattr(config, "load_config", None)
@@ -219,11 +219,11 @@ def _revision(model: Any, config: Any) -> str:
         weights = f"revision {commit}"
         log.warning("the weights of %s are not at hand: KV is told apart by name and revision only", model.model)
     fields = {key: value for key, value in _config_dict(model).items() if key not in _BY_THE_WAY}
-    about = f"config {_digest(_plain(fields))}, quantization {getattr(model, 'quantization', None)}"
+    about = f"config {digest_of(plain_json(fields))}, quantization {getattr(model, 'quantization', None)}"
     return f"{weights}, {about}"
 
 
-def _text_config(model: Any) -> Any:
+def text_config(model: Any) -> Any:
     return getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
 
 
@@ -232,10 +232,10 @@ def _config_dict(model: Any) -> Mapping[str, Any]:
     return hf.to_dict() if hasattr(hf, "to_dict") else {}
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """JSON values."""
     return json.loads(json.dumps(value, sort_keys=True, default=str))

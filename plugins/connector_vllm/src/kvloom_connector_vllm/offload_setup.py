@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from kvloom import ByteSize, Config, ConfigError, Duration, KVSpec
 
-from .identity import _digest, _name, _plain, _revision, _text_config
+from .identity import digest_of, name_of, plain_json, revision_of, text_config
 from .offload_pages import PieceGeometry
 from .weights import folder_digest
 
@@ -68,19 +68,21 @@ def told_by_worker(
     """
     cache, model = config.cache_config, config.model_config
     return {
-        "model": _name(model),
-        "revision": _revision(model, config),
-        "rope": _plain(getattr(_text_config(model), "rope_parameters", None) or {}),
+        "model": name_of(model),
+        "revision": revision_of(model, config),
+        "rope": plain_json(getattr(text_config(model), "rope_parameters", None) or {}),
         "layers": sum(len(group.layer_names) for group in offloading.groups),
         "quantization": "" if str(cache.cache_dtype) == "auto" else str(cache.cache_dtype),
         "identity": {
             "hash": str(cache.prefix_caching_hash_algo),
             "compute_dtype": str(model.dtype),
-            "mamba": _digest([str(getattr(cache, name, "")) for name in sorted(vars(cache)) if "mamba" in name]),
+            "mamba": digest_of([str(getattr(cache, name, "")) for name in sorted(vars(cache)) if "mamba" in name]),
             **_shared(offloading),
             **about,
         },
-        "pages": _digest([[list(group) for group in pages], [list(group.layer_names) for group in offloading.groups]]),
+        "pages": digest_of(
+            [[list(group) for group in pages], [list(group.layer_names) for group in offloading.groups]]
+        ),
     }
 
 

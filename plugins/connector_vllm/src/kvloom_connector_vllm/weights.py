@@ -26,8 +26,8 @@ def has_weights(place: Path) -> bool:
 def folder_digest(folder: Path) -> str:
     """32 hex digits over names, sizes and samples of the files that decide what a model computes.
 
-    Of each tensor of a safetensors file, its beginning, its end and half a KiB of every 256 KiB between; the same of other
-    large files as a whole. An edit of a few elements between may go unseen. Raises FileNotFoundError without weights.
+    Of each tensor of a safetensors file, its beginning, its end and half a KiB of every 256 KiB between; of other large
+    files the same, as a whole. An edit of a few elements between may go unseen. FileNotFoundError without weights.
     """
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in (*_WEIGHTS, *_ABOUT))
     if not any(path.suffix in _WEIGHTS for path in files):
