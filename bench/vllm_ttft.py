@@ -27,6 +27,8 @@ from table import Rows
 ROOT = Path(__file__).parents[1]
 TAIL = 32
 BLOCK = 128
+CHUNK = 256
+"""Tokens of a chunk: the default."""
 COLD, CONTROL, NOTHING = "no connector, cold", "vLLM's own prefix cache", "kvloom, nothing to hit"
 MODES = {
     COLD: None,
@@ -84,7 +86,7 @@ def serve(mode: str, model: Path, folder: Path) -> None:
         transfer = KVTransferConfig(
             kv_connector="KVLoomConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
             kv_connector_module_path="kvloom_connector_vllm.adapter",
-            kv_connector_extra_config={"config": {"chunk_tokens": BLOCK, "tiers": tiers}},
+            kv_connector_extra_config={"config": {"chunk_tokens": CHUNK, "tiers": tiers}},
         )  # fmt: skip
         more["kv_transfer_config"] = transfer
     llm = LLM(

@@ -65,6 +65,10 @@ VERBS: dict[str, Callable[[Engine], object]] = {
     "flush": lambda engine: engine.flush(),
     "segments": lambda engine: engine.segments(TOKENS),
     "find": lambda engine: engine.find(SEGMENTS),
+    "locate": lambda engine: engine.locate(SEGMENTS),
+    "touch": lambda engine: engine.touch(SEGMENTS),
+    "changes": lambda engine: engine.changes(),
+    "memory": lambda engine: engine.memory,
     "load": lambda engine: engine.load(SEGMENTS, kv=torch.zeros_like(KV)),
     "save": lambda engine: engine.save(SEGMENTS, kv=KV),
     "counters": lambda engine: engine.counters(),
@@ -94,7 +98,14 @@ def engine(open_engine: Open) -> Engine:
 def locked(engine: Engine) -> Iterator[None]:
     """Every lock is held, as if by a thread that is not there in a child."""
     stack = engine._stack
-    locks = [engine._events._changed, engine._workers._changed, stack.memory._lock, stack.memory._answered, _named.lock]
+    locks = [
+        engine._events._changed,
+        engine._workers._changed,
+        engine._loaders._changed,
+        stack.memory._lock,
+        stack.memory._answered,
+        _named.lock,
+    ]
     locks += [stack.memory.pool.lock, stack.memory.pool._freed, stack.memory.pool.pages._wake]
     for tier in stack.stored:
         locks += [value for value in vars(tier).values() if hasattr(value, "notify_all")]
