@@ -49,7 +49,8 @@ test: lint ## lint, types and every test that is not slow
 
 test-full: $(READY) ## the slow tests
 	@sh scripts/fuzzer.sh
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow core/tests tests/reliability
+	$(BIN)/pytest -m slow -n logical --maxprocesses 8 --dist loadfile --ignore tests/reliability testkit/tests plugins/*/tests tests
 
 fuzz: $(READY) ## the native codec's fuzzer for MINUTES=10, with a sanitizer build
 	@sh scripts/fuzzer.sh
