@@ -471,6 +471,8 @@ def test_a_step_waits_once_for_all_of_its_requests(
     assert time.monotonic() - began < 2.0, "0.2 seconds, and not 6"
     time.sleep(1.1)
     assert [one.scheduler.matched(request, NOBODY, 0) for request in requests] == [0] * 30, "and not for ever"
+    monkeypatch.setattr("kvloom_connector_vllm.scheduler.STALE_SECONDS", 60.0)
+    assert [one.scheduler.matched(request, NOBODY, 0) for request in requests[5:]] == [0] * 25, "nor is it an error"
     go_on.set()
 
 

@@ -139,10 +139,11 @@ class Scheduler:
                     return None
                 self.counts["late"] += 1
                 lookup.asked.cancel()
-            elif (error := lookup.asked.exception()) is not None:
-                log.warning("what the tiers hold is not known: %s", error)
             else:
-                told = lookup.asked.result()
+                try:
+                    told = lookup.asked.result()
+                except Exception as error:  # cancelled, too: it took too long before
+                    log.warning("what the tiers hold is not known: %s", error or type(error).__name__)
         tiers = self._tiers(lookup.chunks, told)
         tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
         if patience > 0 and not all(tiers) and self._waits(request.request_id, patience):
@@ -227,10 +228,6 @@ class Scheduler:
     def busy(self) -> bool:
         """Workers have yet to say that they are done with something."""
         return bool(self._waiting) or self._clear
-
-    @property
-    def reading(self) -> Mapping[int, tuple[int, ...]]:
-        return self._planner.reading
 
     def close(self) -> None:
         """Idempotent."""
