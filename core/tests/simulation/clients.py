@@ -212,10 +212,12 @@ class Client(LayerVerbs):
         segments = self._segments()
         first = self._rng.randrange(len(segments) + 1)
         segments = segments[first:]
+        keys = [str(segment.key) for segment in segments]
         kv = self.prompt.kv(self.model, self.salt).clone()
-        with self._op("save") as op:
-            task = self.engine.save(segments, kv=kv.view(torch.bfloat16))
-        self._oracle.saving(task, [str(segment.key) for segment in segments], self.space)
+        with self._oracle.storing(keys, self.space):  # what is saved may be served before this call returns
+            with self._op("save") as op:
+                task = self.engine.save(segments, kv=kv.view(torch.bfloat16))
+            self._oracle.saving(task, keys, self.space)
         self._oracle.tell(op, "begun")
         self._finish(task, lambda moved: kv.fill_(_GARBAGE), given_up=lambda: kv.fill_(_GARBAGE))
 

@@ -70,30 +70,29 @@ class TcpProxy:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        with socket.create_server((self.host, 0)) as listener:
-            listener.setblocking(False)
-            self.port = listener.getsockname()[1]
-            accepting = asyncio.ensure_future(self._accept(listener))
-            self._ready.set()
-            await self._stop.wait()
-            accepting.cancel()
-            await asyncio.wait([accepting])
-
-    async def _accept(self, listener: socket.socket) -> None:
-        # Not asyncio's server: one that is closed forgets whom it has just accepted, who then waits for ever.
         serving: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                client, _ = await self._loop.sock_accept(listener)
+
+        # Neither asyncio's server nor `sock_accept`: when they end, they forget whom they have just accepted.
+        def accept() -> None:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                client, _ = listener.accept()
+                client.setblocking(False)
                 self.connections += 1
                 task = asyncio.ensure_future(self._connect(client))
                 serving.add(task)
                 task.add_done_callback(serving.discard)
-                await asyncio.sleep(0)  # it begins, so that it can end
-        finally:
-            for task in serving:
-                task.cancel()
-            await asyncio.gather(*serving, return_exceptions=True)
+
+        with socket.create_server((self.host, 0)) as listener:
+            listener.setblocking(False)
+            self.port = listener.getsockname()[1]
+            self._loop.add_reader(listener, accept)
+            self._ready.set()
+            await self._stop.wait()
+            self._loop.remove_reader(listener)
+        await asyncio.sleep(0)  # who was accepted last begins, so that it can end
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
 
     async def _connect(self, client: socket.socket) -> None:
         writers: list[asyncio.StreamWriter] = []
