@@ -411,7 +411,7 @@ def test_a_late_write_does_not_bring_back_what_was_cleared(open_engine: Open, ga
     assert engine.flush(20) and not shelf.blobs and engine.lookup(TOKENS).tokens == 0
 
 
-def test_a_late_write_that_cannot_be_taken_back_counts_and_may_go(open_engine: Open, gate: Gate) -> None:
+def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_engine: Open, gate: Gate) -> None:
     engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
     shelf, tier = Shelf.shelves["default"], engine.tiers["shelf"]
     blobs = [segment.key for segment in engine.segments(TOKENS[:4])]
@@ -435,6 +435,7 @@ def test_a_late_write_that_cannot_be_taken_back_counts_and_may_go(open_engine: O
     while (not shelf.blobs or tier.abandoned_calls or tier.ledger.known(blobs) == [None]) and time.monotonic() < until:
         pass
     assert engine.flush(20) and list(shelf.blobs) == [str(key) for key in blobs]
+    assert engine.lookup(TOKENS[:4]).tokens == 0 and not engine.retrieve(TOKENS[:4], kv=torch.zeros_like(KV)).any()
     assert tier.ledger.bytes == 8192 and [victim.key for victim in tier.ledger.release(1)] == blobs
 
 

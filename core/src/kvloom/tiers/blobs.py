@@ -40,6 +40,8 @@ class BlobWriter:
 
         chain: nothing of it goes for what is behind it. removed: whether the chunk has been removed meanwhile.
         """
+        if removed():
+            return Written(0, fits=True, kept=False)
         framed = self._framed(key, loaded)
         nbytes = sum(memoryview(part).nbytes for part in framed)
         victims = self._ledger.admit(key, pages_of(nbytes), chain)
@@ -80,20 +82,20 @@ class BlobWriter:
                     raise
                 self._backend.put(str(key), framed)
         except BaseException:
-            self._reconsider(key, nbytes)
+            self._reconsider(key, nbytes, Fidelity.UNKNOWN)
             raise
 
     def _retract(self, key: ChunkKey, nbytes: int) -> None:
         try:
             self._backend.delete(str(key))
         except BaseException:
-            self._reconsider(key, nbytes)
+            self._reconsider(key, nbytes, Fidelity.UNREADABLE)  # until it is gone: counted, and not served
             self._upkeep.owes(key)
             raise
         self._ledger.forget([key])
 
-    def _reconsider(self, key: ChunkKey, nbytes: int) -> None:
+    def _reconsider(self, key: ChunkKey, nbytes: int, fidelity: Fidelity) -> None:
         if self._upkeep.still_there([key])[0]:
-            self._ledger.note(key, Fidelity.UNKNOWN, nbytes=nbytes)
+            self._ledger.note(key, fidelity, nbytes=nbytes)
         else:
             self._ledger.forget([key])
