@@ -136,8 +136,10 @@ class Ahead:
         return chunk.loaded is not None if part is None else part.piece.call.done
 
     def part(self, chunk: Incoming, group: range) -> tuple[Place, int] | None:
-        """Where the layers of `group` are, and how many of them are right; None if they are not to be had so."""
-        self.fill()
+        """Where the layers of `group` are, and how many of them are right; None if they are not to be had so.
+
+        Asked for by `fill` before, and by none in between: that may find the chunk elsewhere.
+        """
         part = self._parts.pop((group.start, chunk.index), None)
         if part is None and chunk.alone and self._wanted(chunk, group):
             self._ask_by_layer(chunk, group)  # its turn to be asked for went by while another read it
