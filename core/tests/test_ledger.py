@@ -87,7 +87,7 @@ def test_a_blob_that_is_written_over_is_known_meanwhile_and_stays(clock: Clock) 
     write(ledger, b, 2)
     assert ledger.admit(a, 4) == [Victim(b, 2, "capacity")]
     assert ledger.known([a, b]) == [Fidelity.LOSSY, None]
-    ledger.forget_absent(a)
+    ledger.forget_absent(a, since=ledger.mark())
     ledger.forget_pending(a)
     assert ledger.release(9) == []
     ledger.note(a, EXACT)
@@ -102,13 +102,13 @@ def test_forgetting(clock: Clock) -> None:
     ledger.admit(admitted, 5)
     write(ledger, there, 7)
     for one in (pending, admitted):
-        ledger.forget_absent(one)
+        ledger.forget_absent(one, since=ledger.mark())
     for one in (admitted, there, key("unknown")):
         ledger.forget_pending(one)
     assert held(ledger) == {pending, admitted, there} and ledger.bytes == 12 and len(ledger) == 2
     ledger.forget_pending(pending)
-    ledger.forget_absent(there)
-    ledger.forget_absent(key("unknown"))
+    ledger.forget_absent(there, since=ledger.mark())
+    ledger.forget_absent(key("unknown"), since=ledger.mark())
     assert held(ledger) == {admitted} and ledger.bytes == 5
     ledger.forget([admitted, admitted, key("unknown")])
     assert held(ledger) == set() and ledger.bytes == 0 and len(ledger) == 0 and ledger.tenants() == {}
@@ -286,6 +286,19 @@ def test_a_read_that_began_before_a_blob_was_forgotten_learns_nothing_however_lo
     assert ledger.known([one]) == [None] and ledger.bytes == 0
     ledger.note(one, EXACT, nbytes=1, since=ledger.mark())
     assert ledger.known([one]) == [EXACT]
+
+
+@pytest.mark.parametrize("between", [0, 5000])
+def test_a_look_that_began_before_a_blob_was_written_does_not_say_that_it_is_absent(clock: Clock, between: int) -> None:
+    ledger, one = Ledger(clock), key("one")
+    mark = ledger.mark()
+    write(ledger, one)
+    for number in range(between):
+        write(ledger, key(number))
+    ledger.forget_absent(one, since=mark)
+    assert ledger.known([one]) == [EXACT]
+    ledger.forget_absent(one, since=ledger.mark())
+    assert ledger.known([one]) == [None]
 
 
 def test_what_is_there_is_learnt_of_though_it_was_forgotten_before(clock: Clock) -> None:

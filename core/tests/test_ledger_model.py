@@ -231,7 +231,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def forget_absent(self, key: ChunkKey) -> None:
-        self.ledger.forget_absent(key)
+        self.ledger.forget_absent(key, since=self.ledger.mark())
         row = self.model.get(key)
         if row is not None and row.may_go:
             self.model.forget(row, self.clock.time)

@@ -137,7 +137,7 @@ def test_many_threads_leave_the_accounts_right(clock: Clock) -> None:
                 ledger.welcome(some[0], 3)
                 if ledger.admit(some[0], rng.randrange(1, 9)) is not None:
                     ledger.note(some[0], EXACT)
-                ledger.forget_absent(some[1])
+                ledger.forget_absent(some[1], since=ledger.mark())
                 ledger.expire()
         except BaseException as error:
             errors.append(error)

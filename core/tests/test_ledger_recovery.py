@@ -250,7 +250,7 @@ def test_what_is_deleted_after_it_was_listed_and_before_it_is_taken_in(clock: Cl
     def listing() -> Iterator[Entry]:
         yield from (entry(key(name), START - 5) for name in ("deleted", "not there", "there"))
         ledger.forget([key("deleted")])
-        ledger.forget_absent(key("not there"))
+        ledger.forget_absent(key("not there"), since=ledger.mark())
 
     assert ledger.recover(listing()) == [] and held(ledger) == {key("there")}
 

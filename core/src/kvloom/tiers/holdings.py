@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from kvloom.tiers.ages import Ages
 from kvloom.tiers.chain import Chain
+from kvloom.tiers.lately import KEPT, Lately
 from kvloom.tiers.rings import Links, Ring
 from kvloom.tiers.rows import PENDING, WRITING, Rows
 from kvloom.tiers.tenants import Tenant, Tenants
 from kvloom.types import ChunkKey
-
-_GONE_KEPT = 4096
 
 
 class Victim(NamedTuple):
@@ -51,10 +50,9 @@ class Holdings:
         self.listing = 1
         """The number of the last listing, from 1 to 255 and again."""
         self.listing_now = False
-        self.forgotten = 0
-        """How many blobs have been forgotten so far."""
-        self._lately: OrderedDict[bytes, int] = OrderedDict()
-        self._not_lately = 0
+        self.moment = 0
+        """How many blobs have been forgotten or written so far."""
+        self._forgotten, self._written = Lately(), Lately()
         self.leaving: set[bytes] = set()
         """Victims that may still be there: until they are deleted nothing is learnt of them, and nothing written."""
         self.gone: OrderedDict[bytes, float] = OrderedDict()
@@ -154,7 +152,7 @@ class Holdings:
         key = self.remove(row)
         self.went(key.digest)
         self.gone[key.digest] = self.wall()
-        if len(self.gone) > _GONE_KEPT and not self.listing_now:
+        if len(self.gone) > KEPT and not self.listing_now:
             self.gone.popitem(last=False)
         return key
 
@@ -162,15 +160,21 @@ class Holdings:
         """Whoever began to look at this blob before now, or to list it, may have seen what is not there any more."""
         if self.listing_now:
             self.gone[digest] = self.wall()
-        self.forgotten += 1
-        self._lately.pop(digest, None)
-        self._lately[digest] = self.forgotten
-        if len(self._lately) > _GONE_KEPT:
-            self._not_lately = self._lately.popitem(last=False)[1]
+        self.moment += 1
+        self._forgotten.note(digest, self.moment)
+
+    def came(self, digest: bytes) -> None:
+        """Whoever began to look for this blob before now may have seen nothing yet."""
+        self.moment += 1
+        self._written.note(digest, self.moment)
 
     def may_be_forgotten(self, key: ChunkKey, since: int) -> bool:
-        """Whether the blob was, or if that was long ago may have been, forgotten after `since` had been."""
-        return self._not_lately > since or self._lately.get(key.digest, 0) > since
+        """Whether the blob was, or if that was long ago may have been, forgotten after the moment `since`."""
+        return self._forgotten.after(key.digest, since)
+
+    def may_be_written(self, key: ChunkKey, since: int) -> bool:
+        """The same of writing."""
+        return self._written.after(key.digest, since)
 
     def evict(self, row: int, reason: str) -> Victim:
         nbytes = self.rows.bytes[row]

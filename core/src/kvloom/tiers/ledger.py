@@ -216,8 +216,8 @@ class Ledger:
             self.note(victim.key, Fidelity.UNKNOWN, nbytes=victim.bytes)
 
     def mark(self) -> int:
-        """Now, for `note`."""
-        return self._held.forgotten
+        """Now, for `note` and `forget_absent`."""
+        return self._held.moment
 
     def excess(self, key: ChunkKey, chain: Chain = NO_CHAIN) -> list[Victim]:
         """Forget what is too much now that the write of `key` is over, to be deleted: so far it was nobody's victim.
@@ -255,6 +255,7 @@ class Ledger:
             rows.seen[row] = held.listing
             if ours:
                 rows.shown[row] = now
+                held.came(key.digest)
             if held.ages is not None and (written is not None or ours or not held.ages.written[row]):
                 held.ages.put(row, now if written is None else written, now)
             if nbytes is not None:
@@ -262,9 +263,14 @@ class Ledger:
 
     # -- forgetting ----------------------------------------------------------------------------------------------------
 
-    def forget_absent(self, key: ChunkKey) -> None:
-        """A blob was looked for and is not there, unless it is being written."""
+    def forget_absent(self, key: ChunkKey, *, since: int) -> None:
+        """A blob was looked for and was not there.
+
+        since: a `mark` from before; a blob that is being written, or was meanwhile, is there.
+        """
         with self._lock:
+            if self._held.may_be_written(key, since):
+                return
             row = self._held.find(key)
             if FREE < self._rows.state[row] < PENDING:
                 self._held.forget(row)

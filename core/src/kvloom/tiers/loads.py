@@ -197,7 +197,7 @@ class Loads:
                     self._discard(key, num_tokens, error)
                 continue
             if arrived is None:
-                self._ledger.forget_absent(key)
+                self._ledger.forget_absent(key, since=known_since)
                 return None
             header, loaded = arrived
             if self._purges.hit(key, since):

@@ -130,7 +130,7 @@ class Presence:
                 silent.add(key)
                 continue
             if header is None:
-                self._ledger.forget_absent(key)
+                self._ledger.forget_absent(key, since=since)
             else:
                 self.note(key, header, since=since)  # its time too: what is past it is there until it is deleted
         return silent

@@ -241,9 +241,10 @@ class StoredTier(Tier):
         self._delete("clear", delete)
 
     def _forget_gone(self, keys: Sequence[ChunkKey]) -> None:
+        since = self.ledger.mark()
         for key, here in zip(keys, self.upkeep.still_there(keys), strict=True):
             if not here:
-                self.ledger.forget_absent(key)
+                self.ledger.forget_absent(key, since=since)
 
     def _delete(self, verb: str, delete: Callable[[], None]) -> None:
         self._writes.flush(self._runtime.now() + self.deadline)
