@@ -153,6 +153,16 @@ class TestWhichWay:
         open_backend(direct_path).put(KEY, [POOL[:65536]])
         assert cached(direct_path)
 
+    @pytest.mark.parametrize(("nbytes", "expected"), [(1 << 20, True), ((1 << 20) + 4096, False)])
+    def test_a_small_blob_is_read_from_the_disk_once(
+        self, direct_path: Path, open_backend: Any, target: Any, nbytes: int, expected: bool
+    ) -> None:
+        backend = open_backend(direct_path)
+        backend.put(KEY, [POOL[:nbytes]])
+        assert not cached(direct_path)
+        assert backend.get_into(KEY, target())
+        assert cached(direct_path) is expected
+
     def test_auto_reads_what_is_cached_from_there_and_the_rest_past_it(
         self, direct_path: Path, open_backend: Any, target: Any, drop_from_cache: Any, monkeypatch: Any
     ) -> None:

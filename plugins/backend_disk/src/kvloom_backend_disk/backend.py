@@ -171,7 +171,7 @@ class DiskBackend(StorageBackend):
             if blob is None:
                 return False
             fd, size = blob
-            self._transfer.read(fd, 0, sink.reserve(size)[:size], sink.filled)
+            self._transfer.read(fd, 0, sink.reserve(size)[:size], sink.filled, blob_bytes=size)
         return True
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
@@ -181,7 +181,7 @@ class DiskBackend(StorageBackend):
             fd, size = blob
             if size < offset + len(into):
                 return False
-            self._transfer.read(fd, offset, into, lambda _: None)
+            self._transfer.read(fd, offset, into, lambda _: None, blob_bytes=size)
         return True
 
     @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Moves bytes between memory and open files, through the page cache or past it (O_DIRECT), whichever is faster.
 
-Reading what the page cache holds is several times faster than any disk; what it does not hold is read faster past it.
+Reading what the page cache holds is several times faster than any disk. Of what it does not hold, large blobs are read
+faster past it, and small ones as fast through it.
 Writing goes past it: into the cache a burst is sometimes faster, but stores that go on are slowed down to less than the
 disk's speed, and the memory tier keeps what was just stored anyway.
 """
@@ -28,6 +29,8 @@ DIRECT_STEP_BYTES = 1 << 20
 """How much is read past it: enough to keep a disk busy."""
 SMALL_BYTES = 128 << 10
 """Below this, choosing costs more than it brings: `auto` uses the page cache."""
+SMALL_BLOB_BYTES = 1 << 20
+"""Blobs up to this are read through the page cache: as fast as past it, and the next time it holds them."""
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -53,16 +56,18 @@ class Transfer:
         if os.fstat(fd).st_size > size:
             os.ftruncate(fd, size)
 
-    def read(self, fd: int, offset: int, into: memoryview, filled: Callable[[int], object]) -> None:
+    def read(
+        self, fd: int, offset: int, into: memoryview, filled: Callable[[int], object], *, blob_bytes: int
+    ) -> None:  # fmt: skip
         """Fill `into` from `offset` of the file, telling `filled` again and again how many bytes have arrived.
 
-        Raises BackendError if the file ends before.
+        blob_bytes: how long the file is. Raises BackendError if it ends before.
         """
         size = len(into)
         direct_bytes = 0
         if not self._tried:
             self._try_direct(fd)
-        if self._reads_directly(fd, offset, size) and (address(into) | offset) % BLOCK_BYTES == 0:
+        if self._reads_directly(fd, offset, size, blob_bytes) and (address(into) | offset) % BLOCK_BYTES == 0:
             direct_bytes = size - size % BLOCK_BYTES
         os.lseek(fd, offset, os.SEEK_SET)
         done = 0
@@ -87,10 +92,10 @@ class Transfer:
             return self._mode == "always"
         return sum(memoryview(buffer).nbytes for buffer in blob) >= SMALL_BYTES
 
-    def _reads_directly(self, fd: int, offset: int, size: int) -> bool:
+    def _reads_directly(self, fd: int, offset: int, size: int, blob_bytes: int) -> bool:
         if self._mode != "auto":
             return self._mode == "always"
-        return size >= SMALL_BYTES and not is_cached(fd, offset, size)
+        return size >= SMALL_BYTES and blob_bytes > SMALL_BLOB_BYTES and not is_cached(fd, offset, size)
 
 
 def probe_direct(fd: int) -> None:
