@@ -20,6 +20,7 @@ PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 LAYERS = (
     {"errors", "types"},
+    {"protection"},
     {"contracts"},
     {"hookspecs"},
     {"plugins"},
@@ -37,6 +38,7 @@ HOME = {name: home.split(".")[0] for name, home in kvloom._HOME.items()}
 NONDETERMINISTIC = {"threading", "time", "random", "queue", "concurrent", "asyncio", "multiprocessing", "secrets"}
 FORBIDDEN_IN_CORE = {
     **{name: {"runtime"} for name in NONDETERMINISTIC},
+    "threading": {"runtime", "protection"},  # the latter for memory that is each thread's own
     "pluggy": {"plugins", "hookspecs"},
     "pickle": set(),
 }

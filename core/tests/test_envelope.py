@@ -87,13 +87,13 @@ def test_the_blob_of_another_key_is_corrupt() -> None:
 
 def test_a_later_version_is_unreadable_not_corrupt_if_its_checksum_holds() -> None:
     blob = framed(b"x")
-    struct.pack_into("<H", blob, 8, 2)
+    struct.pack_into("<H", blob, 8, 3)
     with pytest.raises(CorruptBlobError):
         envelope.unseal(blob, key=KEY)
     size = struct.unpack_from("<I", blob, 12)[0]
     blob[40:56] = bytes(16)
     blob[40:56] = xxhash.xxh3_128_digest(blob[:size])
-    with pytest.raises(UnreadableBlobError, match="version 2"):
+    with pytest.raises(UnreadableBlobError, match="version 3"):
         envelope.unseal(blob, key=KEY)
 
 

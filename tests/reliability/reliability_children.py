@@ -66,6 +66,7 @@ def store_for_ever(path: str, seed: int, ready: Connection) -> NoReturn:
 def later_version(path: str, capacity: str | None, orders: Connection) -> None:
     """An engine of a version to come, which does what it is told: (verb, prompt) to tokens retrieved, until None."""
     envelope.VERSION += 1
+    envelope.PLAIN_VERSION = envelope.VERSION
     with open_on(path, capacity) as engine, contextlib.suppress(EOFError):
         for verb, seed in iter(orders.recv, None):
             tokens, kv = prompt(seed)

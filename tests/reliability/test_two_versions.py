@@ -140,7 +140,7 @@ def test_processes_of_two_versions_share_a_store_in_peace(tmp_path: Path, capaci
             assert there.items() <= now.items(), "neither deletes or replaces the other's"
             there = now
             assert other("retrieve", turn) == len(tokens)
-        assert set(there.values()) == {envelope.VERSION, envelope.VERSION + 1}
+        assert set(there.values()) == {envelope.PLAIN_VERSION, envelope.VERSION + 1}
     mine.send(None)
     child.join(60)
     assert child.exitcode == 0 and PROMPTS == 24

@@ -1,19 +1,22 @@
 """The frame round every blob that leaves the process: what it is, whose it is, and a checksum of every byte.
 
     0   8  magic "KVLOOM\\r\\n"        40  16  header checksum (xxh3-128 of the header with this field zero)
-    8   2  format version            56  16  key id            (reserved: zero)
-    10  2  flags (zero)              72  24  nonce             (reserved: zero)
-    12  4  header bytes              96  16  authentication tag (reserved: zero)
+    8   2  format version            56  16  key id              | zero, unless the blob
+    10  2  flags                     72  24  nonce               | is signed: then the
+    12  4  header bytes              96  16  authentication tag  | version is 2
     16  4  description bytes         112  .  description, canonical JSON
     20  4  number of buffers           .  .  table: length (8) and xxh3-128 (16) of each buffer
     24  8  payload bytes               .  .  zeros up to a whole number of 4 KiB pages
     32  8  (zero)                           then the payload: the buffers, one after the other
 
-All numbers are little-endian. The payload is page-aligned for O_DIRECT. Nothing is ever unpickled.
+All numbers are little-endian. The payload is page-aligned for O_DIRECT. Nothing is ever unpickled. Of a signed blob
+(flag 1) the table has tags in the place of checksums, and the header has one of its own, made while both its own places
+are zero; flag 2 says that the buffers are encrypted as well (`kvloom.protection`).
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import mmap
 import struct
@@ -23,18 +26,22 @@ from typing import Any
 
 import xxhash
 
-from kvloom.errors import CorruptBlobError, LaterVersionError
+from kvloom.errors import CorruptBlobError, LaterVersionError, UnreadableBlobError
+from kvloom.protection import ENCRYPTED, NONCE_BYTES, SIGNED, TAG_BYTES, BlobKey, Check, Protection
 from kvloom.types import EXACT, Buffer, Buffers, canonical_json
 
 MAGIC = b"KVLOOM\r\n"
-VERSION = 1
+VERSION = 2
+"""The latest that is read."""
+PLAIN_VERSION = 1
+"""What is not signed is written so that every release can read it."""
 ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 1 << 24
 
 _FIXED = struct.Struct("<8sHHIIIQ8x16s16s24s16s")
 _ROW = struct.Struct("<Q16s")
 _CHECKSUM_AT = 40
-_RESERVED = (bytes(16), bytes(16), bytes(24), bytes(16))
+_TAG_AT = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +71,63 @@ class Header:
     digests: tuple[bytes, ...]
     header_bytes: int
     payload_bytes: int
+    blob_key: BlobKey | None = None
+    """Of a signed blob: it was this key's, and `digests` are its tags."""
+
+    def check(self, number: int, *, decrypt: bool = True) -> Check:
+        """For the bytes of buffer `number`, to be compared with its digest."""
+        return _Checksum() if self.blob_key is None else self.blob_key.check(number, decrypt=decrypt)
+
+    def right(self, number: int, buffer: memoryview) -> bool:
+        """Whether this is buffer `number`, which is decrypted in its place."""
+        check = self.check(number)
+        check.update(buffer)
+        return check.right(self.digests[number])
 
     @property
     def exact(self) -> bool:
         return self.description.fidelity == EXACT
 
 
-def seal(description: Description, buffers: Sequence[Buffer]) -> Buffers:
-    """The framed blob: a page-aligned header, then `buffers` as they are (nothing is copied)."""
+class _Checksum:
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, part: memoryview) -> None:
+        self._state.update(part)
+
+    def right(self, digest: bytes) -> bool:
+        return self._state.digest() == digest
+
+
+def seal(description: Description, buffers: Sequence[Buffer], protection: Protection | None = None) -> Buffers:
+    """The framed blob: a page-aligned header, then `buffers` as they are: nothing is copied.
+
+    Of a blob that is encrypted they are copies, good until this thread seals the next one.
+    """
     views = [memoryview(buffer).cast("B") for buffer in buffers]
+    blob_key = None if protection is None else protection.begin()
+    if blob_key is None:
+        digests = [xxhash.xxh3_128_digest(view) for view in views]
+        version, flags, key_id, nonce = PLAIN_VERSION, 0, bytes(16), bytes(NONCE_BYTES)
+    else:
+        views, digests = blob_key.sealed(views)
+        version, flags, key_id, nonce = VERSION, blob_key.flags, blob_key.key_id, blob_key.nonce
     text = canonical_json({name: getattr(description, name) for name in Description.__slots__}).encode()
     length = _FIXED.size + len(text) + _ROW.size * len(views)
     header_bytes = -(-length // ALIGN_BYTES) * ALIGN_BYTES
     header = mmap.mmap(-1, header_bytes)  # the cheapest page-aligned zeros there are
     _FIXED.pack_into(
-        header, 0, MAGIC, VERSION, 0, header_bytes, len(text), len(views), sum(map(len, views)), *_RESERVED
-    )
+        header, 0, MAGIC, version, flags, header_bytes, len(text), len(views), sum(map(len, views)), bytes(16),
+        key_id, nonce, bytes(TAG_BYTES),
+    )  # fmt: skip
     header[_FIXED.size : _FIXED.size + len(text)] = text
     at = _FIXED.size + len(text)
-    for view in views:
-        _ROW.pack_into(header, at, len(view), xxhash.xxh3_128_digest(view))
+    for view, digest in zip(views, digests, strict=True):
+        _ROW.pack_into(header, at, len(view), digest)
         at += _ROW.size
+    if blob_key is not None:
+        header[_TAG_AT : _TAG_AT + TAG_BYTES] = blob_key.header_tag(memoryview(header))
     checksum = xxhash.xxh3_128_digest(header)
     header[_CHECKSUM_AT : _CHECKSUM_AT + 16] = checksum
     return [memoryview(header), *views]
@@ -98,15 +141,18 @@ def header_bytes(page: memoryview) -> int:
     return int(length)
 
 
-def parse(data: memoryview, *, key: str) -> Header | None:
+def parse(data: memoryview, *, key: str, protection: Protection | None = None) -> Header | None:
     """The header at the start of `data`, or None if `data` is too short to tell.
 
-    Raises CorruptBlobError if it is no header, fails its checksum or belongs to another key; LaterVersionError if a
-    later version of kvloom wrote it.
+    protection: which blobs are taken: those signed with one of its keys; None: those that are not signed. Raises
+    CorruptBlobError if it is no header, fails its checksum or its tag, or belongs to another key; UnreadableBlobError
+    if it is of the other kind or of another key; LaterVersionError if a later version of kvloom wrote it.
     """
     if len(data) < _FIXED.size:
         return None
-    magic, version, _, header_bytes, text_bytes, count, payload_bytes, checksum, *_ = _FIXED.unpack_from(data)
+    magic, version, flags, header_bytes, text_bytes, count, payload_bytes, checksum, key_id, nonce, tag = (
+        _FIXED.unpack_from(data)
+    )
     if magic != MAGIC:
         raise CorruptBlobError("byte 0: not a kvloom blob")
     table_at = _FIXED.size + text_bytes
@@ -122,6 +168,17 @@ def parse(data: memoryview, *, key: str) -> Header | None:
         raise CorruptBlobError(f"byte {_CHECKSUM_AT}: header checksum")
     if version > VERSION:
         raise LaterVersionError(f"format version {version}; this process reads up to {VERSION}")
+    if flags & ~(SIGNED | ENCRYPTED):
+        raise LaterVersionError(f"flags {flags:#x}")
+    blob_key = None
+    if protection is not None:
+        blob_key = protection.open(flags, key_id, nonce)
+        zeroed = (data[:_CHECKSUM_AT], bytes(16), data[_CHECKSUM_AT + 16 : _TAG_AT], bytes(TAG_BYTES))
+        expected = blob_key.header_tag(*zeroed, data[_TAG_AT + TAG_BYTES : header_bytes])
+        if not hmac.compare_digest(expected, tag):
+            raise CorruptBlobError(f"byte {_TAG_AT}: not written by who has the key")
+    elif flags:
+        raise UnreadableBlobError("it is signed, and this tier has no key: give it `protect`")
     description = _describe(bytes(data[_FIXED.size : table_at]))
     if description.key != key:
         raise CorruptBlobError(f"byte {_FIXED.size}: the blob of another key")
@@ -129,7 +186,7 @@ def parse(data: memoryview, *, key: str) -> Header | None:
     lengths = tuple(row[0] for row in rows)
     if sum(lengths) != payload_bytes:
         raise CorruptBlobError("byte 24: impossible payload size")
-    return Header(description, lengths, tuple(row[1] for row in rows), header_bytes, payload_bytes)
+    return Header(description, lengths, tuple(row[1] for row in rows), header_bytes, payload_bytes, blob_key)
 
 
 def _describe(text: bytes) -> Description:
@@ -143,37 +200,45 @@ def _describe(text: bytes) -> Description:
 
 
 class Verifier:
-    """Checks a framed blob while it arrives, each part while it is still in the processor's cache."""
+    """Checks a framed blob while it arrives, each part while it is still in the processor's cache.
 
-    def __init__(self, data: memoryview, *, key: str) -> None:
+    What is encrypted is decrypted where it is, unless `decrypt` is False: then it stays as it is stored.
+    """
+
+    def __init__(
+        self, data: memoryview, *, key: str, protection: Protection | None = None, decrypt: bool = True
+    ) -> None:  # fmt: skip
         self._data = data
         self._key = key
+        self._protection = protection
+        self._decrypt = decrypt
         self._header: Header | None = None
         self._row = 0
         self._row_end = 0
         self._at = 0
-        self._state = xxhash.xxh3_128()
+        self._check: Check | None = None
 
     def filled(self, num_bytes: int) -> None:
         """The first `num_bytes` bytes of the blob are there. Raises as `parse` does, or CorruptBlobError."""
         if self._header is None:
-            self._header = parse(self._data[:num_bytes], key=self._key)
+            self._header = parse(self._data[:num_bytes], key=self._key, protection=self._protection)
             if self._header is None:
                 return
             self._at = self._row_end = self._header.header_bytes
             self._row_end += self._header.lengths[0] if self._header.lengths else 0
-        lengths = self._header.lengths
-        while self._row < len(lengths):
+        header = self._header
+        while self._row < len(header.lengths):
             end = min(num_bytes, self._row_end)
-            self._state.update(self._data[self._at : end])
+            check = self._check = self._check or header.check(self._row, decrypt=self._decrypt)
+            check.update(self._data[self._at : end])
             self._at = end
             if end < self._row_end:
                 return
-            if self._state.digest() != self._header.digests[self._row]:
-                raise CorruptBlobError(f"byte {end - lengths[self._row]}: payload checksum, buffer {self._row}")
-            self._state.reset()
+            if not check.right(header.digests[self._row]):
+                raise CorruptBlobError(f"byte {end - header.lengths[self._row]}: payload checksum, buffer {self._row}")
+            self._check = None
             self._row += 1
-            self._row_end += lengths[self._row] if self._row < len(lengths) else 0
+            self._row_end += header.lengths[self._row] if self._row < len(header.lengths) else 0
 
     def finish(self) -> Header:
         """The header, once every byte was verified. Raises CorruptBlobError if the blob is too short or too long."""
@@ -187,10 +252,15 @@ class Verifier:
         return header
 
 
-def unseal(data: Buffer, *, key: str) -> tuple[Header, memoryview]:
-    """The verified header and payload of a framed blob. Raises as `parse` does."""
+def unseal(
+    data: Buffer, *, key: str, protection: Protection | None = None, decrypt: bool = True
+) -> tuple[Header, memoryview]:  # fmt: skip
+    """The verified header and payload of a framed blob. Raises as `parse` does.
+
+    An encrypted blob must be writable, unless it is only to be verified: `decrypt=False`.
+    """
     view = memoryview(data).cast("B")
-    verifier = Verifier(view, key=key)
+    verifier = Verifier(view, key=key, protection=protection, decrypt=decrypt)
     verifier.filled(len(view))
     header = verifier.finish()
     return header, view[header.header_bytes :]

@@ -52,7 +52,7 @@ KINDS: Mapping[str, Kind] = {
     "backend": Kind(
         "kvloom_storage_backends",
         "kvloom.contracts.storage:StorageBackend",
-        ("type", "name", "serializer", "write", "capacity", "policy", "ttl", "deadline", "quota"),
+        ("type", "name", "serializer", "write", "capacity", "policy", "ttl", "deadline", "quota", "protect"),
     ),
     "blend retriever": Kind("kvloom_blend_retrievers", "kvloom.contracts.blend:BlendRetriever"),
     "blend executor": Kind(

@@ -51,6 +51,7 @@ class Copier:
                 blob = _verified(source, str(key))
                 if blob is None:
                     continue
+                envelope.parse(blob[1], key=str(key), protection=self._target.choice.protection)
                 result = self._put(key, *blob)
             except UnreadableBlobError as error:
                 result = Copied(key, "unreadable", reason=str(error))
@@ -94,7 +95,8 @@ def _verified(source: Store, key: str) -> tuple[envelope.Header, memoryview] | N
         if blob is None:
             return None
         try:
-            return envelope.unseal(blob, key=key)[0], memoryview(blob).cast("B")
+            header, _ = envelope.unseal(blob, key=key, protection=source.choice.protection, decrypt=False)
+            return header, memoryview(blob).cast("B")
         except CorruptBlobError:
             if attempt == 2:
                 raise

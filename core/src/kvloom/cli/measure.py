@@ -120,13 +120,14 @@ class _Probe:
             key, serializer.type, tuple(chunk.tensor.shape), dtype, chunk.format.value, chunk.num_tokens,
             serializer.fidelity, serializer.params,
         )  # fmt: skip
-        return envelope.seal(about, serializer.encode(chunk))
+        return envelope.seal(about, serializer.encode(chunk), self.store.choice.protection)
 
     def write(self, key: str) -> None:
         self.store.backend.put(key, self.sealed(key))
 
     def read(self, key: str) -> None:
-        landing = Landing(key, self.buffers.pop() if self.buffers else mmap.mmap(-1, mmap.PAGESIZE))
+        buffer = self.buffers.pop() if self.buffers else mmap.mmap(-1, mmap.PAGESIZE)
+        landing = Landing(key, buffer, self.store.choice.protection)
         try:
             if not self.store.backend.get_into(key, landing):
                 raise LookupError(f"what was written is not there: {key}")

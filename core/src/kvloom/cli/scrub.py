@@ -154,7 +154,7 @@ def _findings(reader: Reader, report: Report) -> Iterator[Finding]:
     from kvloom.cli.verify import Examiner, Finding, Verdict
 
     store = reader.store
-    examiner = Examiner(store.backend, reader.serializers)
+    examiner = Examiner(store.backend, reader.serializers, store.choice.protection)
     calls = ((key, partial(_treated, reader, examiner, key)) for key in _keys(store, report))
     for key, finding in at_once(calls, seconds=_CALLS * store.choice.deadline, threads=reader.threads):
         yield Finding(key, Verdict.FAILED, reason=said(finding)) if isinstance(finding, Exception) else finding
@@ -180,7 +180,9 @@ def _treated(reader: Reader, examiner: Examiner, key: str) -> Finding:
     if reader.keeps:
         return replace(finding, action="kept")
     try:
-        return replace(finding, action=put_aside(reader.store.backend, key, copy=reader.action == "quarantine"))
+        store, copy = reader.store, reader.action == "quarantine"
+        done = put_aside(store.backend, key, copy=copy, protection=store.choice.protection)
+        return replace(finding, action=done)
     except Exception as error:
         return replace(finding, action=f"kept: {said(error)}")
 

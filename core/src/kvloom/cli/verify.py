@@ -14,6 +14,7 @@ from kvloom.errors import BackendError, CorruptBlobError, UnreadableBlobError
 
 if TYPE_CHECKING:
     from kvloom.contracts.storage import StorageBackend
+    from kvloom.protection import Protection
 
 MAX_BLOB_BYTES = 1 << 30
 """A blob beyond this is not read: memory stays within this for each thread."""
@@ -51,9 +52,12 @@ class _TooLong(Exception):
 class Examiner:
     """Reads blobs and judges them. Used from several threads; a call that is given up keeps its memory to itself."""
 
-    def __init__(self, backend: StorageBackend, serializers: Collection[str] | None) -> None:
-        """serializers: those that are not unreadable here; None for any."""
+    def __init__(
+        self, backend: StorageBackend, serializers: Collection[str] | None, protection: Protection | None
+    ) -> None:  # fmt: skip
+        """serializers: those that are not unreadable here; None for any. protection: of the tier."""
         self._backend = backend
+        self._protection = protection
         self._serializers = serializers
         self._buffers: list[mmap.mmap] = []
 
@@ -61,7 +65,7 @@ class Examiner:
         """Judge a blob. Only what is corrupt twice is called so: it may have been replaced while it was read."""
         for _ in range(2):
             buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, mmap.PAGESIZE)
-            landing = Landing(key, buffer)
+            landing = Landing(key, buffer, self._protection)
             try:
                 if not self._backend.get_into(key, landing):
                     finding = Finding(key, Verdict.GONE)
@@ -95,8 +99,9 @@ class Examiner:
 class Landing:
     """Where a backend puts a blob: memory that may be used again, verified as it fills."""
 
-    def __init__(self, key: str, buffer: mmap.mmap) -> None:
+    def __init__(self, key: str, buffer: mmap.mmap, protection: Protection | None = None) -> None:
         self.buffer = buffer
+        self._protection = protection
         self.num_bytes = 0
         self._key = key
         self._verifier: envelope.Verifier | None = None
@@ -110,7 +115,7 @@ class Landing:
         if num_bytes > len(self.buffer):
             self.buffer = mmap.mmap(-1, num_bytes)
         view = memoryview(self.buffer)[:num_bytes]
-        self._verifier = envelope.Verifier(view, key=self._key)
+        self._verifier = envelope.Verifier(view, key=self._key, protection=self._protection)
         return view
 
     def filled(self, num_bytes: int) -> None:
@@ -127,7 +132,7 @@ class Landing:
         return memoryview(self.buffer)[header.header_bytes : self.num_bytes]
 
 
-def put_aside(backend: StorageBackend, key: str, *, copy: bool) -> str:
+def put_aside(backend: StorageBackend, key: str, *, copy: bool, protection: Protection | None) -> str:
     """Delete a corrupt blob, with `copy` after a copy of it is under `quarantine/`; what was done, in a word.
 
     What is there is compared with what was judged right before it goes. A version that is written in that very moment
@@ -135,7 +140,7 @@ def put_aside(backend: StorageBackend, key: str, *, copy: bool) -> str:
     """
     try:
         before = _content(backend.get, key)
-        if before is None or _sound(before, key):
+        if before is None or _sound(before, key, protection):
             return "replaced"
         if copy:
             backend.put(QUARANTINE + key, [before])
@@ -154,10 +159,10 @@ def _content(get: Callable[[str], bytes | bytearray | memoryview | None], key: s
     return None if blob is None else bytes(blob)
 
 
-def _sound(blob: bytes, key: str) -> bool:
+def _sound(blob: bytes, key: str, protection: Protection | None) -> bool:
     """Good, or nothing that may be judged here."""
     try:
-        envelope.unseal(blob, key=key)
+        envelope.unseal(blob, key=key, protection=protection, decrypt=False)
     except UnreadableBlobError:
         return True
     except CorruptBlobError:

@@ -89,6 +89,15 @@ class SerializerBlock(Block):
     """Log how long every encode and decode takes."""
 
 
+class ProtectBlock(Config):
+    """Whose blobs a tier takes: those of the holders of a key."""
+
+    mode: Literal["sign", "encrypt"] = "sign"
+    """sign: others cannot write what is taken. encrypt: nor can they read it."""
+    keys: Word
+    """A file, or `env:NAME`: keys of 32 bytes in base64, one on each line. The first is written with, all are taken."""
+
+
 class StoredBlock(Block):
     """A tier on a storage backend: the keys that the core owns."""
 
@@ -107,6 +116,8 @@ class StoredBlock(Block):
     """Serve nothing that was stored longer ago."""
     quota: Quota | None = None
     """How many bytes of `capacity` one salt may hold."""
+    protect: ProtectBlock | None = None
+    """Take only blobs that were written with a key of ours."""
 
     @model_validator(mode="before")
     @classmethod

@@ -23,7 +23,17 @@ from pydantic_core import PydanticCustomError
 
 from kvloom import legacy
 from kvloom.config import sources
-from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, PluginsBlock, StoredBlock, TierBlock, Word, no_bool
+from kvloom.config.blocks import (
+    BlendBlock,
+    Block,
+    MemoryBlock,
+    PluginsBlock,
+    ProtectBlock,
+    StoredBlock,
+    TierBlock,
+    Word,
+    no_bool,
+)
 from kvloom.config.compared import compared
 from kvloom.config.problems import KeyPath, Origins, Problem, problems, unknown
 from kvloom.errors import ConfigError
@@ -192,5 +202,7 @@ def _stray(path: KeyPath) -> str:
     word = str(path[-1])
     if len(path) == 1 and word in legacy.FIELDS:
         return f"unknown key; LMCache's {word} is {legacy.FIELDS[word].becomes} here"
+    if "protect" in path[:-1]:
+        return unknown(word, ProtectBlock.model_fields)
     model: Any = {"tiers": MemoryBlock, "plugins": PluginsBlock}.get(str(path[0]), EngineConfig)
     return unknown(word, model.model_fields)

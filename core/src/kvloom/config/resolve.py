@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, StoredBlock
+from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, ProtectBlock, StoredBlock
 from kvloom.config.model import EngineConfig
 from kvloom.config.problems import KeyPath, Origins, Problem, dotted, problems, unknown
 from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError, PluginError
 from kvloom.plugins import KINDS, Registry
+from kvloom.protection import Protection
 
 if TYPE_CHECKING:
     from kvloom.types import KVSpec
@@ -69,6 +70,8 @@ class TierChoice:
     """`through`, `on_evict` or `never`."""
     policy: str = "lru"
     """`lru` or `tiny_lfu`."""
+    protection: Protection | None = None
+    """Whose blobs it takes; None: those that nobody has signed."""
 
 
 def same_store(tier: TierChoice, other: TierChoice) -> str:
@@ -157,7 +160,15 @@ class _Pass:
             quota=block.quota,
             write=block.write,
             policy=block.policy,
+            protection=self._protection((*at, "protect"), block.protect),
         )
+
+    def _protection(self, at: KeyPath, block: ProtectBlock | None) -> Protection | None:
+        try:
+            return None if block is None else Protection.load(block.mode, block.keys)
+        except ConfigError as error:
+            self.problems.append(((*at, error.path) if error.path else at, error.problem))
+            return None
 
     def blend(self, block: BlendBlock) -> BlendChoice:
         at = ("blend",)

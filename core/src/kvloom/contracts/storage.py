@@ -133,6 +133,14 @@ class StorageBackend(Component):
 
     # -- at start ----------------------------------------------------------------------------------------------------
 
+    def register(self, memory: memoryview) -> None:
+        """Get to know the memory that blobs are read into and raw ones are written from: the pool of the engine.
+
+        For stores whose transfers want that beforehand. Called once, before anything else; not where no KV is moved.
+        Other memory may be given all the same. It stays valid until `close`, and is not to be touched here: most of it
+        is not there yet.
+        """
+
     def identity(self) -> str | None:
         """Which store this is, whatever its settings call it; None if that cannot be told.
 

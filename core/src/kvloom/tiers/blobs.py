@@ -9,6 +9,7 @@ from kvloom import envelope
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.memory import pages_of
+from kvloom.protection import Protection
 from kvloom.tiers.base import Loaded
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.ledger import Fidelity, Ledger, Victim
@@ -29,9 +30,13 @@ class Written(NamedTuple):
 class BlobWriter:
     """Writes chunks to one tier. Keeps no state between calls."""
 
-    def __init__(self, backend: StorageBackend, serializer: Serializer, ledger: Ledger, upkeep: Upkeep) -> None:
+    def __init__(
+        self, backend: StorageBackend, serializer: Serializer, ledger: Ledger, upkeep: Upkeep, *,
+        protection: Protection | None = None,
+    ) -> None:  # fmt: skip
         self._backend = backend
         self._serializer = serializer
+        self._protection = protection
         self._ledger = ledger
         self._upkeep = upkeep
 
@@ -71,7 +76,7 @@ class BlobWriter:
             int(loaded.written),
             chunk.start,
         )
-        return envelope.seal(description, serializer.encode(chunk))
+        return envelope.seal(description, serializer.encode(chunk), self._protection)
 
     def _put(self, key: ChunkKey, framed: Buffers, victims: Sequence[Victim], nbytes: int) -> None:
         try:

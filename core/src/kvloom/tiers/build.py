@@ -60,7 +60,7 @@ def build_stack(
         for choice in choices:
             if choice.backend is not None:
                 serializers = _serializers(choice, spec, layout.format, raw, runtime, exact_only=exact_only)
-                backend = _opened(choice, spec, places)
+                backend = _opened(choice, spec, places, pool)
                 policy = _policy(choice, exact_only=exact_only)
                 stored.append(
                     StoredTier(
@@ -81,12 +81,16 @@ def build_stack(
     return Stack(memory, stored, layout, events, runtime)
 
 
-def _opened(choice: TierChoice, spec: KVSpec, places: dict[tuple[str, str], TierChoice]) -> StorageBackend:
+def _opened(
+    choice: TierChoice, spec: KVSpec, places: dict[tuple[str, str], TierChoice], pool: Pool
+) -> StorageBackend:  # fmt: skip
     """The backend of a tier. places: where the tiers before it are; it is added."""
     assert choice.backend is not None
     backend: StorageBackend = choice.backend.make(spec)
     try:
         with choice.backend.blamed():
+            if pool.capacity:
+                backend.register(pool.pages.view)
             identity = backend.identity()
             if choice.write != "never":
                 backend.check_writable()
@@ -134,7 +138,7 @@ def _policy(choice: TierChoice, *, exact_only: bool) -> Policy:
         raise ConfigError(f"{choice.path}.{which}", text)
     return Policy(
         capacity=choice.capacity, deadline=choice.deadline, write=choice.write, admission=choice.policy,
-        ttl=choice.ttl, quota=_by_tag(choice.quota), exact_only=exact_only,
+        ttl=choice.ttl, quota=_by_tag(choice.quota), exact_only=exact_only, protection=choice.protection,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import xxhash
 
 from kvloom import envelope
 from kvloom.contracts.serializer import Serializer
@@ -89,7 +88,7 @@ def _read_raw(backend: StorageBackend, blob: LayeredBlob, place: Place, layers: 
         if not right or not backend.get_range(header.description.key, blob.offsets[first], into):
             return 0
         for number in range(right):
-            if xxhash.xxh3_128_digest(into[number * step : (number + 1) * step]) != header.digests[first + number]:
+            if not header.right(first + number, into[number * step : (number + 1) * step]):
                 right = number
                 break
     return right
@@ -106,7 +105,7 @@ def _read_encoded(backend: StorageBackend, blob: LayeredBlob, place: Place, laye
             return 0
         for number, end, length in zip(run, accumulate(lengths), lengths, strict=True):
             part = scratch[end - length : end]
-            if xxhash.xxh3_128_digest(part) == header.digests[number]:
+            if header.right(number, part):
                 arrived[number] = part
     right = 0
     while right < len(layers) and all(number in arrived for number in blob.buffers[layers[right]]):

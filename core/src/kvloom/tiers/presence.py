@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from kvloom import envelope
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import CorruptBlobError, LaterVersionError
+from kvloom.errors import CorruptBlobError, LaterVersionError, UnreadableBlobError
 from kvloom.memory import pages_of
+from kvloom.protection import Protection
 from kvloom.tiers.calls import Calls
 from kvloom.tiers.ledger import Fidelity, Ledger
 from kvloom.tiers.visit import Visit
@@ -19,7 +20,7 @@ class Presence:
 
     def __init__(
         self, backend: StorageBackend, ledger: Ledger, calls: Calls, *, lossless: bool, exact_only: bool,
-        expired: Callable[[envelope.Header], bool], ttl: bool,
+        expired: Callable[[envelope.Header], bool], ttl: bool, protection: Protection | None = None,
     ) -> None:  # fmt: skip
         """lossless: what would be written is exact. exact_only: what is lossy cannot be used. ttl: blobs may expire."""
         self._backend = backend
@@ -30,6 +31,7 @@ class Presence:
         self._usable = (Fidelity.EXACT, Fidelity.UNKNOWN) + (() if exact_only else (Fidelity.LOSSY,))
         self._expired = expired
         self._ttl = ttl
+        self._protection = protection
 
     def find(self, keys: Sequence[ChunkKey], visit: Visit) -> list[bool]:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
@@ -81,7 +83,7 @@ class Presence:
             page = memoryview(bytearray(length))
             if not self._backend.get_range(name, 0, page):
                 raise CorruptBlobError("the blob is cut short")
-        return envelope.parse(page, key=name)
+        return envelope.parse(page, key=name, protection=self._protection)
 
     def note(self, key: ChunkKey, header: envelope.Header, *, since: int) -> None:
         """A blob with this header is there. since: the ledger's mark from before it was read."""
@@ -100,7 +102,7 @@ class Presence:
     def _is_fresh(self, key: ChunkKey) -> bool:
         try:
             header = self.header(key)
-        except (CorruptBlobError, LaterVersionError):
+        except (CorruptBlobError, UnreadableBlobError):
             return False
         return header is not None and not self._expired(header)
 
@@ -122,7 +124,7 @@ class Presence:
             except LaterVersionError:
                 self._ledger.note(key, Fidelity.LATER, since=since)
                 continue
-            except CorruptBlobError:
+            except (CorruptBlobError, UnreadableBlobError):
                 self._ledger.note(key, Fidelity.UNREADABLE, since=since)
                 continue
             except Exception as error:

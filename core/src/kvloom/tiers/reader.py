@@ -13,6 +13,7 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import CorruptBlobError, KVLoomError, UnreadableBlobError
 from kvloom.memory import Reservation
+from kvloom.protection import Protection
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded
 from kvloom.tiers.calls import NoRoomError
@@ -35,7 +36,7 @@ class BlobReader:
 
     def __init__(
         self, layout: Layout, serializers: Sequence[Serializer], memory: MemoryTier, runtime: Runtime, *,
-        exact_only: bool, ttl: float | None,
+        exact_only: bool, ttl: float | None, protection: Protection | None = None,
     ) -> None:  # fmt: skip
         """serializers: those that blobs may be decoded with; of two of one type, the first."""
         self._layout = layout
@@ -44,6 +45,7 @@ class BlobReader:
         self._now, self._wall = runtime.now, runtime.wall
         self._exact_only = exact_only
         self._ttl = ttl
+        self._protection = protection
         self._outlines: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
 
     def read(
@@ -59,7 +61,7 @@ class BlobReader:
         _, longest = self._outline(shape, num_tokens)
         room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
         reserve = partial(self._reserve, until=until, room_by=room_by, on_wait=on_wait)
-        landing = _Landing(reserve, str(key), max_bytes=longest + _HEADER_BYTES)
+        landing = _Landing(reserve, str(key), max_bytes=longest + _HEADER_BYTES, protection=self._protection)
         try:
             if not backend.get_into(str(key), landing):
                 return None
@@ -147,8 +149,9 @@ class BlobReader:
 class _Landing:
     """Where a backend puts a blob: pool memory, verified as it fills."""
 
-    def __init__(self, reserve: _Reserve, key: str, *, max_bytes: int) -> None:
+    def __init__(self, reserve: _Reserve, key: str, *, max_bytes: int, protection: Protection | None) -> None:
         self._max_bytes = max_bytes
+        self._protection = protection
         self._reserve = reserve
         self._key = key
         self._room: Reservation | None = None
@@ -162,7 +165,7 @@ class _Landing:
         self._room = self._reserve(num_bytes)
         if self._room is None:
             raise NoRoomError(f"no room in memory for a blob of {num_bytes} bytes")
-        self._verifier = envelope.Verifier(self._room.view, key=self._key)
+        self._verifier = envelope.Verifier(self._room.view, key=self._key, protection=self._protection)
         return self._room.view
 
     def filled(self, num_bytes: int) -> None:

@@ -17,6 +17,7 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.events import EventBus
+from kvloom.protection import Protection
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.blobs import BlobWriter
@@ -55,6 +56,8 @@ class Policy:
     quota: Mapping[str, int] | None = None
     """Bytes by salt tag; `*` for the others."""
     exact_only: bool = False
+    protection: Protection | None = None
+    """Whose blobs are taken, and how they are written."""
 
     @property
     def bounded(self) -> bool:
@@ -93,7 +96,10 @@ class StoredTier(Tier):
         self.ledger = Ledger(
             runtime, capacity=policy.capacity, policy=policy.admission, ttl=policy.ttl, quota=policy.quota
         )
-        reader = BlobReader(layout, serializers, memory, runtime, exact_only=policy.exact_only, ttl=policy.ttl)
+        reader = BlobReader(
+            layout, serializers, memory, runtime, exact_only=policy.exact_only, ttl=policy.ttl,
+            protection=policy.protection,
+        )  # fmt: skip
         self.outlived = reader.outlived
         """Whether the tier has no use for KV that was first stored at a time, in seconds since the epoch."""
         self._memory = memory
@@ -115,13 +121,13 @@ class StoredTier(Tier):
         )  # fmt: skip
         self._presence = Presence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
-            expired=reader.expired, ttl=policy.ttl is not None,
+            expired=reader.expired, ttl=policy.ttl is not None, protection=policy.protection,
         )  # fmt: skip
         self.loads = Loads(
             layout, backend, reader, self._presence, self.ledger, self.calls, memory, events, runtime,
             deletes=policy.write != "never",
         )  # fmt: skip
-        self._writer = BlobWriter(backend, self.serializer, self.ledger, self.upkeep)
+        self._writer = BlobWriter(backend, self.serializer, self.ledger, self.upkeep, protection=policy.protection)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 

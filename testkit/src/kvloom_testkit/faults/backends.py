@@ -55,6 +55,9 @@ class Proxy(StorageBackend):
         meant = verb in self.verbs and (not keys or any(map(self.keys, keys)))
         return self._call(verb, keys, call) if meant else call()
 
+    def register(self, memory: memoryview) -> None:
+        self.inner.register(memory)
+
     def put(self, key: str, blob: Buffers) -> None:
         self._through("put", [key], lambda: self.inner.put(key, blob))
 
