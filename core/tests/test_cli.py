@@ -178,6 +178,7 @@ def test_config_show_is_the_whole_configuration_and_can_be_read_back(
         "write": "through",
         "capacity": "64KiB",
         "policy": "lru",
+        "remember": None,
         "protect": None,
         "deadline": 3.0,
         "label": "one",

@@ -52,7 +52,19 @@ KINDS: Mapping[str, Kind] = {
     "backend": Kind(
         "kvloom_storage_backends",
         "kvloom.contracts.storage:StorageBackend",
-        ("type", "name", "serializer", "write", "capacity", "policy", "ttl", "deadline", "quota", "protect"),
+        (
+            "type",
+            "name",
+            "serializer",
+            "write",
+            "capacity",
+            "policy",
+            "ttl",
+            "deadline",
+            "quota",
+            "remember",
+            "protect",
+        ),
     ),
     "blend retriever": Kind("kvloom_blend_retrievers", "kvloom.contracts.blend:BlendRetriever"),
     "blend executor": Kind(

@@ -116,6 +116,8 @@ class StoredBlock(Block):
     """Serve nothing that was stored longer ago."""
     quota: Quota | None = None
     """How many bytes of `capacity` one salt may hold."""
+    remember: Seconds | None = None
+    """Take for granted so long what a shared store says it has or lacks: fewer requests, answers as old as this."""
     protect: ProtectBlock | None = None
     """Take only blobs that were written with a key of ours."""
 

@@ -70,6 +70,8 @@ class TierChoice:
     """`through`, `on_evict` or `never`."""
     policy: str = "lru"
     """`lru` or `tiny_lfu`."""
+    remember: float = 0.0
+    """Seconds for which an answer about keys is taken for granted."""
     protection: Protection | None = None
     """Whose blobs it takes; None: those that nobody has signed."""
 
@@ -160,6 +162,7 @@ class _Pass:
             quota=block.quota,
             write=block.write,
             policy=block.policy,
+            remember=block.remember or 0.0,
             protection=self._protection((*at, "protect"), block.protect),
         )
 

@@ -43,6 +43,9 @@ class StorageBackend(Component):
     """Other processes that open the same store see it."""
     bounded: ClassVar[bool] = False
     """It evicts by itself."""
+    one_by_one: ClassVar[bool] = False
+    """Each key that `contains_many` is asked about costs a request. Of a chain the core then asks about as many as it
+    takes to find where it ends, `threads` at a time, and takes what lies before for present until it is read."""
     threads: ClassVar[int] = 4
     """How many reads the core should have under way at once: 1 or more, at most so many; two writes come on top."""
 

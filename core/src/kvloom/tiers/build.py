@@ -139,6 +139,7 @@ def _policy(choice: TierChoice, *, exact_only: bool) -> Policy:
     return Policy(
         capacity=choice.capacity, deadline=choice.deadline, write=choice.write, admission=choice.policy,
         ttl=choice.ttl, quota=_by_tag(choice.quota), exact_only=exact_only, protection=choice.protection,
+        remember=choice.remember,
     )  # fmt: skip
 
 

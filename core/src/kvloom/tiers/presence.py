@@ -11,8 +11,19 @@ from kvloom.memory import pages_of
 from kvloom.protection import Protection
 from kvloom.tiers.calls import Calls
 from kvloom.tiers.ledger import Fidelity, Ledger
+from kvloom.tiers.remembered import Remembered
 from kvloom.tiers.visit import Visit
 from kvloom.types import ChunkKey
+
+
+def chains(keys: Sequence[ChunkKey]) -> list[Sequence[ChunkKey]]:
+    """The keys in order, in pieces along each of which depths grow."""
+    starts = [
+        place
+        for place, key in enumerate(keys)
+        if not place or key.namespace != keys[place - 1].namespace or key.depth <= keys[place - 1].depth
+    ]
+    return [keys[start:stop] for start, stop in zip(starts, [*starts[1:], len(keys)], strict=True)]
 
 
 class Presence:
@@ -21,6 +32,7 @@ class Presence:
     def __init__(
         self, backend: StorageBackend, ledger: Ledger, calls: Calls, *, lossless: bool, exact_only: bool,
         expired: Callable[[envelope.Header], bool], ttl: bool, protection: Protection | None = None,
+        remembered: Remembered | None = None,
     ) -> None:  # fmt: skip
         """lossless: what would be written is exact. exact_only: what is lossy cannot be used. ttl: blobs may expire."""
         self._backend = backend
@@ -32,6 +44,7 @@ class Presence:
         self._expired = expired
         self._ttl = ttl
         self._protection = protection
+        self._remembered = remembered or Remembered(0.0, lambda: 0.0)
 
     def find(self, keys: Sequence[ChunkKey], visit: Visit) -> list[bool]:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
@@ -41,10 +54,14 @@ class Presence:
         if self._backend.shared or not self._ledger.complete:
             unknown = [key for key, fidelity in zip(keys, known, strict=True) if fidelity is None]
             if unknown:
-                there = self._calls.ask("contains", lambda: self._there(unknown), visit)
-                if there is None:
-                    return [False] * len(keys)
-                new = dict(zip(unknown, there, strict=True))
+                new = self._remembered.get(unknown)
+                asked = [key for key in unknown if key not in new] if new else unknown
+                if asked:
+                    there = self._calls.ask("contains", lambda: self._there(asked), visit)
+                    if there is None:
+                        return [False] * len(keys)
+                    new.update(zip(asked, there, strict=True))
+                    self._remembered.put(asked, there)
                 return [new.get(key, found in usable) for key, found in zip(keys, known, strict=True)]
         return [fidelity in usable for fidelity in known]
 
@@ -93,11 +110,32 @@ class Presence:
 
     def _there(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which keys the store has a blob for. Where blobs expire, their headers are asked: others wrote them."""
-        there = list(self._backend.contains_many([str(key) for key in keys]))
+        there = self._listed(keys)
         if self._ttl:
             for index, key in enumerate(keys):
                 there[index] = there[index] and self._is_fresh(key)
         return there
+
+    def _listed(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which keys the store has a blob for, or is taken to have: see `StorageBackend.one_by_one`."""
+        if self._backend.one_by_one:
+            return [here for chain in chains(keys) for here in self._leading(chain)]
+        return list(self._backend.contains_many([str(key) for key in keys]))
+
+    def _leading(self, chain: Sequence[ChunkKey]) -> list[bool]:
+        """How far a chain is there, as heads stay longer than tails: a few places at a time are looked at."""
+        here, gone = 0, len(chain)  # what is before `here` is there; what is from `gone` on is not
+        while here < gone:
+            parts = min(self._backend.threads, gone - here)
+            places = [here + (gone - here) * number // parts for number in range(parts)]
+            places = sorted({*places[1:], here, gone - 1})
+            found = self._backend.contains_many([str(chain[place]) for place in places])
+            for place, there in zip(places, found, strict=True):
+                if not there:
+                    gone = place
+                    break
+                here = place + 1
+        return [True] * here + [False] * (len(chain) - here)
 
     def _is_fresh(self, key: ChunkKey) -> bool:
         try:
@@ -118,7 +156,7 @@ class Presence:
         """Learn what the blobs of `keys` are from their headers; those about which the store only raised."""
         silent = set()
         since = self._ledger.mark()
-        for key, here in zip(keys, self._backend.contains_many([str(key) for key in keys]), strict=True):
+        for key, here in zip(keys, self._listed(keys), strict=True):
             try:
                 header = self.header(key) if here else None
             except LaterVersionError:

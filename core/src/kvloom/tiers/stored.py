@@ -28,6 +28,7 @@ from kvloom.tiers.loads import Loads
 from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.presence import Presence
 from kvloom.tiers.reader import BlobReader
+from kvloom.tiers.remembered import Remembered
 from kvloom.tiers.upkeep import Upkeep
 from kvloom.tiers.visit import Visit
 from kvloom.tiers.writes import Write, WriteQueue
@@ -56,6 +57,8 @@ class Policy:
     quota: Mapping[str, int] | None = None
     """Bytes by salt tag; `*` for the others."""
     exact_only: bool = False
+    remember: float = 0.0
+    """For how many seconds an answer about keys is taken for granted."""
     protection: Protection | None = None
     """Whose blobs are taken, and how they are written."""
 
@@ -122,6 +125,7 @@ class StoredTier(Tier):
         self._presence = Presence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
             expired=reader.expired, ttl=policy.ttl is not None, protection=policy.protection,
+            remembered=Remembered(policy.remember, runtime.now),
         )  # fmt: skip
         self.loads = Loads(
             layout, backend, reader, self._presence, self.ledger, self.calls, memory, events, runtime,

@@ -17,7 +17,7 @@ READS = frozenset({"get", "get_into", "get_range", "get_many"})
 WRITES = frozenset({"put", "put_many", "put_over", "create"})
 VERBS = READS | WRITES | {"contains", "contains_many", "delete", "delete_many", "scan", "touch_many", "hold"}
 
-_CAPABILITIES = ("type", "persistent", "shared", "bounded", "threads")
+_CAPABILITIES = ("type", "persistent", "shared", "bounded", "one_by_one", "threads")
 _OPTIONAL = ("scan", "create", "identity", "hold", "touch_many")
 
 
