@@ -1,0 +1,218 @@
+"""RedisBackend: one key per blob in Redis or Valkey.
+
+A server does one command at a time, so a blob is there whole or not at all, whoever dies when. Blobs go from the caller's
+buffers to the socket and from the socket to the caller's memory, without another copy in this process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+from kvloom import BackendError, Buffer, Buffers, CorruptBlobError, Entry, KVSpec, Sink, StorageBackend
+from kvloom_backend_redis import opening
+from kvloom_backend_redis.config import RedisConfig
+from kvloom_backend_redis.errors import ProtocolError, ServerError
+from kvloom_backend_redis.exchange import Exchange
+from kvloom_backend_redis.leases import Leases
+from kvloom_backend_redis.link import Link, Reply, packed
+from kvloom_backend_redis.links import Links
+from kvloom_backend_redis.topology import Cluster, Sentinels, Single, Topology
+
+_KEY = re.compile(r"[A-Za-z0-9._/-]+")
+_PATTERN = re.compile(rb"([*?\[\]\\^])")
+_PAGE = 500
+_BATCH_BLOBS = 64
+_BATCH_BYTES = 64 << 20
+
+
+class RedisBackend(StorageBackend):
+    """Keeps every blob under `prefix` and its key. Survives a fork: a child makes connections of its own."""
+
+    type: ClassVar[str] = "redis"
+    persistent: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+    bounded: ClassVar[bool] = True
+    Config = RedisConfig
+
+    def __init__(self, config: RedisConfig, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        self._settings = config
+        vars(self)["threads"] = config.threads  # one number for all instances is the contract's default
+        self._prefix = config.prefix.encode()
+        self._options = [] if config.expire is None else [b"PX", b"%d" % max(1, round(config.expire * 1000))]
+        self._links = Links(config, db=config.address.db)
+        self._sentinels = Links(config, db=0, sentinels=True)
+        self._exchange = Exchange(self._topology(), self._links)
+        self._leases = Leases(self._exchange, self._prefix)
+        try:
+            self._server = opening.opened(self._exchange, config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _topology(self) -> Topology:
+        address = self._settings.address
+        if address.kind == "cluster":
+            return Cluster(address.endpoints, self._links)
+        if address.kind == "sentinel":
+            return Sentinels(address.endpoints, address.service, self._sentinels)
+        return Single(address.endpoints[0])
+
+    def identity(self) -> str | None:
+        return self._server.identity
+
+    def check_writable(self) -> None:
+        opening.check_writable(self._exchange, self._settings)
+
+    def put(self, key: str, blob: Buffers) -> None:
+        self._exchange.one(self._name(key), self._set(key, blob), Link.answer)
+
+    def create(self, key: str, blob: Buffers) -> bool:
+        return self._exchange.one(self._name(key), self._set(key, blob, b"NX"), Link.answer) is not None
+
+    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
+        batch: list[tuple[bytes, Buffers]] = []
+        size = 0
+        try:
+            for key, blob in items:
+                parts = self._set(key, blob)
+                batch.append((self._name(key), parts))
+                size += sum(memoryview(part).nbytes for part in parts)
+                if len(batch) == _BATCH_BLOBS or size > _BATCH_BYTES:
+                    full, batch, size = batch, [], 0
+                    self._exchange.send(*zip(*full, strict=True))
+        finally:
+            if batch:  # also what came before a buffer that cannot be read
+                self._exchange.send(*zip(*batch, strict=True))
+
+    def get(self, key: str) -> Buffer | None:
+        return self._exchange.one(self._name(key), [packed(b"GET", self._name(key))], self._blob)
+
+    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
+        names = [self._name(key) for key in keys]
+        return self._exchange.fetch(names, [packed(b"GET", name) for name in names], self._blob)
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        def read(link: Link) -> bool:
+            size = self._length(link, self._server.most_bytes)
+            if size is not None:
+                link.fill(sink.reserve(size)[:size], sink.filled)
+            return size is not None
+
+        return self._exchange.one(self._name(key), [packed(b"GET", self._name(key))], read)
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        name, into = self._name(key), into.cast("B")
+        if not into:
+            return _number(self._exchange.ask(name, b"STRLEN", name)) >= max(1, offset)
+
+        def read(link: Link) -> bool:
+            size = self._length(link, len(into))
+            if size is None:
+                raise ProtocolError("no reply to GETRANGE")
+            link.fill(into[:size])
+            return size == len(into)
+
+        last = b"%d" % (offset + len(into) - 1)
+        return self._exchange.one(name, [packed(b"GETRANGE", name, b"%d" % offset, last)], read)
+
+    def contains(self, key: str) -> bool:
+        return self.contains_many([key])[0]
+
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        return [_number(count) == 1 for count in self._each(b"EXISTS", map(self._name, keys))]
+
+    def delete(self, key: str) -> None:
+        self.delete_many([key])
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        self._each(b"UNLINK", map(self._name, keys))
+
+    def touch_many(self, keys: Sequence[str]) -> None:
+        """What the server evicts first is what was used longest ago, and it sees no hit in a tier above."""
+        self._each(b"TOUCH", map(self._name, keys))
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        """When a blob was written, a server does not know."""
+        listed: set[bytes] = set()  # a server may name a key more than once
+        pattern = _PATTERN.sub(rb"\\\1", self._name(prefix)) + b"*"
+        for endpoint in self._exchange.topology.masters():
+            cursor = b"0"
+            while True:
+                request = packed(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _PAGE, b"TYPE", b"string")
+                cursor, page = _page(self._exchange.at(endpoint, request)[0])
+                new = [name for name in dict.fromkeys(page) if name not in listed and self._is_blob(name, prefix)]
+                listed.update(new)
+                for name, size in zip(new, self._each(b"STRLEN", new), strict=True):
+                    if size:  # 0: gone since
+                        yield Entry(name[len(self._prefix) :].decode(), _number(size), 0.0)
+                if cursor == b"0":
+                    break
+
+    def hold(self, name: str) -> bool:
+        return self._leases.take(name)
+
+    def close(self) -> None:
+        self._leases.close()
+        self._links.close()
+        self._sentinels.close()
+
+    # -- requests and replies ------------------------------------------------------------------------------------------
+
+    def _name(self, key: str) -> bytes:
+        return self._prefix + key.encode()
+
+    def _is_blob(self, name: bytes, prefix: str) -> bool:
+        return (
+            name.startswith(self._name(prefix))
+            and _KEY.fullmatch(name[len(self._prefix) :].decode("latin-1")) is not None
+        )
+
+    def _set(self, key: str, blob: Buffers, *options: bytes) -> Buffers:
+        """The request that keeps a blob. Raises BackendError if no server would take it."""
+        views = [memoryview(part).cast("B") for part in blob]
+        size = sum(map(len, views))
+        if size > self._server.most_bytes:
+            most = self._server.most_bytes
+            raise BackendError(f"a blob of {size} bytes, and the server takes {most}; lower chunk_tokens")
+        name, after = self._name(key), [*self._options, *options]
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(after), len(name), name, size)
+        return [head, *views, b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in after)]
+
+    def _each(self, verb: bytes, names: Iterable[bytes]) -> list[Reply]:
+        names = list(names)
+        return self._exchange.many(names, [packed(verb, name) for name in names])
+
+    def _blob(self, link: Link) -> Buffer | None:
+        size = self._length(link, self._server.most_bytes)
+        if size is None:
+            return None
+        blob = bytearray(size)
+        link.fill(memoryview(blob))
+        return blob
+
+    def _length(self, link: Link, most: int) -> int | None:
+        try:
+            return link.length(most)
+        except ServerError as error:
+            if error.word == "WRONGTYPE":
+                raise CorruptBlobError("something else than a string lies at the key") from None
+            raise
+
+
+def _number(reply: Reply) -> int:
+    if not isinstance(reply, int):
+        raise ProtocolError(f"a {type(reply).__name__} where a number was asked for")
+    return reply
+
+
+def _page(reply: Reply) -> tuple[bytes, list[bytes]]:
+    """The cursor and the keys of a page of SCAN."""
+    match reply:
+        case ServerError():
+            raise reply
+        case [bytes(cursor), list(names)] if cursor.isdigit():
+            return cursor, [name for name in names if isinstance(name, bytes)]
+    raise ProtocolError("no page of a listing")

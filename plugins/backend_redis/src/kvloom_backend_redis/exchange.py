@@ -1,0 +1,145 @@
+"""Requests to whichever server has their key: one at a time, or many in a row before the first reply is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from kvloom import Buffers
+from kvloom_backend_redis.address import Endpoint
+from kvloom_backend_redis.errors import LinkLost, ServerError
+from kvloom_backend_redis.link import Link, Reply, packed
+from kvloom_backend_redis.links import Links
+from kvloom_backend_redis.topology import Detour, Topology
+
+T = TypeVar("T")
+
+WINDOW = 512
+"""Short requests on their way at once."""
+BLOBS_AHEAD = 4
+"""Blobs that are asked for before they are read: a server keeps its replies in memory until they are."""
+_DETOURS = 2
+"""To where a slot has moved, and to where it is moving on."""
+_ASKING = packed(b"ASKING")
+
+
+class Exchange:
+    """Finds the server of each key, and goes where it is sent. Does nothing twice that may have been done.
+
+    Everything here raises ServerError for a refusal, and OSError, ProtocolError or BackendError if there is no answer.
+    """
+
+    def __init__(self, topology: Topology, links: Links) -> None:
+        self.topology = topology
+        self._links = links
+
+    def one(self, key: bytes, parts: Buffers, read: Callable[[Link], T]) -> T:
+        """Send a request and `read` its reply."""
+        return self._along(Detour(self.topology.endpoint(key), asking=False), parts, read)
+
+    def ask(self, key: bytes, *words: bytes) -> Reply:
+        """A short request and its reply."""
+        return self.one(key, [packed(*words)], Link.answer)
+
+    def at(self, endpoint: Endpoint, *requests: bytes) -> list[Reply]:
+        """The replies of one server, refusals among them as values."""
+        replies: list[Reply] = []
+        with self._link(endpoint) as link:
+            for start in range(0, len(requests), WINDOW):
+                window = requests[start : start + WINDOW]
+                link.send(b"".join(window), replies=len(window))
+                replies += [link.reply() for _ in window]
+        return replies
+
+    def many(self, keys: Sequence[bytes], requests: Sequence[bytes]) -> list[Reply]:
+        """The reply to each of short requests; raises the first refusal, when all have been read."""
+
+        def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[Reply]:
+            return self.at(endpoint, *(requests[place] for place in places))
+
+        return self._spread(keys, exchange, lambda place: [requests[place]], Link.answer)
+
+    def fetch(self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[[Link], T]) -> list[T]:
+        """As `many`, for replies that are large: `read` takes each of them."""
+
+        def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[T | ServerError]:
+            found: list[T | ServerError] = []
+            asked = 0
+            with self._link(endpoint) as link:
+                for number in range(len(places)):
+                    ahead = places[asked : number + BLOBS_AHEAD]
+                    asked += len(ahead)
+                    if ahead:
+                        link.send(b"".join([requests[place] for place in ahead]), replies=len(ahead))
+                    try:
+                        found.append(read(link))
+                    except ServerError as error:
+                        found.append(error)
+            return found
+
+        return self._spread(keys, exchange, lambda place: [requests[place]], read)
+
+    def send(self, keys: Sequence[bytes], requests: Sequence[Buffers]) -> list[Reply]:
+        """As `many`, for requests that are large."""
+
+        def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[Reply]:
+            with self._link(endpoint) as link:
+                for place in places:
+                    link.send(*requests[place])
+                return [link.reply() for _ in places]
+
+        return self._spread(keys, exchange, requests.__getitem__, Link.answer)
+
+    def _spread(
+        self, keys: Sequence[bytes], exchange: Callable[[Endpoint, Sequence[int]], Sequence[T | ServerError]],
+        request: Callable[[int], Buffers], read: Callable[[Link], T],
+    ) -> list[T]:  # fmt: skip
+        """`exchange` with each server what is about its keys; then go on, one by one, with what it has sent elsewhere.
+
+        Both get places in `keys`. Raises the first refusal, when everything else has been done.
+        """
+        places: dict[Endpoint, list[int]] = {}
+        for place, key in enumerate(keys):
+            places.setdefault(self.topology.endpoint(key), []).append(place)
+        found: dict[int, T] = {}
+        refusal: ServerError | None = None
+        for endpoint, mine in places.items():
+            for place, value in zip(mine, exchange(endpoint, mine), strict=True):
+                if not isinstance(value, ServerError):
+                    found[place] = value
+                elif (detour := self.topology.redirected(value, endpoint)) is not None:
+                    found[place] = self._along(detour, request(place), read)
+                else:
+                    refusal = refusal or value
+        if refusal is not None:
+            raise refusal
+        return [found[place] for place in range(len(keys))]
+
+    def _along(self, detour: Detour, parts: Buffers, read: Callable[[Link], T]) -> T:
+        for _ in range(_DETOURS):
+            try:
+                return self._at(detour, parts, read)
+            except ServerError as error:
+                other = self.topology.redirected(error, detour.endpoint)
+                if other is None:
+                    raise
+                detour = other
+        return self._at(detour, parts, read)
+
+    def _at(self, detour: Detour, parts: Buffers, read: Callable[[Link], T]) -> T:
+        with self._link(detour.endpoint) as link:
+            if detour.asking:
+                link.send(_ASKING)
+                link.answer()
+            link.send(*parts)
+            return read(link)
+
+    @contextlib.contextmanager
+    def _link(self, endpoint: Endpoint) -> Iterator[Link]:
+        try:
+            with self._links.link(endpoint) as link:
+                yield link
+        except LinkLost:
+            self.topology.doubt(endpoint)
+            raise

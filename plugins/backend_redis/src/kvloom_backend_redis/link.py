@@ -1,0 +1,216 @@
+"""One connection: requests out, replies in (RESP2), blobs straight into the memory that they are for."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+from collections.abc import Callable
+
+from kvloom import Buffer
+from kvloom_backend_redis.errors import ProtocolError, ServerError
+
+Reply = int | bytes | None | ServerError | list["Reply"]
+
+_BUFFER_BYTES = 16 << 10
+_LINE_BYTES = 8 << 10
+_MOST_BUFFERS = 512
+"""In one call: systems take 1024."""
+_MOST_ROWS = 1 << 20
+_DEEPEST = 8
+_MOST_TEXT = 1 << 20
+"""What is no blob: a key, a page of figures."""
+
+
+def packed(*words: bytes) -> bytes:
+    """A request."""
+    return b"".join([b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)])
+
+
+class Link:
+    """A socket on which requests and replies take turns. For one thread at a time.
+
+    Every method raises OSError if the network fails or is too slow, and ProtocolError if what comes is no reply. After
+    either the link is not `clean`: what comes next on it could be the answer to another question.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._vectored = not isinstance(connection, ssl.SSLSocket)
+        self._bytes = bytearray(_BUFFER_BYTES)
+        self._buffer = memoryview(self._bytes)
+        self._start = self._end = 0
+        self._owed = 0
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    @property
+    def clean(self) -> bool:
+        """Every reply has been read to its end, and nothing else."""
+        return self._owed == 0 and self._start == self._end
+
+    @property
+    def silent(self) -> bool:
+        """Nothing has come unasked: no late reply, and no end of the connection."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return False
+        return not self._poll.poll(0)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def send(self, *parts: Buffer, replies: int = 1) -> None:
+        """Send one or more requests, which will have so many replies."""
+        self._owed += replies
+        views = [view for view in (memoryview(part).cast("B") for part in parts) if len(view)]
+        if not self._vectored or len(views) == 1:
+            for view in views:
+                self._socket.sendall(view)
+            return
+        at = 0
+        while at < len(views):
+            sent = self._socket.sendmsg(views[at : at + _MOST_BUFFERS])
+            while at < len(views) and sent >= len(views[at]):
+                sent -= len(views[at])
+                at += 1
+            if sent:
+                views[at] = views[at][sent:]
+
+    # -- replies -------------------------------------------------------------------------------------------------------
+
+    def reply(self) -> Reply:
+        """The next reply, whatever it is; what the server refuses is a value here."""
+        value = self._value(_DEEPEST)
+        self._owed -= 1
+        return value
+
+    def answer(self) -> Reply:
+        """The next reply. Raises what the server refuses."""
+        value = self.reply()
+        if isinstance(value, ServerError):
+            raise value
+        return value
+
+    def length(self, most: int) -> int | None:
+        """The bytes of the blob that comes next, for `fill`; None if there is none. Raises ServerError.
+
+        most: the bytes of the largest blob that there can be.
+        """
+        line = self._line()
+        if line[:1] == b"-":
+            self._owed -= 1
+            raise _refusal(line)
+        if line[:1] != b"$":
+            raise ProtocolError(f"a reply that is no blob: {_quoted(line)}")
+        size = _number(line)
+        if size == -1:
+            self._owed -= 1
+            return None
+        return _size(size, most, line)
+
+    def fill(self, into: memoryview, filled: Callable[[int], None] | None = None) -> None:
+        """Read the whole blob that `length` announced. filled: told how many bytes have arrived."""
+        done = self._take(into)
+        if done and filled:
+            filled(done)
+        while done < len(into):
+            got = self._socket.recv_into(into[done:])
+            if not got:
+                raise ConnectionError("the server hung up in the middle of a blob")
+            done += got
+            if filled:
+                filled(done)
+        self._ending()
+        self._owed -= 1
+
+    def _value(self, depth: int) -> Reply:
+        line = self._line()
+        kind = line[:1]
+        if kind == b"+":
+            return line[1:]
+        if kind == b"-":
+            return _refusal(line)
+        if kind == b":":
+            return _number(line)
+        if kind == b"$":
+            size = _number(line)
+            return None if size == -1 else self._bulk(_size(size, _MOST_TEXT, line))
+        if kind == b"*" and depth:
+            size = _number(line)
+            return None if size == -1 else [self._value(depth - 1) for _ in range(_size(size, _MOST_ROWS, line))]
+        raise ProtocolError(f"no reply: {_quoted(line)}")
+
+    def _bulk(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        done = self._take(view)
+        while done < size:
+            self._receive()
+            done += self._take(view[done:])
+        self._ending()
+        return bytes(data)
+
+    def _ending(self) -> None:
+        while self._end - self._start < 2:
+            self._receive()
+        if self._buffer[self._start : self._start + 2] != b"\r\n":
+            raise ProtocolError("a reply that does not end where it should")
+        self._start += 2
+
+    def _line(self) -> bytes:
+        """Up to its end, and without it."""
+        searched = self._start
+        while True:
+            at = self._bytes.find(b"\r\n", searched, self._end)
+            if at >= 0:
+                line = bytes(self._buffer[self._start : at])
+                self._start = at + 2
+                return line
+            if self._end - self._start > _LINE_BYTES:
+                raise ProtocolError(f"no reply: {_quoted(bytes(self._buffer[self._start : self._end]))}")
+            seen = max(0, self._end - self._start - 1)  # the last byte may be the first half of an end
+            self._receive()
+            searched = self._start + seen
+
+    def _take(self, into: memoryview) -> int:
+        """What is in the buffer already."""
+        size = min(len(into), self._end - self._start)
+        into[:size] = self._buffer[self._start : self._start + size]
+        self._start += size
+        return size
+
+    def _receive(self) -> None:
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == len(self._buffer) or self._start > _BUFFER_BYTES // 2:
+            rest = bytes(self._buffer[self._start : self._end])
+            self._buffer[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        got = self._socket.recv_into(self._buffer[self._end :])
+        if not got:
+            raise ConnectionError("the server hung up")
+        self._end += got
+
+
+def _refusal(line: bytes) -> ServerError:
+    return ServerError(line[1:].decode("utf-8", "replace"))
+
+
+def _number(line: bytes) -> int:
+    digits = line[1:].removeprefix(b"-")
+    if not (digits.isdigit() and len(digits) < 20):
+        raise ProtocolError(f"no number: {_quoted(line)}")
+    return int(line[1:])
+
+
+def _size(size: int, most: int, line: bytes) -> int:
+    if not 0 <= size <= most:
+        raise ProtocolError(f"no length: {_quoted(line)}")
+    return size
+
+
+def _quoted(line: bytes) -> str:
+    """The beginning only: it could be somebody's KV."""
+    return repr(line[:16])

@@ -1,0 +1,135 @@
+"""Connections that wait to be used again, by server; and how new ones are made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+from redis.retry import Retry
+
+from kvloom_backend_redis.address import Endpoint
+from kvloom_backend_redis.config import RedisConfig, shown
+from kvloom_backend_redis.errors import ServerError, Unreachable
+from kvloom_backend_redis.link import Link
+
+_REFUSED = (exceptions.AuthenticationError, exceptions.ResponseError)
+
+
+class Links:
+    """Connections to any number of servers with one login. Those from before a fork are the parent's.
+
+    Without a lock, which a child could inherit locked: lists and dictionaries change in one step each.
+    """
+
+    def __init__(self, config: RedisConfig, *, db: int, sentinels: bool = False) -> None:
+        self._config = config
+        self._db = db
+        self._username = config.sentinel_username if sentinels else config.username
+        self._password = config.sentinel_password if sentinels else config.password
+        self._most_idle = config.threads + 8
+        self._idle: dict[Endpoint, list[Link]] = {}
+        self._pid = os.getpid()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def link(self, endpoint: Endpoint) -> Iterator[Link]:
+        """A connection for one exchange; it is kept for the next one only if it ends `clean`.
+
+        Raises Unreachable, or ServerError where the server lets nobody in.
+        """
+        link = self._waiting(endpoint) or self._connected(endpoint)
+        pid = self._pid
+        try:
+            yield link
+        finally:
+            idle = self._idle.setdefault(endpoint, [])
+            if link.clean and not self._closed and pid == os.getpid() and len(idle) < self._most_idle:
+                idle.append(link)
+            else:
+                link.close()
+
+    def drop(self, endpoint: Endpoint) -> None:
+        """Close those that wait: the server is gone, or was."""
+        idle = self._idle.get(endpoint, [])
+        while True:
+            try:
+                idle.pop().close()
+            except IndexError:
+                return
+
+    def close(self) -> None:
+        self._closed = True
+        for endpoint in tuple(self._idle):
+            self.drop(endpoint)
+
+    def _waiting(self, endpoint: Endpoint) -> Link | None:
+        if self._pid != os.getpid():
+            inherited, self._idle = self._idle, {}
+            self._pid = os.getpid()
+            for links in inherited.values():
+                for link in links:
+                    link.close()  # this process's copy of the descriptor: nothing is said to the server
+        idle = self._idle.get(endpoint)
+        while idle:
+            try:
+                link = idle.pop()
+            except IndexError:
+                return None
+            if link.silent:
+                return link
+            link.close()  # the server hung up meanwhile, or says something that nobody asked for
+        return None
+
+    def _connected(self, endpoint: Endpoint) -> Link:
+        dialled = self._dialled(endpoint)
+        try:
+            dialled.connect()
+        except _REFUSED as error:
+            raise ServerError(str(error)) from None
+        except (exceptions.RedisError, OSError) as error:
+            raise Unreachable(f"no connection to {endpoint}: {error}") from None
+        taken = _taken(dialled)
+        taken.settimeout(self._config.timeout)
+        return Link(taken)
+
+    def _dialled(self, endpoint: Endpoint) -> AbstractConnection:
+        config = self._config
+        settings: dict[str, Any] = {
+            "db": self._db,
+            "username": self._username,
+            "password": shown(self._password),
+            "socket_timeout": config.connect_timeout,
+            "socket_connect_timeout": config.connect_timeout,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,  # nothing comes unasked
+            "driver_info": None,  # a user may not be allowed to say it
+        }
+        if not endpoint.port:
+            return UnixDomainSocketConnection(path=endpoint.host, **settings)
+        if not config.address.tls:
+            return Connection(host=endpoint.host, port=endpoint.port, **settings)
+        return SSLConnection(
+            host=endpoint.host, port=endpoint.port,
+            ssl_cert_reqs="required" if config.tls_verify else "none", ssl_check_hostname=config.tls_verify,
+            ssl_ca_certs=_text(config.tls_ca), ssl_certfile=_text(config.tls_cert), ssl_keyfile=_text(config.tls_key),
+            **settings,
+        )  # fmt: skip
+
+
+def _taken(dialled: AbstractConnection) -> socket.socket:
+    """The socket of a connection that is logged in; redis-py would close it along with its own object."""
+    taken: socket.socket | None = dialled._sock
+    if taken is None:
+        raise Unreachable("the connection was lost as soon as it was there")
+    dialled._sock = None
+    return taken
+
+
+def _text(path: object) -> str | None:
+    return None if path is None else str(path)

@@ -1,0 +1,193 @@
+"""Which server has a key: the only one, the one that the Sentinels name, or the one of its slot in a cluster."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from redis.crc import key_slot
+
+from kvloom import BackendError
+from kvloom_backend_redis.address import Endpoint
+from kvloom_backend_redis.errors import LinkLost, ProtocolError, ServerError, Unreachable
+from kvloom_backend_redis.link import Reply, packed
+from kvloom_backend_redis.links import Links
+
+SLOTS = 16384
+_FRESH_SECONDS = 0.5
+"""Who serves what is not asked again sooner, except where a server says that it has changed."""
+
+
+class Detour(NamedTuple):
+    """Where else to ask."""
+
+    endpoint: Endpoint
+    asking: bool
+    """It has the key on loan: a slot is being moved."""
+
+
+class Topology(ABC):
+    """Which servers there are. Several threads may use it at once: what it knows is replaced as a whole."""
+
+    @abstractmethod
+    def endpoint(self, key: bytes) -> Endpoint:
+        """Who serves a key. Raises BackendError if nobody does, or nobody can be asked."""
+
+    @abstractmethod
+    def masters(self) -> Sequence[Endpoint]:
+        """All that serve keys."""
+
+    def redirected(self, error: ServerError, from_: Endpoint) -> Detour | None:
+        """Where to ask instead, if the server meant that."""
+        return None
+
+    def doubt(self, endpoint: Endpoint) -> None:
+        """A connection was lost: it may be another server's turn by now."""
+
+    def store_id(self) -> str | None:
+        """Which cluster this is, if it can be told here."""
+        return None
+
+
+class Single(Topology):
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def endpoint(self, key: bytes) -> Endpoint:
+        return self._endpoint
+
+    def masters(self) -> Sequence[Endpoint]:
+        return [self._endpoint]
+
+
+class Sentinels(Topology):
+    """The master of one service, as the first Sentinel says that answers."""
+
+    def __init__(self, sentinels: Sequence[Endpoint], service: str, links: Links) -> None:
+        self._sentinels = tuple(sentinels)
+        self._service = service
+        self._links = links
+        self._master: Endpoint | None = None
+
+    def endpoint(self, key: bytes) -> Endpoint:
+        master = self._master
+        if master is None:
+            master = self._master = self._asked()
+        return master
+
+    def masters(self) -> Sequence[Endpoint]:
+        return [self.endpoint(b"")]
+
+    def redirected(self, error: ServerError, from_: Endpoint) -> Detour | None:
+        if error.word != "READONLY":
+            return None
+        self._master = None  # it was demoted
+        other = self.endpoint(b"")
+        return None if other == from_ else Detour(other, asking=False)
+
+    def doubt(self, endpoint: Endpoint) -> None:
+        if self._master == endpoint:
+            self._master = None
+
+    def _asked(self) -> Endpoint:
+        request = packed(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
+        answered, address = _first_answer(self._links, self._sentinels, request)
+        if address is None:
+            raise BackendError(f"the Sentinels know no service {self._service!r}")
+        return _endpoint(address, answered)
+
+
+class Cluster(Topology):
+    """Nodes that serve 16384 slots between them."""
+
+    def __init__(self, seeds: Sequence[Endpoint], links: Links) -> None:
+        self._seeds = tuple(seeds)
+        self._links = links
+        self._nodes: tuple[Endpoint, ...] = ()
+        self._slots: tuple[Endpoint | None, ...] = ()
+        """Empty: to be asked for."""
+        self._ids: tuple[str, ...] = ()
+        self._asked_at = 0.0
+
+    def endpoint(self, key: bytes) -> Endpoint:
+        slot = key_slot(key)
+        found = self._table()[slot]
+        if found is None:
+            self.doubt(self._seeds[0])
+            raise BackendError(f"no node of the cluster serves slot {slot}")
+        return found
+
+    def masters(self) -> Sequence[Endpoint]:
+        self._table()
+        return self._nodes
+
+    def redirected(self, error: ServerError, from_: Endpoint) -> Detour | None:
+        if error.word not in ("MOVED", "ASK"):
+            return None
+        host, _, port = error.rest.rpartition(" ")[2].rpartition(":")
+        if not (port.isascii() and port.isdigit()):
+            raise ProtocolError("a redirection that names no server")
+        if error.word == "MOVED":
+            self._slots = ()  # where one slot has moved, more may have
+        return Detour(Endpoint(host.strip("[]") or from_.host, int(port)), asking=error.word == "ASK")
+
+    def doubt(self, endpoint: Endpoint) -> None:
+        if time.monotonic() - self._asked_at > _FRESH_SECONDS:
+            self._slots = ()
+
+    def store_id(self) -> str | None:
+        self._table()
+        return min(self._ids, default=None)
+
+    def _table(self) -> tuple[Endpoint | None, ...]:
+        slots = self._slots
+        if not slots:
+            self._asked_at = time.monotonic()
+            known = tuple(dict.fromkeys([*self._nodes, *self._seeds]))
+            answered, rows = _first_answer(self._links, known, packed(b"CLUSTER", b"SLOTS"))
+            slots, self._nodes, self._ids = _table_of(rows, answered)
+            self._slots = slots
+        return slots
+
+
+def _table_of(
+    rows: Reply, answered: Endpoint
+) -> tuple[tuple[Endpoint | None, ...], tuple[Endpoint, ...], tuple[str, ...]]:
+    """Who serves each slot; all of them; and their ids. answered: whose table it is, who may leave out its own name."""
+    slots: list[Endpoint | None] = [None] * SLOTS
+    ids = set()
+    if not isinstance(rows, list):
+        raise ProtocolError("no table of slots")
+    for row in rows:
+        match row:
+            case [int(first), int(last), [_, int(), *more] as master, *_] if 0 <= first <= last < SLOTS:
+                slots[first : last + 1] = [_endpoint(master, answered)] * (last + 1 - first)
+                ids.update(str(one) for one in more[:1] if isinstance(one, bytes))
+            case _:
+                raise ProtocolError("no table of slots")
+    return tuple(slots), tuple(sorted({one for one in slots if one is not None})), tuple(ids)
+
+
+def _endpoint(row: Reply, answered: Endpoint) -> Endpoint:
+    match row:
+        case [bytes(host), int() | bytes() as port, *_] if host not in (b"", b"?"):
+            return Endpoint(host.decode(), int(port))
+        case [None | b"" | b"?", int() | bytes() as port, *_]:
+            return Endpoint(answered.host, int(port))
+    raise ProtocolError("no address of a server")
+
+
+def _first_answer(links: Links, endpoints: Sequence[Endpoint], request: bytes) -> tuple[Endpoint, Reply]:
+    """Of the first server that answers, and which one that is. Raises what the last one did if none does."""
+    failed: Exception = Unreachable("there is no server to ask")
+    for endpoint in endpoints:
+        try:
+            with links.link(endpoint) as link:
+                link.send(request)
+                return endpoint, link.answer()
+        except (*LinkLost, ServerError) as error:
+            links.drop(endpoint)
+            failed = error
+    raise failed
