@@ -1,4 +1,4 @@
-"""Real servers. `make test-servers` runs what is here."""
+"""Real servers, one of each kind for all tests of a module, which leave it as it was."""
 
 from __future__ import annotations
 
@@ -8,16 +8,35 @@ from typing import Any
 import pytest
 
 from kvloom_backend_redis.backend import RedisBackend
-from kvloom_backend_redis.testing import RedisServer
+from kvloom_backend_redis.testing import RedisCluster, RedisServer, certificates
 
+ROOM = {"maxmemory": "256mb", "maxmemory_policy": "allkeys-lru"}
 Open = Callable[..., RedisBackend]
+Tally = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RedisServer]:
-    """One that the tests of a module share, and leave as it was."""
-    with RedisServer(maxmemory="512mb", maxmemory_policy="allkeys-lru") as server:
+    with RedisServer(**ROOM) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def unix_server() -> Iterator[RedisServer]:
+    with RedisServer(unix=True, **ROOM) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tls_server() -> Iterator[RedisServer]:
+    with certificates() as signed, RedisServer(tls=signed, **ROOM) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisCluster]:
+    with RedisCluster(**ROOM) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -31,3 +50,15 @@ def open_backend() -> Iterator[Open]:
     yield open_backend
     for backend in opened:
         backend.close()
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Tally:
+    """Call it with the counts of what was done: `tally(reads=1)`."""
+    test = request.function.__name__
+
+    def add(**counts: int) -> None:
+        for name, number in counts.items():
+            request.node.user_properties.append(("counted", (f"{test}: {name.replace('_', ' ')}", number)))
+
+    return add

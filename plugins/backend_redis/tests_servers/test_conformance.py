@@ -1,4 +1,4 @@
-"""The Redis backend meets the requirements of storage backends, on every kind of server."""
+"""The Redis backend meets the requirements of storage backends, on one server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisServer
 from kvloom_testkit import BackendConformance
 
+Make = Callable[[], StorageBackend]
+
 
 class Raw:
+    """Round the backend, by redis-py."""
+
     def __init__(self, server: RedisServer) -> None:
         self._client = server.client()
 
@@ -22,14 +26,25 @@ class Raw:
     def set(self, key: str, blob: bytes) -> None:
         self._client.set(f"kvloom:{key}", blob)
 
+    def close(self) -> None:
+        self._client.close()
+
 
 class TestTcp(BackendConformance):
     @pytest.fixture
-    def make(self, server: RedisServer) -> Callable[[], StorageBackend]:
+    def make(self, server: RedisServer) -> Make:
         return lambda: RedisBackend(RedisBackend.Config(url=server.url))
 
     @pytest.fixture
     def raw(self, server: RedisServer) -> Iterator[Raw]:
         raw = Raw(server)
         yield raw
-        raw._client.close()
+        raw.close()
+
+
+class TestUnixSocket(BackendConformance):
+    @pytest.fixture
+    def make(self, unix_server: RedisServer) -> Make:
+        """Beside others in the server, and with every setting."""
+        settings = {"prefix": "team/a:", "expire": "1h", "threads": 2}
+        return lambda: RedisBackend(RedisBackend.Config(url=f"{unix_server.url}?db=3", **settings))

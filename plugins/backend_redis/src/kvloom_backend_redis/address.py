@@ -56,8 +56,8 @@ def parse(url: str) -> Address:
     """Raises ValueError with what to write instead; the message holds nothing of the URL but its scheme."""
     try:
         parts = urlsplit(url.strip())
-    except ValueError as error:
-        raise ValueError(f"is no URL ({error}); write {_FORMS['single']}") from None
+    except ValueError:
+        raise ValueError(f"is no URL; write {_FORMS['single']}") from None
     if parts.scheme not in _SCHEMES or "://" not in url:
         said = f"does not know the scheme {parts.scheme!r}" if "://" in url else "has no scheme"
         raise ValueError(f"{said}; write one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")

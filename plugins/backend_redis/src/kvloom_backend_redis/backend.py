@@ -1,7 +1,7 @@
 """RedisBackend: one key per blob in Redis or Valkey.
 
-A server does one command at a time, so a blob is there whole or not at all, whoever dies when. Blobs go from the caller's
-buffers to the socket and from the socket to the caller's memory, without another copy in this process.
+A server does one command at a time, so a blob is there whole or not at all, whoever dies when. Blobs go from the
+caller's buffers to the socket and from the socket to the caller's memory, without another copy in this process.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kvloom_backend_redis.exchange import Exchange
 
 logger = logging.getLogger("kvloom.backend_redis")
 
-LEASE_SECONDS = 8.0
+LEASE_SECONDS = 6.0
 """How long a right outlives its holder: less than the ten seconds that the contract allows."""
 RENEW_SECONDS = 2.0
 _CLOSE_SECONDS = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 from collections.abc import Callable
 
 from kvloom import Buffer
@@ -16,6 +17,10 @@ _BUFFER_BYTES = 16 << 10
 _LINE_BYTES = 8 << 10
 _MOST_BUFFERS = 512
 """In one call: systems take 1024."""
+_FIRST_BYTES = 32
+"""Of a reply that is a blob: a line that says how long it is, and little of what is to go to its own memory."""
+_PIECE_BYTES = 1 << 20
+"""Of a blob, from one call to the next: what is still in the processor's cache when it is verified."""
 _MOST_ROWS = 1 << 20
 _DEEPEST = 8
 _MOST_TEXT = 1 << 20
@@ -34,9 +39,17 @@ class Link:
     either the link is not `clean`: what comes next on it could be the answer to another question.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, timeout: float) -> None:
+        """timeout: seconds without a byte after which OSError is raised."""
         self._socket = connection
         self._vectored = not isinstance(connection, ssl.SSLSocket)
+        if self._vectored:
+            # The system's own timeouts: with Python's there is another system call before every one of these.
+            connection.settimeout(None)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout))
+        else:
+            connection.settimeout(timeout)
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
@@ -65,13 +78,16 @@ class Link:
         """Send one or more requests, which will have so many replies."""
         self._owed += replies
         views = [view for view in (memoryview(part).cast("B") for part in parts) if len(view)]
-        if not self._vectored or len(views) == 1:
+        if not self._vectored:
             for view in views:
                 self._socket.sendall(view)
             return
         at = 0
         while at < len(views):
-            sent = self._socket.sendmsg(views[at : at + _MOST_BUFFERS])
+            try:
+                sent = self._socket.sendmsg(views[at : at + _MOST_BUFFERS])
+            except BlockingIOError:
+                raise TimeoutError("the server has taken nothing for too long") from None
             while at < len(views) and sent >= len(views[at]):
                 sent -= len(views[at])
                 at += 1
@@ -98,7 +114,7 @@ class Link:
 
         most: the bytes of the largest blob that there can be.
         """
-        line = self._line()
+        line = self._line(_FIRST_BYTES)
         if line[:1] == b"-":
             self._owed -= 1
             raise _refusal(line)
@@ -116,10 +132,7 @@ class Link:
         if done and filled:
             filled(done)
         while done < len(into):
-            got = self._socket.recv_into(into[done:])
-            if not got:
-                raise ConnectionError("the server hung up in the middle of a blob")
-            done += got
+            done += self._received(into[done : done + _PIECE_BYTES])
             if filled:
                 filled(done)
         self._ending()
@@ -155,12 +168,12 @@ class Link:
     def _ending(self) -> None:
         while self._end - self._start < 2:
             self._receive()
-        if self._buffer[self._start : self._start + 2] != b"\r\n":
+        if self._buffer[self._start : self._start + 2].tobytes() != b"\r\n":
             raise ProtocolError("a reply that does not end where it should")
         self._start += 2
 
-    def _line(self) -> bytes:
-        """Up to its end, and without it."""
+    def _line(self, ahead: int = _BUFFER_BYTES) -> bytes:
+        """Up to its end, and without it. ahead: read no more bytes at once, as they belong elsewhere."""
         searched = self._start
         while True:
             at = self._bytes.find(b"\r\n", searched, self._end)
@@ -171,7 +184,7 @@ class Link:
             if self._end - self._start > _LINE_BYTES:
                 raise ProtocolError(f"no reply: {_quoted(bytes(self._buffer[self._start : self._end]))}")
             seen = max(0, self._end - self._start - 1)  # the last byte may be the first half of an end
-            self._receive()
+            self._receive(ahead)
             searched = self._start + seen
 
     def _take(self, into: memoryview) -> int:
@@ -181,17 +194,28 @@ class Link:
         self._start += size
         return size
 
-    def _receive(self) -> None:
+    def _receive(self, most: int = _BUFFER_BYTES) -> None:
         if self._start == self._end:
             self._start = self._end = 0
         elif self._end == len(self._buffer) or self._start > _BUFFER_BYTES // 2:
             rest = bytes(self._buffer[self._start : self._end])
             self._buffer[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
-        got = self._socket.recv_into(self._buffer[self._end :])
+        self._end += self._received(self._buffer[self._end : self._end + most], 0)
+
+    def _received(self, into: memoryview, flags: int = socket.MSG_WAITALL) -> int:
+        try:
+            got = self._socket.recv_into(into, 0, flags if self._vectored else 0)
+        except BlockingIOError:
+            raise TimeoutError("the server has sent nothing for too long") from None
         if not got:
             raise ConnectionError("the server hung up")
-        self._end += got
+        return got
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return struct.pack("ll", whole, max(1, int((seconds - whole) * 1e6)))
 
 
 def _refusal(line: bytes) -> ServerError:

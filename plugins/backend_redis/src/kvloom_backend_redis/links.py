@@ -10,7 +10,7 @@ from typing import Any
 
 from redis import exceptions
 from redis.backoff import NoBackoff
-from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 
 from kvloom_backend_redis.address import Endpoint
@@ -94,11 +94,9 @@ class Links:
             raise ServerError(str(error)) from None
         except (exceptions.RedisError, OSError) as error:
             raise Unreachable(f"no connection to {endpoint}: {error}") from None
-        taken = _taken(dialled)
-        taken.settimeout(self._config.timeout)
-        return Link(taken)
+        return Link(_taken(dialled), timeout=self._config.timeout)
 
-    def _dialled(self, endpoint: Endpoint) -> AbstractConnection:
+    def _dialled(self, endpoint: Endpoint) -> Any:  # redis-py leaves these untyped
         config = self._config
         settings: dict[str, Any] = {
             "db": self._db,
@@ -110,19 +108,24 @@ class Links:
             "protocol": 2,  # nothing comes unasked
             "driver_info": None,  # a user may not be allowed to say it
         }
+        kind: Any = Connection
         if not endpoint.port:
-            return UnixDomainSocketConnection(path=endpoint.host, **settings)
-        if not config.address.tls:
-            return Connection(host=endpoint.host, port=endpoint.port, **settings)
-        return SSLConnection(
-            host=endpoint.host, port=endpoint.port,
-            ssl_cert_reqs="required" if config.tls_verify else "none", ssl_check_hostname=config.tls_verify,
-            ssl_ca_certs=_text(config.tls_ca), ssl_certfile=_text(config.tls_cert), ssl_keyfile=_text(config.tls_key),
-            **settings,
-        )  # fmt: skip
+            kind, settings["path"] = UnixDomainSocketConnection, endpoint.host
+        else:
+            settings |= {"host": endpoint.host, "port": endpoint.port}
+        if config.address.tls:
+            kind = SSLConnection
+            settings |= {
+                "ssl_cert_reqs": "required" if config.tls_verify else "none",
+                "ssl_check_hostname": config.tls_verify,
+                "ssl_ca_certs": _text(config.tls_ca),
+                "ssl_certfile": _text(config.tls_cert),
+                "ssl_keyfile": _text(config.tls_key),
+            }
+        return kind(**settings)
 
 
-def _taken(dialled: AbstractConnection) -> socket.socket:
+def _taken(dialled: Any) -> socket.socket:
     """The socket of a connection that is logged in; redis-py would close it along with its own object."""
     taken: socket.socket | None = dialled._sock
     if taken is None:

@@ -53,13 +53,11 @@ def until(true: Callable[[], Any], what: str, seconds: float = START_SECONDS) ->
 
 
 class RedisServer:
-    """A `redis-server`. settings: of redis.conf, with `_` for `-`; they come on top of what keeps it small and quick."""
+    """A `redis-server`. settings: of redis.conf, with `_` for `-`, on top of what keeps it small and quick."""
 
     program = "redis-server"
 
-    def __init__(
-        self, *, port: int = 0, tls: Certificates | None = None, unix: bool = False, **settings: object
-    ) -> None:
+    def __init__(self, *, port: int = 0, tls: Certificates | None = None, unix: bool = False, **settings: Any) -> None:
         self.host = "127.0.0.1"
         self.port = port or free_port()
         self.directory = Path(tempfile.mkdtemp(prefix="kvloom-redis-"))
@@ -88,7 +86,7 @@ class RedisServer:
         """redis-py, to look and to set things round the backend."""
         if self.tls is not None:
             settings |= {"ssl": True, "ssl_ca_certs": str(self.tls.ca)}
-        password = self._settings.get("requirepass")
+        password: Any = self._settings.get("requirepass")
         return Redis(host=self.host, port=self.port, password=password, socket_timeout=5, protocol=2, **settings)
 
     def __enter__(self) -> RedisServer:
@@ -174,7 +172,7 @@ class RedisSentinel(RedisServer):
 class RedisCluster:
     """Masters that share all slots evenly."""
 
-    def __init__(self, masters: int = 3, **settings: object) -> None:
+    def __init__(self, masters: int = 3, **settings: Any) -> None:
         self.nodes = [
             RedisServer(cluster_enabled="yes", cluster_node_timeout=1000, cluster_port=free_port(), **settings)
             for _ in range(masters)

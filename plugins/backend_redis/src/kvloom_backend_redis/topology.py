@@ -157,7 +157,7 @@ def _table_of(
 ) -> tuple[tuple[Endpoint | None, ...], tuple[Endpoint, ...], tuple[str, ...]]:
     """Who serves each slot; all of them; and their ids. answered: whose table it is, who may leave out its own name."""
     slots: list[Endpoint | None] = [None] * SLOTS
-    ids = set()
+    ids: set[str] = set()
     if not isinstance(rows, list):
         raise ProtocolError("no table of slots")
     for row in rows:

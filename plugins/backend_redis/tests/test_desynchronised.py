@@ -1,0 +1,157 @@
+"""Whatever happens to replies on their way, no key ever gets what belongs to another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom import BackendError, ConfigError
+from kvloom_backend_redis.backend import RedisBackend
+
+KEYS = ["a", "b/c", "d", "e"]
+SIZES = (1, 9, 700, 40_000)
+KINDS = ("none", "stall", "cut", "lose", "add", "flip", "dribble")
+TIMEOUT_SECONDS = 0.03
+
+
+def blob_of(key: str) -> bytes:
+    """Tells by every byte whose it is; and a flipped bit makes it nobody's."""
+    number = KEYS.index(key)
+    return bytes([0x80 | 0x11 * (number + 1)]) * SIZES[number]
+
+
+class Memory:
+    def reserve(self, num_bytes: int) -> memoryview:
+        self.view = memoryview(bytearray(num_bytes))
+        return self.view
+
+    def filled(self, num_bytes: int) -> None:
+        pass
+
+
+def is_anothers(key: str, blob: Any) -> bool:
+    marks = {blob_of(other)[0] for other in KEYS if other != key}
+    return len(blob) != SIZES[KEYS.index(key)] or len(marks.intersection(bytes(blob))) > 0
+
+
+@pytest.fixture(scope="module")
+def opened(scripted_server: Any) -> Iterator[tuple[Any, RedisBackend]]:
+    server = scripted_server()
+    server.blobs.update({b"kvloom:" + key.encode(): blob_of(key) for key in KEYS})
+    url = f"redis://127.0.0.1:{server.port}"
+    backend = RedisBackend(RedisBackend.Config(url=url, timeout=TIMEOUT_SECONDS))
+    yield server, backend
+    backend.close()
+    server.close()
+
+
+def read(backend: RedisBackend, verb: str, keys: list[str]) -> dict[str, Any]:
+    """What came, by key."""
+    if verb == "get_many":
+        return dict(zip(keys, backend.get_many(keys), strict=True))
+    if verb == "get":
+        return {key: backend.get(key) for key in keys[:1]}
+    if verb == "get_into":
+        memory = Memory()
+        return {key: memory.view if backend.get_into(key, memory) else None for key in keys[:1]}
+    into = memoryview(bytearray(SIZES[KEYS.index(keys[0])]))
+    return {keys[0]: into if backend.get_range(keys[0], 0, into) else None}
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_reply_is_taken_for_anothers(opened: tuple[Any, RedisBackend], fault: Callable[..., Any], data: Any) -> None:
+    spoil_and_read(*opened, fault, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(data=st.data())
+def test_no_reply_of_many_is_taken_for_anothers(
+    opened: tuple[Any, RedisBackend], fault: Callable[..., Any], data: Any
+) -> None:
+    spoil_and_read(*opened, fault, data)
+
+
+def spoil_and_read(server: Any, backend: RedisBackend, fault: Callable[..., Any], data: Any) -> None:
+    faults = st.builds(
+        fault, st.sampled_from(KINDS), st.one_of(st.integers(0, 20), st.integers(0, 41_000)), st.integers(1, 30)
+    )
+    server.faults[:] = data.draw(st.lists(faults, max_size=6))
+    verbs = st.sampled_from(["get", "get_into", "get_many", "get_range"])
+    for verb, keys in data.draw(st.lists(st.tuples(verbs, st.permutations(KEYS)), min_size=2, max_size=5)):
+        began = time.monotonic()
+        try:
+            found = read(backend, verb, keys)
+        except (BackendError, OSError):
+            found = {}
+        assert time.monotonic() - began < 10
+        for key, blob in found.items():
+            assert blob is None or not is_anothers(key, blob), f"{verb} of {key!r}"
+    server.faults.clear()
+    assert backend.get_many(KEYS) == [blob_of(key) for key in KEYS], "once all is well"
+
+
+def test_a_reply_that_comes_late_is_nobodys(opened: tuple[Any, RedisBackend], fault: Callable[..., Any]) -> None:
+    server, backend = opened
+    for at in (0, 3, 20, 39_999, 40_008):
+        server.faults[:] = [fault("stall", at)]
+        with pytest.raises(TimeoutError):
+            backend.get("e")
+        assert backend.get("a") == blob_of("a")
+        time.sleep(0.15)  # the rest of it has come by now
+        assert backend.get("b/c") == blob_of("b/c")
+
+
+def test_a_connection_that_the_server_closed_is_not_used_again(opened: tuple[Any, RedisBackend]) -> None:
+    server, backend = opened
+    assert backend.get("a") == blob_of("a")
+    server.hang_up()
+    time.sleep(0.05)
+    assert backend.get("a") == blob_of("a")
+
+
+def test_many_replies_of_which_one_is_a_refusal(scripted: Any) -> None:
+    """All of them are read: what comes next is the answer to what is asked next."""
+    backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
+    scripted.replies[b"UNLINK"] = b"-READONLY You can't write against a read only replica.\r\n"
+    with pytest.raises(BackendError, match="READONLY"):
+        backend.delete_many(KEYS)
+    scripted.blobs[b"kvloom:a"] = b"blob"
+    assert backend.contains_many(["a", "b"]) == [True, False] and backend.get("a") == b"blob"
+    assert len(scripted.connections) == 1
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "problem"),
+    [
+        (b"-ERR unknown command `HELLO`, with args beginning with: \r\n", "older than Redis 6"),
+        (
+            b"*4\r\n$6\r\nserver\r\n$5\r\nredis\r\n$7\r\nversion\r\n$6\r\n5.0.14\r\n",
+            "is version 5.0.14; kvloom needs 6.0",
+        ),
+        (
+            b"*4\r\n$4\r\nmode\r\n$8\r\nsentinel\r\n$7\r\nversion\r\n$5\r\n7.0.0\r\n",
+            "is a Sentinel; write redis.sentinel",
+        ),
+        (b"*4\r\n$4\r\nmode\r\n$7\r\ncluster\r\n$7\r\nversion\r\n$5\r\n7.0.0\r\n", "of a cluster; write redis.cluster"),
+        (b"-NOAUTH Authentication required.\r\n", "set `password:"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "no answer from the server: no reply: b'HTTP/1.1"),
+        (b"-LOADING Redis is loading the dataset in memory\r\n", "start when it has"),
+    ],
+)
+def test_servers_that_are_not_what_the_url_says(scripted: Any, hello: bytes, problem: str) -> None:
+    scripted.hello = hello
+    with pytest.raises(ConfigError, match=problem):
+        RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
+
+
+def test_a_later_version_is_fine(scripted: Any) -> None:
+    scripted.hello = b"*4\r\n$6\r\nserver\r\n$6\r\nvalkey\r\n$7\r\nversion\r\n$5\r\n8.1.0\r\n"
+    RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}")).close()
