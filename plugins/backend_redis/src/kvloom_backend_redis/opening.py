@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvloom import BackendError, ConfigError
 from kvloom_backend_redis.address import Address, Endpoint
 from kvloom_backend_redis.config import RedisConfig
-from kvloom_backend_redis.errors import ServerError, Unreachable
+from kvloom_backend_redis.errors import LinkLost, ServerError, Unreachable
 from kvloom_backend_redis.exchange import Exchange
 from kvloom_backend_redis.link import Reply, packed
 
@@ -159,9 +159,11 @@ def _refused(error: ServerError, address: Address) -> ConfigError:
 
 
 def _unreached(error: Exception, address: Address) -> str:
-    text = str(error) or type(error).__name__
+    if not isinstance(error, LinkLost):
+        return str(error)
     if address.tls:
         hint = "if it does not speak TLS write redis://; `tls_ca` names the certificates that are trusted"
     else:
         hint = "is it running? If it speaks TLS, write rediss://"
-    return f"{text if isinstance(error, Unreachable) else f'no answer from the server: {text}'}; {hint}"
+    said = str(error) or type(error).__name__
+    return f"{said if isinstance(error, Unreachable) else f'no answer from the server: {said}'}; {hint}"

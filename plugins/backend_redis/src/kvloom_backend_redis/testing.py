@@ -57,13 +57,16 @@ class RedisServer:
 
     program = "redis-server"
 
-    def __init__(self, *, port: int = 0, tls: Certificates | None = None, unix: bool = False, **settings: Any) -> None:
-        self.host = "127.0.0.1"
+    def __init__(
+        self, *, host: str = "127.0.0.1", port: int = 0, tls: Certificates | None = None, unix: bool = False,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        self.host = host
         self.port = port or free_port()
         self.directory = Path(tempfile.mkdtemp(prefix="kvloom-redis-"))
         self.tls = tls
         self.socket = self.directory / "redis.sock" if unix else None
-        self._settings: dict[str, object] = {"save": '""', "appendonly": "no", "bind": self.host, **self._ports()}
+        self._settings: dict[str, object] = {"save": '""', "appendonly": "no", "bind": "127.0.0.1", **self._ports()}
         self._settings |= {name.replace("_", "-"): value for name, value in settings.items()}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -85,7 +88,9 @@ class RedisServer:
     def client(self, **settings: Any) -> Redis:
         """redis-py, to look and to set things round the backend."""
         if self.tls is not None:
-            settings |= {"ssl": True, "ssl_ca_certs": str(self.tls.ca)}
+            tls = self.tls
+            settings |= {"ssl": True, "ssl_ca_certs": str(tls.ca)}
+            settings |= {"ssl_certfile": str(tls.cert), "ssl_keyfile": str(tls.key)}
         password: Any = self._settings.get("requirepass")
         return Redis(host=self.host, port=self.port, password=password, socket_timeout=5, protocol=2, **settings)
 
@@ -239,13 +244,13 @@ class RedisCluster:
 
 
 class Certificates:
-    """An authority of its own in `directory`, and a certificate of 127.0.0.1 and localhost that it has signed."""
+    """An authority of its own in `directory`, and a certificate for `names` that it has signed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, names: str) -> None:
         self.ca, self.cert, self.key = (directory / name for name in ("ca.crt", "server.crt", "server.key"))
         ca_key, request = directory / "ca.key", directory / "server.csr"
         extensions = directory / "extensions"
-        extensions.write_text("subjectAltName = IP:127.0.0.1, DNS:localhost\n")
+        extensions.write_text(f"subjectAltName = {names}\n")
         new = ["req", "-newkey", "rsa:2048", "-nodes"]
         _openssl(*new, "-x509", "-days", "2", "-subj", "/CN=kvloom test CA", "-keyout", ca_key, "-out", self.ca)
         _openssl(*new, "-subj", "/CN=localhost", "-keyout", self.key, "-out", request)
@@ -254,10 +259,10 @@ class Certificates:
 
 
 @contextlib.contextmanager
-def certificates() -> Iterator[Certificates]:
+def certificates(names: str = "IP:127.0.0.1, DNS:localhost") -> Iterator[Certificates]:
     """In a directory that is removed again."""
     with tempfile.TemporaryDirectory(prefix="kvloom-tls-") as directory:
-        yield Certificates(Path(directory))
+        yield Certificates(Path(directory), names)
 
 
 def _openssl(*words: object) -> None:
