@@ -67,10 +67,10 @@ class RedisBackend(StorageBackend):
         opening.check_writable(self._exchange, self._settings)
 
     def put(self, key: str, blob: Buffers) -> None:
-        self._exchange.one(self._name(key), self._set(key, blob), Link.answer)
+        self._exchange.one(self._name(key), self._set(key, blob), _kept)
 
     def create(self, key: str, blob: Buffers) -> bool:
-        return self._exchange.one(self._name(key), self._set(key, blob, b"NX"), Link.answer) is not None
+        return self._exchange.one(self._name(key), self._set(key, blob, b"NX"), _kept)
 
     def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
         batch: list[tuple[bytes, Buffers]] = []
@@ -82,10 +82,13 @@ class RedisBackend(StorageBackend):
                 size += sum(memoryview(part).nbytes for part in parts)
                 if len(batch) == _BATCH_BLOBS or size > _BATCH_BYTES:
                     full, batch, size = batch, [], 0
-                    self._exchange.send(*zip(*full, strict=True))
+                    self._send(full)
         finally:
             if batch:  # also what came before a buffer that cannot be read
-                self._exchange.send(*zip(*batch, strict=True))
+                self._send(batch)
+
+    def _send(self, batch: Sequence[tuple[bytes, Buffers]]) -> None:
+        self._exchange.send([name for name, _ in batch], [parts for _, parts in batch], _kept)
 
     def get(self, key: str) -> Buffer | None:
         return self._exchange.one(self._name(key), [packed(b"GET", self._name(key))], self._blob)
@@ -200,6 +203,14 @@ class RedisBackend(StorageBackend):
             if error.word == "WRONGTYPE":
                 raise CorruptBlobError("something else than a string lies at the key") from None
             raise
+
+
+def _kept(link: Link) -> bool:
+    """Whether SET did it; with NX it may not have."""
+    reply = link.answer()
+    if reply is not None and reply != b"OK":
+        raise ProtocolError("no reply to SET")
+    return reply is not None
 
 
 def _number(reply: Reply) -> int:

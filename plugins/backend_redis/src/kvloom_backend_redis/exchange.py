@@ -72,24 +72,21 @@ class Exchange:
                     asked += len(ahead)
                     if ahead:
                         link.send(b"".join([requests[place] for place in ahead]), replies=len(ahead))
-                    try:
-                        found.append(read(link))
-                    except ServerError as error:
-                        found.append(error)
+                    found.append(_or_refusal(link, read))
             return found
 
         return self._spread(keys, exchange, lambda place: [requests[place]], read)
 
-    def send(self, keys: Sequence[bytes], requests: Sequence[Buffers]) -> list[Reply]:
-        """As `many`, for requests that are large."""
+    def send(self, keys: Sequence[bytes], requests: Sequence[Buffers], read: Callable[[Link], T]) -> list[T]:
+        """As `fetch`, for requests that are large."""
 
-        def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[Reply]:
+        def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[T | ServerError]:
             with self._link(endpoint) as link:
                 for place in places:
                     link.send(*requests[place])
-                return [link.reply() for _ in places]
+                return [_or_refusal(link, read) for _ in places]
 
-        return self._spread(keys, exchange, requests.__getitem__, Link.answer)
+        return self._spread(keys, exchange, requests.__getitem__, read)
 
     def _spread(
         self, keys: Sequence[bytes], exchange: Callable[[Endpoint, Sequence[int]], Sequence[T | ServerError]],
@@ -143,3 +140,10 @@ class Exchange:
         except LinkLost:
             self.topology.doubt(endpoint)
             raise
+
+
+def _or_refusal(link: Link, read: Callable[[Link], T]) -> T | ServerError:
+    try:
+        return read(link)
+    except ServerError as error:
+        return error
