@@ -288,6 +288,19 @@ def demoted(store: Store) -> Iterator[None]:
         client.execute_command("REPLICAOF", "NO", "ONE")
 
 
+def emptied(fault: Fault) -> Fault:
+    """After everything is gone, so that it is written again."""
+
+    @contextlib.contextmanager
+    def spoiled(store: Store) -> Iterator[None]:
+        with contextlib.closing(store.server.client()) as client:
+            client.flushdb()
+        with fault(store):
+            yield
+
+    return spoiled
+
+
 FAULTS: dict[str, Fault] = {
     "killed, and back empty": killed,
     "restarted empty": restarted,
@@ -295,18 +308,18 @@ FAULTS: dict[str, Fault] = {
     "answers are delayed": network(delay_seconds=0.02),
     "answers are cut in a header": network(cut_after_bytes=3),
     "answers are cut in a blob": network(cut_after_bytes=200_000),
-    "requests are cut in a blob": network(cut_after_bytes=100_000, requests=True),
+    "requests are cut in a blob": emptied(network(cut_after_bytes=100_000, requests=True)),
     "a bit of a header is flipped": network(flip_at=1),
     "a bit of a blob is flipped": network(flip_at=150_000),
-    "a bit of a request is flipped": network(flip_at=120_000, requests=True),
+    "a bit of a request is flipped": emptied(network(flip_at=120_000, requests=True)),
     "answers are swallowed": network(black_hole=True),
     "requests are swallowed": network(black_hole=True, requests=True),
     "the server evicts all the while": evicted,
     "the server has room for little": configured(maxmemory="4mb"),
-    "the server is full": configured(maxmemory_policy="noeviction", maxmemory="1mb"),
+    "the server is full": emptied(configured(maxmemory_policy="noeviction", maxmemory="1mb")),
     "the user may read and write no more": shut_out,
     "the password is another": locked,
-    "the server becomes a replica": demoted,
+    "the server becomes a replica": emptied(demoted),
 }
 OF_EACH_SERIALIZER = ("frozen", "answers are cut in a blob", "the server evicts all the while")
 WITHOUT_ERRORS = (
