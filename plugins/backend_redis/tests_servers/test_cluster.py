@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from redis.crc import key_slot
@@ -139,6 +141,23 @@ def test_slots_move_while_blobs_are_read_and_written(
     thread.join()
     assert not wrong and counts["reads"] > 100
     tally(slots_moved=2 * len(slots), **counts)
+
+
+def test_a_user_with_exactly_the_rights_that_are_documented(
+    cluster: RedisCluster, filled: RedisBackend, open_backend: Open
+) -> None:
+    page = Path(__file__).parents[3] / "docs/use/redis.md"
+    (rights,) = re.findall(r"ACL SETUSER kvloom on >PASSWORD (.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for node in cluster.nodes:
+        with contextlib.closing(node.client()) as client:
+            client.execute_command(
+                "ACL", "SETUSER", "kvloom", "on", ">PASSWORD", *rights.split(), "+cluster|slots", "+asking"
+            )
+    backend = open_backend(cluster.url, username="kvloom", password="PASSWORD")
+    backend.check_writable()
+    all_right(backend)
+    assert backend.create("c", [b"c"]) and backend.hold("evict") and backend.identity() == filled.identity()
+    backend.delete("c")
 
 
 def test_a_node_that_dies_takes_its_keys_and_no_others(open_backend: Open) -> None:

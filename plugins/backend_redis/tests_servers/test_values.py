@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -169,3 +171,9 @@ def test_large_batches_keep_their_order(server: RedisServer, open_backend: Open)
     assert {entry.key: entry.bytes for entry in backend.scan()} == {key: len(blob) for key, blob in blobs.items()}
     backend.delete_many(asked)
     assert list(backend.scan()) == []
+
+
+def test_the_readme_runs() -> None:
+    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "README.md", "exec"), {})
