@@ -34,6 +34,10 @@ class Fault:
             connection.sendall(reply[:at] + b"$9\r\n"[: self.size] * 3 + reply[at:])
         elif self.kind == "flip" and at < len(reply):
             connection.sendall(reply[:at] + bytes([reply[at] ^ 1 << self.size % 8]) + reply[at + 1 :])
+        elif self.kind == "repeat":
+            connection.sendall(reply)
+            time.sleep(0.05)
+            connection.sendall(reply)
         elif self.kind == "dribble":
             for start in range(0, len(reply), max(1, len(reply) // 5)):
                 connection.sendall(reply[start : start + max(1, len(reply) // 5)])
@@ -48,8 +52,8 @@ class ScriptedServer:
         self.blobs: dict[bytes, bytes] = {}
         self.faults: list[Fault] = []
         self.hello = b"-NOPERM may not say hello\r\n"
-        self.replies: dict[bytes, bytes] = {}
-        """In place of what would be said to a command."""
+        self.replies: dict[bytes, bytes | list[bytes]] = {}
+        """In place of what would be said to a command: always the same, or one after the other."""
         self.connections: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -88,7 +92,8 @@ class ScriptedServer:
         verb, *rest = words
         fault = Fault()
         if verb in self.replies:
-            reply = self.replies[verb]
+            said = self.replies[verb]
+            reply = said if isinstance(said, bytes) else said.pop(0)
         elif verb in (b"GET", b"GETRANGE"):
             blob = self.blobs.get(rest[0])
             if verb == b"GETRANGE":

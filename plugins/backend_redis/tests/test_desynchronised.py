@@ -118,12 +118,38 @@ def test_a_reply_that_comes_late_is_nobodys(opened: tuple[Any, RedisBackend], fa
         assert patiently(lambda: backend.get("b/c")) == blob_of("b/c")
 
 
-def test_a_connection_that_the_server_closed_is_not_used_again(opened: tuple[Any, RedisBackend]) -> None:
-    server, backend = opened
-    assert patiently(lambda: backend.get("a")) == blob_of("a")
-    server.hang_up()
+@pytest.fixture
+def patient(scripted: Any) -> Iterator[RedisBackend]:
+    """With all the time that there is."""
+    scripted.blobs.update({b"kvloom:" + key.encode(): blob_of(key) for key in KEYS})
+    backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
+    yield backend
+    backend.close()
+
+
+def test_a_connection_that_the_server_closed_is_not_used_again(scripted: Any, patient: RedisBackend) -> None:
+    assert patient.get("a") == blob_of("a")
+    scripted.hang_up()
     time.sleep(0.05)
-    assert patiently(lambda: backend.get("a")) == blob_of("a")
+    assert patient.get("a") == blob_of("a")
+
+
+def test_a_reply_too_many_is_nobodys(scripted: Any, patient: RedisBackend, fault: Callable[..., Any]) -> None:
+    """It comes when its connection waits already to be used again."""
+    for key in ("e", "d", "a"):
+        scripted.faults[:] = [fault("repeat")]
+        assert patient.get(key) == blob_of(key)
+        time.sleep(0.15)
+        assert patient.get("b/c") == blob_of("b/c") and patient.contains_many(["a", "no"]) == [True, False]
+
+
+def test_a_listing_names_each_key_once(scripted: Any, patient: RedisBackend) -> None:
+    def page(cursor: bytes, *keys: bytes) -> bytes:
+        names = b"".join(b"$%d\r\n%b\r\n" % (len(key) + 7, b"kvloom:" + key) for key in keys)
+        return b"*2\r\n$%d\r\n%b\r\n*%d\r\n%b" % (len(cursor), cursor, len(keys), names)
+
+    scripted.replies[b"SCAN"] = [page(b"9", b"a", b"d", b"a"), page(b"7"), page(b"0", b"d", b"gone", b"e")]
+    assert [(entry.key, entry.bytes) for entry in patient.scan()] == [("a", 1), ("d", 700), ("e", 40_000)]
 
 
 def test_many_replies_of_which_one_is_a_refusal(scripted: Any) -> None:

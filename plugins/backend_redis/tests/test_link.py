@@ -154,6 +154,15 @@ def test_what_is_no_blob_is_an_error_and_the_link_is_done_for(said: bytes) -> No
         assert not link.clean
 
 
+def test_a_blob_that_is_longer_than_any_can_be_is_an_error_at_once() -> None:
+    with linked() as (link, end):
+        end.sendall(b"$1001\r\n")
+        link.send(packed(b"GET", b"key"))
+        with pytest.raises(ProtocolError, match="no length"):
+            link.length(1000)
+        assert not link.clean
+
+
 def test_an_array_without_end_is_an_error() -> None:
     with linked() as (link, end):
         says(end, b"*1\r\n" * 100, [])
@@ -198,6 +207,20 @@ def test_a_request_of_many_buffers_arrives_in_order() -> None:
         got = bytearray()
         while len(got) < sum(map(len, parts)):
             got += end.recv(1 << 16)
+        sender.join()
+        assert got == b"".join(parts)
+
+
+def test_a_request_that_is_taken_slowly_arrives_whole() -> None:
+    """What was sent when the time is over counts as progress, wherever in a buffer that was."""
+    parts = [bytes([number]) * 700_001 for number in range(1, 9)]
+    with linked(timeout=0.8) as (link, end):
+        sender = threading.Thread(target=link.send, args=parts)
+        sender.start()
+        time.sleep(1.1)
+        got = bytearray()
+        while len(got) < sum(map(len, parts)):
+            got += end.recv(100_000)
         sender.join()
         assert got == b"".join(parts)
 

@@ -138,8 +138,32 @@ def test_a_lease_is_renewed_and_is_lost_when_the_server_forgets_it(open_backend:
         assert not first.hold("evict")
         second.close()
         assert first.hold("evict") and client.get("kvloom:+hold-evict") is not None
+        client.delete("kvloom:+hold-evict")
+        third = open_backend(server.url)
+        assert third.hold("evict")
         first.close()
+        assert client.get("kvloom:+hold-evict") is not None, "another's by now"
+        third.close()
         assert client.keys("*hold*") == []
+
+
+def test_a_child_has_connections_of_its_own(server: RedisServer, open_backend: Open) -> None:
+    backend = open_backend(server.url)
+
+    def connection() -> object:
+        return backend._exchange.ask(b"any", b"CLIENT", b"ID")
+
+    mine = connection()
+    assert connection() == mine, "the same one again"
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if connection() not in (mine, None) else 1
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert connection() == mine, "which its child has not closed"
 
 
 def test_connections_are_as_many_as_there_are_calls_at_once(server: RedisServer, open_backend: Open) -> None:

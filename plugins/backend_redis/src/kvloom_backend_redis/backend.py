@@ -21,7 +21,6 @@ from kvloom_backend_redis.links import Links
 from kvloom_backend_redis.topology import Cluster, Sentinels, Single, Topology
 
 _KEY = re.compile(r"[A-Za-z0-9._/-]+")
-_PATTERN = re.compile(rb"([*?\[\]\\^])")
 _PAGE = 500
 _BATCH_BLOBS = 64
 _BATCH_BYTES = 64 << 20
@@ -139,8 +138,10 @@ class RedisBackend(StorageBackend):
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         """When a blob was written, a server does not know."""
+        if prefix and not _KEY.fullmatch(prefix):
+            return  # no key begins like that, and a server could take it for a pattern
         listed: set[bytes] = set()  # a server may name a key more than once
-        pattern = _PATTERN.sub(rb"\\\1", self._name(prefix)) + b"*"
+        pattern = self._name(prefix) + b"*"
         for endpoint in self._exchange.topology.masters():
             cursor = b"0"
             while True:
