@@ -1,0 +1,199 @@
+"""FsspecBackend: one object per blob, in any store that obstore or fsspec has a URL for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, ClassVar, TypeVar
+
+from kvloom import BackendError, Buffer, Buffers, Entry, KVSpec, Sink, StorageBackend, join
+from kvloom_backend_fsspec.config import OBSTORE_SCHEMES
+from kvloom_backend_fsspec.config import Config as FsspecConfig
+from kvloom_backend_fsspec.lease import Leases
+from kvloom_backend_fsspec.names import Names
+from kvloom_backend_fsspec.store import ObjectStore, open_store
+
+logger = logging.getLogger("kvloom.backend_fsspec")
+
+T = TypeVar("T")
+_DELETE_AT_ONCE = 1000
+
+
+class FsspecBackend(StorageBackend):
+    """Keeps every blob as an object below the URL. Opening it gives the class that claims what the store can do."""
+
+    type: ClassVar[str] = "fsspec"
+    persistent: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+    threads: ClassVar[int] = 8
+    Config: ClassVar[Any] = FsspecConfig
+
+    def __new__(cls, config: FsspecConfig, spec: KVSpec | None = None) -> FsspecBackend:
+        return super().__new__(_class_for(config) if cls is FsspecBackend else cls)
+
+    def __init__(self, config: FsspecConfig, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        place = config.place
+        # A local path is from the root of the file system, as a name in a bucket is from the bucket's.
+        self._names = Names(place.prefix)
+        self._settings = config
+        self._clients: dict[int, ObjectStore] = {}
+        self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._store()  # settings that cannot work are said at start; nothing is asked of the store yet
+
+    def _store(self) -> ObjectStore:
+        """This process's client: one from before a fork is the parent's."""
+        pid = os.getpid()
+        if pid not in self._clients:
+            return self._clients.setdefault(pid, open_store(self._settings))
+        return self._clients[pid]
+
+    def identity(self) -> str | None:
+        place, options = self._settings.place, self._settings.options
+        kind = OBSTORE_SCHEMES.get(place.scheme, place.scheme)
+        endpoint = next((str(options[name]) for name in options if "endpoint" in name or name == "base_url"), "")
+        if kind in ("file", "local"):
+            return f"file:{os.path.realpath('/' + place.prefix)}"
+        return f"{kind}:{endpoint.rstrip('/')}:{options.get('account_name', '')}:{place.host}:{place.prefix}"
+
+    def check_writable(self) -> None:
+        name = self._names.probe()
+        try:
+            self._store().put(name, b"kvloom")
+            self._store().delete([name])
+            next(iter(self._store().list(self._names.right("none"))), None)
+        except BackendError as error:
+            raise ValueError(f"url: cannot write: {error}, or set `write: never` if it is only to be read") from error
+
+    def put(self, key: str, blob: Buffers) -> None:
+        self._store().put(self._names.blob(key), join(blob))
+
+    def get(self, key: str) -> Buffer | None:
+        return self._store().get(self._names.blob(key))
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        return self._store().read(self._names.blob(key), sink)
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        name = self._names.blob(key)
+        if not len(into):
+            size = self._store().size(name)
+            return size is not None and size >= offset
+        return self._store().read_range(name, offset, into)
+
+    def contains(self, key: str) -> bool:
+        return self._store().size(self._names.blob(key)) is not None
+
+    def delete(self, key: str) -> None:
+        self._store().delete([self._names.blob(key)])
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        for found in self._store().list(self._names.directory(prefix)):
+            key = self._names.key(found.name)
+            if key is not None and key.startswith(prefix):
+                yield Entry(key, max(1, found.bytes), found.modified)
+
+    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
+        """Several at once; those of one key one after the other."""
+        store, pool = self._store(), self._pool()
+        pending: dict[str, Future[None]] = {}
+        try:
+            for key, blob in items:
+                name, data = self._names.blob(key), join(blob)
+                if name in pending or len(pending) >= self._settings.threads:
+                    pending.pop(name if name in pending else next(iter(pending))).result()
+                pending[name] = pool.submit(store.put, name, data)
+            for put in pending.values():
+                put.result()
+        finally:
+            wait(pending.values())
+
+    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
+        return self._each(self.get, keys)
+
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        return self._each(self.contains, keys)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        names = [self._names.blob(key) for key in dict.fromkeys(keys)]
+        for start in range(0, len(names), _DELETE_AT_ONCE):
+            self._store().delete(names[start : start + _DELETE_AT_ONCE])
+
+    def _each(self, ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
+        if len(keys) < 2:
+            return [ask(key) for key in keys]
+        return list(self._pool().map(ask, keys))
+
+    def _pool(self) -> ThreadPoolExecutor:
+        pid = os.getpid()
+        if pid not in self._pools:
+            made = ThreadPoolExecutor(self._settings.threads, thread_name_prefix="kvloom-fsspec")
+            return self._pools.setdefault(pid, made)
+        return self._pools[pid]
+
+    def close(self) -> None:
+        pid = os.getpid()
+        pool, client = self._pools.pop(pid, None), self._clients.pop(pid, None)
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+        if client is not None:
+            client.close()
+
+
+class ExclusiveFsspecBackend(FsspecBackend):
+    """A store in which only one writer can create an object: it has `create`, and rights by leases."""
+
+    def __init__(self, config: FsspecConfig, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        self._exclusive: bool | None = None
+        self._leases = Leases(self._names, self._store)
+
+    def create(self, key: str, blob: Buffers) -> bool:
+        """Raises NotImplementedError where the server takes no notice of conditions, which is tried once."""
+        name, data = self._names.blob(key), join(blob)
+        if not self._is_exclusive():
+            raise NotImplementedError(f"{self._settings.place.host} overwrites what should only be created")
+        return self._store().create(name, data)
+
+    def hold(self, name: str) -> bool:
+        if not self._is_exclusive():
+            return True
+        return self._leases.take(name)
+
+    def _is_exclusive(self) -> bool:
+        """Some servers answer a conditional put as if there were no condition."""
+        if self._exclusive is None:
+            name = self._names.probe()
+            try:
+                self._exclusive = self._store().create(name, b"1") and not self._store().create(name, b"2")
+            except NotImplementedError:
+                self._exclusive = False
+            finally:
+                self._store().delete([name])
+            if not self._exclusive:
+                logger.warning(
+                    "%s://%s takes no notice of conditions (If-None-Match): there is no exclusive create, and every "
+                    "process takes itself for the only one",
+                    self._settings.place.scheme,
+                    self._settings.place.host,
+                )
+        return self._exclusive
+
+    def close(self) -> None:
+        self._leases.release()
+        super().close()
+
+
+class ProcessFsspecBackend(FsspecBackend):
+    """`memory://`: gone with the process, and nobody else's."""
+
+    persistent: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
+
+
+def _class_for(config: FsspecConfig) -> type[FsspecBackend]:
+    if config.place.scheme == "memory":
+        return ProcessFsspecBackend
+    return ExclusiveFsspecBackend if config.by_obstore else FsspecBackend

@@ -1,0 +1,132 @@
+"""The settings of the `fsspec` tier, and what a URL says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from kvloom import Config as BaseConfig
+
+OBSTORE_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "file": "file"}
+"""What obstore serves, by one word for each kind of store."""
+
+STANDARD_PLACES = (
+    "credentials come from the standard places only: the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, "
+    "AZURE_STORAGE_ACCOUNT_KEY, ...), the files of the vendor's tools (~/.aws), ~/.ssh, ~/.netrc, or the role of the machine"
+)
+
+_SECRET = re.compile(
+    r"secret|passw|passphrase|token|access_key|account_key|sas|credential|connection_string|signature|bearer|pkey|apikey"
+    r"|api_key|service_account_key|private_key"
+)
+_SECRET_NAMES = {"key", "auth", "master_key", "cookies", "headers"}
+_NO_SECRET = re.compile(r"(?:aws_|azure_|google_)?skip_signature|anon|.*_(?:file|path|filename|uri|url)")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_NO_PART = ("", ".", "..")
+
+
+class Place(NamedTuple):
+    """What a URL names."""
+
+    scheme: str
+    host: str
+    """Bucket, container or host, with user and port where there are any; empty for what is on this machine."""
+    prefix: str
+    """Where in it; no slash at either end."""
+
+
+class Config(BaseConfig):
+    """The `fsspec` tier's own settings."""
+
+    url: str
+    """`scheme://bucket/prefix`; the prefix is taken literally, nothing in it is decoded."""
+    options: Mapping[str, Any] = {}
+    """Settings of the store's client (`endpoint`, `region`, ...); no credentials."""
+    driver: Literal["auto", "obstore", "fsspec"] = "auto"
+    """`auto`: obstore where it serves the scheme, else fsspec's own implementation."""
+    timeout: float = Field(default=5.0, gt=0, le=600)
+    """Seconds for one request: of at most 8 MiB where obstore serves, or one blob."""
+    connect_timeout: float = Field(default=1.0, gt=0, le=600)
+    """Seconds to connect."""
+    retries: int = Field(default=1, ge=0, le=10)
+    """How often a request is repeated that failed by itself; never once `timeout` has passed since it began."""
+    allow_http: bool = False
+    """Whether an endpoint may be without TLS: what is stored there can be read on its way."""
+    threads: int = Field(default=16, ge=1, le=256)
+    """How many requests one question about many keys, or one large blob, may have under way."""
+
+    @field_validator("url")
+    @classmethod
+    def _names_a_place(cls, url: str) -> str:
+        place_of(url)
+        return url
+
+    @field_validator("options")
+    @classmethod
+    def _has_no_secrets(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in _names_in(options):
+            plain = name.lower().replace("-", "_")
+            if (_SECRET.search(plain) or plain in _SECRET_NAMES) and not _NO_SECRET.fullmatch(plain):
+                raise ValueError(f"{name} is refused: {STANDARD_PLACES}")
+        return options
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Config:
+        if self.driver == "obstore" and self.place.scheme not in OBSTORE_SCHEMES:
+            raise ValueError(f"driver: obstore has no {self.place.scheme}://; use `driver: auto`")
+        for name in ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "azure_endpoint", "base_url"):
+            if not self.allow_http and str(self.options.get(name, "")).lower().startswith("http://"):
+                raise ValueError(
+                    f"options.{name}: is without TLS; use https://, or `allow_http: true` if everybody on the network "
+                    "may read the KV"
+                )
+        return self
+
+    @property
+    def place(self) -> Place:
+        """What the URL names."""
+        return place_of(self.url)
+
+    @property
+    def by_obstore(self) -> bool:
+        """Whether obstore is the client."""
+        return self.driver != "fsspec" and self.place.scheme in OBSTORE_SCHEMES
+
+
+def place_of(url: str) -> Place:
+    """Split a URL. Raises ValueError that says what is wrong with it, and never quotes a password."""
+    scheme, separator, rest = url.strip().partition("://")
+    if not separator or not _SCHEME.fullmatch(scheme):
+        raise ValueError("not a URL; expected scheme://bucket/prefix, such as s3://my-bucket/kv or file:///srv/kv")
+    if any(ord(character) < 32 or character == "\x7f" for character in rest):
+        raise ValueError("has a control character in it; name a place without one")
+    host, _, path = rest.partition("/")
+    if urlsplit(f"//{host}").password is not None:
+        raise ValueError(f"has a password in it; {STANDARD_PLACES}")
+    if "?" in host or "#" in host:
+        raise ValueError(f"{scheme}:// takes no query; put settings into `options`")
+    local = scheme in ("file", "local", "memory")
+    if local and host and scheme != "memory":
+        raise ValueError(f"{scheme}://{host}/... names a host; write three slashes: {scheme}:///absolute/path")
+    if scheme == "memory":
+        host, path = "", rest
+    path = path.strip("/")
+    if any(part in _NO_PART for part in path.split("/")) and path:
+        raise ValueError("its path has an empty part, `.` or `..` in it; name the place itself")
+    if not (path if local else host):
+        raise ValueError(f"names no {'path' if local else 'bucket or host'}; expected {scheme}://{'/path' if local else 'bucket/prefix'}")
+    return Place(scheme, host, path)
+
+
+def _names_in(options: Any) -> Iterator[str]:
+    if isinstance(options, Mapping):
+        for name, value in options.items():
+            yield str(name)
+            yield from _names_in(value)
+    elif isinstance(options, (list, tuple)):
+        for value in options:
+            yield from _names_in(value)

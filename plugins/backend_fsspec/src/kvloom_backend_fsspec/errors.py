@@ -1,0 +1,56 @@
+"""What stores say, in a line, with what to do about it."""
+
+from __future__ import annotations
+
+import re
+
+from kvloom_backend_fsspec.config import Place
+
+_MAX_CHARS = 300
+_NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist", "ContainerNotFound")
+_BEYOND = ("416 ", "InvalidRange", "Requested range was invalid", "range started at")
+_CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
+# A presigned or SAS query could be in a URL that a server quotes.
+_QUERY = re.compile(r"(?<=\S)\?[^\s>]*")
+
+_REMEDIES = (
+    (_NO_BUCKET, "there is no such bucket: make it, or name another one in `url`"),
+    (
+        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "Unauthorized", "AuthenticationFailed"),
+        "the credentials are not the store's: set those of the environment or the machine's role anew",
+    ),
+    (("AccessDenied", "403 Forbidden", "PermissionDenied", "Permission denied"), "these credentials have no right to do this: give them one, see the rights in the documentation"),
+    (("QuotaExceeded", "507 "), "the bucket is full: raise its quota, or set `capacity` below it"),
+    (("EntityTooLarge", "413 "), "the store takes no object of that size: lower `chunk_tokens`"),
+    (("NotPartial", "Received non-partial response"), "the server ignores the header Range: kvloom needs one that honours it"),
+    (("PermanentRedirect", "AuthorizationHeaderMalformed", "301 Moved", "Received redirect"), "the bucket is in another region: set `options: {region: ...}`"),
+    (("InvalidCertificate", "UnknownIssuer", "certificate"), "its certificate is not trusted: set `options: {root_certificate: ca.pem}`"),
+    (("operation timed out", "TimedOut", "timed out"), "it did not answer in time: is it up? Else raise `timeout`"),
+    (("169.254.169.254", "metadata.google.internal", "InstanceMetadata", "instance metadata"), "there are no credentials: set those of the environment, or run where the machine has a role"),
+    (("InvalidContentType", "CorruptMessage", "wrong version number"), "it does not speak TLS: is `endpoint` https, and the port right?"),
+    (("error sending request", "Connection refused", "ConnectError"), "it cannot be reached: is it up, and are host and port in `url` and `options` right?"),
+)  # fmt: skip
+
+
+def explained(error: BaseException, place: Place) -> str:
+    """One line: which store, what it said, what to do."""
+    text = str(error)
+    said = _QUERY.sub("?...", text.partition("\n")[0])[:_MAX_CHARS].strip() or type(error).__name__
+    if code := _CODE.search(text):
+        said = f"{said.partition(': <?xml')[0]} ({code[1]})"
+    return f"{place.scheme}://{place.host}: {said}" + (f"; {remedy}" if (remedy := remedy_of(text)) else "")
+
+
+def remedy_of(text: str) -> str:
+    """What to do about what a store said; empty if it is nothing that is known."""
+    return next((remedy for signs, remedy in _REMEDIES if any(sign in text for sign in signs)), "")
+
+
+def says_no_bucket(text: str) -> bool:
+    """Whether what is not found is the bucket: no miss, but a store that is not there."""
+    return any(sign in text for sign in _NO_BUCKET)
+
+
+def is_beyond_the_end(text: str) -> bool:
+    """Whether a range was asked for that begins where the object has ended."""
+    return any(sign in text.partition("\n")[0] for sign in _BEYOND)

@@ -1,0 +1,54 @@
+"""What the objects of a store are called, and back: the only module that knows.
+
+The blob of `a/b/name` is the object `<prefix>/a/b/name=kv`. `=` occurs in no key: where a store has directories, a key
+that is also the beginning of another one is never a file where a directory is needed, and what begins with `=` is the
+backend's own.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+_PART = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._-]+"
+_KEY = re.compile(rf"(?:{_PART}/)*{_PART}")
+_MAX_KEY_CHARS = 200
+_BLOB = "=kv"
+
+HOLDS = "=hold"
+"""The directory of rights."""
+
+
+class Names:
+    """Maps keys to objects under `prefix`, which is empty or ends in no slash."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    def blob(self, key: str) -> str:
+        """The object of `key`. Raises ValueError if it is no key: such a name could lie outside the prefix."""
+        if len(key) > _MAX_KEY_CHARS or _KEY.fullmatch(key) is None:
+            raise ValueError(f"not a key: {key!r}; expected parts of [A-Za-z0-9._-] joined by '/'")
+        return f"{self._prefix}{key}{_BLOB}"
+
+    def directory(self, prefix: str) -> str:
+        """Where to list for the keys that start with `prefix`."""
+        return (self._prefix + prefix.rpartition("/")[0]).rstrip("/")
+
+    def key(self, name: str) -> str | None:
+        """The key of an object, or None if it is no blob."""
+        key = name[len(self._prefix) : -len(_BLOB)]
+        ours = name.startswith(self._prefix) and name.endswith(_BLOB)
+        return key if ours and len(key) <= _MAX_KEY_CHARS and _KEY.fullmatch(key) else None
+
+    def right(self, name: str) -> str:
+        """The directory of a right."""
+        return f"{self._prefix}{HOLDS}/{name}"
+
+    def draft(self) -> str:
+        """A new name for what is not published yet."""
+        return f"{self._prefix}=tmp/{uuid.uuid4().hex}"
+
+    def probe(self) -> str:
+        """A new name to try the store with."""
+        return f"{self._prefix}=probe/{uuid.uuid4().hex}"

@@ -1,0 +1,269 @@
+"""Objects by obstore: S3, Google Cloud Storage, Azure and local directories."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvloom import BackendError, CorruptBlobError, Sink
+from kvloom_backend_fsspec.config import OBSTORE_SCHEMES, Config, Place
+from kvloom_backend_fsspec.errors import explained, is_beyond_the_end, says_no_bucket
+from kvloom_backend_fsspec.native import native
+from kvloom_backend_fsspec.store import Listed
+
+PART_BYTES = 8 << 20
+"""One request carries at most so much, so that its timeout means something for a blob of any size."""
+_PIECE_BYTES = 1 << 20
+_PAGE = 1000
+_PARTS_AT_ONCE = 4
+T = TypeVar("T")
+
+
+class ObstoreStore:
+    """One client, for all threads of the process that made it."""
+
+    def __init__(self, config: Config) -> None:
+        self._native = native()
+        self._errors = self._native.exceptions
+        self._place = config.place
+        self._parts = min(_PARTS_AT_ONCE, config.threads)
+        self._local = self._place.scheme == "file"
+        try:
+            self._client = _client(self._native, config)
+        except self._errors.UnknownConfigurationKeyError as error:
+            raise ValueError(f"options: {_first_line(error)}; the settings are obstore's of {self._place.scheme}://") from None
+        except self._errors.BaseError as error:
+            raise ValueError(f"options: {_first_line(error)}") from None
+
+    def put(self, name: str, data: bytes) -> None:
+        whole = len(data) <= PART_BYTES or self._local
+        self._ask(
+            lambda: self._native.put(
+                self._client, name, data, use_multipart=not whole, chunk_size=PART_BYTES, max_concurrency=self._parts
+            )
+        )
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            self._ask(lambda: self._native.put(self._client, name, data, mode="create", use_multipart=False))
+        except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
+            return False
+        except self._errors.NotSupportedError as error:
+            raise NotImplementedError(_first_line(error)) from None
+        return True
+
+    def get(self, name: str) -> bytes | None:
+        memory = _Memory()
+        return memory.data if self.read(name, memory) else None
+
+    def read(self, name: str, sink: Sink) -> bool:
+        try:
+            first = self._begin(name, (0, PART_BYTES))
+        except _BeyondTheEnd:
+            raise CorruptBlobError(f"an empty object: {name}") from None
+        if first is None:
+            return False
+        size = first.meta["size"]
+        view = sink.reserve(size)[:size]
+        self._receive(first, view[:PART_BYTES], sink.filled)
+        if size > PART_BYTES:
+            self._read_rest(name, first.meta["e_tag"], view, sink)
+        return True
+
+    def _read_rest(self, name: str, tag: str | None, view: memoryview, sink: Sink) -> None:
+        """The parts behind the first one, several at once; of the same version, or it raises."""
+        starts = range(PART_BYTES, len(view), PART_BYTES)
+
+        def read_part(start: int) -> int:
+            part = view[start : start + PART_BYTES]
+            found = self._begin(name, (start, start + len(part)), tag)
+            if found is None:
+                raise BackendError(f"{name} was deleted while it was read")
+            self._receive(found, part, lambda _: None)
+            return start + len(part)
+
+        pool = ThreadPoolExecutor(self._parts, thread_name_prefix="kvloom-parts")
+        parts: list[Future[int]] = []
+        try:
+            parts = [pool.submit(read_part, start) for start in starts]
+            for part in parts:
+                sink.filled(part.result())
+        finally:
+            # The memory is the sink's: nobody may write to it any more once this has returned.
+            for part in parts:
+                part.cancel()
+            wait(parts)
+            pool.shutdown()
+
+    def read_range(self, name: str, offset: int, into: memoryview) -> bool:
+        try:
+            found = self._begin(name, (offset, offset + len(into)))
+        except _BeyondTheEnd:
+            return False
+        if found is None or found.meta["size"] < offset + len(into):
+            return False
+        self._receive(found, into, lambda _: None)
+        return True
+
+    def _begin(self, name: str, part: tuple[int, int], tag: str | None = None) -> Any:
+        """The answer to a request for a range, before its bytes; None if there is no object."""
+        options: dict[str, Any] = {"range": part}
+        if tag is not None:
+            options["if_match"] = tag
+        try:
+            return self._ask(lambda: self._native.get(self._client, name, options=options))
+        except FileNotFoundError:
+            return None
+        except self._errors.PreconditionError:
+            raise BackendError(f"{name} was replaced while it was read") from None
+
+    def _receive(self, answer: Any, into: memoryview, filled: Callable[[int], None]) -> None:
+        at = 0
+
+        def pieces() -> Iterator[Any]:
+            with self._explaining():
+                yield from answer.stream(min_chunk_size=_PIECE_BYTES)
+
+        for piece in pieces():
+            data = memoryview(piece)
+            if at + len(data) > len(into):
+                raise BackendError("the store sent more than it said")
+            into[at : at + len(data)] = data
+            at += len(data)
+            filled(at)
+        if at != len(into):
+            raise BackendError(f"the store sent {at} bytes of {len(into)}")
+
+    def size(self, name: str) -> int | None:
+        try:
+            return int(self._ask(lambda: self._native.head(self._client, name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def delete(self, names: Sequence[str]) -> None:
+        if not self._local and len(names) > 1:
+            with contextlib.suppress(FileNotFoundError):
+                self._ask(lambda: self._native.delete(self._client, list(names)))
+            return
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._ask(lambda name=name: self._native.delete(self._client, name))
+
+    def list(self, directory: str) -> Iterator[Listed]:
+        with self._explaining():
+            for page in self._native.list(self._client, prefix=directory or None, chunk_size=_PAGE):
+                for found in page:
+                    yield Listed(found["path"], found["size"], found["last_modified"].timestamp(), found["e_tag"] or "")
+
+    def close(self) -> None:
+        """Connections go with the client."""
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        with self._explaining():
+            return call()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Errors of obstore become those of `ObjectStore`; what a caller tells apart passes as it is."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if says_no_bucket(str(error)):
+                raise BackendError(explained(error, self._place)) from None
+            raise
+        except (self._errors.AlreadyExistsError, self._errors.PreconditionError, self._errors.NotSupportedError):
+            raise
+        except self._errors.BaseError as error:
+            if is_beyond_the_end(str(error)):
+                raise _BeyondTheEnd(_first_line(error)) from None
+            raise BackendError(explained(error, self._place)) from None
+
+
+class _BeyondTheEnd(BackendError):
+    """A range that begins where there is nothing any more."""
+
+
+class _Memory:
+    """A sink of its own memory."""
+
+    def __init__(self) -> None:
+        self._room = bytearray()
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        self._room = bytearray(num_bytes)
+        return memoryview(self._room)
+
+    def filled(self, num_bytes: int) -> None:
+        pass
+
+    @property
+    def data(self) -> Any:
+        return self._room
+
+
+def _client(module: Any, config: Config) -> Any:
+    place, options = config.place, dict(config.options)
+    if place.scheme == "file":
+        if options:
+            raise ValueError(f"options: file:// has none; remove {', '.join(sorted(options))}")
+        return module._store.LocalStore("/", mkdir=False)
+    seconds = timedelta(seconds=config.timeout)
+    shared = {
+        "client_options": {
+            "timeout": seconds,
+            "connect_timeout": timedelta(seconds=config.connect_timeout),
+            "allow_http": config.allow_http,
+            **_root_certificate(options),
+        },
+        "retry_config": {
+            "max_retries": config.retries,
+            "retry_timeout": seconds,
+            "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
+        },
+    }
+    kind = OBSTORE_SCHEMES[place.scheme]
+    if kind == "s3":
+        return module._store.S3Store(place.host, config=options, **shared, **_aws_files(options))
+    if kind == "gs":
+        return module._store.GCSStore(place.host, config=options, **shared)
+    return module._store.AzureStore(place.host, config=options, **shared)
+
+
+def _root_certificate(options: dict[str, Any]) -> dict[str, bytes]:
+    """`options: {root_certificate: ca.pem}`: trusted besides the system's."""
+    path = options.pop("root_certificate", None)
+    return {"root_certificate": Path(path).read_bytes()} if path is not None else {}
+
+
+def _aws_files(options: dict[str, Any]) -> dict[str, Any]:
+    """What ~/.aws says, where the environment does not say it first: boto3 reads these files, obstore does not."""
+    if os.environ.get("AWS_ACCESS_KEY_ID") or "true" in str(options.get("skip_signature", "")).lower():
+        return {}
+    home = Path("~/.aws").expanduser()
+    files = [Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")), home / "config"]
+    if not os.environ.get("AWS_PROFILE") and not any(file.is_file() for file in files):
+        return {}
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise ImportError(
+            "to read ~/.aws, boto3 is needed: pip install 'kvloom-backend-fsspec[aws]', or set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+        ) from None
+    session = boto3.session.Session()
+    if session.region_name and not {"region", "aws_region"} & set(options):
+        options["region"] = session.region_name
+    return {"credential_provider": Boto3CredentialProvider(session)} if session.get_credentials() else {}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+__all__ = ["PART_BYTES", "ObstoreStore", "Place"]

@@ -1,0 +1,64 @@
+"""What the backend needs of a store of named objects, and which implementation a URL gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from kvloom import Sink
+
+if TYPE_CHECKING:
+    from kvloom_backend_fsspec.config import Config
+
+
+class Listed(NamedTuple):
+    """One object in a listing."""
+
+    name: str
+    bytes: int
+    modified: float
+    """Seconds since the epoch; 0.0 where the store does not say."""
+    tag: str
+    """Another one for other content, where the store has such a thing; else empty."""
+
+
+class ObjectStore(Protocol):
+    """Objects by name, in a bucket or below a directory. Raises BackendError, with what to do, when something fails."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Replace the object, all or nothing."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put it if there is none, exclusively; whether it did."""
+
+    def get(self, name: str) -> bytes | None:
+        """The object, or None."""
+
+    def read(self, name: str, sink: Sink) -> bool:
+        """The object into memory that `sink` gives; False if there is none."""
+
+    def read_range(self, name: str, offset: int, into: memoryview) -> bool:
+        """Fill `into`, which is not empty, from `offset`; False if there is no object or it ends before."""
+
+    def size(self, name: str) -> int | None:
+        """Its bytes, or None if there is no object."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects; what is not there is passed over."""
+
+    def list(self, directory: str) -> Iterator[Listed]:
+        """Every object below `directory`, which is empty for all."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+
+
+def open_store(config: Config) -> ObjectStore:
+    """A client of this process's. Raises ValueError or ImportError with the remedy if the settings cannot work."""
+    if config.by_obstore:
+        from kvloom_backend_fsspec.obstore_store import ObstoreStore
+
+        return ObstoreStore(config)
+    from kvloom_backend_fsspec.fsspec_store import FsspecStore
+
+    return FsspecStore(config)

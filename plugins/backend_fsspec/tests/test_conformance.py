@@ -1,0 +1,32 @@
+"""The backend meets the requirements of storage backends, on what needs no server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvloom import StorageBackend
+from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_testkit import BackendConformance
+
+
+class TestFilesByObstore(BackendConformance):
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[], StorageBackend]:
+        return lambda: FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv"))
+
+
+class TestFilesByFsspec(BackendConformance):
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[], StorageBackend]:
+        return lambda: FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv", driver="fsspec"))
+
+
+class TestMemory(BackendConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], StorageBackend]:
+        url = f"memory://{uuid.uuid4().hex}"
+        return lambda: FsspecBackend(FsspecBackend.Config(url=url))
