@@ -15,8 +15,8 @@ OBSTORE_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az",
 """What obstore serves, by one word for each kind of store."""
 
 STANDARD_PLACES = (
-    "credentials come from the standard places only: the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, "
-    "AZURE_STORAGE_ACCOUNT_KEY, ...), the files of the vendor's tools (~/.aws), ~/.ssh, ~/.netrc, or the role of the machine"
+    "credentials come from the standard places only: the environment (AWS_ACCESS_KEY_ID, "
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, ...), ~/.aws, ~/.ssh, ~/.netrc, or the role of the machine"
 )
 
 _SECRET = re.compile(
@@ -52,7 +52,7 @@ class Config(BaseConfig):
     """Seconds for one request: of at most 8 MiB where obstore serves, or one blob."""
     connect_timeout: float = Field(default=1.0, gt=0, le=600)
     """Seconds to connect."""
-    retries: int = Field(default=1, ge=0, le=10)
+    retries: int = Field(default=2, ge=0, le=10)
     """How often a request is repeated that failed by itself; never once `timeout` has passed since it began."""
     allow_http: bool = False
     """Whether an endpoint may be without TLS: what is stored there can be read on its way."""
@@ -118,7 +118,11 @@ def place_of(url: str) -> Place:
     if any(part in _NO_PART for part in path.split("/")) and path:
         raise ValueError("its path has an empty part, `.` or `..` in it; name the place itself")
     if not (path if local else host):
-        raise ValueError(f"names no {'path' if local else 'bucket or host'}; expected {scheme}://{'/path' if local else 'bucket/prefix'}")
+        raise ValueError(
+            f"names no path; expected {scheme}:///path"
+            if local
+            else f"names no bucket or host; expected {scheme}://bucket/prefix"
+        )
     return Place(scheme, host, path)
 
 

@@ -13,23 +13,41 @@ _CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 # A presigned or SAS query could be in a URL that a server quotes.
 _QUERY = re.compile(r"(?<=\S)\?[^\s>]*")
 
-_REMEDIES = (
+_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (_NO_BUCKET, "there is no such bucket: make it, or name another one in `url`"),
     (
-        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "Unauthorized", "AuthenticationFailed"),
-        "the credentials are not the store's: set those of the environment or the machine's role anew",
+        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthenticationFailed"),
+        "the credentials are not the store's: set others in the environment, or give the machine a role",
     ),
-    (("AccessDenied", "403 Forbidden", "PermissionDenied", "Permission denied"), "these credentials have no right to do this: give them one, see the rights in the documentation"),
-    (("QuotaExceeded", "507 "), "the bucket is full: raise its quota, or set `capacity` below it"),
+    (
+        ("AccessDenied", "403 Forbidden", "PermissionDenied", "Permission denied"),
+        "these credentials have no right to do this: docs/use/object-stores.md lists the rights that are needed",
+    ),
+    (("QuotaExceeded", "507 "), "the store is full: raise its quota, or set `capacity` below it"),
     (("EntityTooLarge", "413 "), "the store takes no object of that size: lower `chunk_tokens`"),
-    (("NotPartial", "Received non-partial response"), "the server ignores the header Range: kvloom needs one that honours it"),
-    (("PermanentRedirect", "AuthorizationHeaderMalformed", "301 Moved", "Received redirect"), "the bucket is in another region: set `options: {region: ...}`"),
-    (("InvalidCertificate", "UnknownIssuer", "certificate"), "its certificate is not trusted: set `options: {root_certificate: ca.pem}`"),
-    (("operation timed out", "TimedOut", "timed out"), "it did not answer in time: is it up? Else raise `timeout`"),
-    (("169.254.169.254", "metadata.google.internal", "InstanceMetadata", "instance metadata"), "there are no credentials: set those of the environment, or run where the machine has a role"),
-    (("InvalidContentType", "CorruptMessage", "wrong version number"), "it does not speak TLS: is `endpoint` https, and the port right?"),
-    (("error sending request", "Connection refused", "ConnectError"), "it cannot be reached: is it up, and are host and port in `url` and `options` right?"),
-)  # fmt: skip
+    (("NotPartial", "Received non-partial"), "the server ignores the header Range, which kvloom needs"),
+    (
+        ("PermanentRedirect", "AuthorizationHeaderMalformed", "301 Moved", "Received redirect"),
+        "the bucket is in another region: set `options: {region: ...}`",
+    ),
+    (
+        ("169.254.169.254", "metadata.google.internal", "nstance metadata"),
+        "no credentials were found: set them in the environment, or run where the machine has a role",
+    ),
+    (
+        ("InvalidCertificate", "UnknownIssuer", "CERTIFICATE_VERIFY_FAILED"),
+        "its certificate is not trusted: set `options: {root_certificate: ca.pem}`",
+    ),
+    (
+        ("InvalidContentType", "CorruptMessage", "WRONG_VERSION_NUMBER", "wrong version number"),
+        "it does not speak TLS: is `endpoint` right?",
+    ),
+    (("timed out", "TimedOut"), "it did not answer in time: is it up? Else raise `timeout`"),
+    (
+        ("error sending request", "Connection refused", "ConnectError", "Unable to connect"),
+        "it cannot be reached: is it up, and are host and port right?",
+    ),
+)
 
 
 def explained(error: BaseException, place: Place) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import netrc
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from kvloom import BackendError, Sink
 from kvloom_backend_fsspec.config import Config, Place
@@ -23,6 +25,9 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs":
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _TAGS = ("ETag", "etag", "e_tag")
 _NO_DIRECTORY = ("ResourceConflict", "ResourceNotFound")  # what webdav4 says of a directory that is not there
+_MEMORY = threading.Lock()  # fsspec's memory looks a file up twice while it lists
+_PAUSE_SECONDS = 0.1
+T = TypeVar("T")
 _WEBDAV = ("webdav", "dav")
 
 
@@ -32,54 +37,71 @@ class FsspecStore:
     def __init__(self, config: Config) -> None:
         self._place = place = config.place
         self._drafts = Names(place.prefix)
-        with self._explaining(opening=True):
+        try:
             self._fs, self._root = _open(place, config)
+        except ImportError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise ValueError(str(error) if str(error).startswith("url:") else f"options: {error}") from error
+        except Exception as error:
+            raise ValueError(f"url: {explained(error, place)}") from error
+        self._timeout, self._retries = config.timeout, config.retries
+        self._making = threading.Lock()
         self._whole = place.scheme in _WHOLE_AT_ONCE
         self._directories: set[str] = set()
+        self._turn = _MEMORY if place.scheme == "memory" else contextlib.nullcontext()
 
     def put(self, name: str, data: bytes) -> None:
-        with self._explaining():
-            if self._whole:
-                self._write(self._path(name), data)
-            else:
-                self._publish(data, self._path(self._drafts.draft()), self._path(name))
+        path = self._path(name)
+        if self._whole:
+            self._ask(lambda: self._write(path, data))
+        else:
+            self._publish(data, self._path(self._drafts.draft()), path)
 
     def _publish(self, data: bytes, draft: str, path: str) -> None:
         try:
-            self._made(draft, lambda: self._write(draft, data))
-            self._made(path, lambda: _rename(self._fs, draft, path))
+            self._in_its_directory(draft, lambda: self._write(draft, data))
+            self._in_its_directory(path, lambda: _rename(self._fs, draft, path))
         except BaseException:
             with contextlib.suppress(Exception):
                 self._fs.rm_file(draft)
             raise
 
     def _write(self, path: str, data: bytes) -> None:
-        self._fs.pipe_file(path, data)
+        with self._turn:
+            self._fs.pipe_file(path, data)
 
-    def _made(self, path: str, act: Callable[[], None]) -> None:
-        """Act in a directory that is there: it is made when it is first met, and again if somebody removed it."""
+    def _in_its_directory(self, path: str, act: Callable[[], None]) -> None:
+        """Act where there is a directory: it is made when it is first met, and again if somebody removed it."""
         directory = path.rpartition("/")[0]
         if directory not in self._directories:
-            self._fs.makedirs(directory, exist_ok=True)
-            self._directories.add(directory)
+            self._make(directory)
         try:
-            act()
+            self._ask(act)
         except Exception as error:
             self._directories.discard(directory)
-            if not isinstance(error, FileNotFoundError) and type(error).__name__ not in _NO_DIRECTORY:
+            if (
+                not isinstance(error.__cause__ or error, FileNotFoundError)
+                and type(error.__cause__).__name__ not in _NO_DIRECTORY
+            ):
                 raise
-            self._fs.makedirs(directory, exist_ok=True)
-            act()
+            self._make(directory)
+            self._ask(act)
+
+    def _make(self, directory: str) -> None:
+        with self._making:  # some implementations ask whether it is there, and then make it
+            if directory not in self._directories:
+                self._ask(lambda: self._fs.makedirs(directory, exist_ok=True))
+                self._directories.add(directory)
 
     def create(self, name: str, data: bytes) -> bool:
         raise NotImplementedError(f"{self._place.scheme}:// by fsspec has no exclusive create")
 
     def get(self, name: str) -> bytes | None:
-        with self._explaining():
-            try:
-                return bytes(self._fs.cat_file(self._path(name)))
-            except FileNotFoundError as error:
-                return self._none(error)
+        try:
+            return self._ask(lambda: _cat(self._fs, self._path(name)))
+        except FileNotFoundError:
+            return None
 
     def read(self, name: str, sink: Sink) -> bool:
         data = self.get(name)
@@ -93,12 +115,10 @@ class FsspecStore:
         size = self.size(name)
         if size is None or size < offset + len(into):
             return False
-        with self._explaining():
-            try:
-                data = self._fs.cat_file(self._path(name), start=offset, end=offset + len(into))
-            except FileNotFoundError as error:
-                self._none(error)
-                return False
+        try:
+            data = self._ask(lambda: _cat(self._fs, self._path(name), offset, offset + len(into)))
+        except FileNotFoundError:
+            return False
         if len(data) > len(into):
             raise BackendError(f"{self._place.scheme}://{self._place.host}: the server ignores ranges")
         if len(data) < len(into):
@@ -107,18 +127,19 @@ class FsspecStore:
         return True
 
     def size(self, name: str) -> int | None:
-        with self._explaining():
-            try:
-                return int(self._fs.info(self._path(name))["size"])
-            except FileNotFoundError as error:
-                self._none(error)
-                return None
+        try:
+            return int(self._ask(lambda: self._fs.info(self._path(name)))["size"])
+        except FileNotFoundError:
+            return None
 
     def delete(self, names: Sequence[str]) -> None:
-        with self._explaining():
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(name))
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._ask(lambda name=name: self._remove(self._path(name)))
+
+    def _remove(self, path: str) -> None:
+        with self._turn:
+            self._fs.rm_file(path)
 
     def list(self, directory: str) -> Iterator[Listed]:
         """Directory by directory: one that vanishes meanwhile is passed over."""
@@ -132,11 +153,14 @@ class FsspecStore:
                     yield Listed(self._name(path), int(found["size"] or 0), _modified(found), _tag(found))
 
     def _entries(self, path: str) -> list[dict[str, Any]]:
-        with self._explaining():
-            try:
-                found = self._fs.ls(path or "/", detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+        def listed() -> list[dict[str, Any]]:
+            with self._turn:
+                return list(self._fs.ls(path or "/", detail=True))
+
+        try:
+            found = self._ask(listed)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         # Some implementations list a directory as its own entry.
         return [one for one in found if self._name(str(one["name"])) != self._name(path)]
 
@@ -151,20 +175,26 @@ class FsspecStore:
     def _name(self, path: str) -> str:
         return path.removeprefix(self._root.strip("/")) if not self._root.startswith("/") else path.strip("/")
 
-    def _none(self, error: FileNotFoundError) -> None:
-        if says_no_bucket(str(error)):
-            raise BackendError(explained(error, self._place)) from None
+    def _ask(self, call: Callable[[], T]) -> T:
+        """One request, again if the server said that it had failed. Errors become those of `ObjectStore`."""
+        until = time.monotonic() + self._timeout
+        for attempt in range(self._retries + 1):
+            try:
+                return call()
+            except Exception as error:
+                if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not says_no_bucket(str(error)):
+                    raise
+                pause = _PAUSE_SECONDS * 2**attempt
+                if not _is_a_servers(error) or attempt == self._retries or time.monotonic() + pause > until:
+                    raise BackendError(explained(error, self._place)) from error
+                time.sleep(pause)
+        raise AssertionError("not reached")
 
-    @contextlib.contextmanager
-    def _explaining(self, *, opening: bool = False) -> Iterator[None]:
-        try:
-            yield
-        except (BackendError, ImportError):
-            raise
-        except Exception as error:
-            if opening and isinstance(error, (ValueError, TypeError)):
-                raise ValueError(f"options: {error}") from None
-            raise BackendError(explained(error, self._place)) from error
+
+def _is_a_servers(error: BaseException) -> bool:
+    """Whether a server that was reached has failed (5xx)."""
+    status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", 0)
+    return isinstance(status, int) and status >= 500 and status != 507
 
 
 def _open(place: Place, config: Config) -> tuple[Any, str]:
@@ -173,8 +203,10 @@ def _open(place: Place, config: Config) -> tuple[Any, str]:
     from fsspec.registry import known_implementations, registry
 
     if place.scheme not in known_implementations and place.scheme not in registry:
-        raise ValueError(f"url: nothing serves {place.scheme}://; `python -m fsspec` and its packages say what there is")
-    settings = {"skip_instance_cache": True, "use_listings_cache": False, **_defaults(place, config), **config.options}
+        raise ValueError(
+            f"url: nothing serves {place.scheme}://; `python -m fsspec` and its packages say what there is"
+        )
+    settings = {"skip_instance_cache": True, **_defaults(place, config), **config.options}
     try:
         if place.scheme in _WEBDAV:
             return fsspec.filesystem("webdav", **settings), ""
@@ -194,13 +226,14 @@ def _defaults(place: Place, config: Config) -> dict[str, Any]:
     """What makes an implementation give up in time, and where it finds credentials, as far as is known."""
     if place.scheme in ("s3", "s3a"):
         return {
+            "use_listings_cache": False,
             "config_kwargs": {
                 "connect_timeout": config.connect_timeout,
                 "read_timeout": config.timeout,
                 "retries": {"max_attempts": config.retries + 1},
                 "request_checksum_calculation": "when_required",
                 "response_checksum_validation": "when_required",
-            }
+            },
         }
     if place.scheme in ("sftp", "ssh"):
         waits = {"timeout": config.connect_timeout, "banner_timeout": config.timeout, "auth_timeout": config.timeout}
@@ -213,7 +246,7 @@ def _defaults(place: Place, config: Config) -> dict[str, Any]:
             "retry": False,
             "auth": _from_netrc(place.host),
         }
-    return {}
+    return {"use_listings_cache": False}
 
 
 def _from_netrc(host: str) -> tuple[str, str] | None:
@@ -222,6 +255,23 @@ def _from_netrc(host: str) -> tuple[str, str] | None:
     except (OSError, netrc.NetrcParseError):
         return None
     return (found[0], found[2]) if found else None
+
+
+def _cat(fs: Any, path: str, start: int | None = None, end: int | None = None) -> bytes:
+    """A file, or a range of it, by one request. Raises FileNotFoundError."""
+    if "webdav" not in _protocols(fs):
+        return bytes(fs.cat_file(path, start=start, end=end))
+    # webdav4's own reading asks for the file's properties first: it may be another file by then, or gone.
+    ranged = {"Range": f"bytes={start}-{end - 1}"} if start is not None and end is not None else {}
+    answer = fs.client.http.get(fs.client.join_url(path), headers=ranged)
+    if answer.status_code == 404:
+        raise FileNotFoundError(path)
+    if ranged and answer.status_code == 200:
+        return bytes(answer.content[start:end])
+    if answer.status_code != (206 if ranged else 200):
+        answer.raise_for_status()
+        raise BackendError(f"an answer of another kind than was asked for: {answer.status_code}")
+    return bytes(answer.content)
 
 
 def _rename(fs: Any, draft: str, path: str) -> None:

@@ -2,8 +2,8 @@
 
 A right is a row of numbered objects, `=hold/<name>/<n>`, of which the highest counts. Who has it writes its own number
 anew every two seconds. Others take it by creating the next number, which one of them can, once the highest one has not
-changed for six seconds by their own clock, or says that it is free. Clocks are never compared, and nothing that somebody
-else may rely on is ever deleted or overwritten.
+changed for six seconds by their own clock, or says that it is free. Clocks are never compared, and nobody overwrites what
+is another's.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ class Leases:
     def renew(self, name: str, held: _Held) -> None:
         """Say that the right is still ours, unless somebody has taken it meanwhile."""
         before = time.monotonic()
-        if before - held.renewed >= LEASE_SECONDS or self._store().size(self._object(name, held.number + 1)) is not None:
+        if (
+            before - held.renewed >= LEASE_SECONDS
+            or self._store().size(self._object(name, held.number + 1)) is not None
+        ):
             held.ended.set()  # this process was asleep for too long
             return
         self._store().put(self._object(name, held.number), self._content())

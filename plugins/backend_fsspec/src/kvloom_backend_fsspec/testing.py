@@ -1,4 +1,4 @@
-"""Real servers for tests and benches: Ceph's S3 gateway, moto and WebDAV, on free ports and in a directory of their own.
+"""Real servers for tests and benches: Ceph's S3 gateway, moto and WebDAV, on free ports, in temporary directories.
 
 Each is a context manager. Nothing outlives it, nor the process that started it: the kernel kills what is left (Linux).
 """
@@ -275,10 +275,21 @@ class CephRGW(Server):
     def _start_storage(self, root: Path) -> None:
         (root / "osd").mkdir()
         self.run("ceph-osd", "-i", "0", "--mkfs")
-        self.run("ceph", "osd", "new", (root / "osd" / "fsid").read_text().strip(), "0")
+        self._tell("osd", "new", (root / "osd" / "fsid").read_text().strip(), "0")
         self.spawn("osd", "ceph-osd", "-i", "0", "-f")
-        self.run("ceph", "osd", "crush", "add", "osd.0", "1.0", "host=h", "root=default")
-        wait_until(lambda: "1 up" in self.run("ceph", "osd", "stat"), "ceph-osd")
+        self._tell("osd", "crush", "add", "osd.0", "1.0", "host=h", "root=default")
+        wait_until(lambda: "1 up" in self._tell("osd", "stat"), "ceph-osd")
+
+    def _tell(self, *command: str) -> str:
+        """`ceph`, again and again: a monitor that has just begun to listen refuses what it will do a moment later."""
+        until = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return self.run("ceph", "--connect-timeout", "5", *command)
+            except (RuntimeError, subprocess.TimeoutExpired):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
 
     def restart(self) -> None:
         self.spawn("radosgw", "radosgw", "-n", "client.rgw.a", "-f")
