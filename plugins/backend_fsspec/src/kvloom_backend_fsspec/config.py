@@ -16,7 +16,7 @@ OBSTORE_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az",
 
 STANDARD_PLACES = (
     "credentials come from the standard places only: the environment (AWS_ACCESS_KEY_ID, "
-    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, ...), ~/.aws, ~/.ssh, ~/.netrc, or the role of the machine"
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, ...), ~/.aws, ~/.ssh, ~/.netrc, or the machine's role"
 )
 
 _SECRET = re.compile(

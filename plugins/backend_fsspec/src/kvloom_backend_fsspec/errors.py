@@ -19,11 +19,11 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
         ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthenticationFailed"),
         "the credentials are not the store's: set others in the environment, or give the machine a role",
     ),
+    (("QuotaExceeded", "507 "), "the store is full: raise its quota, or set `capacity` below it"),
     (
         ("AccessDenied", "403 Forbidden", "PermissionDenied", "Permission denied"),
         "these credentials have no right to do this: docs/use/object-stores.md lists the rights that are needed",
     ),
-    (("QuotaExceeded", "507 "), "the store is full: raise its quota, or set `capacity` below it"),
     (("EntityTooLarge", "413 "), "the store takes no object of that size: lower `chunk_tokens`"),
     (("NotPartial", "Received non-partial"), "the server ignores the header Range, which kvloom needs"),
     (

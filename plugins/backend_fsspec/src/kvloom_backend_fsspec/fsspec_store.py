@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from kvloom import BackendError, Sink
 from kvloom_backend_fsspec.config import Config, Place
@@ -28,6 +29,7 @@ _NO_DIRECTORY = ("ResourceConflict", "ResourceNotFound")  # what webdav4 says of
 _MEMORY = threading.Lock()  # fsspec's memory looks a file up twice while it lists
 _PAUSE_SECONDS = 0.1
 T = TypeVar("T")
+_SFTP = ("sftp", "ssh")
 _WEBDAV = ("webdav", "dav")
 
 
@@ -206,20 +208,34 @@ def _open(place: Place, config: Config) -> tuple[Any, str]:
         raise ValueError(
             f"url: nothing serves {place.scheme}://; `python -m fsspec` and its packages say what there is"
         )
-    settings = {"skip_instance_cache": True, **_defaults(place, config), **config.options}
     try:
+        settings = {"skip_instance_cache": True, **_defaults(place, config), **config.options}
         if place.scheme in _WEBDAV:
             return fsspec.filesystem("webdav", **settings), ""
+        if place.scheme in _SFTP:
+            return _sftp(place, config, settings), "/"
         fs, path = fsspec.core.url_to_fs(config.url, **settings)
     except ImportError as error:
         extra = _EXTRAS.get(place.scheme)
         remedy = f"pip install 'kvloom-backend-fsspec[{extra}]'" if extra else str(error)
         raise ImportError(f"url: {place.scheme}:// needs another package: {remedy}") from error
-    if place.scheme in ("sftp", "ssh"):
-        fs.ftp.get_channel().settimeout(config.timeout)
     if hasattr(fs, "retries"):
         fs.retries = config.retries + 1
     return fs, path[: len(path) - len(place.prefix)] if place.prefix else f"{path.rstrip('/')}/"
+
+
+def _sftp(place: Place, config: Config, settings: dict[str, Any]) -> Any:
+    """By paramiko, also where a package has registered another implementation for the scheme."""
+    from fsspec.implementations.sftp import SFTPFileSystem
+
+    host = urlsplit(f"//{place.host}")
+    if host.port is not None:
+        settings["port"] = host.port
+    if host.username is not None:
+        settings["username"] = host.username
+    fs = SFTPFileSystem(host.hostname, **settings)
+    fs.ftp.get_channel().settimeout(config.timeout)
+    return fs
 
 
 def _defaults(place: Place, config: Config) -> dict[str, Any]:
@@ -235,7 +251,7 @@ def _defaults(place: Place, config: Config) -> dict[str, Any]:
                 "response_checksum_validation": "when_required",
             },
         }
-    if place.scheme in ("sftp", "ssh"):
+    if place.scheme in _SFTP:
         waits = {"timeout": config.connect_timeout, "banner_timeout": config.timeout, "auth_timeout": config.timeout}
         return {"channel_timeout": config.timeout, **waits}
     if place.scheme in _WEBDAV:

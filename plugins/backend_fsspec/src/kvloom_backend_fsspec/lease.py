@@ -1,9 +1,9 @@
 """Rights that one process at a time has in a store which creates exclusively: leases that their holder renews.
 
 A right is a row of numbered objects, `=hold/<name>/<n>`, of which the highest counts. Who has it writes its own number
-anew every two seconds. Others take it by creating the next number, which one of them can, once the highest one has not
-changed for six seconds by their own clock, or says that it is free. Clocks are never compared, and nobody overwrites what
-is another's.
+anew every two seconds. Others take it by creating the next number, which one of them can, once the highest one has
+not changed for six seconds by their own clock, or says that it is free. Clocks are never compared, and nobody
+overwrites what is another's.
 """
 
 from __future__ import annotations

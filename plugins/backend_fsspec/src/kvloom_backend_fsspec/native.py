@@ -7,10 +7,10 @@ loading it takes 8 ms with obstore 0.12.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
-import sys
 import tempfile
 from functools import cache
 from types import ModuleType
@@ -30,8 +30,7 @@ def native() -> ModuleType:
 
 @cache
 def _loaded(pid: int) -> ModuleType:
-
-    module: ModuleType = sys.modules["obstore._obstore"]
+    module = importlib.import_module("obstore._obstore")
     return module if pid == _first[0] else _copy(str(module.__file__))
 
 

@@ -26,6 +26,7 @@ from typing import IO, Any, TypeVar
 START_SECONDS = 60.0
 ACCESS_KEY, SECRET_KEY = "KVLOOMTESTKEY", "kvloom-test-secret"
 _PR_SET_PDEATHSIG = 1
+_LAST_WORDS = 1000
 S = TypeVar("S", bound="Server")
 
 
@@ -150,9 +151,12 @@ class Server:
     def __enter__(self: S) -> S:
         try:
             self.start()
-        except BaseException:
+        except BaseException as error:
+            said = {path.name: path.read_text(errors="replace")[-_LAST_WORDS:] for path in self.directory.glob("*.out")}
             self.close()
-            raise
+            if not isinstance(error, RuntimeError):
+                raise
+            raise RuntimeError(f"{error}; its last words: {said}") from error
         return self
 
     def __exit__(
@@ -227,7 +231,7 @@ pid file = {root}/$name.pid
 run dir = {root}
 crash dir = {root}
 [client.rgw.a]
-rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1 {tls}
 rgw thread pool size = 64
 rgw run sync thread = false
 rgw enable usage log = false
@@ -245,6 +249,10 @@ class CephRGW(Server):
     def __init__(self, *, capacity: int = 2 << 30, store: str = "memstore") -> None:
         super().__init__()
         self.config = self.directory / "ceph.conf"
+        self.tls_port = free_port()
+        """The same with TLS."""
+        self.authority = self.directory / "ca.pem"
+        """Who vouches for its certificate."""
         self._mon_port, self._fsid = free_port(), str(uuid.uuid4())
         self._capacity, self._store = capacity, store
 
@@ -256,13 +264,27 @@ class CephRGW(Server):
         self.config.write_text(
             _CEPH_CONF.format(
                 fsid=self._fsid, mon_port=self._mon_port, root=root, store=self._store, capacity=self._capacity,
-                port=self.port,
+                port=self.port, tls=f"ssl_endpoint=127.0.0.1:{self.tls_port} ssl_certificate={root}/tls.pem",
             )
         )  # fmt: skip
+        self._sign()
         self._start_monitor(root)
         self._start_storage(root)
         self.restart()
         self.add_user(ACCESS_KEY, SECRET_KEY)
+
+    def _sign(self) -> None:
+        """An authority, and a certificate of 127.0.0.1 that it vouches for."""
+        need("openssl", "apt-get install openssl")
+        key, new = self.directory / "ca.key", ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
+        self.run(*new, "-subj", "/CN=kvloom tests", "-keyout", str(key), "-out", str(self.authority))
+        both = self.directory / "tls.pem"
+        self.run(
+            *new, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-addext",
+            "basicConstraints=CA:FALSE", "-CA", str(self.authority), "-CAkey", str(key), "-keyout", f"{both}.key",
+            "-out", str(both),
+        )  # fmt: skip
+        both.write_text(both.read_text() + Path(f"{both}.key").read_text())
 
     def _start_monitor(self, root: Path) -> None:
         address = f"[v1:127.0.0.1:{self._mon_port}]"

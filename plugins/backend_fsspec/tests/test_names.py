@@ -1,0 +1,73 @@
+"""Keys and objects: every key has a name of its own, inside the prefix, and no other object is taken for a blob."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_backend_fsspec.names import Names
+
+PARTS = st.from_regex(r"[A-Za-z0-9._-]{1,12}", fullmatch=True).filter(lambda part: part not in (".", ".."))
+KEYS = st.lists(PARTS, min_size=1, max_size=5).map("/".join)
+
+
+@given(KEYS, st.sampled_from(["", "kv", "a b/c=kv/d"]))
+def test_a_name_leads_back_to_its_key(key: str, prefix: str) -> None:
+    names = Names(prefix)
+    name = names.blob(key)
+    assert names.key(name) == key
+    assert name.startswith(prefix) and ".." not in name.split("/")
+
+
+@given(KEYS, KEYS)
+def test_no_blob_is_where_another_needs_a_directory(one: str, other: str) -> None:
+    names = Names("kv")
+    if one != other:
+        assert names.blob(one) != names.blob(other)
+    assert not names.blob(other).startswith(f"{names.blob(one)}/")
+
+
+@pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", ".", "a/../b", "a b", "a=kv", "ä", "a\n", "x" * 201])
+def test_what_is_no_key_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="not a key"):
+        Names("kv").blob(key)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["kv/a", "kv/a=kv2", "other/a=kv", "kv/a b=kv", "kv/=hold/a=kv", "kv/../a=kv", "kv/=kv", f"kv/{'x' * 201}=kv"],
+)
+def test_other_objects_are_no_blobs(name: str) -> None:
+    assert Names("kv").key(name) is None
+
+
+def test_what_is_ones_own_is_no_blob() -> None:
+    names = Names("kv")
+    assert [names.key(name) for name in (names.draft(), names.probe(), names.right("evict"))] == [None] * 3
+
+
+@pytest.mark.parametrize("driver", ["obstore", "fsspec"])
+def test_objects_of_others_are_left_alone(tmp_path: Path, driver: str) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "notes.txt").write_text("mine")
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv", driver=driver))
+    backend.put("a/b", [b"blob"])
+    assert [entry.key for entry in backend.scan()] == ["a/b"]
+    backend.delete_many(["a/b", "notes.txt"])
+    assert (tmp_path / "kv" / "notes.txt").read_text() == "mine"
+
+
+def test_files_of_blobs_that_are_as_large_as_a_part_and_more(tmp_path: Path) -> None:
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv"))
+    for size in (8 << 20, (8 << 20) + 1, (24 << 20) - 7, 5):
+        blob = os.urandom(size)
+        for _ in range(2):  # how it is read depends on the size of what was read before
+            backend.put("a", [blob])
+            assert backend.get("a") == blob
+    assert not [path for path in tmp_path.rglob("*") if re.search("=tmp|#", path.name)]
