@@ -77,7 +77,8 @@ def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["secret_access_key", "aws_access_key_id", "AWS_SESSION_TOKEN", "account_key", "sas_key", "password", "key", "secret",
+    ["secret_access_key", "aws_access_key_id",
+     "AWS_SESSION_TOKEN", "account_key", "sas_key", "password", "key", "secret",
      "token", "connection_string", "service_account_key", "client-secret", "auth"],
 )  # fmt: skip
 @pytest.mark.parametrize("nested", [False, True])
