@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import netrc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from kvloom import BackendError, Sink
-from kvloom_backend_fsspec.config import Config, Place
+from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained, says_no_bucket
+from kvloom_backend_fsspec.fsspec_open import close_fs, open_fs
 from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.store import Listed
 
 _WHOLE_AT_ONCE = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2", "hf"}
 """Where a put is one request, or one assignment, that readers see whole or not at all. Elsewhere a draft is renamed."""
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "sftp": "sftp",
-           "ssh": "sftp", "webdav": "webdav", "dav": "webdav"}  # fmt: skip
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _TAGS = ("ETag", "etag", "e_tag")
 _NO_DIRECTORY = ("ResourceConflict", "ResourceNotFound")  # what webdav4 says of a directory that is not there
 _MEMORY = threading.Lock()  # fsspec's memory looks a file up twice while it lists
 _PAUSE_SECONDS = 0.1
 T = TypeVar("T")
-_SFTP = ("sftp", "ssh")
-_WEBDAV = ("webdav", "dav")
 
 
 class FsspecStore:
@@ -40,7 +34,7 @@ class FsspecStore:
         self._place = place = config.place
         self._drafts = Names(place.prefix)
         try:
-            self._fs, self._root = _open(place, config)
+            self._fs, self._root = open_fs(place, config)
         except ImportError:
             raise
         except (ValueError, TypeError) as error:
@@ -167,9 +161,7 @@ class FsspecStore:
         return [one for one in found if self._name(str(one["name"])) != self._name(path)]
 
     def close(self) -> None:
-        for give_back in (_close_sftp, _close_webdav, _close_session):
-            with contextlib.suppress(Exception):
-                give_back(self._fs)
+        close_fs(self._fs)
 
     def _path(self, name: str) -> str:
         return f"{self._root}{name}"
@@ -197,80 +189,6 @@ def _is_a_servers(error: BaseException) -> bool:
     """Whether a server that was reached has failed (5xx)."""
     status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", 0)
     return isinstance(status, int) and status >= 500 and status != 507
-
-
-def _open(place: Place, config: Config) -> tuple[Any, str]:
-    """The file system, and what comes before a name in its paths."""
-    import fsspec
-    from fsspec.registry import known_implementations, registry
-
-    if place.scheme not in known_implementations and place.scheme not in registry:
-        raise ValueError(
-            f"url: nothing serves {place.scheme}://; `python -m fsspec` and its packages say what there is"
-        )
-    try:
-        settings = {"skip_instance_cache": True, **_defaults(place, config), **config.options}
-        if place.scheme in _WEBDAV:
-            return fsspec.filesystem("webdav", **settings), ""
-        if place.scheme in _SFTP:
-            return _sftp(place, config, settings), "/"
-        fs, path = fsspec.core.url_to_fs(config.url, **settings)
-    except ImportError as error:
-        extra = _EXTRAS.get(place.scheme)
-        remedy = f"pip install 'kvloom-backend-fsspec[{extra}]'" if extra else str(error)
-        raise ImportError(f"url: {place.scheme}:// needs another package: {remedy}") from error
-    if hasattr(fs, "retries"):
-        fs.retries = config.retries + 1
-    return fs, path[: len(path) - len(place.prefix)] if place.prefix else f"{path.rstrip('/')}/"
-
-
-def _sftp(place: Place, config: Config, settings: dict[str, Any]) -> Any:
-    """By paramiko, also where a package has registered another implementation for the scheme."""
-    from fsspec.implementations.sftp import SFTPFileSystem
-
-    host = urlsplit(f"//{place.host}")
-    if host.port is not None:
-        settings["port"] = host.port
-    if host.username is not None:
-        settings["username"] = host.username
-    fs = SFTPFileSystem(host.hostname, **settings)
-    fs.ftp.get_channel().settimeout(config.timeout)
-    return fs
-
-
-def _defaults(place: Place, config: Config) -> dict[str, Any]:
-    """What makes an implementation give up in time, and where it finds credentials, as far as is known."""
-    if place.scheme in ("s3", "s3a"):
-        return {
-            "use_listings_cache": False,
-            "config_kwargs": {
-                "connect_timeout": config.connect_timeout,
-                "read_timeout": config.timeout,
-                "retries": {"max_attempts": config.retries + 1},
-                "request_checksum_calculation": "when_required",
-                "response_checksum_validation": "when_required",
-            },
-        }
-    if place.scheme in _SFTP:
-        waits = {"timeout": config.connect_timeout, "banner_timeout": config.timeout, "auth_timeout": config.timeout}
-        return {"channel_timeout": config.timeout, **waits}
-    if place.scheme in _WEBDAV:
-        httpx = importlib.import_module("httpx")
-        return {
-            "base_url": f"{'http' if config.allow_http else 'https'}://{place.host}",
-            "timeout": httpx.Timeout(config.timeout, connect=config.connect_timeout),
-            "retry": False,
-            "auth": _from_netrc(place.host),
-        }
-    return {"use_listings_cache": False}
-
-
-def _from_netrc(host: str) -> tuple[str, str] | None:
-    try:
-        found = netrc.netrc().authenticators(host.rpartition("@")[2].partition(":")[0])
-    except (OSError, netrc.NetrcParseError):
-        return None
-    return (found[0], found[2]) if found else None
 
 
 def _cat(fs: Any, path: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -311,16 +229,3 @@ def _modified(found: dict[str, Any]) -> float:
 
 def _tag(found: dict[str, Any]) -> str:
     return next((str(found[name]) for name in _TAGS if found.get(name)), "")
-
-
-def _close_sftp(fs: Any) -> None:
-    fs.ftp.close()
-    fs.client.close()
-
-
-def _close_webdav(fs: Any) -> None:
-    fs.client.http.close()
-
-
-def _close_session(fs: Any) -> None:
-    fs.close_session(fs.loop, fs.s3)

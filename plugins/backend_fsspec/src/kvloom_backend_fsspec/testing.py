@@ -300,7 +300,15 @@ class CephRGW(Server):
         self._tell("osd", "new", (root / "osd" / "fsid").read_text().strip(), "0")
         self.spawn("osd", "ceph-osd", "-i", "0", "-f")
         self._tell("osd", "crush", "add", "osd.0", "1.0", "host=h", "root=default")
-        wait_until(lambda: "1 up" in self._tell("osd", "stat"), "ceph-osd")
+
+        def is_up() -> bool:
+            if (
+                self._running["osd"].poll() is not None
+            ):  # now and then it asks before it knows the cluster: `wrong fsid`
+                self.spawn("osd", "ceph-osd", "-i", "0", "-f")
+            return "1 up" in self._tell("osd", "stat")
+
+        wait_until(is_up, "ceph-osd")
 
     def _tell(self, *command: str) -> str:
         """`ceph`, again and again: a monitor that has just begun to listen refuses what it will do a moment later."""

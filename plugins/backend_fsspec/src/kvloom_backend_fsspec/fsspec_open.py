@@ -1,0 +1,112 @@
+"""Opening fsspec's file systems: with timeouts, without caches, and with what the standard places know."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import netrc
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvloom_backend_fsspec.config import Config, Place
+
+_EXTRAS = {
+    "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az",
+    "sftp": "sftp", "ssh": "sftp", "webdav": "webdav", "dav": "webdav",
+}  # fmt: skip
+_SFTP = ("sftp", "ssh")
+_WEBDAV = ("webdav", "dav")
+
+
+def open_fs(place: Place, config: Config) -> tuple[Any, str]:
+    """The file system, and what comes before a name in its paths."""
+    import fsspec
+    from fsspec.registry import known_implementations, registry
+
+    if place.scheme not in known_implementations and place.scheme not in registry:
+        raise ValueError(
+            f"url: nothing serves {place.scheme}://; `python -m fsspec` and its packages say what there is"
+        )
+    try:
+        settings = {"skip_instance_cache": True, **_defaults(place, config), **config.options}
+        if place.scheme in _WEBDAV:
+            return fsspec.filesystem("webdav", **settings), ""
+        if place.scheme in _SFTP:
+            return _sftp(place, config, settings), "/"
+        fs, path = fsspec.core.url_to_fs(config.url, **settings)
+    except ImportError as error:
+        extra = _EXTRAS.get(place.scheme)
+        remedy = f"pip install 'kvloom-backend-fsspec[{extra}]'" if extra else str(error)
+        raise ImportError(f"url: {place.scheme}:// needs another package: {remedy}") from error
+    if hasattr(fs, "retries"):
+        fs.retries = config.retries + 1
+    return fs, path[: len(path) - len(place.prefix)] if place.prefix else f"{path.rstrip('/')}/"
+
+
+def _sftp(place: Place, config: Config, settings: dict[str, Any]) -> Any:
+    """By paramiko, also where a package has registered another implementation for the scheme."""
+    from fsspec.implementations.sftp import SFTPFileSystem
+
+    host = urlsplit(f"//{place.host}")
+    if host.port is not None:
+        settings["port"] = host.port
+    if host.username is not None:
+        settings["username"] = host.username
+    fs = SFTPFileSystem(host.hostname, **settings)
+    fs.ftp.get_channel().settimeout(config.timeout)
+    return fs
+
+
+def _defaults(place: Place, config: Config) -> dict[str, Any]:
+    """What makes an implementation give up in time, and where it finds credentials, as far as is known."""
+    if place.scheme in ("s3", "s3a"):
+        return {
+            "use_listings_cache": False,
+            "config_kwargs": {
+                "connect_timeout": config.connect_timeout,
+                "read_timeout": config.timeout,
+                "retries": {"max_attempts": config.retries + 1},
+                "request_checksum_calculation": "when_required",
+                "response_checksum_validation": "when_required",
+            },
+        }
+    if place.scheme in _SFTP:
+        waits = {"timeout": config.connect_timeout, "banner_timeout": config.timeout, "auth_timeout": config.timeout}
+        return {"channel_timeout": config.timeout, **waits}
+    if place.scheme in _WEBDAV:
+        httpx = importlib.import_module("httpx")
+        return {
+            "base_url": f"{'http' if config.allow_http else 'https'}://{place.host}",
+            "timeout": httpx.Timeout(config.timeout, connect=config.connect_timeout),
+            "retry": False,
+            "auth": _from_netrc(place.host),
+        }
+    return {"use_listings_cache": False}
+
+
+def _from_netrc(host: str) -> tuple[str, str] | None:
+    try:
+        found = netrc.netrc().authenticators(host.rpartition("@")[2].partition(":")[0])
+    except (OSError, netrc.NetrcParseError):
+        return None
+    return (found[0], found[2]) if found else None
+
+
+def close_fs(fs: Any) -> None:
+    """Give back its connections and threads, whichever of these it has."""
+    for give_back in (_close_sftp, _close_webdav, _close_session):
+        with contextlib.suppress(Exception):
+            give_back(fs)
+
+
+def _close_sftp(fs: Any) -> None:
+    fs.ftp.close()
+    fs.client.close()
+
+
+def _close_webdav(fs: Any) -> None:
+    fs.client.http.close()
+
+
+def _close_session(fs: Any) -> None:
+    fs.close_session(fs.loop, fs.s3)
