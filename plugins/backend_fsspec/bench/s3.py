@@ -192,7 +192,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         endpoint = arguments.endpoint
         if endpoint is None:
-            server = stack.enter_context(CephRGW())
+            server = stack.enter_context(CephRGW(capacity=8 << 30))
             os.environ.update(AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY, AWS_REGION="us-east-1")
             endpoint = server.endpoint
             s3_client(endpoint).create_bucket(Bucket=arguments.bucket)

@@ -45,27 +45,23 @@ class FsspecStore:
         self._making = threading.Lock()
         self._whole = place.scheme in _WHOLE_AT_ONCE
         self._directories: set[str] = set()
-        self._turn = _MEMORY if place.scheme == "memory" else contextlib.nullcontext()
+        self._turn = _turn(place.scheme)
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
         if self._whole:
-            self._ask(lambda: self._write(path, data))
+            self._ask(lambda: self._fs.pipe_file(path, data))
         else:
             self._publish(data, self._path(self._drafts.draft()), path)
 
     def _publish(self, data: bytes, draft: str, path: str) -> None:
         try:
-            self._in_its_directory(draft, lambda: self._write(draft, data))
+            self._in_its_directory(draft, lambda: self._fs.pipe_file(draft, data))
             self._in_its_directory(path, lambda: _rename(self._fs, draft, path))
         except BaseException:
             with contextlib.suppress(Exception):
-                self._fs.rm_file(draft)
+                self._ask(lambda: self._fs.rm_file(draft))
             raise
-
-    def _write(self, path: str, data: bytes) -> None:
-        with self._turn:
-            self._fs.pipe_file(path, data)
 
     def _in_its_directory(self, path: str, act: Callable[[], None]) -> None:
         """Act where there is a directory: it is made when it is first met, and again if somebody removed it."""
@@ -76,10 +72,8 @@ class FsspecStore:
             self._ask(act)
         except Exception as error:
             self._directories.discard(directory)
-            if (
-                not isinstance(error.__cause__ or error, FileNotFoundError)
-                and type(error.__cause__).__name__ not in _NO_DIRECTORY
-            ):
+            cause = error.__cause__ or error
+            if not isinstance(cause, FileNotFoundError) and type(cause).__name__ not in _NO_DIRECTORY:
                 raise
             self._make(directory)
             self._ask(act)
@@ -131,11 +125,7 @@ class FsspecStore:
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._ask(lambda name=name: self._remove(self._path(name)))
-
-    def _remove(self, path: str) -> None:
-        with self._turn:
-            self._fs.rm_file(path)
+                self._ask(lambda name=name: self._fs.rm_file(self._path(name)))
 
     def list(self, directory: str) -> Iterator[Listed]:
         """Directory by directory: one that vanishes meanwhile is passed over."""
@@ -149,12 +139,8 @@ class FsspecStore:
                     yield Listed(self._name(path), int(found["size"] or 0), _modified(found), _tag(found))
 
     def _entries(self, path: str) -> list[dict[str, Any]]:
-        def listed() -> list[dict[str, Any]]:
-            with self._turn:
-                return list(self._fs.ls(path or "/", detail=True))
-
         try:
-            found = self._ask(listed)
+            found = self._ask(lambda: self._fs.ls(path or "/", detail=True))
         except (FileNotFoundError, NotADirectoryError):
             return []
         # Some implementations list a directory as its own entry.
@@ -174,7 +160,8 @@ class FsspecStore:
         until = time.monotonic() + self._timeout
         for attempt in range(self._retries + 1):
             try:
-                return call()
+                with self._turn:
+                    return call()
             except Exception as error:
                 if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not says_no_bucket(str(error)):
                     raise
@@ -183,6 +170,13 @@ class FsspecStore:
                     raise BackendError(explained(error, self._place)) from error
                 time.sleep(pause)
         raise AssertionError("not reached")
+
+
+def _turn(scheme: str) -> contextlib.AbstractContextManager[Any]:
+    """Held by who asks, where only one may at a time: threads of one SFTP client take each other's answers."""
+    if scheme == "memory":
+        return _MEMORY
+    return threading.Lock() if scheme in ("sftp", "ssh") else contextlib.nullcontext()
 
 
 def _is_a_servers(error: BaseException) -> bool:

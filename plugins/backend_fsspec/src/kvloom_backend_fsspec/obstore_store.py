@@ -65,11 +65,14 @@ class ObstoreStore:
     def read(self, name: str, sink: Sink) -> bool:
         # The blobs of a tier are mostly of one size. Only large ones are asked for by range: Ceph answers 500 to a
         # range of what is replaced meanwhile (a fifth of the reads beside two writers), and hardly ever to the whole.
-        first = self._begin(name, (0, PART_BYTES) if self._large else None)
+        try:
+            first = self._begin(name, (0, PART_BYTES) if self._large else None)
+        except _BeyondTheEnd:
+            raise CorruptBlobError(f"an empty object: {name}") from None
         if first is None:
             return False
         size = first.meta["size"]
-        if size == 0:
+        if not size:
             raise CorruptBlobError(f"an empty object: {name}")
         self._large = size > PART_BYTES
         view = sink.reserve(size)[:size]

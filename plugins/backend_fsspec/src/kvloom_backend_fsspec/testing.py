@@ -234,6 +234,8 @@ crash dir = {root}
 rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1 {tls}
 rgw thread pool size = 64
 rgw run sync thread = false
+rgw gc obj min wait = 1
+rgw gc processor period = 2
 rgw enable usage log = false
 """
 
