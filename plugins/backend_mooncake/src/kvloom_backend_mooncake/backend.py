@@ -1,0 +1,242 @@
+"""MooncakeBackend: blobs in the memory of whoever contributes some, found through one master.
+
+A blob in Mooncake is never written over: while somebody may be reading it, its memory stays as it is. So a `put` first
+removes what is under its key. What is leased to a reader is not removed so easily, and forcing it would give memory that
+is being read to the next blob. Such a blob is replaced by a stopgap first, which leaves the memory of the old one alone
+for as long as the master says (put_start_release_timeout_sec), and then the stopgap is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+from kvloom import BackendError, Buffer, Buffers, KVSpec, Sink, StorageBackend
+from kvloom_backend_mooncake import codes
+from kvloom_backend_mooncake.client import Client, check
+from kvloom_backend_mooncake.codes import ABSENT, EXISTS, ILLEGAL_CLIENT, IN_USE, LEASE_EXPIRED, NOT_READY
+from kvloom_backend_mooncake.config import MooncakeConfig
+from kvloom_backend_mooncake.memories import Memories
+
+STOPGAPS = (b"kvloom: nothing is here\n", b"kvloom: nothing is here any more\n")
+"""What takes the place of a blob that is being removed, for a moment. Two, because one that a reader has asked for is
+leased itself, and only what differs in length gets memory of its own."""
+_READ_ATTEMPTS = 4
+"""While others put and delete a blob, a read may meet a longer one each time. One whose lease ended has two."""
+_POLL_SECONDS = 0.002
+_MEANWHILE = ABSENT | IN_USE | {EXISTS, ILLEGAL_CLIENT}
+"""What replacing says if somebody else removes or replaces the same blob."""
+
+
+class MooncakeBackend(StorageBackend):
+    """Keeps every blob as an object of Mooncake Store. Not to be used in a forked child; see `client`."""
+
+    type: ClassVar[str] = "mooncake"
+    persistent: ClassVar[bool] = False
+    """A blob is in the memory of one process (or `replicas`), and goes with it."""
+    shared: ClassVar[bool] = True
+    bounded: ClassVar[bool] = True
+    threads: ClassVar[int] = 8
+
+    Config: ClassVar[Any] = MooncakeConfig
+
+    def __init__(self, config: MooncakeConfig, spec: KVSpec | None = None) -> None:
+        """Raises ValueError that names what is missing: the client, the master."""
+        super().__init__(config, spec)
+        self._settings = config
+        self._memories = Memories(config.protocol)
+        self._client = Client(config)
+
+    def identity(self) -> str | None:
+        return f"{self._settings.master}/{self._settings.tenant}"
+
+    def check_writable(self) -> None:
+        key = f"+kvloom-{uuid.uuid4().hex}"  # "+" is in no key
+        try:
+            self.put(key, [STOPGAPS[0]])
+        except codes.NoRoomError as full:
+            raise ValueError(
+                "segment: no process contributes memory to this master; set `segment` here or in another process"
+            ) from full
+        except BackendError as failed:
+            raise ValueError(f"master: nothing can be put: {failed}; correct it, or set `write: never`") from failed
+        self.delete(key)
+
+    def register(self, memory: memoryview) -> None:
+        """Make the pool known to the client, so that blobs move from and to it without a copy."""
+        with self._client.using() as store:
+            self._memories.register(store, memory)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Buffer | None:
+        memory = _Memory()
+        return memory.blob if self.get_into(key, memory) else None
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        with self._client.using() as store:
+            size = self._size(store, key)
+            if size is None:
+                return False
+            view = memoryview(sink.reserve(size)).cast("B")[:size]
+            with self._memories.target(store, view) as (start, length):
+                whole = self._read(store, key, size, lambda: store.get_into(key, start, length))
+            if whole != size or _is_stopgap(view):
+                return False
+        sink.filled(size)
+        return True
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        with self._client.using() as store:
+            size = self._size(store, key)
+            if size is None or size < offset + len(into):
+                return False
+            if not len(into):
+                return True
+            with self._memories.target(store, into, known=True) as (start, length):
+                got = self._read(store, key, size, lambda: _ranged(store, key, offset, start, length))
+            return got == len(into)
+
+    def _size(self, store: Any, key: str) -> int | None:
+        """Of the blob; None if there is none. Leases it to this reader."""
+        size = int(store.get_size(key))
+        return None if size in ABSENT else check(f"asking for {key}", size)
+
+    def _read(self, store: Any, key: str, size: int, read: Callable[[], int]) -> int | None:
+        """How many bytes `read` brought; None if the blob of `size` bytes is gone, or another one is in its place."""
+        for attempt in range(_READ_ATTEMPTS):
+            got = int(read())
+            if got >= 0 or got in ABSENT:
+                return max(got, 0) or None
+            if got == codes.INVALID and self._size(store, key) != size:
+                return None
+            if got != codes.INVALID and (got != LEASE_EXPIRED or attempt):
+                break
+        raise codes.error(f"reading {key}", got)
+
+    def contains(self, key: str) -> bool:
+        return self.contains_many([key])[0]
+
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        """What is found is leased to this process, so that it is there when it is read."""
+        if not keys:
+            return []
+        with self._client.using() as store:
+            found = [int(code) for code in store.batch_is_exist(list(keys))]
+            for key, code in zip(keys, found, strict=True):
+                check(f"asking for {key}", code)
+        return [code == 1 for code in found]
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, blob: Buffers) -> None:
+        self.put_many([(key, blob)])
+
+    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
+        wanted = {key: _views(blob) for key, blob in items}  # of two with one key, the last
+        if not wanted:
+            return
+        with self._client.using() as store, contextlib.ExitStack() as sources:
+            regions = [sources.enter_context(self._memories.source(store, views)) for views in wanted.values()]
+            keys = list(wanted)
+            self._erase(store, keys, awaiting=True)
+            starts = [[start for start, _ in one] for one in regions]
+            sizes = [[size for _, size in one] for one in regions]
+            done = store.batch_put_from_multi_buffers(keys, starts, sizes, self._client.replication)
+            for key, code in zip(keys, done, strict=True):
+                check(f"putting {key}", int(code))
+
+    def create(self, key: str, blob: Buffers) -> bool:
+        """By the master, which lets one writer begin. One that died while writing is in the way for half a minute."""
+        views = _views(blob)
+        size = sum(map(len, views))
+        with self._client.using() as store, self._memories.source(store, views, known=True) as regions:
+            code = int(store.batch_put_session_start([key], [size], self._client.replication)[0])
+            if code in (EXISTS, codes.INVALID):  # the latter: another thread of this process is writing it
+                return False
+            check(f"creating {key}", code)
+            try:
+                starts, sizes = [start for start, _ in regions], [length for _, length in regions]
+                offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+                put = store.batch_put_from_multi_buffer_ranges
+                check(f"creating {key}", int(put([key], [starts], [sizes], [offsets])[0]))
+                check(f"creating {key}", int(store.batch_put_session_end([key])[0]))
+            except BaseException:
+                store.batch_put_session_revoke([key])
+                raise
+        return True
+
+    def delete(self, key: str) -> None:
+        self.delete_many([key])
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        if keys:
+            with self._client.using() as store:
+                self._erase(store, list(dict.fromkeys(keys)), awaiting=False)
+
+    def _erase(self, store: Any, keys: list[str], *, awaiting: bool) -> None:
+        """Have nothing under `keys`. awaiting: also wait until whoever is writing one has written it, or has died."""
+        until = time.monotonic() + self._settings.timeout
+        for turn in itertools.count():
+            told = dict(zip(keys, map(int, store.batch_remove(keys)), strict=True))
+            in_use = [key for key, code in told.items() if code in IN_USE]
+            written = [key for key, code in told.items() if code == NOT_READY and awaiting]
+            for key, code in told.items():
+                if code not in ABSENT | IN_USE:
+                    check(f"deleting {key}", code)
+            late = time.monotonic() > until
+            for key in in_use + written * late:
+                _replace(store, key, STOPGAPS[turn % 2])
+            keys = in_use + written
+            if not keys:
+                return
+            if late:
+                store.batch_remove(keys)
+                return
+            if written:
+                time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        with contextlib.suppress(BackendError), self._client.using() as store:
+            self._memories.forget(store)
+        self._client.close()
+
+
+class _Memory:
+    """A sink with memory of its own."""
+
+    blob = b""
+
+    def __init__(self) -> None:
+        self._room = bytearray()
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        self._room = bytearray(num_bytes)
+        return memoryview(self._room)
+
+    def filled(self, num_bytes: int) -> None:
+        self.blob = memoryview(self._room).toreadonly()  # type: ignore[assignment]
+
+
+def _is_stopgap(view: memoryview) -> bool:
+    return len(view) <= len(STOPGAPS[-1]) and bytes(view) in STOPGAPS
+
+
+def _replace(store: Any, key: str, stopgap: bytes) -> None:
+    """Put `stopgap` in the place of a blob, whose memory stays its readers'."""
+    code = int(store.upsert(key, stopgap))
+    if code not in _MEANWHILE:
+        check(f"deleting {key}", code)
+
+
+def _views(blob: Buffers) -> list[memoryview]:
+    """The blob's buffers as bytes, without empty ones. Raises before anything is written if one cannot be read."""
+    return [view for view in (memoryview(part).cast("B") for part in blob) if len(view)]
+
+
+def _ranged(store: Any, key: str, offset: int, start: int, length: int) -> int:
+    return int(store.get_into_ranges([start], [[key]], [[[0]]], [[[offset]]], [[[length]]])[0][0][0])
