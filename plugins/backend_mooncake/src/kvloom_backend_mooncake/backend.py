@@ -1,9 +1,9 @@
 """MooncakeBackend: blobs in the memory of whoever contributes some, found through one master.
 
 A blob in Mooncake is never written over: while somebody may be reading it, its memory stays as it is. So a `put` first
-removes what is under its key. What is leased to a reader is not removed so easily, and forcing it would give memory that
-is being read to the next blob. Such a blob is replaced by a stopgap first, which leaves the memory of the old one alone
-for as long as the master says (put_start_release_timeout_sec), and then the stopgap is removed.
+removes what is under its key. What is leased to a reader is not removed so easily, and forcing that would give memory
+that is being read to the next blob. Such a blob is replaced by a stopgap first, which leaves the memory of the old one
+alone for as long as the master says (put_start_release_timeout_sec), and then the stopgap is removed.
 """
 
 from __future__ import annotations

@@ -24,20 +24,20 @@ INSTALL = (
     "or mooncake-transfer-engine on machines with CUDA"
 )
 _SETUP_ATTEMPTS = 2
-_environment = threading.Lock()
+_told: dict[str, str] = {}
+"""Environment variables that were set here."""
 
 
 def load() -> Any:
     """The module `mooncake.store`. Raises ValueError with what to install."""
-    with _variables({"MC_LOG_LEVEL": "ERROR"}):
-        try:
-            return importlib.import_module("mooncake.store")
-        except ModuleNotFoundError as missing:
-            raise ValueError(INSTALL) from missing
-        except ImportError as broken:  # a system library is not there
-            raise ValueError(
-                f"Mooncake's client does not load ({broken}); apt-get install libibverbs1 libnuma1 libcurl4"
-            ) from broken
+    try:
+        return importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as missing:
+        raise ValueError(INSTALL) from missing
+    except ImportError as broken:  # a system library is not there
+        raise ValueError(
+            f"Mooncake's client does not load ({broken}); apt-get install libibverbs1 libnuma1 libcurl4"
+        ) from broken
 
 
 class Client:
@@ -76,8 +76,8 @@ class Client:
             "master_server_addr": config.master,
             "tenant_id": config.tenant,
         }
-        with _variables(patience(config)):
-            code = self._store.setup(settings)
+        _tell(patience(config))
+        code = self._store.setup(settings)
         if code != 0:
             self._release()
             raise ValueError(
@@ -154,17 +154,12 @@ def patience(config: MooncakeConfig) -> Mapping[str, str]:
     }
 
 
-@contextlib.contextmanager
-def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for a moment: the client reads them when it is loaded and set up. There is no other way."""
-    with _environment:
-        mine = {name: value for name, value in wanted.items() if name not in os.environ}
-        os.environ.update(mine)
-        try:
-            yield
-        finally:
-            for name in mine:
-                os.environ.pop(name, None)
+def _tell(wanted: Mapping[str, str]) -> None:
+    """Set environment variables, for good: the client reads some of them not before the first transfer, and knows no other
+    way. What somebody else has set stays."""
+    for name, value in wanted.items():
+        if os.environ.get(name) == _told.get(name):
+            os.environ[name] = _told[name] = value
 
 
 def _own_address(config: MooncakeConfig) -> str:

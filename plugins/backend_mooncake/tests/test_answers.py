@@ -1,0 +1,197 @@
+"""What the numbers of Mooncake's client come to: none, an error of its own kind, or another attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvloom import BackendError
+from kvloom_backend_mooncake import client, codes
+from kvloom_backend_mooncake.backend import STOPGAPS, MooncakeBackend
+from kvloom_backend_mooncake.config import MooncakeConfig
+
+KEY, BLOB = "some/key", b"blob" * 20
+
+
+class Store:
+    """Stands for the client: `told` has the answers to come for a verb; without any it is a store with one blob."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, deque[Any]] = {}
+        self.calls: list[str] = []
+        self.blobs = {KEY: BLOB}
+        self.closed = False
+
+    def _answer(self, verb: str, usual: Any) -> Any:
+        self.calls.append(verb)
+        waiting = self.told.get(verb)
+        return waiting.popleft() if waiting else usual
+
+    def get_size(self, key: str) -> int:
+        return int(self._answer("get_size", len(self.blobs[key]) if key in self.blobs else codes.NOT_FOUND))
+
+    def get_into(self, key: str, start: int, size: int) -> int:
+        answer = self._answer("get_into", None)
+        if answer is not None:
+            return int(answer)
+        ctypes.memmove(start, self.blobs[key], len(self.blobs[key]))
+        return len(self.blobs[key])
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        return list(self._answer("batch_is_exist", [int(key in self.blobs) for key in keys]))
+
+    def batch_remove(self, keys: list[str]) -> list[int]:
+        return list(self._answer("batch_remove", [codes.NOT_FOUND] * len(keys)))
+
+    def upsert(self, key: str, blob: bytes) -> int:
+        self.blobs[key] = blob
+        return int(self._answer("upsert", 0))
+
+    def batch_put_from_multi_buffers(self, keys: Any, starts: Any, sizes: Any, config: Any) -> list[int]:
+        return list(self._answer("put", [0] * len(keys)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def backend(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeBackend]:
+    def set_up(self: client.Client, config: MooncakeConfig) -> None:
+        self._config, self._pid, self._idle = config, os.getpid(), threading.Condition()
+        self._calls, self._closed, self._silent, self._store, self.replication = 0, False, False, store, None
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+
+    monkeypatch.setattr(client.Client, "__init__", set_up)
+    backend = MooncakeBackend(MooncakeConfig(master="127.0.0.1:1", timeout="200ms"))
+    yield backend
+    backend.close()
+
+
+def test_a_blob(backend: MooncakeBackend) -> None:
+    assert bytes(backend.get(KEY) or b"") == BLOB and backend.contains(KEY)
+
+
+@pytest.mark.parametrize("code", [codes.NOT_FOUND, codes.NOT_READY, -710, -712])
+def test_what_is_gone_is_none(backend: MooncakeBackend, store: Store, code: int) -> None:
+    store.told["get_size"] = deque([code])
+    assert backend.get(KEY) is None
+    store.told["get_into"] = deque([code])
+    assert backend.get(KEY) is None, "between asking for its size and reading it"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(-900, codes.MasterError), (-901, codes.MasterError), (-800, codes.TransferError), (-200, codes.NoRoomError),
+     (-707, codes.LeaseExpiredError), (-12345, codes.MooncakeError)],
+)  # fmt: skip
+def test_failures_are_no_misses(backend: MooncakeBackend, store: Store, code: int, kind: type[Exception]) -> None:
+    store.told["get_into"] = deque([code] * 9)
+    calls: list[Callable[[], Any]] = [lambda: backend.get(KEY)]
+    if kind is not codes.LeaseExpiredError:
+        store.told |= {
+            "get_size": deque([len(BLOB), code]),
+            "batch_is_exist": deque([[1, code]]),
+            "put": deque([[code]]),
+        }
+        calls += [lambda: backend.get(KEY), lambda: backend.contains_many([KEY, "b"]), lambda: backend.put("b", [BLOB])]
+    for call in calls:
+        with pytest.raises(kind, match=str(code)) as raised:
+            call()
+        assert type(raised.value) is kind
+        backend._client._silent = False
+
+
+def test_a_lease_that_ended_is_renewed_once(backend: MooncakeBackend, store: Store) -> None:
+    store.told["get_into"] = deque([codes.LEASE_EXPIRED])
+    assert bytes(backend.get(KEY) or b"") == BLOB
+    store.calls.clear()
+    store.told["get_into"] = deque([codes.LEASE_EXPIRED] * 9)
+    with pytest.raises(codes.LeaseExpiredError, match="default_kv_lease_ttl"):
+        backend.get(KEY)
+    assert store.calls.count("get_into") == 2
+
+
+def test_a_blob_that_became_another_is_not_served(backend: MooncakeBackend, store: Store) -> None:
+    store.told["get_into"] = deque([len(BLOB) - 1])
+    assert backend.get(KEY) is None, "a shorter one"
+    store.told = {"get_into": deque([codes.INVALID]), "get_size": deque([len(BLOB), len(BLOB) + 5])}
+    assert backend.get(KEY) is None, "a longer one"
+
+
+@pytest.mark.parametrize("stopgap", STOPGAPS)
+def test_a_stopgap_is_no_blob(backend: MooncakeBackend, store: Store, stopgap: bytes) -> None:
+    store.blobs[KEY] = stopgap
+    assert backend.get(KEY) is None
+    store.blobs[KEY] = stopgap[:-1] + b"!"
+    assert bytes(backend.get(KEY) or b"") == store.blobs[KEY]
+
+
+def test_what_is_leased_is_replaced_and_never_forced(backend: MooncakeBackend, store: Store) -> None:
+    store.told["batch_remove"] = deque([[codes.LEASED], [codes.LEASED], [0]])
+    backend.delete(KEY)
+    assert store.calls == ["batch_remove", "upsert", "batch_remove", "upsert", "batch_remove"]
+    assert store.blobs[KEY] == STOPGAPS[1], "the second one has another length"
+
+
+def test_a_writer_that_is_busy_is_waited_for_and_a_dead_one_is_not(backend: MooncakeBackend, store: Store) -> None:
+    store.told["batch_remove"] = deque([[codes.NOT_READY], [codes.NOT_READY], [0]])
+    backend.put(KEY, [BLOB])
+    assert store.calls == ["batch_remove"] * 3 + ["put"]
+    store.calls.clear()
+    store.told["batch_remove"] = deque([[codes.NOT_READY]] * 10_000)
+    backend.put(KEY, [BLOB])
+    assert store.calls[-3:] == ["upsert", "batch_remove", "put"]
+
+
+def test_a_master_that_was_not_there_is_looked_for_before_the_next_call(
+    backend: MooncakeBackend, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.told["get_size"] = deque([-900])
+    with pytest.raises(codes.MasterError):
+        backend.get(KEY)
+    with pytest.raises(codes.MasterError, match="refused"):
+        backend.get(KEY)
+    assert store.calls == ["get_size"], "the client would try for seconds"
+    monkeypatch.setattr(client.Client, "_reach_master", lambda self: None)
+    assert bytes(backend.get(KEY) or b"") == BLOB
+
+
+def test_a_closed_client_is_not_called(backend: MooncakeBackend, store: Store) -> None:
+    backend.close()
+    assert store.closed
+    with pytest.raises(BackendError, match="closed"):
+        backend.get(KEY)
+
+
+def test_closing_waits_for_a_call_and_never_closes_under_it(backend: MooncakeBackend, store: Store) -> None:
+    with contextlib.ExitStack() as call:
+        call.enter_context(backend._client.using())
+        backend._client.close()
+        assert not store.closed, "the client would crash"
+
+
+def test_a_child_of_a_fork_is_told_at_once(backend: MooncakeBackend, store: Store) -> None:
+    backend._client._pid += 1
+    with pytest.raises(BackendError, match="does not survive a fork"):
+        backend.get(KEY)
+    backend.close()
+    assert not store.calls and not store.closed
+
+
+def test_of_two_blobs_with_one_key_the_last_is_put(backend: MooncakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[Any] = []
+    monkeypatch.setattr(Store, "batch_put_from_multi_buffers", lambda self, *told: put.append(told) or [0])
+    backend.put_many([(KEY, [b"12345"]), (KEY, [b"123", b"", b"4"])])
+    assert [(keys, sizes) for keys, _, sizes, _ in put] == [([KEY], [[3, 1]])]

@@ -1,0 +1,105 @@
+"""What is said about settings, a client that is not installed, and a master that is not there; without any server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvloom import ConfigError, EngineConfig, Registry
+from kvloom.config import resolve
+from kvloom_backend_mooncake import client
+from kvloom_backend_mooncake.backend import MooncakeBackend
+from kvloom_backend_mooncake.config import MooncakeConfig
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    (entry,) = (entry for entry in entry_points(group="kvloom.v1") if entry.name == "backend_mooncake")
+    assert list(entry.load().kvloom_storage_backends()) == [MooncakeBackend]
+    told = MooncakeBackend.type, MooncakeBackend.persistent, MooncakeBackend.shared, MooncakeBackend.bounded
+    assert told == ("mooncake", False, True, True)
+
+
+def test_neither_torch_nor_the_client_is_imported() -> None:
+    code = "import sys, kvloom_backend_mooncake.backend; assert not {'torch', 'mooncake'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("master", ["", "host", "host:", ":50051", "host:0", "host:65536", "tcp://host:1", "a b:1"])
+def test_a_master_that_is_no_address(master: str) -> None:
+    with pytest.raises(ValidationError, match=r"write for example 127\.0\.0\.1:50051"):
+        MooncakeConfig(master=master)
+
+
+def test_addresses() -> None:
+    assert MooncakeConfig(master="kv.example:50051").address == ("kv.example", 50051)
+    assert MooncakeConfig(master="[::1]:50051").address == ("::1", 50051)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("metadata", "host:8080"), ("metadata", ""), ("segment", -1), ("buffer", 0), ("replicas", 0), ("timeout", 0),
+     ("connect_timeout", "1 fortnight"), ("protocol", ""), ("tenant", ""), ("lease", 1)],
+)  # fmt: skip
+def test_settings_that_cannot_work(name: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=name):
+        MooncakeConfig(master="127.0.0.1:50051", **{name: value})
+
+
+def test_an_error_begins_with_the_path_in_yaml() -> None:
+    config = EngineConfig.load({"connector": "plain", "tiers": [{"type": "mooncake", "master": "nowhere"}]})
+    with pytest.raises(ConfigError, match=r"^tiers\.0\.master: .*host:port"):
+        resolve(config, Registry.discover())
+
+
+def test_a_client_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    monkeypatch.delitem(sys.modules, "mooncake.store", raising=False)
+    with pytest.raises(ValueError, match="pip install mooncake-transfer-engine-non-cuda"):
+        MooncakeBackend(MooncakeConfig(master="127.0.0.1:1"))
+
+
+def test_a_client_whose_libraries_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("libibverbs.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(client.importlib, "import_module", broken)
+    with pytest.raises(ValueError, match=r"libibverbs\.so\.1.*apt-get install libibverbs1"):
+        client.load()
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "load", lambda: None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"^master: nobody answers at {address}.*start mooncake_master"):
+            MooncakeBackend(MooncakeConfig(master=address))
+
+
+def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "load", lambda: None)
+    with pytest.raises(ValueError, match=r"^master: nobody answers at nowhere\.invalid:1"):
+        MooncakeBackend(MooncakeConfig(master="nowhere.invalid:1"))
+
+
+def test_the_client_is_told_how_long_to_wait_and_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_told", {})
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "7")
+    for name in ("MC_LOG_LEVEL", "MC_TCP_STATUS_TIMEOUT_SEC"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    wanted = client.patience(MooncakeConfig(master="a:1", timeout="1500ms", connect_timeout="250ms"))
+    assert (wanted["MC_RPC_TIMEOUT_MS"], wanted["MC_TCP_STATUS_TIMEOUT_SEC"]) == ("1500", "2"), "whole seconds, upwards"
+    assert (wanted["MC_RPC_CONNECT_TIMEOUT_MS"], wanted["MC_HANDSHAKE_CONNECT_TIMEOUT"]) == ("250", "1")
+    for seconds in ("2", "9"):
+        client._tell({name: wanted[name] for name in ("MC_RPC_TIMEOUT_MS", "MC_LOG_LEVEL")})
+        client._tell({"MC_TCP_STATUS_TIMEOUT_SEC": seconds})
+        told = [os.environ[name] for name in ("MC_RPC_TIMEOUT_MS", "MC_LOG_LEVEL", "MC_TCP_STATUS_TIMEOUT_SEC")]
+        assert told == ["7", "ERROR", seconds]
