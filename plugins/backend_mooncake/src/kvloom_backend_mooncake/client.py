@@ -155,7 +155,7 @@ def patience(config: MooncakeConfig) -> Mapping[str, str]:
 
 
 def _tell(wanted: Mapping[str, str]) -> None:
-    """Set environment variables, for good: the client reads some of them not before the first transfer, and knows no other
+    """Set environment variables, for good: the client reads some of them at the first transfer only, and knows no other
     way. What somebody else has set stays."""
     for name, value in wanted.items():
         if os.environ.get(name) == _told.get(name):
