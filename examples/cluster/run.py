@@ -25,7 +25,7 @@ from stores import STORES, Store
 
 HERE = Path(__file__).parent
 DEADLINE_SECONDS = 1.0
-BACK_SECONDS = 90.0
+BACK_SECONDS = 120.0
 console = Console(highlight=False, markup=False, soft_wrap=True)
 
 

@@ -40,9 +40,11 @@ def rgw(network: Network) -> Iterator[Store]:
     from kvloom_backend_fsspec.testing import ACCESS_KEY, SECRET_KEY, CephRGW, s3_client
 
     with CephRGW() as server, _reachable(network, server.port):
-        s3_client(server.endpoint).create_bucket(Bucket="kv")
+        client = s3_client(server.endpoint)
+        client.create_bucket(Bucket="kvloom")
+        client.put_object(Bucket="kvloom", Key="first", Body=b"makes Ceph set up what a bucket lies in")
         options = {"endpoint": f"http://{network.address}:{server.port}", "region": "us-east-1"}
-        tier = {"type": "fsspec", "url": "s3://kv/cluster", "options": options, "allow_http": True, "timeout": 1.0}
+        tier = {"type": "fsspec", "url": "s3://kvloom/cluster", "options": options, "allow_http": True, "timeout": 2.0}
         keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
         yield Store("Ceph RGW", server, dict.fromkeys("ab", tier), keys)
 
