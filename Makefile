@@ -18,7 +18,7 @@ BENCHES = $(filter-out bench/lmcache_peer.py bench/codec_gpu.py bench/paged_gpu.
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu test-vllm fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache contracts wheels check-wheels clean
+.PHONY: help setup demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache contracts wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,16 @@ test-full: $(READY) ## the slow tests
 	@sh scripts/fuzzer.sh
 	$(BIN)/pytest -m slow core/tests tests/reliability
 	$(BIN)/pytest -m slow -n logical --maxprocesses 8 --dist loadfile --ignore tests/reliability testkit/tests plugins/*/tests tests
+
+SERVERS_READY := $(VENV)/.stamp-servers
+
+$(SERVERS_READY): $(READY) scripts/servers_requirements.txt
+	@sh scripts/servers.sh
+	@$(BIN)/python $(INSTALL) --requirement scripts/servers_requirements.txt
+	@touch $@
+
+test-servers: $(SERVERS_READY) ## real servers, started here: Redis, Ceph's S3 gateway, Mooncake, WebDAV
+	$(BIN)/pytest -n $(or $(WORKERS),2) --dist loadfile plugins/backend_redis/tests_servers plugins/backend_fsspec/tests_servers plugins/backend_mooncake/tests_servers
 
 fuzz: $(READY) ## the native codec's fuzzer for MINUTES=10, with a sanitizer build
 	@sh scripts/fuzzer.sh
