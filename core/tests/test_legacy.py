@@ -156,9 +156,9 @@ def test_blending() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"enable_p2p": True}, "enable_p2p: sharing between machines needs a mooncake tier: pip install"),
-        ({"lookup_url": "h:1"}, "lookup_url: sharing between machines needs a mooncake tier"),
-        ({"distributed_url": "h:1"}, "distributed_url: sharing between machines needs a mooncake tier"),
+        ({"enable_p2p": True}, "lookup_url: enable_p2p needs Mooncake's master"),
+        ({"enable_p2p": True, "lookup_url": "host"}, "lookup_url: enable_p2p needs Mooncake's master"),
+        ({"enable_p2p": True, "lookup_url": "redis://h:1"}, "lookup_url: enable_p2p needs Mooncake's master"),
         ({"remote_url": "infinistore://h:1"}, "remote_url: no store for infinistore://; known: lm, redis"),
         ({"remote_url": "lm://h:1", "remote_serde": "kivi"}, "remote_serde: no serde 'kivi'; known: naive, fast"),
         ({"local_disk": True}, "local_disk: should be a directory, not True"),
@@ -174,3 +174,16 @@ def test_what_cannot_be_carried_over_says_why(fields: dict[str, Any], message: s
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_defaults(**fields)
     assert str(caught.value).startswith(message)
+
+
+def test_peers_become_a_pool() -> None:
+    config = EngineConfig.from_defaults(
+        enable_p2p=True, lookup_url="mooncake://10.0.0.1:50051", distributed_url="tcp://10.0.0.2:8200",
+        max_local_cpu_size=2.0,
+    )  # fmt: skip
+    memory, pool = config.tiers
+    assert memory.type == "memory" and pool.type == "mooncake"
+    assert pool.model_extra == {"master": "10.0.0.1:50051", "segment": 2 << 30, "local_host": "10.0.0.2"}
+    alone = EngineConfig.from_defaults(enable_p2p=True, lookup_url="m:1").tiers[1]
+    assert alone.model_extra == {"master": "m:1", "segment": 5 << 30}
+    assert [tier.type for tier in EngineConfig.from_defaults(lookup_url="m:1").tiers] == ["memory"]

@@ -31,7 +31,15 @@ _SERDES = {
     "torch": "torch",
     "safetensor": "safetensors",
 }
-_STORES = {"lm": "redis", "redis": "redis", "rediss": "redis", "s3": "fsspec", "gs": "fsspec"}
+_STORES = {
+    "lm": "redis",
+    "redis": "redis",
+    "rediss": "redis",
+    "s3": "fsspec",
+    "gs": "fsspec",
+    "az": "fsspec",
+    "file": "fsspec",
+}
 
 Fields = Mapping[str, Any]
 """Every seed field with its value or default."""
@@ -138,14 +146,16 @@ def _blend(value: Any, fields: Fields, config: dict[str, Any]) -> None:
         }
 
 
-def _mooncake(name: str) -> Callable[[Any, Fields, dict[str, Any]], None]:
-    def apply(value: Any, fields: Fields, config: dict[str, Any]) -> None:
-        if value:
-            raise ConfigError(
-                name, "sharing between machines needs a mooncake tier: pip install kvloom-backend-mooncake and add one"
-            )
-
-    return apply
+def _pooled(value: Any, fields: Fields, config: dict[str, Any]) -> None:
+    """LMCache's peers serve each other from their memory; here they do by Mooncake Store."""
+    if not value:
+        return
+    master, _, _ = str(fields["lookup_url"] or "").removeprefix("mooncake://").partition("/")
+    if not master or ":" not in master or ":/" in str(fields["lookup_url"]).removeprefix("mooncake://"):
+        raise ConfigError("lookup_url", "enable_p2p needs Mooncake's master here, such as 10.0.0.1:50051")
+    host, _, _ = str(fields["distributed_url"] or "").rpartition("://")[2].rpartition(":")
+    block = {"master": master, "segment": _gibibytes("max_local_cpu_size", fields)}
+    _add_tier(config, type="mooncake", **block, **({"local_host": host} if host else {}))
 
 
 FIELDS: Mapping[str, Field] = {
@@ -161,13 +171,13 @@ FIELDS: Mapping[str, Field] = {
     "enable_blending": Field(False, "a `blend` block", _blend),
     "blend_recompute_ratio": Field(0.15, "`blend.recompute_ratio`"),
     "blend_min_tokens": Field(256, "`blend.min_tokens`"),
-    "enable_p2p": Field(False, "a tier `mooncake`", _mooncake("enable_p2p")),
-    "lookup_url": Field(None, "a tier `mooncake`", _mooncake("lookup_url")),
-    "distributed_url": Field(None, "a tier `mooncake`", _mooncake("distributed_url")),
+    "enable_p2p": Field(False, "a tier `{type: mooncake, master: ..., segment: ...}`", _pooled),
+    "lookup_url": Field(None, "the `master` of a tier `mooncake`"),
+    "distributed_url": Field(None, "the `local_host` of a tier `mooncake`"),
     "error_handling": Field(False, "always on"),
 }
 """LMCache's fields in the order of its config; tiers come out in this order too, fast to slow."""
 
 _ABOUT_TIERS = frozenset(
-    ["local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url", "remote_serde"]
+    ["local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url", "remote_serde", "enable_p2p"]
 )
