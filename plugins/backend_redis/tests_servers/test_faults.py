@@ -365,7 +365,6 @@ def test_a_fault_is_misses_and_then_over(
         calls=callers.calls, chunks_served_and_compared=callers.hits, chunks_missed=callers.misses,
         errors_of_the_tier=store.count("tier_error"), corrupt_blobs_found=store.count("corrupt"),
     )  # fmt: skip
-    assert callers.longest_seconds < DEADLINE_SECONDS + 2, "longer than the deadline and what is measured besides"
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["frozen", "killed"])
