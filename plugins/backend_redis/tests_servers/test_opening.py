@@ -197,6 +197,7 @@ def test_an_engine_says_where_in_the_configuration_it_is(server: RedisServer, gu
         return str(caught.value)
 
     assert refused({"type": "redis", "url": guarded.url}).startswith("tiers.1.password: ")
+    assert "evicts by itself" in refused({"type": "redis", "url": server.url, "capacity": "1GiB"})
     same = {"type": "redis", "url": server.url}
     assert "same store" in refused(same, {**same, "name": "again", "url": f"{server.url}/0"})
     other = {**same, "name": "again", "prefix": "other:"}

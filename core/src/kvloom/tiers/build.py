@@ -60,8 +60,8 @@ def build_stack(
         for choice in choices:
             if choice.backend is not None:
                 serializers = _serializers(choice, spec, layout.format, raw, runtime, exact_only=exact_only)
-                backend = _opened(choice, spec, places, pool)
                 policy = _policy(choice, exact_only=exact_only)
+                backend = _opened(choice, spec, places, pool)
                 stored.append(
                     StoredTier(
                         choice.name,
