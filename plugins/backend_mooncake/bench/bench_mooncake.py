@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[3] / "bench" / "results" / "mooncake.json")
     arguments = parser.parse_args()
-    with MooncakeMaster(lease=100) as master, MooncakePeer(master.address, segment=2 << 30):
+    with MooncakeMaster() as master, MooncakePeer(master.address, segment=2 << 30):
         bench = Bench(master, arguments.rounds)
         try:
             bench.look_up()

@@ -51,6 +51,7 @@ class Client:
         self._calls = 0
         self._closed = False
         self._silent = False
+        _tell(patience(config))
         module = load()
         try:
             self._reach_master()
@@ -76,7 +77,6 @@ class Client:
             "master_server_addr": config.master,
             "tenant_id": config.tenant,
         }
-        _tell(patience(config))
         code = self._store.setup(settings)
         if code != 0:
             self._release()
@@ -155,8 +155,8 @@ def patience(config: MooncakeConfig) -> Mapping[str, str]:
 
 
 def _tell(wanted: Mapping[str, str]) -> None:
-    """Set environment variables, for good: the client reads some of them at the first transfer only, and knows no other
-    way. What somebody else has set stays."""
+    """Set environment variables, for good: the client reads them when it is loaded, set up, or not before the first
+    transfer, and there is no other way. What somebody else has set stays."""
     for name, value in wanted.items():
         if os.environ.get(name) == _told.get(name):
             os.environ[name] = _told[name] = value
