@@ -153,6 +153,9 @@ def test_a_writer_that_is_busy_is_waited_for_and_a_dead_one_is_not(backend: Moon
     store.told["batch_remove"] = deque([[codes.NOT_READY]] * 10_000)
     backend.put(KEY, [BLOB])
     assert store.calls[-3:] == ["upsert", "batch_remove", "put"]
+    store.calls.clear()
+    backend.delete(KEY)
+    assert store.calls == ["batch_remove"], "there is nothing yet that could be deleted"
 
 
 def test_a_master_that_was_not_there_is_looked_for_before_the_next_call(
