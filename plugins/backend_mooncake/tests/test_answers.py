@@ -134,8 +134,10 @@ def test_a_blob_that_became_another_is_not_served(backend: MooncakeBackend, stor
 def test_a_stopgap_is_no_blob(backend: MooncakeBackend, store: Store, stopgap: bytes) -> None:
     store.blobs[KEY] = stopgap
     assert backend.get(KEY) is None
-    store.blobs[KEY] = stopgap[:-1] + b"!"
-    assert bytes(backend.get(KEY) or b"") == store.blobs[KEY]
+    store.blobs[KEY] = bytes(len(stopgap))
+    assert backend.get(KEY) is None, "nor what was to become one"
+    with pytest.raises(ValueError, match="cannot be told from a stopgap"):
+        backend.put(KEY, [stopgap])
 
 
 def test_what_is_leased_is_replaced_and_never_forced(backend: MooncakeBackend, store: Store) -> None:

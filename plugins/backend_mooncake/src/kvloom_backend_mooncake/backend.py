@@ -22,9 +22,11 @@ from kvloom_backend_mooncake.codes import ABSENT, EXISTS, ILLEGAL_CLIENT, IN_USE
 from kvloom_backend_mooncake.config import MooncakeConfig
 from kvloom_backend_mooncake.memories import Memories
 
-STOPGAPS = (b"kvloom: nothing is here\n", b"kvloom: nothing is here any more\n")
+STOPGAPS = (b"-" * 59, b"-" * 61)
 """What takes the place of a blob that is being removed, for a moment. Two, because one that a reader has asked for is
-leased itself, and only what differs in length gets memory of its own."""
+leased itself, and only what differs in length gets memory of its own. They are known by their lengths, which no blob
+may have: where two clients replace one key at once, Mooncake may show a stopgap that nobody has written yet."""
+_NO_BLOB = frozenset(map(len, STOPGAPS))
 _READ_ATTEMPTS = 4
 """While others put and delete a blob, a read may meet a longer one each time. One whose lease ended has two."""
 _POLL_SECONDS = 0.002
@@ -57,7 +59,7 @@ class MooncakeBackend(StorageBackend):
     def check_writable(self) -> None:
         key = f"+kvloom-{uuid.uuid4().hex}"  # "+" is in no key
         try:
-            self.put(key, [STOPGAPS[0]])
+            self.put(key, [b"?"])
         except codes.NoRoomError as full:
             raise ValueError(
                 "segment: no process contributes memory to this master; set `segment` here or in another process"
@@ -85,7 +87,7 @@ class MooncakeBackend(StorageBackend):
             view = memoryview(sink.reserve(size)).cast("B")[:size]
             with self._memories.target(store, view) as (start, length):
                 whole = self._read(store, key, size, lambda: store.get_into(key, start, length))
-            if whole != size or _is_stopgap(view):
+            if whole != size:
                 return False
         sink.filled(size)
         return True
@@ -104,7 +106,7 @@ class MooncakeBackend(StorageBackend):
     def _size(self, store: Any, key: str) -> int | None:
         """Of the blob; None if there is none. Leases it to this reader."""
         size = int(store.get_size(key))
-        return None if size in ABSENT else check(f"asking for {key}", size)
+        return None if size in ABSENT | _NO_BLOB else check(f"asking for {key}", size)
 
     def _read(self, store: Any, key: str, size: int, read: Callable[[], int]) -> int | None:
         """How many bytes `read` brought; None if the blob of `size` bytes is gone, or another one is in its place."""
@@ -222,10 +224,6 @@ class _Memory:
         self.blob = memoryview(self._room).toreadonly()  # type: ignore[assignment]
 
 
-def _is_stopgap(view: memoryview) -> bool:
-    return len(view) <= len(STOPGAPS[-1]) and bytes(view) in STOPGAPS
-
-
 def _replace(store: Any, key: str, stopgap: bytes) -> None:
     """Put `stopgap` in the place of a blob, whose memory stays its readers'."""
     code = int(store.upsert(key, stopgap))
@@ -235,7 +233,10 @@ def _replace(store: Any, key: str, stopgap: bytes) -> None:
 
 def _views(blob: Buffers) -> list[memoryview]:
     """The blob's buffers as bytes, without empty ones. Raises before anything is written if one cannot be read."""
-    return [view for view in (memoryview(part).cast("B") for part in blob) if len(view)]
+    views = [view for view in (memoryview(part).cast("B") for part in blob) if len(view)]
+    if sum(map(len, views)) in _NO_BLOB:
+        raise ValueError(f"a blob of {sum(map(len, views))} bytes cannot be told from a stopgap")
+    return views
 
 
 def _ranged(store: Any, key: str, offset: int, start: int, length: int) -> int:
