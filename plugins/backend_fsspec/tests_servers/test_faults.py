@@ -156,8 +156,8 @@ def test_a_bad_network(
         setattr(proxied.answers, name, type(proxied.answers).__dataclass_fields__[name].default)
     serves_again(engine, served)
     assert count(engine, "missed") >= served.incomplete
-    # A bit that flips once is found, and the blob read again.
-    if "flips" not in fault and fault != "slow":
+    # A bit that flips once is found, and the blob read again; what was cut is asked for again from there.
+    if fault in ("too slow", "cut in the header", "black hole"):
         assert served.incomplete and count(engine, "tier_error")
     tally(
         reads=served.chunks, hits=served.hits, connections=proxied.connections, longest_round_in_ms=int(1000 * longest)
@@ -197,35 +197,6 @@ class Callers:
             thread.join(HANGS_SECONDS)
             assert not thread.is_alive(), "a caller hangs"
         assert not self.errors, self.errors
-
-
-@pytest.mark.parametrize("fault", ["frozen", "killed"])
-def test_the_server_stops_in_the_middle(
-    fault: str, rgw: CephRGW, open_engine: Callable[..., Engine], tally: Tally
-) -> None:
-    served = Served()
-    engine = open_engine(rgw.endpoint)
-    store(engine)
-    calls = 0
-    longest = 0.0
-    for turn in range(2):
-        callers = Callers(engine)
-        forget_until = time.monotonic() + 0.2 + 0.1 * turn
-        while time.monotonic() < forget_until:
-            engine.tiers["memory"].remove(engine.tiers["memory"].chunks())  # type: ignore[attr-defined]
-            time.sleep(0.01)
-        rgw.freeze() if fault == "frozen" else rgw.kill()
-        began = time.monotonic()
-        while time.monotonic() < began + 4 * DEADLINE_SECONDS:
-            engine.tiers["memory"].remove(engine.tiers["memory"].chunks())  # type: ignore[attr-defined]
-            time.sleep(0.02)
-        rgw.thaw() if fault == "frozen" else rgw.restart()
-        callers.finish()
-        calls, longest = calls + callers.calls, max(longest, callers.longest)
-        serves_again(engine, served)
-    assert count(engine, "tier_error") >= 1
-    assert longest < HANGS_SECONDS
-    tally(calls=calls, longest_call_in_ms=int(1000 * longest), reads_afterwards=served.chunks)
 
 
 def test_threads_come_back_from_a_frozen_server(rgw: CephRGW, open_engine: Callable[..., Engine]) -> None:
@@ -333,3 +304,33 @@ def test_two_engines_on_one_bucket_find_each_others_kv(
         serves_again(engine, served)
     assert sum(health.evicts for engine in (one, other) for health in engine.health().tiers[1:]) == 1
     tally(reads=served.chunks, hits=served.hits)
+
+
+# Last: after it was killed, the gateway takes half a minute until it makes a bucket again.
+@pytest.mark.parametrize("fault", ["frozen", "killed"])
+def test_the_server_stops_in_the_middle(
+    fault: str, rgw: CephRGW, open_engine: Callable[..., Engine], tally: Tally
+) -> None:
+    served = Served()
+    engine = open_engine(rgw.endpoint)
+    store(engine)
+    calls = 0
+    longest = 0.0
+    for turn in range(2):
+        callers = Callers(engine)
+        forget_until = time.monotonic() + 0.2 + 0.1 * turn
+        while time.monotonic() < forget_until:
+            engine.tiers["memory"].remove(engine.tiers["memory"].chunks())  # type: ignore[attr-defined]
+            time.sleep(0.01)
+        rgw.freeze() if fault == "frozen" else rgw.kill()
+        began = time.monotonic()
+        while time.monotonic() < began + 4 * DEADLINE_SECONDS:
+            engine.tiers["memory"].remove(engine.tiers["memory"].chunks())  # type: ignore[attr-defined]
+            time.sleep(0.02)
+        rgw.thaw() if fault == "frozen" else rgw.restart()
+        callers.finish()
+        calls, longest = calls + callers.calls, max(longest, callers.longest)
+        serves_again(engine, served)
+    assert count(engine, "tier_error") >= 1
+    assert longest < HANGS_SECONDS
+    tally(calls=calls, longest_call_in_ms=int(1000 * longest), reads_afterwards=served.chunks)
