@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +90,15 @@ def test_an_empty_object_is_corrupt(backend: FsspecBackend, tmp_path: Path, expe
         backend.get("a")
 
 
-def test_the_last_of_many_puts_of_one_key_wins(backend: FsspecBackend) -> None:
-    backend.put_many((f"key-{number % 3}", [bytes([number]) * 50_000]) for number in range(60))
-    assert [backend.get(f"key-{number}") for number in range(3)] == [bytes([57 + n]) * 50_000 for n in range(3)]
+def test_the_last_of_many_puts_of_one_key_wins(backend: FsspecBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = backend._store()
+    put = store.put
+
+    def first_one_is_slow(name: str, data: bytes) -> None:
+        if data == b"first":
+            time.sleep(0.3)
+        put(name, data)
+
+    monkeypatch.setattr(store, "put", first_one_is_slow)
+    backend.put_many([("b", [b"other"]), ("a", [b"first"]), ("a", [b"second"])])
+    assert [backend.get(key) for key in ("a", "b")] == [b"second", b"other"]

@@ -106,10 +106,8 @@ class Leases:
     def renew(self, name: str, held: _Held) -> None:
         """Say that the right is still ours, unless somebody has taken it meanwhile."""
         before = time.monotonic()
-        if (
-            before - held.renewed >= LEASE_SECONDS
-            or self._store().size(self._object(name, held.number + 1)) is not None
-        ):
+        over, successor = before - held.renewed >= LEASE_SECONDS, self._object(name, held.number + 1)
+        if over or self._store().size(successor) is not None:
             held.ended.set()  # this process was asleep for too long
             return
         self._store().put(self._object(name, held.number), self._content())
