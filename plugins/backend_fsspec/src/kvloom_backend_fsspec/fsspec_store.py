@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from kvloom import BackendError, Sink
@@ -125,7 +126,7 @@ class FsspecStore:
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._ask(lambda name=name: self._fs.rm_file(self._path(name)))
+                self._ask(partial(self._fs.rm_file, self._path(name)))
 
     def list(self, directory: str) -> Iterator[Listed]:
         """Directory by directory: one that vanishes meanwhile is passed over."""
@@ -138,7 +139,7 @@ class FsspecStore:
                 else:
                     yield Listed(self._name(path), int(found["size"] or 0), _modified(found), _tag(found))
 
-    def _entries(self, path: str) -> list[dict[str, Any]]:
+    def _entries(self, path: str) -> Sequence[dict[str, Any]]:
         try:
             found = self._ask(lambda: self._fs.ls(path or "/", detail=True))
         except (FileNotFoundError, NotADirectoryError):

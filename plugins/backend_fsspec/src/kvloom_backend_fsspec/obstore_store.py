@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from kvloom import BackendError, CorruptBlobError, Sink
@@ -156,7 +157,7 @@ class ObstoreStore:
             return
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._ask(lambda name=name: self._native.delete(self._client, name))
+                self._ask(partial(self._native.delete, self._client, name))
 
     def list(self, directory: str) -> Iterator[Listed]:
         with self._explaining():
