@@ -13,6 +13,7 @@ CMAKE_CUDA := -DKVZ_CUDA=$(WITH_CUDA) -DKVLOOM_PAGED_CUDA=$(WITH_CUDA)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp-ready
+SERVERS_READY := $(VENV)/.stamp-servers
 PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard core/pyproject.toml testkit/pyproject.toml plugins/*/pyproject.toml))
 BENCHES = $(filter-out bench/lmcache_peer.py bench/codec_gpu.py bench/paged_gpu.py bench/vllm_ttft.py,$(shell grep -l __main__ bench/*.py))
 INSTALL := -m pip install --quiet --constraint constraints.txt
@@ -47,12 +48,10 @@ lint: $(READY) ## ruff, and mypy --strict on core
 test: lint ## lint, types and every test that is not slow
 	$(BIN)/pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile
 
-test-full: $(READY) ## the slow tests
+test-full: $(SERVERS_READY) ## the slow tests
 	@sh scripts/fuzzer.sh
 	$(BIN)/pytest -m slow core/tests tests/reliability
-	$(BIN)/pytest -m slow -n logical --maxprocesses 8 --dist loadfile --ignore tests/reliability testkit/tests plugins/*/tests tests
-
-SERVERS_READY := $(VENV)/.stamp-servers
+	$(BIN)/pytest -m slow -n logical --maxprocesses 8 --dist loadfile --ignore tests/reliability testkit/tests plugins/*/tests plugins/*/tests_servers tests
 
 $(SERVERS_READY): $(READY) scripts/servers_requirements.txt
 	@sh scripts/servers.sh
@@ -60,7 +59,7 @@ $(SERVERS_READY): $(READY) scripts/servers_requirements.txt
 	@touch $@
 
 test-servers: $(SERVERS_READY) ## real servers, started here: Redis, Ceph's S3 gateway, Mooncake, WebDAV
-	$(BIN)/pytest -n $(or $(WORKERS),2) --dist loadfile plugins/backend_redis/tests_servers plugins/backend_fsspec/tests_servers plugins/backend_mooncake/tests_servers
+	$(BIN)/pytest -m "not slow" -n $(or $(WORKERS),2) --dist loadfile $(wildcard plugins/*/tests_servers)
 
 fuzz: $(READY) ## the native codec's fuzzer for MINUTES=10, with a sanitizer build
 	@sh scripts/fuzzer.sh

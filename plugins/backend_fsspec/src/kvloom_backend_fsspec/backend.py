@@ -27,6 +27,7 @@ class FsspecBackend(StorageBackend):
     type: ClassVar[str] = "fsspec"
     persistent: ClassVar[bool] = True
     shared: ClassVar[bool] = True
+    one_by_one: ClassVar[bool] = True
     threads: ClassVar[int] = 8
     Config: ClassVar[Any] = FsspecConfig
 
