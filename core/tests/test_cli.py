@@ -158,10 +158,10 @@ def test_config_check(run: Run, config: Path) -> None:
 
 
 def test_config_check_says_what_is_wrong_on_stderr_with_status_2(run: Run, config: Path) -> None:
-    config.write_text("tiers: [memory, {type: drawer, lable: x}, {type: redis}]\n")
+    config.write_text("tiers: [memory, {type: drawer, lable: x}, {type: papyrus}]\n")
     first, second = run("config", "check", config, status=2).splitlines()
     assert first == "kvloom: tiers.1.lable: unknown key; did you mean 'label'?"
-    assert second.startswith("tiers.2.type: no backend of type 'redis'; known: ")
+    assert second.startswith("tiers.2.type: no backend of type 'papyrus'; known: ")
 
 
 def test_config_show_is_the_whole_configuration_and_can_be_read_back(

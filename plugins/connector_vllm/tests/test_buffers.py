@@ -451,7 +451,7 @@ def test_another_entry_under_this_name_is_damage() -> None:
 
 def test_an_entry_of_a_later_version_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = lookup()
-    monkeypatch.setattr(envelope, "VERSION", envelope.VERSION + 1)
+    monkeypatch.setattr(envelope, "PLAIN_VERSION", envelope.VERSION + 1)
     put_in(buffer, [1], mark=1)
     monkeypatch.undo()
     put_in(buffer, [1], mark=2)
