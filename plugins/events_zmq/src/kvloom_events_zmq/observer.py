@@ -1,0 +1,142 @@
+"""What comes to kvloom's tiers and leaves them, published as vLLM publishes what its own cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from kvloom import ByteSize, ChunkEvent, ChunkKey, Config, Event, KVSpec, Observer
+from kvloom_events_zmq.naming import Named, Names, block_hashes
+from kvloom_events_zmq.publisher import Publisher, Settings, acquire, release
+from kvloom_events_zmq.wire import AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored, Hash
+
+_UNSALTED = "-"
+
+
+class EventsLostError(RuntimeError):
+    """Events were not published. The engine counts it as an `observer_error`."""
+
+
+class ZmqEventsConfig(Config):
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Where to publish. Whoever can connect reads the tokens of prompts: only what the network keeps apart may."""
+    replay_endpoint: str | None = None
+    """Where subscribers ask for batches that they missed."""
+    topic: str = ""
+    block_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a block, as the router counts them; by default a chunk is one block."""
+    hashes: Literal["int", "bytes"] = "int"
+    """The last 64 bits of a block's hash, or all 32 bytes."""
+    salted: bool = False
+    """Publish what is stored under a salt, too."""
+    data_parallel_rank: int | None = Field(default=None, ge=0)
+    hwm: int = Field(default=100_000, ge=1)
+    """Batches that may wait for one slow subscriber; it loses those beyond."""
+    max_waiting: int = Field(default=100_000, ge=1)
+    """Events that may wait to be sent; those beyond are dropped, and counted."""
+    batch: int = Field(default=1024, ge=1)
+    """Events in one message at most."""
+    replay_batches: int = Field(default=10_000, ge=1)
+    remember: ByteSize = Field(default=ByteSize(64 << 20), ge=0)
+    """Memory for the tokens of chunks that are stored later than they are named."""
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _is_endpoint(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("tcp://", "ipc://", "inproc://")):
+            raise ValueError(f"not an endpoint: {value!r}; write tcp://ADDRESS:PORT or ipc://PATH")
+        return value
+
+
+class ZmqEventsObserver(Observer):
+    """BlockStored, BlockRemoved and AllBlocksCleared. Of several ranks the first speaks for all: others are silent."""
+
+    type = "events_zmq"
+    sees_chunks = True
+    Config = ZmqEventsConfig
+
+    def __init__(self, config: ZmqEventsConfig, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        self._settings = config
+        self._names = Names(int(config.remember))
+        self.unnamed = 0
+        """Chunks that came to a tier and whose tokens nobody told, so that they were not published."""
+        self.publisher: Publisher | None = None
+        if spec is None or spec.rank == 0:
+            self.publisher = acquire(
+                Settings(
+                    config.endpoint, config.replay_endpoint, config.topic, config.hwm, config.max_waiting,
+                    config.batch, config.replay_batches, config.data_parallel_rank,
+                )
+            )  # fmt: skip
+
+    def on_event(self, event: Event) -> None:
+        """Sums are for others."""
+
+    def on_chunks(self, event: ChunkEvent) -> None:
+        if self.publisher is None:
+            return
+        if event.name == "named":
+            self._names.learn(event.segments, event.tokens)
+            return
+        keys = [key for key in event.keys if self._settings.salted or _tag(key) == _UNSALTED]
+        medium = "CPU" if event.in_memory else "STORAGE"
+        events: list[AnyEvent] = []
+        if event.name == "stored":
+            events += [one for key in keys if (one := self._stored(key, medium, event.tier)) is not None]
+        elif event.name == "removed":
+            # Of a chunk that nobody remembers, the last block, which is behind all others.
+            hashes = [each for key in keys for each in self._hashes(key) or [self._hash(key)]]
+            events += [BlockRemoved(hashes, medium, ownership=event.tier)] if hashes else []
+        elif event.name == "cleared":
+            events.append(AllBlocksCleared())
+        if events and (dropped := self.publisher.publish(events)):
+            raise EventsLostError(
+                f"{dropped} KV events found {self._settings.max_waiting} waiting; raise `max_waiting`"
+            )
+
+    def close(self) -> None:
+        publisher, self.publisher = self.publisher, None
+        if publisher is not None:
+            release(publisher)
+
+    def _stored(self, key: ChunkKey, medium: str, tier: str) -> BlockStored | None:
+        named = self._names.of(key)
+        hashes = [] if named is None else self._hashes(key, named)
+        if named is None or not hashes:
+            self.unnamed += 1
+            return None
+        tokens = np.frombuffer(named.tokens, "<i4").tolist()
+        tag = _tag(key)
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if named.parent is None else self._hash(named.parent),
+            token_ids=tokens,
+            block_size=len(tokens) // len(hashes),
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            extra_keys=None if tag == _UNSALTED else [[tag] for _ in hashes],
+            ownership=tier,
+        )
+
+    def _hashes(self, key: ChunkKey, named: Named | None = None) -> Sequence[Hash]:
+        """Those of a chunk's blocks; none where it is not made of whole blocks, or nobody knows of how many."""
+        size = self._settings.block_tokens
+        if size is None:
+            return [self._hash(key)]
+        named = named or self._names.of(key)
+        if named is None or named.start % size or len(named.tokens) // 4 % size:
+            return []
+        return block_hashes(key, len(named.tokens) // 4 // size, self._settings.hashes)
+
+    def _hash(self, key: ChunkKey) -> Hash:
+        return block_hashes(key, 1, self._settings.hashes)[0]
+
+
+def _tag(key: ChunkKey) -> str:
+    """What stands for the salt in a key."""
+    return key.namespace.rpartition("/")[2]

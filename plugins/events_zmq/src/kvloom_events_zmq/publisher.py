@@ -1,0 +1,199 @@
+"""Batches of events on a PUB socket, and those of late on a ROUTER socket for who missed them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from kvloom_events_zmq.wire import END, AnyEvent, Batch, sequence
+
+log = logging.getLogger("kvloom.events_zmq")
+
+_LINGER_SECONDS = 1.0
+"""How long closing goes on sending what was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where and how. Two publishers of one process with the same settings are one."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+    hwm: int
+    max_waiting: int
+    batch: int
+    replay_batches: int
+    data_parallel_rank: int | None
+
+
+class Publisher:
+    """One thread that owns the sockets. `publish` never waits for it, for the network or for a subscriber."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises ValueError if an endpoint is taken, or is none."""
+        self.settings = settings
+        self.lost = 0
+        """Events that found the queue full."""
+        self._waiting: deque[AnyEvent] = deque()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._skipped = False
+        self._number = 0
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.replay_batches)
+        self._context = zmq.Context()
+        try:
+            self._pub = self._bound(zmq.PUB, "endpoint", settings.endpoint)
+            self._router = None
+            if settings.replay_endpoint is not None:
+                self._router = self._bound(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint)
+        except ValueError:
+            self._context.destroy(linger=0)
+            raise
+        self._bell, self._ear = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ear.setblocking(False)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kvloom-events-zmq")
+        self._thread.start()
+
+    def _bound(self, kind: int, name: str, endpoint: str) -> zmq.Socket[bytes]:
+        opened = self._context.socket(kind)
+        opened.set_hwm(self.settings.hwm)
+        opened.linger = int(1000 * _LINGER_SECONDS)
+        opened.ipv6 = "[" in endpoint
+        try:
+            opened.bind(endpoint)
+        except zmq.ZMQError as error:
+            text = f"cannot bind {endpoint}: {error.strerror}; name an address of this machine with a free port"
+            raise ValueError(f"{name}: {text}") from error
+        return opened
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is published, with the port that a `*` or a 0 came to be."""
+        return self._pub.last_endpoint.decode().rstrip("\0")
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        return None if self._router is None else self._router.last_endpoint.decode().rstrip("\0")
+
+    def publish(self, events: list[AnyEvent]) -> int:
+        """Send events, in order, soon; how many were dropped because too many wait."""
+        with self._lock:
+            room = max(0, self.settings.max_waiting - len(self._waiting))
+            self._waiting.extend(events[:room])
+            dropped = len(events) - len(events[:room])
+            if dropped:
+                self.lost += dropped
+                self._skipped = True
+        self._ring()
+        return dropped
+
+    def close(self) -> None:
+        """Send what waits, for a second at most, and give the ports back."""
+        self._closing = True
+        self._ring()
+        self._thread.join()
+        self._bell.close()
+        self._ear.close()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has been rung often enough
+            self._bell.send(b"!")
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._ear, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                closing = self._closing
+                if self._ear.fileno() in ready:
+                    self._ear.recv(4096)
+                while batch := self._take():
+                    self._send(batch)
+                if closing:
+                    return
+                if self._router is not None and self._router in ready:
+                    self._replay(self._router)
+        finally:
+            self._context.destroy(linger=int(1000 * _LINGER_SECONDS))
+
+    def _take(self) -> list[AnyEvent]:
+        with self._lock:
+            if self._skipped:  # a number that nobody gets: subscribers see that something is missing
+                self._number += 1
+                self._skipped = False
+            return [self._waiting.popleft() for _ in range(min(self.settings.batch, len(self._waiting)))]
+
+    def _send(self, events: list[AnyEvent]) -> None:
+        payload = msgspec.msgpack.encode(Batch(time.time(), events, self.settings.data_parallel_rank))
+        number, self._number = self._number, self._number + 1
+        self._sent.append((number, payload))
+        self._pub.send_multipart((self.settings.topic.encode(), sequence(number), payload))
+
+    def _replay(self, router: zmq.Socket[bytes]) -> None:
+        """Who asks gets what is still there from a number on. One that does not read what it asked for loses it."""
+        client, *frames = router.recv_multipart()
+        if len(frames) != 2 or len(frames[1]) != 8:
+            log.warning("a replay was asked for in %d frames; expected an empty one and 8 bytes", len(frames))
+            return
+        first = int.from_bytes(frames[1], "big")
+        topic = self.settings.topic.encode()
+        for number, payload in self._sent:
+            if number >= first:
+                router.send_multipart((client, b"", topic, sequence(number), payload))
+        router.send_multipart((client, b"", b"", END, b""))
+
+
+_shared: dict[tuple[int, str], tuple[Publisher, int]] = {}
+_sharing = threading.Lock()
+
+
+def _in_a_child() -> None:
+    """Somebody may have held the lock when the process was forked."""
+    global _sharing
+    _sharing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_a_child)
+
+
+def acquire(settings: Settings) -> Publisher:
+    """This process's publisher at an endpoint, made if there is none; `release` it.
+
+    Raises ValueError if there is one with other settings, or if it cannot be made.
+    """
+    place = os.getpid(), settings.endpoint
+    with _sharing:
+        publisher, users = _shared.get(place, (None, 0))
+        if publisher is None:
+            publisher = Publisher(settings)
+        elif publisher.settings != settings:
+            raise ValueError(f"endpoint: {settings.endpoint} is used in this process with other settings; name another")
+        _shared[place] = publisher, users + 1
+        return publisher
+
+
+def release(publisher: Publisher) -> None:
+    """Close it, if nobody else uses it."""
+    place = os.getpid(), publisher.settings.endpoint
+    with _sharing:
+        if place not in _shared:  # a parent's
+            return
+        _, users = _shared.pop(place)
+        if users > 1:
+            _shared[place] = publisher, users - 1
+        else:
+            publisher.close()
