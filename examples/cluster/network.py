@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
-import subprocess
 import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from kvloom_testkit.faults.namespaces import Namespaces, namespaces
+
 HOSTS = ("a", "b")
-_SUBNET = "198.18.77"  # reserved for tests of networks (RFC 2544): nobody routes to it
 
 
-class Network:
+class Processes:
     """Hosts are processes of this machine, and the network cannot be cut."""
 
     address = "127.0.0.1"
@@ -28,11 +26,9 @@ class Network:
         return list(arguments)
 
     def cut(self, host: str) -> None:
-        """Pull the host's cable."""
         raise NotImplementedError
 
     def heal(self, host: str) -> None:
-        """Plug it in again."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -41,71 +37,18 @@ class Network:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Take everything down."""
+        """Nothing is to be taken down."""
 
 
-class Namespaces(Network):
-    """A bridge, which the stores listen at, and a namespace for each host. Needs root on Linux, and iproute2."""
-
-    address = f"{_SUBNET}.1"
-    can_cut = True
-
-    def __init__(self) -> None:
-        """Raises OSError or CalledProcessError where this machine does not allow it."""
-        self._bridge = f"kvl{os.getpid()}"
-        try:
-            self._ip("link", "add", self._bridge, "type", "bridge")
-            self._ip("address", "add", f"{self.address}/24", "dev", self._bridge)
-            self._ip("link", "set", self._bridge, "up")
-            for number, host in enumerate(HOSTS, start=2):
-                self._add(host, f"{_SUBNET}.{number}/24")
-        except BaseException:
-            self.close()
-            raise
-
-    def _add(self, host: str, address: str) -> None:
-        name = self._name(host)
-        self._ip("netns", "add", name)
-        self._ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-        self._ip("link", "set", name, "master", self._bridge, "up")
-        for command in (f"address add {address} dev eth0", "link set eth0 up", "link set lo up"):
-            self._ip("-n", name, *command.split())
-
-    def _name(self, host: str) -> str:
-        return f"{self._bridge}{host}"
-
-    def _ip(self, *arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-    def command(self, host: str, arguments: Sequence[str]) -> list[str]:
-        return ["ip", "netns", "exec", self._name(host), *arguments]
-
-    def cut(self, host: str) -> None:
-        self._ip("link", "set", self._name(host), "down")
-
-    def heal(self, host: str) -> None:
-        self._ip("link", "set", self._name(host), "up")
-
-    def close(self) -> None:
-        for command in [*(("netns", "del", self._name(host)) for host in HOSTS), ("link", "del", self._bridge)]:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self._ip(*command)
+Network = Processes | Namespaces
 
 
 def network(processes: bool) -> tuple[Network, str]:
     """The best that this machine allows, and why it is not more."""
     if processes:
-        return Network(), "as asked for"
-    if os.name != "posix" or os.getuid() != 0 or shutil.which("ip") is None:
-        return Network(), "network namespaces need root and iproute2, on Linux"
-    try:
-        return Namespaces(), ""
-    except (OSError, subprocess.CalledProcessError) as refused:
-        said = getattr(refused, "stderr", b"") or b""
-        return Network(), f"this machine refuses network namespaces: {said.decode().strip() or refused}"
+        return Processes(), "as asked for"
+    hosts, why_not = namespaces(HOSTS)
+    return hosts or Processes(), why_not
 
 
 class Forward:

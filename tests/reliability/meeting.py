@@ -68,12 +68,12 @@ class Visitor:
 
     def __init__(self, path: str, who: int, seconds: float) -> None:
         self._who = who
-        self._until = time.monotonic() + seconds
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.failure = ""
         self._turn = 0
         with open_on(path) as engine:
+            self._until = time.monotonic() + seconds  # opening may take longer than that on a busy machine
             threads = [threading.Thread(target=self._work, args=(engine, n)) for n in range(3)]
             for thread in threads:
                 thread.start()

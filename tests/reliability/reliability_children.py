@@ -9,13 +9,14 @@ import contextlib
 import logging
 import multiprocessing
 import random
+import struct
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import torch
 from reliability_support import GENEROUS_SECONDS, WIDE, kv_of, open_engine, retrieved, tokens_of
 
-from kvloom import BackendError, Engine, envelope
+from kvloom import BackendError, Engine, StorageBackend, envelope
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch", "pydantic", "kvloom.engine", "kvloom_backend_disk.backend"])
@@ -64,10 +65,19 @@ def store_for_ever(path: str, seed: int, ready: Connection) -> NoReturn:
 
 
 def later_version(path: str, capacity: str | None, orders: Connection) -> None:
+    """An engine of a version to come on a directory."""
+    later_version_on({"type": "disk", "path": path, "capacity": capacity, "deadline": "60s"}, orders)
+
+
+def later_version_on(tier: dict[str, Any], orders: Connection) -> None:
     """An engine of a version to come, which does what it is told: (verb, prompt) to tokens retrieved, until None."""
     envelope.VERSION += 1
     envelope.PLAIN_VERSION = envelope.VERSION
-    with open_on(path, capacity) as engine, contextlib.suppress(EOFError):
+    memory = {"type": "memory", "capacity": "6MiB"}
+    with (
+        open_engine(memory, tier, spec=WIDE, chunk_tokens=CHUNK_TOKENS) as engine,
+        contextlib.suppress(EOFError),
+    ):
         for verb, seed in iter(orders.recv, None):
             tokens, kv = prompt(seed)
             if verb == "store":
@@ -75,3 +85,9 @@ def later_version(path: str, capacity: str | None, orders: Connection) -> None:
                 orders.send(engine.flush(GENEROUS_SECONDS))
             else:
                 orders.send(retrieved(engine, tokens, kv))
+
+
+def versions_in(store: StorageBackend) -> dict[str, int]:
+    """The version of every chunk's blob in a store."""
+    keys = [entry.key for entry in store.scan() if not entry.key.startswith("spec/")]
+    return {key: struct.unpack_from("<H", bytes(store.get(key) or b"")[:16], 8)[0] for key in keys}

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from kvloom import Config as BaseConfig
+from kvloom import Duration
 
 OBSTORE_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "file": "file"}
 """What obstore serves, by one word for each kind of store."""
@@ -26,6 +27,8 @@ _SECRET = re.compile(
 _SECRET_NAMES = {"key", "auth", "master_key", "cookies", "headers"}
 _NO_SECRET = re.compile(r"(?:aws_|azure_|google_)?skip_signature|anon|.*_(?:file|path|filename|uri|url)")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_ENDPOINT = re.compile(r"https?://[^/\s]", re.IGNORECASE)
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _NO_PART = ("", ".", "..")
 
 
@@ -48,9 +51,9 @@ class Config(BaseConfig):
     """Settings of the store's client (`endpoint`, `region`, ...); no credentials."""
     driver: Literal["auto", "obstore", "fsspec"] = "auto"
     """`auto`: obstore where it serves the scheme, else fsspec's own implementation."""
-    timeout: float = Field(default=5.0, gt=0, le=600)
+    timeout: Duration = Field(default=5.0, gt=0, le=600)
     """Seconds for one request: of at most 8 MiB where obstore serves, or one blob."""
-    connect_timeout: float = Field(default=1.0, gt=0, le=600)
+    connect_timeout: Duration = Field(default=1.0, gt=0, le=600)
     """Seconds to connect."""
     retries: int = Field(default=2, ge=0, le=10)
     """How often a request is repeated that failed by itself; never once `timeout` has passed since it began."""
@@ -72,6 +75,12 @@ class Config(BaseConfig):
             plain = name.lower().replace("-", "_")
             if (_SECRET.search(plain) or plain in _SECRET_NAMES) and not _NO_SECRET.fullmatch(plain):
                 raise ValueError(f"{name} is refused: {STANDARD_PLACES}")
+        for name, value in _texts_in(options):
+            host, _, query = value.partition("://")[2].partition("?")
+            if "@" in host.partition("/")[0]:
+                raise ValueError(f"{name} has a login in it; {STANDARD_PLACES}")
+            if query:
+                raise ValueError(f"{name} is a URL with a query; name the server alone. {STANDARD_PLACES}")
         return options
 
     @model_validator(mode="after")
@@ -79,6 +88,8 @@ class Config(BaseConfig):
         if self.driver == "obstore" and self.place.scheme not in OBSTORE_SCHEMES:
             raise ValueError(f"driver: obstore has no {self.place.scheme}://; use `driver: auto`")
         for name in ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "azure_endpoint", "base_url"):
+            if name in self.options and not _ENDPOINT.match(str(self.options[name])):
+                raise ValueError(f"options.{name}: is no URL; write https://host:port, with its scheme")
             if not self.allow_http and str(self.options.get(name, "")).lower().startswith("http://"):
                 raise ValueError(
                     f"options.{name}: is without TLS; use https://, or `allow_http: true` if everybody on the network "
@@ -123,6 +134,8 @@ def place_of(url: str) -> Place:
             if local
             else f"names no bucket or host; expected {scheme}://bucket/prefix"
         )
+    if OBSTORE_SCHEMES.get(scheme) == "s3" and not _BUCKET.fullmatch(host):
+        raise ValueError("names no bucket that S3 has: up to 255 of [A-Za-z0-9._-]; and no port")
     return Place(scheme, host, path)
 
 
@@ -134,3 +147,15 @@ def _names_in(options: Any) -> Iterator[str]:
     elif isinstance(options, (list, tuple)):
         for value in options:
             yield from _names_in(value)
+
+
+def _texts_in(options: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every text, with the name of the option that it is in."""
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            yield from _texts_in(value, str(key))
+    elif isinstance(options, (list, tuple)):
+        for value in options:
+            yield from _texts_in(value, name)
+    elif isinstance(options, str):
+        yield name, options

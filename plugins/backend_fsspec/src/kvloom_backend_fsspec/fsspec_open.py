@@ -20,12 +20,16 @@ _WEBDAV = ("webdav", "dav")
 
 def open_fs(place: Place, config: Config) -> tuple[Any, str]:
     """The file system, and what comes before a name in its paths."""
-    import fsspec
+    try:
+        import fsspec
+    except ModuleNotFoundError:
+        raise ImportError("fsspec is not installed; pip install fsspec") from None
     from fsspec.registry import known_implementations, registry
 
     if place.scheme not in known_implementations and place.scheme not in registry:
         raise ValueError(
-            f"url: nothing serves {place.scheme}://; `python -m fsspec` and its packages say what there is"
+            f"url: nothing serves {place.scheme}://; it is spelt wrong, or needs another package: "
+            "https://filesystem-spec.readthedocs.io/en/latest/api.html#other-known-implementations lists them"
         )
     try:
         settings = {"skip_instance_cache": True, **_defaults(place, config), **config.options}

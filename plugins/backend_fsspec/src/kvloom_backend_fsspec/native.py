@@ -30,7 +30,10 @@ def native() -> ModuleType:
 
 @cache
 def _loaded(pid: int) -> ModuleType:
-    module = importlib.import_module("obstore._obstore")
+    try:
+        module = importlib.import_module("obstore._obstore")
+    except ModuleNotFoundError:
+        raise ImportError("obstore is not installed; pip install obstore, or set `driver: fsspec`") from None
     return module if pid == _first[0] else _copy(str(module.__file__))
 
 

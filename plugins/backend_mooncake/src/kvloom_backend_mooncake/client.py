@@ -28,6 +28,20 @@ _told: dict[str, str] = {}
 """Environment variables that were set here."""
 
 
+def _check_local(host: str) -> None:
+    """Raises ValueError if other machines would look for this one elsewhere."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+        family, kind, number, _, address = found[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(address)
+    except OSError as error:
+        text = (
+            f"local_host: {host!r} is no address of this machine ({error}); name one that others reach, or leave it out"
+        )
+        raise ValueError(text) from None
+
+
 def load() -> Any:
     """The module `mooncake.store`. Raises ValueError with what to install."""
     try:
@@ -51,6 +65,8 @@ class Client:
         self._calls = 0
         self._closed = False
         self._silent = False
+        if config.local_host:
+            _check_local(config.local_host)
         _tell(patience(config))
         module = load()
         try:
@@ -83,7 +99,8 @@ class Client:
             raise ValueError(
                 f"master: the client could not be set up with {config.master} and metadata {config.metadata} (code "
                 f"{code}); is mooncake_master {'and the metadata server ' * ('://' in config.metadata)}running there, "
-                "of the same version as the client, and `segment` within this machine's memory?"
+                "of the same version as the client, and `segment` within this machine's memory"
+                f"{'' if config.protocol == 'tcp' else f', and is the client built with protocol {config.protocol!r}'}?"
             )
 
     @contextlib.contextmanager

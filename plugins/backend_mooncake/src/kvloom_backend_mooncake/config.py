@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvloom import ByteSize, Duration
 from kvloom import Config as BaseConfig
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^:/\s]+):([0-9]{1,5})")
+
+_LEAST_SEGMENT = 16 << 20
 
 PEER_TO_PEER = "P2PHANDSHAKE"
 """No metadata server: processes ask each other."""
@@ -58,6 +60,21 @@ class MooncakeConfig(BaseConfig):
         if value != PEER_TO_PEER and "://" not in value:
             raise ValueError(f"{value!r} is no URL; write {PEER_TO_PEER}, or for example http://host:8080/metadata")
         return value
+
+    @field_validator("segment")
+    @classmethod
+    def _can_be_contributed(cls, value: ByteSize) -> ByteSize:
+        if 0 < value < _LEAST_SEGMENT:
+            raise ValueError(
+                f"{value.human_readable()} is less than Mooncake takes; write 16MiB or more, or 0 for none"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> MooncakeConfig:
+        if self.device and self.protocol == "tcp":
+            raise ValueError("device: tcp uses none; remove it, or set `protocol: rdma`")
+        return self
 
     @property
     def address(self) -> tuple[str, int]:

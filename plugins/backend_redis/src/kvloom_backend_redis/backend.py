@@ -37,6 +37,7 @@ class RedisBackend(StorageBackend):
 
     def __init__(self, config: RedisConfig, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
+        opening.check_files(config)
         self._settings = config
         vars(self)["threads"] = config.threads  # one number for all instances is the contract's default
         self._prefix = config.prefix.encode()

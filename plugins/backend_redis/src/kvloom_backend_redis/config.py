@@ -35,7 +35,7 @@ class RedisConfig(Config):
     connect_timeout: Duration = Field(default=1.0, gt=0, le=3600)
     """Seconds for reaching a server and logging in, each."""
     timeout: Duration = Field(default=5.0, gt=0, le=3600)
-    """Seconds without a byte, sent or received, after which a connection is given up."""
+    """Seconds without a byte, sent or received, after which a connection is given up; and a bound for an exchange."""
     threads: int = Field(default=4, ge=1, le=256)
     """How many reads are under way at once."""
     tls_ca: Path | None = None

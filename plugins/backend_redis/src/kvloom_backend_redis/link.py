@@ -6,6 +6,7 @@ import select
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Callable
 
 from kvloom import Buffer
@@ -21,6 +22,8 @@ _FIRST_BYTES = 32
 """Of a reply that is a blob: a line that says how long it is, and little of what is to go to its own memory."""
 _PIECE_BYTES = 1 << 20
 """Of a blob, from one call to the next: what is still in the processor's cache when it is verified."""
+_SLOWEST = 256 << 10
+"""Bytes a second below which a connection is as good as dead: it would keep a thread for minutes."""
 _MOST_ROWS = 1 << 20
 _DEEPEST = 8
 _MOST_TEXT = 1 << 20
@@ -36,26 +39,35 @@ class Link:
     """A socket on which requests and replies take turns. For one thread at a time.
 
     Every method raises OSError if the network fails or is too slow, and ProtocolError if what comes is no reply. After
-    either the link is not `clean`: what comes next on it could be the answer to another question.
+    either the link is not `clean`: what comes next on it could be the answer to another question. Too slow is silence
+    for `timeout`; and, from the first request to the last reply that is owed, more waiting for the network than
+    `timeout` and what the bytes take at a quarter of a mebibyte a second.
     """
 
     def __init__(self, connection: socket.socket, *, timeout: float) -> None:
-        """timeout: seconds without a byte after which OSError is raised."""
+        """timeout: seconds."""
         self._socket = connection
         self._vectored = not isinstance(connection, ssl.SSLSocket)
-        if self._vectored:
-            # The system's own timeouts: with Python's there is another system call before every one of these.
-            connection.settimeout(None)
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                connection.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout))
-        else:
-            connection.settimeout(timeout)
+        self.be_patient(timeout)
+        self._waited = 0.0
+        self._moved = 0
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
         self._owed = 0
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+
+    def be_patient(self, timeout: float) -> None:
+        """Have another timeout from now on."""
+        self._timeout = timeout
+        if self._vectored:
+            # The system's own timeouts: with Python's there is another system call before every one of these.
+            self._socket.settimeout(None)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout))
+        else:
+            self._socket.settimeout(timeout)
 
     @property
     def clean(self) -> bool:
@@ -76,18 +88,24 @@ class Link:
 
     def send(self, *parts: Buffer, replies: int = 1) -> None:
         """Send one or more requests, which will have so many replies."""
+        if not self._owed:
+            self._waited, self._moved = 0.0, 0
         self._owed += replies
         views = [view for view in (memoryview(part).cast("B") for part in parts) if len(view)]
         if not self._vectored:
             for view in views:
+                began = time.monotonic()
                 self._socket.sendall(view)
+                self._took(began, len(view))
             return
         at = 0
         while at < len(views):
+            began = time.monotonic()
             try:
                 sent = self._socket.sendmsg(views[at : at + _MOST_BUFFERS])
             except BlockingIOError:
                 raise TimeoutError("the server has taken nothing for too long") from None
+            self._took(began, sent)
             while at < len(views) and sent >= len(views[at]):
                 sent -= len(views[at])
                 at += 1
@@ -204,13 +222,22 @@ class Link:
         self._end += self._received(self._buffer[self._end : self._end + most], 0)
 
     def _received(self, into: memoryview, flags: int = socket.MSG_WAITALL) -> int:
+        began = time.monotonic()
         try:
             got = self._socket.recv_into(into, 0, flags if self._vectored else 0)
         except BlockingIOError:
             raise TimeoutError("the server has sent nothing for too long") from None
         if not got:
             raise ConnectionError("the server hung up")
+        self._took(began, got)
         return got
+
+    def _took(self, began: float, nbytes: int) -> None:
+        """So many bytes went one way or the other, for which the network was waited for since `began`."""
+        self._waited += time.monotonic() - began
+        self._moved += nbytes
+        if self._waited > self._timeout + self._moved / _SLOWEST:
+            raise TimeoutError(f"{self._moved} bytes in {self._waited:.1f} s are too few")
 
 
 def _timeval(seconds: float) -> bytes:

@@ -15,10 +15,8 @@ from redis.retry import Retry
 
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.config import RedisConfig, shown
-from kvloom_backend_redis.errors import ServerError, Unreachable
-from kvloom_backend_redis.link import Link
-
-_REFUSED = (exceptions.AuthenticationError, exceptions.ResponseError)
+from kvloom_backend_redis.errors import ProtocolError, Unreachable
+from kvloom_backend_redis.link import Link, packed
 
 
 class Links:
@@ -90,18 +88,34 @@ class Links:
         dialled = self._dialled(endpoint)
         try:
             dialled.connect()
-        except _REFUSED as error:
-            raise ServerError(str(error)) from None
         except (exceptions.RedisError, OSError) as error:
             raise Unreachable(f"no connection to {endpoint}: {error}") from None
-        return Link(_taken(dialled), timeout=self._config.timeout)
+        link = Link(_taken(dialled), timeout=self._config.connect_timeout)
+        try:
+            self._log_in(link)
+            link.be_patient(self._config.timeout)
+        except BaseException as error:
+            link.close()
+            if isinstance(error, (OSError, ProtocolError)):
+                raise Unreachable(f"no connection to {endpoint}: logging in: {error}") from None
+            raise
+        return link
+
+    def _log_in(self, link: Link) -> None:
+        """Not left to redis-py: what comes a byte at a time would keep it for ever."""
+        password = shown(self._password)
+        words = [word.encode() for word in (self._username, password) if word is not None]
+        requests = [packed(b"AUTH", *words)] if password is not None else []
+        if self._db:
+            requests.append(packed(b"SELECT", b"%d" % self._db))
+        for request in requests:
+            link.send(request)
+            if link.answer() != b"OK":
+                raise ProtocolError("what answers is no Redis server")
 
     def _dialled(self, endpoint: Endpoint) -> Any:  # redis-py leaves these untyped
         config = self._config
         settings: dict[str, Any] = {
-            "db": self._db,
-            "username": self._username,
-            "password": shown(self._password),
             "socket_timeout": config.connect_timeout,
             "socket_connect_timeout": config.connect_timeout,
             "retry": Retry(NoBackoff(), 0),
@@ -126,7 +140,7 @@ class Links:
 
 
 def _taken(dialled: Any) -> socket.socket:
-    """The socket of a connection that is logged in; redis-py would close it along with its own object."""
+    """The socket of a connection; redis-py would close it along with its own object."""
     taken: socket.socket | None = dialled._sock
     if taken is None:
         raise Unreachable("the connection was lost as soon as it was there")

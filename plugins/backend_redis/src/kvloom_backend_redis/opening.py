@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import ssl
 from typing import NamedTuple
 
 from kvloom import BackendError, ConfigError
@@ -18,8 +19,9 @@ logger = logging.getLogger("kvloom.backend_redis")
 OLDEST = (6, 0)
 MOST_BYTES = 512 << 20
 """The largest value of a server that nobody has told otherwise (`proto-max-bulk-len`)."""
-COMMANDS = "get getrange set strlen exists unlink touch scan eval ping hello info"
-"""What a user needs to be allowed; a tier that is only read can do without `set`, `unlink` and `eval`."""
+COMMANDS = "get getrange set strlen exists unlink touch scan eval ping hello info select"
+"""What a user needs to be allowed; a tier that is only read can do without `set`, `unlink` and `eval`, and one in the
+database 0 without `select`."""
 _PROBE_SECONDS = 10
 _ADVICE = {
     "NOAUTH": "the server asks for a password; set `password: ${env:...}`, and `username` if it has users",
@@ -42,6 +44,23 @@ class Server(NamedTuple):
     identity: str | None
     most_bytes: int
     """The largest value that it takes."""
+
+
+def check_files(config: RedisConfig) -> None:
+    """Raises ConfigError with the setting whose file cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for name, path in (("tls_ca", config.tls_ca), ("tls_cert", config.tls_cert), ("tls_key", config.tls_key)):
+        try:
+            if path is not None:
+                path.read_bytes()
+            if path is not None and name == "tls_ca":
+                context.load_verify_locations(path)
+            if path is not None and name == "tls_key":  # both have been read
+                context.load_cert_chain(config.tls_cert or path, path)
+        except ssl.SSLError as error:
+            raise ConfigError(name, f"{path} holds no such thing, or none that goes with the other: {error}") from None
+        except OSError as error:
+            raise ConfigError(name, f"cannot read {path}: {error.strerror}; name a PEM file") from None
 
 
 def opened(exchange: Exchange, config: RedisConfig) -> Server:
@@ -84,6 +103,8 @@ def _looked_at(exchange: Exchange, endpoint: Endpoint, address: Address) -> dict
         if "unknown command" in str(hello):
             raise ConfigError("url", f"the server at {endpoint} is older than Redis 6, from which on kvloom uses it")
         raise hello
+    if not isinstance(hello, (list, ServerError)):
+        raise ConfigError("url", f"what answers at {endpoint} is no Redis or Valkey server; name one")
     said = _pairs(hello)
     version = said.get("version", "")
     if version and tuple(map(int, version.split(".")[:2])) < OLDEST:
@@ -144,6 +165,10 @@ def _refused(error: ServerError, address: Address) -> ConfigError:
     text = str(error)
     if address.kind == "cluster" and "cluster support disabled" in text:
         return ConfigError("url", "this server is no cluster; write redis://")
+    if "unknown command" in text.lower() and "sentinel" in text.lower():
+        return ConfigError(
+            "url", "this server is no Sentinel; write redis://, or name the Sentinels, mostly at port 26379"
+        )
     if "DB index is out of range" in text:
         return ConfigError("url", f"the server has no database {address.db}; name one that it has, or none")
     word = error.word

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,14 +53,18 @@ def until(true: Callable[[], Any], what: str, seconds: float = START_SECONDS) ->
 
 
 class RedisServer:
-    """A `redis-server`. settings: of redis.conf, with `_` for `-`, on top of what keeps it small and quick."""
+    """A `redis-server`. settings: of redis.conf, with `_` for `-`, on top of what keeps it small and quick.
+
+    under: what makes of a command one that runs on another host.
+    """
 
     program = "redis-server"
 
     def __init__(
         self, *, host: str = "127.0.0.1", port: int = 0, tls: Certificates | None = None, unix: bool = False,
-        **settings: Any,
+        under: Callable[[Sequence[str]], list[str]] = list, **settings: Any,
     ) -> None:  # fmt: skip
+        self._under = under
         self.host = host
         self.port = port or free_port()
         self.directory = Path(tempfile.mkdtemp(prefix="kvloom-redis-"))
@@ -112,8 +116,8 @@ class RedisServer:
             config.write_text("\n".join([*lines, f"dir {self.directory}", ""]))
         with open(self.directory / "log", "ab") as log:
             self._process = subprocess.Popen(
-                self._command(config), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-                preexec_fn=_ends_with_its_parent,
+                self._under(self._command(config)), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True, preexec_fn=_ends_with_its_parent,
             )  # fmt: skip
         try:
             until(self._answers, f"the start of {self.program}")

@@ -1,4 +1,5 @@
-"""Faults for authors' own tests: wrappers that any backend can be put behind, and a TCP proxy that spoils a network."""
+"""Faults for authors' own tests: wrappers that any backend can be put behind, a TCP proxy that
+spoils a network, and hosts whose cables can be pulled."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from kvloom_testkit.faults.backends import (
     Truncates,
     behind,
 )
+from kvloom_testkit.faults.namespaces import Namespaces, namespaces
 from kvloom_testkit.faults.network import Faults, TcpProxy
 
 __all__ = [
-    "READS", "VERBS", "WRITES", "Alters", "Delays", "FailsOn", "Faults", "Flips", "Hangs", "Proxy", "TcpProxy",
-    "Truncates", "behind",
+    "READS", "VERBS", "WRITES", "Alters", "Delays", "FailsOn", "Faults", "Flips", "Hangs", "Namespaces", "Proxy",
+    "TcpProxy", "Truncates", "behind", "namespaces",
 ]  # fmt: skip

@@ -1,0 +1,26 @@
+"""A file that TLS needs and that cannot be used is said by the setting that names it, before anything is connected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvloom import ConfigError
+from kvloom_backend_redis.backend import RedisBackend
+
+
+@pytest.mark.parametrize("name", ["tls_ca", "tls_cert", "tls_key"])
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_files_of_tls(tmp_path: Path, name: str, content: str | None) -> None:
+    there = tmp_path / "there.pem"
+    there.write_text("no certificate")
+    path = tmp_path / "file.pem"
+    if content is not None:
+        path.write_text(content)
+    settings: dict[str, Path] = {"tls_ca": path} if name == "tls_ca" else {"tls_cert": there, "tls_key": there}
+    config = RedisBackend.Config(url="rediss://127.0.0.1:1", **{**settings, name: path})
+    with pytest.raises(ConfigError) as caught:
+        RedisBackend(config)
+    assert caught.value.path == ("tls_key" if name == "tls_cert" and content else name)
+    assert str(path if content is None else tmp_path) in str(caught.value)

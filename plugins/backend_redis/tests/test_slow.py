@@ -1,0 +1,172 @@
+"""A server that says a little now and then keeps nobody: what counts is the whole of an exchange."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvloom import BackendError, ConfigError
+from kvloom_backend_redis.address import Endpoint
+from kvloom_backend_redis.backend import RedisBackend
+from kvloom_backend_redis.errors import ServerError, Unreachable
+from kvloom_backend_redis.link import Link, packed
+from kvloom_backend_redis.links import Links
+
+AT_MOST_SECONDS = 20.0
+"""Far more than anything here takes, and far less than what never ends."""
+
+
+def drips(end: socket.socket, data: bytes, *, step: int = 1, pause: float = 0.02) -> None:
+    with contextlib.suppress(OSError):
+        for at in range(0, len(data), step):
+            end.sendall(data[at : at + step])
+            time.sleep(pause)
+
+
+@contextlib.contextmanager
+def linked(timeout: float, talk: Callable[[socket.socket], None]) -> Iterator[Link]:
+    ours, theirs = socket.socketpair()
+    talker = threading.Thread(target=talk, args=(theirs,))
+    link = Link(ours, timeout=timeout)
+    link.send(packed(b"GET", b"a"), replies=1000)
+    talker.start()
+    yield link
+    link.close()
+    theirs.close()
+    talker.join(AT_MOST_SECONDS)
+
+
+def read_all(link: Link) -> None:
+    for _ in range(1000):
+        link.answer()
+
+
+@pytest.mark.parametrize("said", [b"+" + b"x" * 5000, b":1\r\n" * 1000, b"$5000\r\n" + b"x" * 5000, b"*1000\r\n" * 500])
+def test_what_comes_a_byte_at_a_time_is_given_up(said: bytes) -> None:
+    began = time.monotonic()
+    with (
+        linked(0.3, lambda end: drips(end, said)) as link,
+        pytest.raises(TimeoutError, match=r"bytes in .* s are too few"),
+    ):
+        read_all(link)
+    assert time.monotonic() - began < AT_MOST_SECONDS and not link.clean
+
+
+def test_a_blob_that_comes_a_byte_at_a_time_is_given_up() -> None:
+    with linked(0.3, lambda end: drips(end, b"$5000\r\n" + b"x" * 5000)) as link, pytest.raises(TimeoutError):
+        link.fill(memoryview(bytearray(link.length(5000) or 0)))
+
+
+def test_what_comes_steadily_may_take_longer_than_the_timeout() -> None:
+    blob = bytes(range(256)) * 4096
+    with linked(0.3, lambda end: drips(end, b"$%d\r\n%b\r\n" % (len(blob), blob), step=1 << 16, pause=0.05)) as link:
+        into = bytearray(link.length(1 << 20) or 0)
+        link.fill(memoryview(into))
+    assert into == blob
+
+
+def test_who_takes_long_to_use_what_came_is_not_the_network() -> None:
+    blob = bytes(1 << 12)
+
+    def talk(end: socket.socket) -> None:
+        end.sendall(b"$%d\r\n%b\r\n" % (len(blob), blob) * 3)
+
+    with linked(0.2, talk) as link:
+        for _ in range(3):
+            link.fill(memoryview(bytearray(link.length(1 << 12) or 0)), lambda size: time.sleep(0.15))
+
+
+def test_each_exchange_has_the_time_anew() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(ours, timeout=0.3)
+    with theirs:
+        for _ in range(4):
+            link.send(packed(b"PING"))
+            talker = threading.Thread(target=drips, args=(theirs, b"+OK\r\n"), kwargs={"pause": 0.03})
+            talker.start()
+            assert link.answer() == b"OK"
+            talker.join()
+    link.close()
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    def loop() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                end, _ = listener.accept()
+                threading.Thread(target=serve, args=(end,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=loop, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def flood(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            end.sendall(b"+OK\r\n" * 1000)
+
+
+@pytest.mark.parametrize("settings", [{}, {"password": "hunter2"}, {"db": 1}])
+@pytest.mark.parametrize("said", [b"+", b"*1\r\n", b":1\r\n"])
+def test_a_server_that_drips_does_not_keep_an_engine_from_being_refused(settings: dict[str, Any], said: bytes) -> None:
+    path = f"/{settings.pop('db', 0)}"
+    with listening(lambda end: drips(end, said * 5000)) as port:
+        config = RedisBackend.Config(
+            url=f"redis://127.0.0.1:{port}{path}", timeout=0.2, connect_timeout=0.2, **settings
+        )  # fmt: skip
+        began = time.monotonic()
+        with pytest.raises(ConfigError):
+            RedisBackend(config)
+        assert time.monotonic() - began < AT_MOST_SECONDS
+
+
+@pytest.mark.parametrize("settings", [{}, {"password": "hunter2"}])
+def test_what_says_ok_to_everything_is_no_server(settings: dict[str, Any]) -> None:
+    with listening(flood) as port, pytest.raises(ConfigError, match="no Redis"):
+        RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{port}", timeout=0.5, **settings))
+
+
+def replying(*replies: bytes) -> Callable[[socket.socket], None]:
+    def serve(end: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            for reply in replies:
+                end.recv(1 << 16)
+                end.sendall(reply)
+            end.recv(1)
+
+    return serve
+
+
+def test_a_login_is_said_in_redis_words_and_its_refusal_told() -> None:
+    heard: list[bytes] = []
+
+    def serve(end: socket.socket) -> None:
+        for reply in (b"+OK\r\n", b"+OK\r\n"):
+            heard.append(end.recv(1 << 16))
+            end.sendall(reply)
+
+    with listening(serve) as port:
+        config = RedisBackend.Config(url=f"redis://127.0.0.1:{port}/3", username="me", password="pw")
+        links = Links(config, db=3)
+        with links.link(Endpoint("127.0.0.1", port)) as link:
+            assert link.clean
+        links.close()
+    assert heard == [packed(b"AUTH", b"me", b"pw"), packed(b"SELECT", b"3")]
+    for reply, kind in ((b"-WRONGPASS no\r\n", ServerError), (b":1\r\n", Unreachable), (b"", Unreachable)):
+        with listening(replying(reply)) as port:
+            config = RedisBackend.Config(url=f"redis://127.0.0.1:{port}", password="pw", connect_timeout=0.2)
+            with pytest.raises(BackendError) as caught, Links(config, db=0).link(Endpoint("127.0.0.1", port)):
+                pass
+            assert type(caught.value) is kind and "pw" not in str(caught.value)
