@@ -7,6 +7,7 @@ set -eu
 python=${1:-python3}
 codec=plugins/serde_cachegen
 pages=plugins/connector_vllm
+blend=plugins/blend
 PYTHONPATH=core/src:testkit/src:bench$(for each in plugins/*/src; do printf ':%s' "$each"; done)
 export PYTHONPATH
 
@@ -32,6 +33,15 @@ g++ -shared "$objects"/*.o -pthread -o $codec/src/kvloom_serde_cachegen/libkvz.s
 g++ $cpu -shared $pages/csrc/paged.cpp -pthread -o $pages/src/kvloom_connector_vllm/libkvpaged.so
 nvcc $gpu -Xcompiler -fPIC,-fvisibility=hidden $pages/csrc/paged.cu -o $pages/src/kvloom_connector_vllm/libkvpaged_cuda.so
 
+rotate="$blend/csrc/rotate.cpp $blend/csrc/portable.cpp"
+if [ -n "$x86" ]; then
+    g++ $exact -DKVR_X86 -mavx2 -mf16c -c $blend/csrc/avx2.cpp -o "$objects/rotate_avx2.o"
+    rotate="$rotate $objects/rotate_avx2.o -DKVR_X86"
+fi
+g++ $exact -shared $rotate -pthread -o $blend/src/kvloom_blend/libkvrotate.so
+nvcc $gpu --fmad=false -Xcompiler -fPIC,-ffp-contract=off,-fvisibility=hidden \
+    $blend/csrc/rotate.cu -o $blend/src/kvloom_blend/libkvrotate_cuda.so
+
 "$python" -c 'from kvloom_serde_cachegen import device; print(device.about()); assert device.library()'
 "$python" -c 'from kvloom_connector_vllm import native; print(native.about_kernels()); assert native.kernels()'
 if [ "${2:-test}" = bench ]; then
@@ -39,7 +49,7 @@ if [ "${2:-test}" = bench ]; then
     "$python" bench/paged_gpu.py
     exit
 fi
-tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py"
+tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py $blend/tests/test_rotation.py"
 "$python" -m pytest -q -p no:cacheprovider -m "not slow" $tests
 # Every access of the kernels, and who reads what others write; a few examples are enough and take minutes.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)

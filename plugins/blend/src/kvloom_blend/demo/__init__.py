@@ -1,0 +1,1 @@
+"""`kvloom blend demo`: questions over real texts, in orders that were not seen before, by every executor."""

@@ -1,0 +1,260 @@
+"""A transformers model, run over what a retriever found and an executor chose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache
+
+from kvloom import BlendExecutor, BlendRequest, BlendRetrieverTask, Config, KVSpec
+from kvloom_connector_transformers.identity import transformers_model
+
+from ..executors import NoneExecutor
+from ..retrievers.landing import LandingTask
+from ..rotation import Rotations, Turn, gate, rotations_of
+from .attention import set_for
+from .blend_pass import BlendCache, BlendPass, Plane, split_caches
+from .given import GivenTask, kv_of
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """The KV of a batch of prompts, and logits."""
+
+    logits: list[torch.Tensor]
+    """Of each prompt: `[keep_logits, vocabulary]`, of its last tokens."""
+    caches: list[Any]
+    """Of each prompt: a DynamicCache of all of it."""
+    prompt_tokens: int
+    exact_tokens: int
+    """Retrieved, and equal to what would have been computed."""
+    blended_tokens: int
+    """Retrieved from another context: approximate, whether or not they were computed again."""
+    computed_share: float
+    """Rows computed, in all layers, as a share of those of a whole prefill; a look at the question's attention counts
+    too."""
+    note: str = ""
+    """Why nothing was blended, where that was not asked for."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the KV is what a prefill computes."""
+        return self.blended_tokens == 0
+
+
+_TRIED = 12
+"""Tokens of the pass that a model is tried with."""
+_ROUNDING = 0.05
+"""How far logits may be off in it, as a part of the largest. Wrong masks and places are an order off."""
+_locks: WeakKeyDictionary[torch.nn.Module, threading.Lock] = WeakKeyDictionary()
+
+
+def _lock_of(model: torch.nn.Module) -> threading.Lock:
+    """The hooks and the attention function are the model's, and so everybody's who runs it."""
+    return _locks.setdefault(model, threading.Lock())
+
+
+class Runner:
+    """Runs a model without changing its code: by a cache of its own, hooks and an attention function, for one pass.
+
+    Every decoder of transformers whose layers take their rows, their mask and their cache as Llama's do can be run;
+    so do those of Mistral, Qwen, Gemma and Phi. ValueError for a model whose K cannot be moved.
+    """
+
+    def __init__(self, model: Any, spec: KVSpec) -> None:
+        self.model = transformers_model(model)
+        self.spec = spec
+        self.rotations: Rotations = rotations_of(model)
+        gate(model, self.rotations)
+        self.heads = (spec.num_kv_heads, spec.head_size)
+        self.device = next(self.model.parameters()).device
+        self._layers = _decoder_layers(self.model, spec.num_layers)
+        self._one_at_a_time = _lock_of(self.model)
+        self._try()
+
+    def at_rest(self) -> threading.Lock:
+        """A context manager: no pass of the model is under way in it."""
+        return self._one_at_a_time
+
+    def prefill(self, rows: Sequence[torch.Tensor], *, keep_logits: int = 1, note: str = "") -> Prefilled:
+        """What the model computes by itself. rows: 1-D token ids of each prompt."""
+        with self._one_at_a_time, torch.inference_mode():
+            caches, logits = [], []
+            for row in rows:
+                cache = DynamicCache(config=self.model.config)
+                output = self.model(
+                    input_ids=row[None].to(self.device), past_key_values=cache, use_cache=True,
+                    logits_to_keep=keep_logits,
+                )  # fmt: skip
+                caches.append(cache)
+                logits.append(output.logits[0])
+        return Prefilled(logits, caches, sum(map(len, rows)), 0, 0, 1.0, note)
+
+    def blend(
+        self, rows: Sequence[torch.Tensor], task: BlendRetrieverTask, executor: BlendExecutor, *, keep_logits: int = 1,
+        min_tokens: int = 0,
+    ) -> Prefilled:  # fmt: skip
+        """One pass over all prompts. Raises BackendError if KV that was said to be valid is lost on the way.
+
+        min_tokens: of shorter prompts everything is computed.
+        """
+        batch = _Batch.of(rows, task, keep_logits, min_tokens)
+        if not bool(batch.valid.any()):
+            return self.prefill(rows, keep_logits=keep_logits, note="nothing was found")
+        with self._one_at_a_time, torch.inference_mode():
+            turns = self.rotations.turns(batch.stood.to(self.device), batch.positions.to(self.device))
+            turned = _Turned(task, turns, self.rotations, self.device)
+
+            asked = 0
+
+            def attention() -> torch.Tensor:
+                nonlocal asked
+                probe = self._run(batch, self._request(batch), NoneExecutor(Config()), turned.copied, watch=True)[0]
+                assert probe.attention is not None
+                asked += probe.computed
+                return probe.attention.cpu()
+
+            request = self._request(batch, attention=attention, in_place=turned.in_place)
+            done, logits = self._run(batch, request, executor, turned)
+        planes: list[Plane] = [plane for plane in done.planes if plane is not None]
+        exact = int((batch.valid & batch.exact).sum())
+        return Prefilled(
+            list(logits.split([keep_logits] * len(rows))),
+            split_caches(planes, batch.edges, self.heads, self.model.config),
+            batch.edges[-1], exact, int(batch.valid.sum()) - exact,
+            (done.computed + asked) / (batch.edges[-1] * len(planes)),
+        )  # fmt: skip
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _try(self) -> None:
+        """Blend a few tokens over their own KV. ValueError unless that comes to what the model computes."""
+        prompt = torch.arange(_TRIED) % self.model.config.get_text_config(decoder=True).vocab_size
+        whole = self.prefill([prompt])
+        valid = torch.arange(_TRIED) < _TRIED // 2
+        name = type(self.model).__name__
+        try:
+            task = GivenTask(kv_of(whole.caches[0]), valid, torch.where(valid, torch.arange(_TRIED), 0))
+            done = self.blend([prompt], task, NoneExecutor(Config()))
+        except Exception as error:
+            raise ValueError(f"model: {name} cannot be run on some of its tokens: {error}") from error
+        here, there = done.logits[0].float(), whole.logits[0].float()
+        apart = float((here - there).abs().max())
+        if not self.model.training and not apart <= _ROUNDING * float(there.abs().max()):
+            raise ValueError(f"model: {name} computes something else on some of its tokens: logits are {apart:.2g} off")
+
+    def _request(self, batch: _Batch, **more: Any) -> BlendRequest:
+        return BlendRequest(
+            batch.tokens, batch.starts, batch.valid, original_positions=batch.stood, exact_mask=batch.exact, **more
+        )
+
+    def _run(
+        self, batch: _Batch, request: BlendRequest, executor: BlendExecutor, retrieved: Any, *, watch: bool = False
+    ) -> tuple[BlendPass, torch.Tensor]:
+        # The session may want to know what the question attends to: a pass of its own, before this one.
+        session = executor.begin(request)
+        done = BlendPass(
+            self._layers, session, retrieved, valid=batch.valid, starts=batch.starts, positions=batch.positions,
+            wanted=batch.wanted, heads=self.heads, device=self.device, watch=watch,
+        )  # fmt: skip
+        ids = batch.tokens.to(self.device)[done.first.to(self.device)]
+        positions = batch.positions.to(self.device)[done.first.to(self.device)]
+        with self._hooked(done):
+            # A mask of four dimensions is handed on as it is: the model does not make one.
+            output = self.model(
+                input_ids=ids[None], position_ids=positions[None], past_key_values=BlendCache(done), use_cache=True,
+                attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device), logits_to_keep=0,
+            )  # fmt: skip
+        return done, output.logits[0]
+
+    @contextmanager
+    def _hooked(self, done: BlendPass) -> Iterator[None]:
+        hooks = [layer.register_forward_pre_hook(done.before_layer, with_kwargs=True) for layer in self._layers]
+        try:
+            with set_for(self.model.config.get_text_config(decoder=True)):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Prompts one behind the other, and what was found of them; all on CPU."""
+
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    positions: torch.Tensor
+    """Of each token in its prompt."""
+    valid: torch.Tensor
+    """Whose KV was retrieved, but for tokens whose logits are wanted: these are computed."""
+    exact: torch.Tensor
+    stood: torch.Tensor
+    """Where each token stood; where it stands, if it was not retrieved."""
+    wanted: torch.Tensor
+    """Places whose logits are asked for."""
+
+    @classmethod
+    def of(cls, rows: Sequence[torch.Tensor], task: BlendRetrieverTask, keep_logits: int, min_tokens: int) -> _Batch:
+        edges = [0, *accumulate(len(row) for row in rows)]
+        positions = torch.cat([torch.arange(len(row)) for row in rows])
+        found = task.result(0)
+        wanted = torch.cat([torch.arange(end - keep_logits, end) for end in edges[1:]])
+        valid = found.valid_mask.clone()
+        valid[wanted] = False
+        for begin, end in pairwise(edges):
+            if end - begin < min_tokens:
+                valid[begin:end] = False
+        exact = task.exact_mask if isinstance(task, LandingTask) else torch.zeros_like(valid)
+        stood = torch.where(valid, found.original_positions.cpu().long(), positions)
+        return cls(torch.cat(list(rows)).cpu(), torch.tensor(edges), positions, valid, exact & valid, stood, wanted)
+
+    @property
+    def edges(self) -> list[int]:
+        return list(self.starts.tolist())
+
+
+class _Turned:
+    """What was retrieved, K turned to where the tokens stand now; each layer once."""
+
+    def __init__(
+        self, task: BlendRetrieverTask, turns: Sequence[Turn | None], rotations: Rotations, device: torch.device
+    ) -> None:
+        self._task = task
+        self._turns = turns
+        self._rotations = rotations
+        self._device = device
+        self.in_place = isinstance(task, LandingTask)
+        self._done: dict[int, Plane] = {}
+
+    def __call__(self, layer: int) -> Plane:
+        if layer not in self._done:
+            result = self._task.result(layer)
+            assert result.k is not None and result.v is not None
+            k, v = result.k.to(self._device), result.v.to(self._device)
+            rotation, turn = self._rotations[layer], self._turns[layer]
+            if rotation is not None and turn is not None:
+                k = rotation.apply(k, turn, out=k if self.in_place else None)
+            self._done[layer] = k, v
+        return self._done[layer]
+
+    def copied(self, layer: int) -> Plane:
+        """For a pass that is not the last."""
+        k, v = self(layer)
+        return k.clone(), v.clone()
+
+
+def _decoder_layers(model: Any, count: int) -> list[torch.nn.Module]:
+    """The decoder's layers, in order. ValueError if they are not where transformers has them."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList) or len(layers) < count:
+        raise ValueError(f"model: {type(model).__name__} has no list of decoder layers to be run by")
+    return list(layers)[:count]
