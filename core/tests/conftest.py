@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pytest
-from core_support import CHUNK, SPEC, Gate, Shelf
+from core_support import CHUNK, SPEC, Gate, Shelf, Watcher
 from hypothesis import settings
 from layers_support import STEP, Ranges
 
@@ -25,6 +25,7 @@ def registry() -> Iterator[Registry]:
     mine = EntryPoint("core_support", "core_support", "kvloom.v1")
     yield Registry.discover(entry_points=[*entry_points(group="kvloom.v1", name="builtin"), mine])
     Shelf.shelves.clear()
+    Watcher.made.clear()
 
 
 @pytest.fixture

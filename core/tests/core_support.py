@@ -13,12 +13,15 @@ from kvloom import (
     Buffer,
     Buffers,
     Chunk,
+    ChunkEvent,
     ChunkKey,
     Config,
     Entry,
+    Event,
     GPUConnector,
     KVSpec,
     MemoryFormat,
+    Observer,
     Serializer,
     StorageBackend,
     hookimpl,
@@ -180,3 +183,40 @@ def kvloom_gpu_connectors() -> list[type[GPUConnector]]:
 @hookimpl
 def kvloom_storage_backends() -> list[type[StorageBackend]]:
     return [Shelf]
+
+
+class Watcher(Observer):
+    """Keeps what it is told of chunks, and which of them are where now."""
+
+    type = "watcher"
+    sees_chunks = True
+    made: ClassVar[list[Watcher]] = []
+
+    def __init__(self, config: Any = None, spec: KVSpec | None = None) -> None:
+        super().__init__(config or self.Config(), spec)
+        self.told: list[ChunkEvent] = []
+        self.there: dict[str, set[ChunkKey]] = {}
+        Watcher.made.append(self)
+
+    def on_event(self, event: Event) -> None:
+        """Sums are of no interest."""
+
+    def on_chunks(self, event: ChunkEvent) -> None:
+        self.told.append(event)
+        there = self.there.setdefault(event.tier, set())
+        if event.name == "stored":
+            there.update(event.keys)
+        else:
+            there.difference_update(event.keys)
+
+
+class Blinkered(Watcher):
+    """Did not ask for chunks."""
+
+    type = "blinkered"
+    sees_chunks = False
+
+
+@hookimpl
+def kvloom_observers() -> list[type[Observer]]:
+    return [Watcher, Blinkered]

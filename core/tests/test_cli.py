@@ -199,7 +199,7 @@ def test_config_show_keeps_what_was_interpolated_to_itself(
     assert "hunter2" not in shown
     first, second = yaml.safe_load(shown)["tiers"]
     assert first["type"] == "${env:DRAWER}"
-    assert second["secret"] == "key-${env:DRAWER_KEY}"
+    assert second["secret"] == "***${env:DRAWER_KEY}", "what stands beside it is a part of the secret"
     assert second["label"] == "of key-***", "what the plugin made of it"
 
 

@@ -27,7 +27,7 @@ _HOME = {
     **dict.fromkeys(["Serializer", "Place"], "contracts.serializer"),
     **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
     **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
-    **dict.fromkeys(["Observer", "Event"], "contracts.observer"),
+    **dict.fromkeys(["Observer", "Event", "ChunkEvent"], "contracts.observer"),
     **dict.fromkeys(
         [
             "BlendExecutor",
@@ -107,6 +107,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.component import Duration as Duration
     from kvloom.contracts.connector import Fence as Fence
     from kvloom.contracts.connector import GPUConnector as GPUConnector
+    from kvloom.contracts.observer import ChunkEvent as ChunkEvent
     from kvloom.contracts.observer import Event as Event
     from kvloom.contracts.observer import Observer as Observer
     from kvloom.contracts.serializer import Place as Place

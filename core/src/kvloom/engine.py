@@ -18,9 +18,10 @@ from typing import Any, Literal, overload
 import torch
 
 from kvloom import keys as keying
+from kvloom.blending import Blending
 from kvloom.config import EngineConfig, resolve
 from kvloom.contracts.connector import GPUConnector
-from kvloom.contracts.observer import Event
+from kvloom.contracts.observer import ChunkEvent, Event
 from kvloom.contracts.tokens import TokenDatabase
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
@@ -36,7 +37,7 @@ from kvloom.tiers.held import Changes
 from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.stack import Stack
 from kvloom.tiers.visit import Visit
-from kvloom.types import Chunk, KVSpec, Segment, canonical_json
+from kvloom.types import Chunk, ChunkKey, KVSpec, Segment, canonical_json
 
 Source = str | Path | Mapping[str, Any] | EngineConfig
 
@@ -68,9 +69,14 @@ class Engine(Index):
 
     def __init__(
         self, config: EngineConfig, spec: KVSpec, *, stack: Stack, connector: GPUConnector, tokens: TokenDatabase,
-        events: EventBus, runtime: Runtime, registry: Registry, owner: Engine | None = None,
+        events: EventBus, runtime: Runtime, registry: Registry, blending: Blending | None = None,
+        owner: Engine | None = None,
     ) -> None:  # fmt: skip
         """Use `Engine.open`."""
+        self.blending = blending
+        """What the configuration's `blend` block names; None without one."""
+        if blending is not None:
+            blending.retriever.engine = self
         super().__init__(config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime)
         self._registry = registry
         self._owner = owner
@@ -120,14 +126,16 @@ class Engine(Index):
         connector = resolved.connector.make(spec)
         tokens = resolved.tokens.make(spec)
         layout = Layout(connector.format, spec.torch_dtype, connector.shape)
-        events = EventBus([choice.make(spec) for choice in resolved.observers], runtime)
+        blending = Blending.make(resolved.blend, spec) if resolved.blend and role == "engine" else None
+        told = [choice for choice in resolved.observers if role == "engine" or not choice.cls.sees_chunks]
+        events = EventBus([choice.make(spec) for choice in told], runtime)
         try:
             stack = build_stack(
                 choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
                 events=events, runtime=runtime, exact_only=config.exact, moves=role == "engine",
             )  # fmt: skip
         except BaseException:
-            for part in (connector, tokens, events):
+            for part in (connector, tokens, events, *((blending,) if blending else ())):
                 part.close()
             raise
         if role == "index":
@@ -138,7 +146,7 @@ class Engine(Index):
             )  # fmt: skip
         return cls(
             config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime,
-            registry=registry,
+            registry=registry, blending=blending,
         )  # fmt: skip
 
     def sibling(self, spec: KVSpec) -> Engine:
@@ -153,7 +161,7 @@ class Engine(Index):
         sibling = Engine(
             self.config, spec, stack=self._stack, connector=resolved.connector.make(spec),
             tokens=resolved.tokens.make(spec), events=self._events, runtime=self._runtime, registry=self._registry,
-            owner=self,
+            blending=Blending.make(resolved.blend, spec) if resolved.blend else None, owner=self,
         )  # fmt: skip
         self._siblings = [*(ref for ref in self._siblings if ref() is not None), weakref.ref(sibling)]
         return sibling
@@ -181,6 +189,8 @@ class Engine(Index):
         for task in tuple(self._tasks):
             task.cancel()
             task.fail(BackendError("the engine was closed"))
+        if self.blending is not None:
+            self.blending.close()
         self.connector.close()
         self._tokens.close()
         if self._owner is None:
@@ -233,7 +243,8 @@ class Engine(Index):
         # Before, so that room is not made at its own cost; after, so that what came in between has its place.
         self._stack.touch(keys)
         task = Task(self._runtime)
-        task.run(lambda task: self._load(task, whole[first:], where, chain=Chain(keys), gaps=False))
+        load = partial(self._load, segments=whole[first:], where=where, connector=self.connector)
+        task.run(lambda task: load(task, chain=Chain(keys), gaps=False))
         moved = task.result()
         self._stack.touch(keys, count=False)
         retrieved = torch.zeros(tokens.numel(), dtype=torch.bool)
@@ -266,18 +277,8 @@ class Engine(Index):
         `Loading.wait(layer)` gives the mask of that layer. Close it, or use it as a context manager. Raises
         NotImplementedError if the connector does not move single layers.
         """
-        check_connector(self.connector, "write_layer")
         whole, first = self._selected(tokens, mask, salt)
-        keys = [segment.key for segment in whole]
-        self._check_where(whole[first:], where)
-        self._stack.touch(keys)
-        loading = Loading(
-            whole[first:], tokens.numel(), where, chain=keys, stack=self._stack, connector=self.connector,
-            events=self._events, runtime=self._runtime, on_end=self._ended,
-        )  # fmt: skip
-        self._by_layer.add(loading)
-        loading.begin()
-        return loading
+        return self._loading(whole[first:], tokens.numel(), where, chain=[segment.key for segment in whole])
 
     def store_layer(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
@@ -316,7 +317,7 @@ class Engine(Index):
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
         """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
-        segments = self.segments(tokens, salt=salt)
+        segments = self._named(tokens, salt)
         task = Task(self._runtime)
         chain = Chain([segment.key for segment in segments])
         task.run(lambda task: self._warm(task, segments, chain=chain))
@@ -364,16 +365,29 @@ class Engine(Index):
         self._check_open()
         self._stack.touch([segment.key for segment in segments])
 
-    def load(self, segments: Sequence[Segment], **where: Any) -> Task:
-        """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not."""
-        self._check_where(segments, where)
+    def load(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Task:
+        """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not.
+
+        into: takes the KV in place of the engine's connector; chunks are of the format and shape of the latter.
+        """
+        connector = into or self.connector
+        _check(connector, segments, where)
         chain = Chain([segment.key for segment in segments])
-        work = partial(self._load, segments=segments, where=where, chain=chain, gaps=True)
+        work = partial(self._load, segments=segments, where=where, chain=chain, gaps=True, connector=connector)
         return self._start(segments, work, self._loaders)
+
+    def load_layers(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Loading:
+        """`load`, layer by layer, of segments that are there: it ends at the first that is not.
+
+        Masks are over the tokens up to the last segment's end. Otherwise as `retrieve_layer`.
+        """
+        num_tokens = max((segment.end for segment in segments), default=0)
+        chain = [segment.key for segment in segments]
+        return self._loading(segments, num_tokens, where, chain=chain, connector=into or self.connector)
 
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
-        self._check_where(segments, where)
+        _check(self.connector, segments, where)
         chain = Chain([segment.key for segment in segments])
         return self._start(segments, lambda task: self._save(task, segments, where, chain=chain))
 
@@ -398,18 +412,44 @@ class Engine(Index):
         (workers or self._workers).submit(run)
         return task
 
+    def _loading(
+        self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
+        connector: GPUConnector | None = None,
+    ) -> Loading:  # fmt: skip
+        connector = connector or self.connector
+        check_connector(connector, "write_layer")
+        self._check_open()
+        _check(connector, segments, where)
+        self._stack.touch(chain)
+        loading = Loading(
+            segments, num_tokens, where, chain=chain, stack=self._stack, connector=connector, events=self._events,
+            runtime=self._runtime, on_end=self._ended,
+        )  # fmt: skip
+        self._by_layer.add(loading)
+        loading.begin()
+        return loading
+
     def _ended(self, handle: Loading | Storing) -> None:
         self._by_layer.discard(handle)
 
+    def _named(self, tokens: torch.Tensor, salt: str | None) -> list[Segment]:
+        """All segments of tokens that are to be moved."""
+        whole = self.segments(tokens, salt=salt)
+        if self._events.sees_chunks and whole:
+            data = keying.int32_tokens(tokens)[: whole[-1].end].tobytes()
+            self._events.emit_chunks(ChunkEvent("named", segments=tuple(whole), tokens=data))
+        return whole
+
     def _selected(self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None) -> tuple[list[Segment], int]:
         """All segments of the tokens, because the whole chain is touched, and the first that the mask selects."""
-        whole = self.segments(tokens, salt=salt)
+        whole = self._named(tokens, salt)
         return whole, keying.select(whole, mask, tokens.numel())
 
     def _load(
-        self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, chain: Chain, gaps: bool
-    ) -> torch.Tensor:
-        self._check_where(segments, where)
+        self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, chain: Chain, gaps: bool,
+        connector: GPUConnector,
+    ) -> torch.Tensor:  # fmt: skip
+        _check(connector, segments, where)
         moved: set[Segment] = set()
         began, nbytes = self._runtime.now(), 0
         visit = self._visit(task, chain)
@@ -417,7 +457,7 @@ class Engine(Index):
             for run in runs:
                 here = [segment for segment, _ in run]
                 chunks = [loaded.chunk for _, loaded in run]
-                if not task.touch(lambda here=here, chunks=chunks: self._write(here, chunks, where)):  # type: ignore[misc]
+                if not task.touch(partial(_write, connector, here, chunks, where)):
                     break
                 moved.update(here)
                 nbytes += sum(chunk.nbytes for chunk in chunks)
@@ -427,7 +467,7 @@ class Engine(Index):
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
     def _save(self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, chain: Chain) -> torch.Tensor:
-        self._check_where(segments, where)
+        _check(self.connector, segments, where)
 
         def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
             return task.touch(lambda: self._read(some, chunks, where))
@@ -455,11 +495,15 @@ class Engine(Index):
         if fence is not None:
             fence.wait()
 
-    def _write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any]) -> None:
-        fence = self.connector.write(segments, chunks, **where)
-        if fence is not None:
-            fence.wait()
 
-    def _check_where(self, segments: Sequence[Segment], where: Mapping[str, Any]) -> None:
-        if segments:
-            self.connector.check(where, max(segment.end for segment in segments))
+def _write(
+    connector: GPUConnector, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any]
+) -> None:
+    fence = connector.write(segments, chunks, **where)
+    if fence is not None:
+        fence.wait()
+
+
+def _check(connector: GPUConnector, segments: Sequence[Segment], where: Mapping[str, Any]) -> None:
+    if segments:
+        connector.check(where, max(segment.end for segment in segments))

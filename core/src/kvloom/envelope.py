@@ -195,7 +195,7 @@ def _describe(text: bytes) -> Description:
     try:
         fields = {name: value for name, value in json.loads(text).items() if name in Description.__slots__}
         return Description(**{**fields, "shape": tuple(fields["shape"])})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LaterVersionError("a description that this process cannot read") from error
 
 

@@ -29,7 +29,7 @@ class DeadlineExceeded(BackendError):
 
 
 class CorruptBlobError(KVLoomError):
-    """A blob whose bytes are not what was stored under its key: removed and served as a miss."""
+    """A blob whose bytes are not what was stored under its key: a miss, and removed or written over."""
 
 
 class UnreadableBlobError(KVLoomError):

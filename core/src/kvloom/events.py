@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvloom.contracts.observer import Event, Observer
+from kvloom.contracts.observer import ChunkEvent, Event, Observer
 from kvloom.runtime import opened
+from kvloom.types import ChunkKey
 
 if TYPE_CHECKING:
     from kvloom.runtime import Runtime, Thread
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 
 QUEUE_EVENTS = 4096
 """How many events may wait for slow observers before the oldest are lost."""
+CHUNK_EVENT_BYTES = 64 << 20
+"""How much of keys and tokens may."""
+_KEY_BYTES = 256
+"""What an event about one chunk takes up, roughly."""
 
 
 class CounterKey(NamedTuple):
@@ -52,6 +57,10 @@ class EventBus:
         self._changed = runtime.condition()
         self._sums: dict[tuple[str, str, str], list[float]] = {}
         self._queue: deque[Event] = deque()
+        self._chunks: deque[ChunkEvent] = deque()
+        self._chunk_bytes = 0
+        self.sees_chunks = any(observer.sees_chunks for observer in self._observers)
+        """Somebody wants to be told of chunks; ask before making a `ChunkEvent`."""
         self._failed: set[str] = set()
         self._busy = False
         self._closed = False
@@ -76,6 +85,28 @@ class EventBus:
             self._queue.append(event)
             self._changed.notify_all()
 
+    def emit_chunks(self, event: ChunkEvent) -> None:
+        """Queue for the observers that see chunks, as `emit` does. Not counted."""
+        with self._changed:
+            if not self.sees_chunks or self._closed:
+                return
+            self._chunks.append(event)
+            self._chunk_bytes += _size(event)
+            while self._chunk_bytes > CHUNK_EVENT_BYTES:
+                self._chunk_bytes -= _size(self._chunks.popleft())
+                self._count("observer_lost", "", "chunks")
+            self._changed.notify_all()
+
+    def came(self, tier: str, keys: Sequence[ChunkKey], *, in_memory: bool = False) -> None:
+        """Tell those who see chunks what a tier holds now."""
+        if self.sees_chunks and keys:
+            self.emit_chunks(ChunkEvent("stored", tier, in_memory, tuple(keys)))
+
+    def left(self, tier: str, keys: Sequence[ChunkKey], *, in_memory: bool = False) -> None:
+        """Tell those who see chunks what a tier does not hold any more."""
+        if self.sees_chunks and keys:
+            self.emit_chunks(ChunkEvent("removed", tier, in_memory, tuple(keys)))
+
     def counters(self) -> Mapping[CounterKey, Totals]:
         """The sums so far: a copy."""
         with self._changed:
@@ -89,7 +120,7 @@ class EventBus:
         """Wait up to `timeout` seconds until every event so far was told; whether it was."""
         until = self._runtime.now() + timeout
         with self._changed:
-            while self._queue or self._busy:
+            while self._queue or self._chunks or self._busy:
                 left = until - self._runtime.now()
                 if left <= 0:
                     return False
@@ -131,17 +162,27 @@ class EventBus:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                while not self._queue and not self._closed:
+                while not (self._queue or self._chunks or self._closed):
                     self._changed.wait()
-                if not self._queue:
+                if not (self._queue or self._chunks):
                     return
-                event = self._queue.popleft()
+                event = self._next()
                 self._busy = True
             for observer in self._observers:
                 try:
-                    observer.on_event(event)
+                    if isinstance(event, Event):
+                        observer.on_event(event)
+                    elif observer.sees_chunks:
+                        observer.on_chunks(event)
                 except Exception as error:
                     self._blame(observer, error)
+
+    def _next(self) -> Event | ChunkEvent:
+        if self._queue:
+            return self._queue.popleft()
+        event = self._chunks.popleft()
+        self._chunk_bytes -= _size(event)
+        return event
 
     def _blame(self, observer: Observer, error: Exception) -> None:
         with self._changed:
@@ -150,3 +191,7 @@ class EventBus:
             self._failed.add(observer.type)
         if first:
             log.warning("observer %s failed; further failures are only counted", observer.type, exc_info=error)
+
+
+def _size(event: ChunkEvent) -> int:
+    return len(event.tokens) + _KEY_BYTES * (1 + len(event.keys) + len(event.segments))

@@ -119,6 +119,21 @@ class Index:
         self._check_open()
         return self._tokens.segments(tokens, mask, salt=self._salt(salt))
 
+    def passage(
+        self, tokens: torch.Tensor, *, lead: Sequence[int] = (), context: str = "", salt: str | None = None
+    ) -> list[Segment]:
+        """The segments of a text that is known by its own tokens, wherever they stand: what blending reuses.
+
+        Starts count from its first token; a short tail is a segment too. lead: the tokens that stood before it when
+        its KV was computed (a BOS). context: a word for what else its KV depends on. No prompt is ever answered with
+        KV under these keys: `retrieve` has others.
+        """
+        self._check_open()
+        return keying.passage(
+            tokens, chunk_tokens=self.config.chunk_tokens, fingerprint=self.fingerprint, salt=self._salt(salt),
+            lead=lead, context=context,
+        )  # fmt: skip
+
     def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
         """Which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
         return torch.tensor([name is not None for name in self.locate(segments, search_range)], dtype=torch.bool)

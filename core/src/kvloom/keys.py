@@ -3,6 +3,8 @@
 `digest_0 = SHA-256("kvloom/1" | fingerprint | chunk_tokens | salt)`
 `digest_i = SHA-256(digest_{i-1} | int32-LE tokens)`
 
+A passage, whose KV does not stand for the beginning of a prompt, has keys of another domain: see `passage`.
+
 Nothing else enters a key: no environment variable, no Python `hash`, no process state.
 """
 
@@ -94,6 +96,30 @@ def chain(tokens: torch.Tensor, *, chunk_tokens: int, fingerprint: str, salt: st
     stop = count * chunk_tokens
     starts, ends = range(0, stop, chunk_tokens), range(chunk_tokens, stop + 1, chunk_tokens)
     return list(map(_new_segment, zip(starts, ends, keys, strict=True)))
+
+
+def passage(
+    tokens: torch.Tensor, *, chunk_tokens: int, fingerprint: str, salt: str = "", lead: Sequence[int] = (),
+    context: str = "",
+) -> list[Segment]:  # fmt: skip
+    """Segments of a passage: KV that is known by its own tokens, wherever they stand.
+
+    Their keys are of another domain than `chain`'s, so that no prompt is ever answered with them: only who asks for
+    passages gets them. A key covers the `lead`, the tokens that stood before the passage when its KV was computed, the
+    `context`, a word for anything else that its KV depends on, and the passage's tokens up to the segment's end. A
+    short tail is a segment too. Starts are counted from the passage's first token. Raises as `chain` does.
+    """
+    data = memoryview(int32_tokens(tokens).data).cast("B")
+    before = np.asarray(lead, dtype="<i4").tobytes()
+    root = "\0".join((f"{DOMAIN}/passage", fingerprint, str(chunk_tokens), str(len(before) // 4), salt, context))
+    digest = hashlib.sha256(root.encode(errors="surrogatepass") + b"\0" + before).digest()
+    namespace = f"{fingerprint}/{salt_tag(salt)}"
+    segments = []
+    for depth, start in enumerate(range(0, len(data) // 4, chunk_tokens)):
+        end = min(start + chunk_tokens, len(data) // 4)
+        digest = hashlib.sha256(digest + data[4 * start : 4 * end]).digest()
+        segments.append(Segment(start, end, ChunkKey(namespace, depth, digest)))
+    return segments
 
 
 def select(segments: Sequence[Segment], mask: torch.Tensor | None, num_tokens: int) -> int:

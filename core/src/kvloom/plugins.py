@@ -68,7 +68,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     "blend retriever": Kind("kvloom_blend_retrievers", "kvloom.contracts.blend:BlendRetriever"),
     "blend executor": Kind(
-        "kvloom_blend_executors", "kvloom.contracts.blend:BlendExecutor", ("type", "executor", "retriever")
+        "kvloom_blend_executors",
+        "kvloom.contracts.blend:BlendExecutor",
+        ("type", "executor", "retriever", "min_tokens"),
     ),
     "observer": Kind("kvloom_observers", "kvloom.contracts.observer:Observer"),
 }
@@ -94,7 +96,14 @@ _FIRST_PARTY = {
     ("backend", "mooncake"): "kvloom-backend-mooncake",
     ("backend", "redis"): "kvloom-backend-redis",
     ("blend retriever", "separator"): "kvloom-blend",
+    ("blend retriever", "explicit"): "kvloom-blend",
+    ("blend retriever", "fixed"): "kvloom-blend",
     ("blend executor", "cacheblend"): "kvloom-blend",
+    ("blend executor", "epic"): "kvloom-blend",
+    ("blend executor", "full"): "kvloom-blend",
+    ("blend executor", "hybrid"): "kvloom-blend",
+    ("blend executor", "none"): "kvloom-blend",
+    ("blend executor", "question_attention"): "kvloom-blend",
     ("observer", "opentelemetry"): "kvloom-observe",
     ("observer", "prometheus"): "kvloom-observe",
 }

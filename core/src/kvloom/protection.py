@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from kvloom.errors import ConfigError, UnreadableBlobError
+from kvloom.masking import looks_like_a_key
 from kvloom.types import Buffer
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Protection:
             if text is None:
                 raise ConfigError("keys", f"the environment variable {name} is not set; put keys into it")
         else:
+            if looks_like_a_key(source):
+                raise ConfigError("keys", "this is a key, and not where one is; put it into a file or a variable")
             text = _content(Path(source).expanduser())
         lines = [line.strip() for line in text.splitlines()]
         keys = [_key(line, number) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
@@ -234,6 +237,8 @@ def _key(line: str, number: int) -> bytes:
     if len(key) != KEY_BYTES:
         text = f"line {number}: not {KEY_BYTES} bytes in base64; make one with: openssl rand -base64 32"
         raise ConfigError("keys", text)
+    if len(set(key)) == 1:
+        raise ConfigError("keys", f"line {number}: not random; make one with: openssl rand -base64 32")
     return key
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvloom.cli import output
+from kvloom.masking import masked, masked_template
 from kvloom.plugins import Registry
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def load(file: Path) -> tuple[EngineConfig, Resolved]:
 
 
 def _effective(config: EngineConfig, resolved: Resolved) -> dict[str, Any]:
-    tree: dict[str, Any] = config.model_dump(mode="json")
+    tree: Any = config.model_dump(mode="json")
     tree["tokens"] |= _settings(resolved.tokens)
     tree["connector"] |= _settings(resolved.connector)
     for block, tier in zip(tree["tiers"], resolved.tiers, strict=True):
@@ -73,10 +74,10 @@ def _effective(config: EngineConfig, resolved: Resolved) -> dict[str, Any]:
     if resolved.blend:
         tree["blend"] |= _settings(resolved.blend.executor)
         tree["blend"]["retriever"] |= _settings(resolved.blend.retriever)
-    tree = _masked(config, tree)
+    shown: dict[str, Any] = config.origins.masked_tree(masked(tree))
     for path, template in config.origins.templates.items():
-        _restore(tree, path, template)
-    return tree
+        _restore(shown, path, masked_template(template, path[-1]))
+    return shown
 
 
 def _settings(choice: Choice) -> dict[str, Any]:
@@ -92,12 +93,3 @@ def _restore(node: Any, path: KeyPath, template: str) -> None:
         node = node[last]
         last = "type" if "type" in node else "executor"
     node[last] = template
-
-
-def _masked(config: EngineConfig, node: Any) -> Any:
-    """Whatever a plugin has made of an interpolated value does not show it either."""
-    if isinstance(node, dict):
-        return {key: _masked(config, child) for key, child in node.items()}
-    if isinstance(node, list):
-        return [_masked(config, child) for child in node]
-    return config.origins.masked(node) if isinstance(node, str) else node

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import kvloom
-from kvloom.cli import config, plan, plugins, scrub, stat, warm, why
+from kvloom.cli import config, output, plan, plugins, scrub, stat, warm, why
 from kvloom.errors import ConfigError, KVLoomError
 from kvloom.plugins import Registry
 
@@ -36,7 +36,7 @@ def main() -> None:
     try:
         app()()
     except KVLoomError as error:
-        print(f"kvloom: {error}", file=sys.stderr)
+        output.say(f"kvloom: {error}", stderr=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -10,6 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rich.console import Console
 
+_ACTS = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of characters that move the cursor, change the direction, or cannot be printed."""
+_CELL_CHARS = 300
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -19,6 +24,24 @@ class Step(Protocol):
 
 class ByteStep(Protocol):
     def __call__(self, num_bytes: int) -> None: ...
+
+
+def plain(text: str, *, most: int | None = None) -> str:
+    """`text` with nothing in it that a terminal would act on: others may have written what a store says.
+
+    most: characters to leave. Line ends stay.
+    """
+    if most is not None and len(text) > most:
+        text = f"{text[:most]}..."
+    return "".join(
+        character if character == "\n" or unicodedata.category(character) not in _ACTS else ascii(character)[1:-1]
+        for character in text
+    )
+
+
+def say(text: str, *, stderr: bool = False) -> None:
+    """Print a line, `plain`."""
+    print(plain(text), file=sys.stderr if stderr else sys.stdout)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -39,7 +62,7 @@ def print_table(
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=index == 0)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(plain(cell, most=_CELL_CHARS) for cell in row))
     console().print(table)
 
 

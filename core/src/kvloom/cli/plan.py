@@ -182,20 +182,20 @@ def _compare(rows: Sequence[Row]) -> None:
 
 
 def _print(rows: Sequence[Row], sample: Sample, rate: float | None) -> None:
-    print(
+    output.say(
         f"{sample.spec.model}: {output.size(sample.nbytes // sample.num_tokens)} a token, "
         f"{output.size(sample.nbytes)} a chunk of {sample.num_tokens} tokens"
     )
     if rate is None:
-        print("recomputing: not known; nothing is measured of the model: say --prefill-tokens-per-second")
+        output.say("recomputing: not known; nothing is measured of the model: say --prefill-tokens-per-second")
     else:
-        print(f"recomputing: {rate:,.0f} tokens/s, as given")
+        output.say(f"recomputing: {rate:,.0f} tokens/s, as given")
     columns = ("holds", "write", "read", "latency", "per s", "pays from")
     title = "tokens that each tier holds, gives per second, and from which on it pays"
     output.print_table(title, ("tier", *columns), [_cells(row, rate) for row in rows], right=columns)
     for row in rows:
         for text in filter(None, (*row.warnings, row.error and f"not measured: {row.error}")):
-            print(f"{row.tier}: {text}")
+            output.say(f"{row.tier}: {text}")
 
 
 def _cells(row: Row, rate: float | None) -> tuple[str, ...]:

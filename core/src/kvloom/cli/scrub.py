@@ -209,14 +209,14 @@ def _print(reports: list[Report]) -> None:
         seconds = max(one.seconds, 1e-3)
         line = f"{one.tier}: {output.rate(one.bytes / seconds)}, {one.blobs / seconds:,.0f} blobs/s"
         line += f"; {one.gone} deleted before they were read" if one.gone else ""
-        print(line + (f"; {one.in_quarantine} in quarantine" if one.in_quarantine else ""))
+        output.say(line + (f"; {one.in_quarantine} in quarantine" if one.in_quarantine else ""))
     for one in reports:
         shown = [problem for problem in one.problems if problem["verdict"] != "unreadable"]
         for problem in shown[:_SHOWN]:
             end = f": {problem['action']}" if problem["action"] else ""
-            print(f"{one.tier}: {problem['verdict']}: {problem['key']}: {problem['reason']}{end}")
+            output.say(f"{one.tier}: {problem['verdict']}: {problem['key']}: {problem['reason']}{end}")
         more = one.corrupt + one.failed - _SHOWN
         if more > 0:
-            print(f"{one.tier}: and {more} more; --json names up to {_NAMED}")
+            output.say(f"{one.tier}: and {more} more; --json names up to {_NAMED}")
         if one.error:
-            print(f"{one.tier}: not read to the end: {one.error}")
+            output.say(f"{one.tier}: not read to the end: {one.error}")

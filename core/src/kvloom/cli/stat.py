@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,7 +67,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
             _print(summaries)
         failed = [summary for summary in summaries if summary.state != "ok"]
         for summary in failed:
-            print(f"kvloom: tier {summary.tier}: {summary.reason}", file=sys.stderr)
+            output.say(f"kvloom: tier {summary.tier}: {summary.reason}", stderr=True)
         raise typer.Exit(1 if failed else 0)
 
 

@@ -31,6 +31,8 @@ PROBES = "plan/"
 """Where `kvloom plan` puts what it measures with, for as long as that takes."""
 
 RUNTIME = SystemRuntime()
+_RECORD_BYTES = 256 << 10
+"""Many times as much as a record of ours has."""
 _BATCH = 1000
 """Entries of a listing that have to come within one deadline."""
 
@@ -70,8 +72,10 @@ class Store:
         found = {}
         for entry in self.entries(RECORDS):
             name = entry.key
+            if entry.bytes > _RECORD_BYTES:
+                continue
             blob = self.ask(lambda name=name: self.backend.get(name))  # type: ignore[misc]
-            record = _parsed(bytes(blob)) if blob is not None else None
+            record = _parsed(bytes(blob)) if blob is not None and len(blob) <= _RECORD_BYTES else None
             if record is not None:
                 found[name.removeprefix(RECORDS).removesuffix(".json")] = record
         return found
@@ -167,7 +171,7 @@ def stored(resolved: Resolved, only: str | None = None) -> list[TierChoice]:
 def _parsed(text: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(record, dict) and all(isinstance(record.get(part), dict) for part in ("identity", "spec"))
     return record if whole else None

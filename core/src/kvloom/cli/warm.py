@@ -213,8 +213,9 @@ def _print(lines: Sequence[Line], opened: Sequence[Store], copied: Sequence[Copi
     columns = ("line", "rank", "tokens", "hit", *names)
     output.print_table("tokens of each prompt, and in each tier", columns, rows, right=columns)
     tokens, hit = sum(line.tokens for line in lines), sum(line.hit for line in lines)
-    print(f"{len(lines)} lines, {tokens} tokens, of which the tiers hold {hit} from each first one on")
+    output.say(f"{len(lines)} lines, {tokens} tokens, of which the tiers hold {hit} from each first one on")
     for outcome, count in Counter(one.outcome for one in copied).items():
-        print(f"{outcome}: {count} blobs, {output.size(sum(one.bytes for one in copied if one.outcome == outcome))}")
+        nbytes = sum(one.bytes for one in copied if one.outcome == outcome)
+        output.say(f"{outcome}: {count} blobs, {output.size(nbytes)}")
     for reason in list(dict.fromkeys(one.reason for one in copied if one.reason))[:5]:
-        print(f"  {reason}")
+        output.say(f"  {reason}")

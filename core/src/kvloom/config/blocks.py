@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,13 +13,17 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    NonNegativeInt,
+    PrivateAttr,
     StrictStr,
     StringConstraints,
     Tag,
     model_validator,
 )
 
+from kvloom.config.problems import Origins
 from kvloom.contracts.component import ByteSize, Config, Duration
+from kvloom.masking import masked
 
 _MAX_BYTES = 1 << 50
 _MAX_SECONDS = 10 * 366 * 86400.0
@@ -61,13 +65,28 @@ Seconds = Annotated[Duration, BeforeValidator(no_bool), AfterValidator(_positive
 Quota = Annotated[dict[StrictStr, Size], BeforeValidator(_by_salt), Field(min_length=1)]
 """Bytes by salt; `*` for the salts that are not named."""
 
-_OPEN = ConfigDict(extra="allow", frozen=True)
+
+class Open(BaseModel):
+    """A block with settings that only a plugin understands, so that any of them may be a secret."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    _origins: Origins = PrivateAttr(default_factory=Origins)
+
+    def came_from(self, origins: Origins) -> None:
+        """Say where values came from: those of `${env:NAME}` are not shown."""
+        self._origins = origins
+        for value in dict(self).values():
+            if isinstance(value, Open):
+                value.came_from(origins)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, self._origins.masked_tree(masked(value, name))
 
 
-class Block(BaseModel):
+class Block(Open):
     """`{type: word, ...}`, or the bare word: which plugin, and settings that only it understands."""
 
-    model_config = _OPEN
     type: Word
 
     @model_validator(mode="before")
@@ -117,7 +136,10 @@ class StoredBlock(Block):
     quota: Quota | None = None
     """How many bytes of `capacity` one salt may hold."""
     remember: Seconds | None = None
-    """Take for granted so long what a shared store says it has or lacks: fewer requests, answers as old as this."""
+    """Take for granted so long what a store that others share, or that evicts by itself, has or lacks.
+
+    Default: 30 seconds for what it has; what it lacks is asked about each time.
+    """
     protect: ProtectBlock | None = None
     """Take only blobs that were written with a key of ours."""
 
@@ -162,12 +184,13 @@ TierBlock = Annotated[
 ]
 
 
-class BlendBlock(BaseModel):
-    """Blending: what merges, what finds, and the settings of what merges."""
+class BlendBlock(Open):
+    """Blending: what merges, what finds, from which length of prompt on, and the settings of what merges."""
 
-    model_config = _OPEN
     executor: Word = "cacheblend"
     retriever: Block = Block(type="separator")
+    min_tokens: NonNegativeInt = 256
+    """Shorter prompts are computed as they would be without blending."""
 
     @model_validator(mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ from kvloom.config.blocks import (
     BlendBlock,
     Block,
     MemoryBlock,
+    Open,
     PluginsBlock,
     ProtectBlock,
     StoredBlock,
@@ -37,6 +38,7 @@ from kvloom.config.blocks import (
 from kvloom.config.compared import compared
 from kvloom.config.problems import KeyPath, Origins, Problem, problems, unknown
 from kvloom.errors import ConfigError
+from kvloom.masking import MASK
 
 
 class EngineConfig(BaseModel):
@@ -153,7 +155,14 @@ class EngineConfig(BaseModel):
             found = [(_without_tag(path), text) for path, text in problems(error, stray=_stray)]
             raise origins.error([*found, *_compared_all_the_same(tree, found)]) from None
         config._origins = origins
+        for value in (config.tokens, config.connector, *config.tiers, *config.observers, config.blend):
+            if isinstance(value, Open):
+                value.came_from(origins)
         return config
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, MASK if name == "salt" and value else self._origins.masked_tree(value)
 
     @property
     def origins(self) -> Origins:

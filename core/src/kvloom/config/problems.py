@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvloom.errors import ConfigError
+from kvloom.masking import is_secret, masked
 
 KeyPath = tuple[str | int, ...]
 """Where a setting is: `("tiers", 1, "path")` is written `tiers.1.path`."""
@@ -53,6 +54,14 @@ class Origins:
                 text = text.replace(secret, "***")
         return text
 
+    def masked_tree(self, node: Any) -> Any:
+        """`masked` for every text in a tree of settings."""
+        if isinstance(node, Mapping):
+            return {key: self.masked_tree(child) for key, child in node.items()}
+        if isinstance(node, list | tuple):
+            return [self.masked_tree(child) for child in node]
+        return self.masked(node) if isinstance(node, str) else node
+
     def error(self, problems: Iterable[Problem]) -> ConfigError:
         """All problems as one error, a line each."""
         lines = [(dotted(path), self.masked(text) + self._setter(path)) for path, text in problems]
@@ -87,11 +96,12 @@ def problems(error: ValidationError, *, at: KeyPath = (), stray: Callable[[KeyPa
         if several:
             found += [((*path, *below), text) for below, text in several]
         else:
-            found.append((path, stray(path) if details["type"] == "extra_forbidden" else _wording(details)))
+            text = stray(path) if details["type"] == "extra_forbidden" else _wording(details, path)
+            found.append((path, text))
     return found
 
 
-def _wording(details: ErrorDetails) -> str:
+def _wording(details: ErrorDetails, path: KeyPath) -> str:
     kind = details["type"]
     if kind == "missing":
         return "missing; it has no default"
@@ -100,7 +110,9 @@ def _wording(details: ErrorDetails) -> str:
     if kind in ("kvloom", "assertion_error"):
         return details["msg"]
     text = _WORDING.get(kind) or details["msg"].replace("Input should", "should").replace("String should", "should")
-    return f"{text}, not {_quoted(details['input'])}"
+    if any(map(is_secret, path)):
+        return text
+    return f"{text}, not {_quoted(masked(details['input']))}"
 
 
 def _quoted(value: Any) -> str:

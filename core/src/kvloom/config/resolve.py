@@ -45,6 +45,11 @@ class Choice:
             path = dotted((self.path, error.path)) if isinstance(error, ConfigError) and error.path else self.path
             text = error.problem if isinstance(error, ConfigError) else str(error) or type(error).__name__
             raise ConfigError(path, self.origins.masked(text)) from error
+        except (Exception, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of native code, or an exit: nobody is to end for it
+            text = f"{self.cls.type!r} broke off with {type(error).__name__}: {error}"
+            raise ConfigError(self.path, self.origins.masked(text)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class TierChoice:
     """`through`, `on_evict` or `never`."""
     policy: str = "lru"
     """`lru` or `tiny_lfu`."""
-    remember: float = 0.0
+    remember: float | None = None
     """Seconds for which an answer about keys is taken for granted."""
     protection: Protection | None = None
     """Whose blobs it takes; None: those that nobody has signed."""
@@ -86,6 +91,7 @@ def same_store(tier: TierChoice, other: TierChoice) -> str:
 class BlendChoice:
     executor: Choice
     retriever: Choice
+    min_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,7 @@ class _Pass:
             quota=block.quota,
             write=block.write,
             policy=block.policy,
-            remember=block.remember or 0.0,
+            remember=block.remember,
             protection=self._protection((*at, "protect"), block.protect),
         )
 
@@ -178,6 +184,7 @@ class _Pass:
         return BlendChoice(
             self._choose(at, "blend executor", block.executor, block.settings, at_type=(*at, "executor")),
             self.block((*at, "retriever"), "blend retriever", block.retriever),
+            block.min_tokens,
         )
 
     def _choose(self, at: KeyPath, kind: str, type: str, settings: Mapping[str, Any], *, at_type: KeyPath) -> Choice:

@@ -8,6 +8,7 @@ K and V, where several of its heads share one of theirs. Layers are counted from
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from kvloom.contracts.component import Component
 
 if TYPE_CHECKING:
     import torch
+
+    from kvloom.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,9 @@ class BlendRetrieverTask(ABC):
 class BlendRetriever(Component):
     """Finds stored KV for any part of a prompt."""
 
+    engine: Engine
+    """What it retrieves from. The engine sets it before the first request."""
+
     @abstractmethod
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
         """Start fetching, possibly in the background. Neither argument is changed."""
@@ -59,6 +65,17 @@ class BlendRequest:
     query_start_loc: torch.Tensor
     valid_mask: torch.Tensor
     """Bool, on CPU: whose KV was retrieved. Every `blend` of the session is handed the same."""
+    original_positions: torch.Tensor | None = None
+    """Where the tokens stood when their KV was computed, on CPU: a passage begins where they do not go on by one."""
+    exact_mask: torch.Tensor | None = None
+    """Bool, on CPU: whose KV equals what would be computed (an exact prefix). None: nobody's. There is no need to
+    select such tokens, and a share of tokens to compute again is not taken of them."""
+    attention: Callable[[], torch.Tensor] | None = None
+    """How much the tokens that are not valid (the question) attend to each token, summed over heads and layers, in a
+    pass that reuses all that was retrieved: float32 `[tokens]`, on CPU. It costs that pass. None where the engine
+    cannot tell."""
+    in_place: bool = False
+    """The retrieved KV that `blend` is handed is this request's own, and may be written over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +99,22 @@ class BlendOutput:
 class BlendSession(ABC):
     """The blending of one batch, layer by layer; all state lives here, so that requests do not meet."""
 
+    def plan(self) -> torch.Tensor | None:
+        """Which tokens are handed to the first layer: bool, on CPU, of the batch; None for all.
+
+        Called once, before the first `blend`, by engines that can leave tokens out from the beginning; for others all
+        tokens are handed to the first layer. Invalid tokens and the last of each request are in it.
+        """
+        return None
+
+    def selects_in(self, layer_id: int) -> bool:
+        """Whether `blend` may leave tokens out in this layer.
+
+        A hint, asked before the layer is computed: an engine then computes K and V of the layer first, and the rest of
+        it for the selected tokens only. Where it says False, they are left out from the layer after.
+        """
+        return False
+
     @abstractmethod
     def blend(
         self,
@@ -104,7 +137,9 @@ class BlendSession(ABC):
         predicted. A token that is not selected has retrieved KV, or fresh KV where it was handed on to this layer.
 
         layer_id: from 0; a session may end before the last layer. retrieved_k, retrieved_v: of all tokens of the
-        batch, undefined where `valid_mask` is False. valid_mask: that of `begin`, whatever was selected since.
+        batch, undefined where `valid_mask` is False; K is turned to where the tokens stand now, as `original_positions`
+        then says too (those of the request are where it stood). valid_mask: that of `begin`, whatever was
+        selected since.
         positions: of the fresh tokens, in their request. query_start_loc: of the whole batch, in every layer.
         token_dim: the dimension of Q, K and V that counts tokens, as torch counts: 0, or -2, which is the same.
         """

@@ -5,11 +5,13 @@ from __future__ import annotations
 import builtins
 import re
 from abc import ABC
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic import ByteSize as ByteSize
 
+from kvloom.masking import masked
 from kvloom.types import KVSpec
 
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -33,6 +35,10 @@ class Config(BaseModel):
     """The base of every component's settings: unknown keys are errors, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, masked(value, name)
 
 
 _Config = Config  # inside the class, the name is the attribute

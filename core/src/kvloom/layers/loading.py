@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -20,13 +21,13 @@ from kvloom.types import ChunkKey, Segment
 
 
 class Loading:
-    """KV on its way into the engine's KV, layer by layer. From `Engine.retrieve_layer`.
+    """KV on its way into the engine's KV, layer by layer. From `Engine.retrieve_layer` and `Engine.load_layers`.
 
     It runs by itself, at the speed of the tiers; nothing waits for the caller. Each layer of each chunk is verified
     before it is written into the engine's KV.
 
     `wait(layer)` gives a mask over the tokens: whose KV of this layer and of every layer before it is there. It is a
-    prefix of the selected tokens, and never grows from layer to layer. It shrinks where a tier turns out not to have
+    prefix of the selected segments, and never grows from layer to layer. It shrinks where a tier turns out not to have
     what it said (corrupt, gone, late), and says so before the layer is used. What the engine has to do then:
 
     - The tokens that mask lacks are the caller's from the return of `wait` on: nothing writes to them any more.
@@ -45,6 +46,8 @@ class Loading:
         """Use `Engine.retrieve_layer`."""
         self._segments = segments
         self._num_tokens = num_tokens
+        self._ends = list(accumulate(segment.end - segment.start for segment in segments))
+        """Tokens of each segment and of those before it."""
         self._where = where
         self._chain = chain
         self._stack = stack
@@ -145,9 +148,19 @@ class Loading:
 
     def _mask(self, chunks: int) -> torch.Tensor:
         mask = torch.zeros(self._num_tokens, dtype=torch.bool)
-        if chunks:
-            mask[self._segments[0].start : self._segments[chunks - 1].end] = True
+        for start, end in self._runs(chunks):
+            mask[start:end] = True
         return mask
+
+    def _runs(self, chunks: int) -> Iterator[tuple[int, int]]:
+        """The tokens of the first `chunks` segments, those that touch as one run."""
+        if not chunks:
+            return
+        first, last = self._segments[0], self._segments[chunks - 1]
+        if last.end - first.start == self._ends[chunks - 1]:
+            yield first.start, last.end
+        else:
+            yield from ((segment.start, segment.end) for segment in self._segments[:chunks])
 
     def _run(self) -> None:
         began = self._runtime.now()
@@ -204,7 +217,7 @@ class Loading:
         count = self._prefix.count(self.num_layers - 1)
         moved = self._segments[:count]
         if moved:
-            num_tokens = moved[-1].end - moved[0].start
+            num_tokens = self._ends[count - 1]
             nbytes = sum(self._stack.layout.nbytes(self._connector.shape(one.end - one.start)) for one in moved)
             seconds = self._runtime.now() - began
             self._events.emit(Event("retrieved", "", num_tokens, count, nbytes, seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ from kvloom.tiers.stack import Stack
 from kvloom.tiers.stored import Policy, StoredTier
 from kvloom.tiers.timed import TimedSerializer
 from kvloom.types import KVSpec, MemoryFormat
+
+log = logging.getLogger(__name__)
 
 STAGING_BYTES = 1 << 30
 """The pool of an engine without a memory tier: chunks on their way."""
@@ -87,6 +90,10 @@ def _opened(
     """The backend of a tier. places: where the tiers before it are; it is added."""
     assert choice.backend is not None
     backend: StorageBackend = choice.backend.make(spec)
+    patience = getattr(choice.backend.config, "timeout", None)
+    if isinstance(patience, float) and patience > choice.deadline:
+        text = "tier=%s timeout: %g s is more than the tier's deadline of %g s: calls outlive it; lower it"
+        log.warning(text, choice.name, patience, choice.deadline)
     try:
         with choice.backend.blamed():
             if pool.capacity:

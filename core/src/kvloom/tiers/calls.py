@@ -50,6 +50,8 @@ class Calls:
         self.reading = Breaker(runtime)
         self.writing = Breaker(runtime)
         self.last_error = ""
+        self.on_doubt: Callable[[], None] = lambda: None
+        """Told when the store has failed, and when it is back: it may have lost what it had."""
         self._probe: Call[Any] | None = None
 
     # -- whether to call at all ----------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class Calls:
         def run() -> T:
             began = self._now()
             try:
-                value = function()
+                value = _tamed(function)
             except NoRoomError:
                 raise
             except Exception as error:
@@ -164,7 +166,7 @@ class Calls:
     def _reported(self, verb: str, function: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
             try:
-                return function()
+                return _tamed(function)
             except Exception as error:
                 self.report(verb, error)
                 raise
@@ -184,6 +186,7 @@ class Calls:
 
     def failed(self, verb: str, error: Exception, breaker: Breaker) -> None:
         self.report(verb, error)
+        self.on_doubt()
         if breaker.failed(verb):
             what = "reading" if breaker is self.reading else "writing"
             log.warning("tier=%s is paused for %s: %s", self.name, what, self.last_error)
@@ -198,6 +201,7 @@ class Calls:
 
     def _resumed(self, closed: bool, what: str) -> None:
         if closed:
+            self.on_doubt()
             log.warning("tier=%s is back for %s", self.name, what)
             self._events.emit(Event("tier_resumed", self.name, reason=what))
 
@@ -221,3 +225,13 @@ class Calls:
             self.report("close", error)
         for workers in (self.reads, self.questions, self.chores, self.orders):
             workers.close(self.deadline if not workers.abandoned else 0.0)
+
+
+def _tamed(function: Callable[[], T]) -> T:
+    """What a library breaks off with, such as a panic of native code, is a failure like any other."""
+    try:
+        return function()
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise BackendError(f"{type(error).__name__}: {error}") from error

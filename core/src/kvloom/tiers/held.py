@@ -6,7 +6,7 @@ Not thread-safe: the memory tier holds its lock. Every operation takes O(1) a ke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvloom.tiers.recency import Held, Recency
@@ -30,7 +30,12 @@ class Changes(NamedTuple):
 class Holdings:
     """All chunks of the memory tier."""
 
-    def __init__(self, *, ttl: float | None = None, quota: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, *, ttl: float | None = None, quota: Mapping[str, int] | None = None,
+        told: Callable[[ChunkKey, bool], None] | None = None,
+    ) -> None:  # fmt: skip
+        """told: of every chunk that comes (True) or goes."""
+        self._told = told
         self.entries: dict[ChunkKey, Held] = {}
         self.recency = Recency()
         self.pinned_bytes = 0
@@ -83,6 +88,8 @@ class Holdings:
         return Changes(came, [key for key, held in changed.items() if not held], whole=False)
 
     def _note(self, key: ChunkKey, held: bool) -> None:
+        if self._told is not None:
+            self._told(key, held)
         if self._changed is not None:
             self._changed[key] = held
             if len(self._changed) > _MOST_CHANGES:

@@ -16,6 +16,7 @@ from kvloom.tiers.chain import Chain
 from kvloom.tiers.lately import KEPT, Lately
 from kvloom.tiers.rings import Links, Ring
 from kvloom.tiers.rows import PENDING, WRITING, Rows
+from kvloom.tiers.sightings import Sightings
 from kvloom.tiers.tenants import Tenant, Tenants
 from kvloom.types import ChunkKey
 
@@ -40,6 +41,10 @@ class Holdings:
         """Who is over a bound goes; if not, all stay, and are only counted."""
         self.wall = wall
         self.rows = Rows()
+        self.sightings: Sightings | None = None
+        """Where what is there may go without a word."""
+        self.undated = False
+        """A listing did not say when blobs were written."""
         self._links = Links(self.rows)
         self.ring = Ring(self.rows, self._links)
         self.tenants = Tenants(self.rows, quota)
@@ -100,11 +105,17 @@ class Holdings:
         row = rows.add(digest)
         rows.state[row], rows.bytes[row], rows.depth[row] = state, nbytes, depth
         rows.seen[row], rows.shown[row] = self.listing, 0.0
+        self.seen(row)
         self.bytes += nbytes
         self.count += state != PENDING
         tenant = self.tenants.enter(row, namespace)
         tenant.bytes += nbytes
         return row, tenant
+
+    def seen(self, row: int) -> None:
+        """The blob is there, as far as can be told at this moment."""
+        if self.sightings is not None:
+            self.sightings.note(row)
 
     def change(self, row: int, state: int) -> None:
         """Give a row another state."""

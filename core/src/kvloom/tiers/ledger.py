@@ -12,6 +12,7 @@ from kvloom.tiers.holdings import Holdings, Victim
 from kvloom.tiers.listing import SLICE, Listing, slices
 from kvloom.tiers.recovery import Recovery
 from kvloom.tiers.rows import FREE, PENDING, WRITING
+from kvloom.tiers.sightings import Sightings
 from kvloom.tiers.sketch import Sketch
 from kvloom.tiers.unsaid import Unsaid
 from kvloom.types import ChunkKey, Entry
@@ -58,8 +59,12 @@ class Ledger:
         policy: str = "lru",
         ttl: float | None = None,
         quota: Mapping[str, int] | None = None,
+        believed: float | None = None,
     ) -> None:
-        """capacity: bytes. ttl: seconds from writing. quota: bytes by salt tag, `"*"` for those that are not named."""
+        """capacity: bytes. ttl: seconds from writing. quota: bytes by salt tag, `"*"` for those that are not named.
+
+        believed: for how many seconds a blob counts as there since that was last known; default: until it is forgotten.
+        """
         assert policy in POLICIES, policy
         self.complete = False
         """The store was listed to its end: what is not here was not there."""
@@ -70,6 +75,10 @@ class Ledger:
         self._sketch = Sketch() if policy == "tiny_lfu" else None
         self._unsaid = Unsaid()
         self._listed = False
+        self.sightings: Sightings | None = None
+        """What has to be asked about again, and when."""
+        if believed is not None:
+            self.sightings = self._held.sightings = Sightings(self._rows, self._lock, runtime.now, seconds=believed)
 
     @property
     def enforced(self) -> bool:
@@ -80,6 +89,11 @@ class Ledger:
     def enforced(self, enforced: bool) -> None:
         with self._lock:
             self._held.enforced = enforced
+
+    @property
+    def undated(self) -> bool:
+        """The store does not say when blobs were written."""
+        return self._held.undated
 
     @property
     def capacity(self) -> int | None:
@@ -253,6 +267,7 @@ class Ledger:
             ours = rows.state[row] >= WRITING
             held.change(row, _STATES[fidelity])
             rows.seen[row] = held.listing
+            held.seen(row)
             if ours:
                 rows.shown[row] = now
                 held.came(key.digest)

@@ -194,7 +194,7 @@ class Loads:
                 return None
             except CorruptBlobError as error:
                 if attempt == 2:
-                    self._discard(key, num_tokens, error)
+                    self._discard(key, num_tokens, error, since=known_since)
                 continue
             if arrived is None:
                 self._ledger.forget_absent(key, since=known_since)
@@ -221,12 +221,19 @@ class Loads:
             self._delete_one(key)
         self._events.emit(Event("missed", self._name, tokens=num_tokens, chunks=1, reason=reason))
 
-    def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError) -> None:
-        log.warning("tier=%s removing a corrupt blob: %s", self._name, str(error))
+    def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError, *, since: int) -> None:
         self._events.emit(Event("corrupt", self._name, tokens=num_tokens, chunks=1, reason=str(error)))
-        self._delete_one(key)
+        distant = self._backend.shared and (self._backend.bounded or self._backend.one_by_one)
+        if self._deletes and distant:
+            # The line may be bad, and the blob good for everybody else: storing the chunk anew writes over it.
+            log.warning("tier=%s a corrupt blob, not to be read again: %s", self._name, str(error))
+            self._ledger.note(key, Fidelity.UNREADABLE, since=since)
+        else:
+            log.warning("tier=%s removing a corrupt blob: %s", self._name, str(error))
+            self._delete_one(key)
 
     def _delete_one(self, key: ChunkKey) -> None:
         if self._deletes:
             self._backend.delete(str(key))
         self._ledger.forget([key])
+        self._events.left(self._name, [key])

@@ -61,7 +61,7 @@ class MemoryTier(Tier):
         self._lock = runtime.lock()
         self.purges = Purges(runtime)
         """What is being removed from this tier and those below."""
-        self._held = Holdings(ttl=ttl, quota=quota)
+        self._held = Holdings(ttl=ttl, quota=quota, told=self._tell if events.sees_chunks else None)
         # Keys that `write_back` is being asked about: whoever removes one waits for the answer.
         self._offered: list[ChunkKey] = []
         self._answered = runtime.condition()
@@ -314,6 +314,9 @@ class MemoryTier(Tier):
 
     def _report(self, name: EventName, held: Held, reason: str) -> None:
         self._events.emit(Event(name, self.name, held.chunk.num_tokens, 1, held.block.size, reason=reason))
+
+    def _tell(self, key: ChunkKey, held: bool) -> None:
+        (self._events.came if held else self._events.left)(self.name, [key], in_memory=True)
 
     # -- writing back --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvloom import envelope
 from kvloom.contracts.storage import StorageBackend
@@ -50,20 +50,37 @@ class Presence:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
         if not self._calls.serves(visit):
             return [False] * len(keys)
-        known, usable = self._ledger.known(keys), self._usable
+        known, doubtful = self._ledger.known(keys), self._doubtful(keys)
+        unknown: set[ChunkKey] = set()
         if self._backend.shared or not self._ledger.complete:
-            unknown = [key for key, fidelity in zip(keys, known, strict=True) if fidelity is None]
-            if unknown:
-                new = self._remembered.get(unknown)
-                asked = [key for key in unknown if key not in new] if new else unknown
-                if asked:
-                    there = self._calls.ask("contains", lambda: self._there(asked), visit)
-                    if there is None:
-                        return [False] * len(keys)
-                    new.update(zip(asked, there, strict=True))
-                    self._remembered.put(asked, there)
-                return [new.get(key, found in usable) for key, found in zip(keys, known, strict=True)]
-        return [fidelity in usable for fidelity in known]
+            unknown = {key for key, fidelity in zip(keys, known, strict=True) if fidelity is None}
+        undated: set[ChunkKey] = set()
+        if self._ttl and self._ledger.undated:  # a header says when
+            undated = {key for key, fidelity in zip(keys, known, strict=True) if fidelity is Fidelity.UNKNOWN}
+        said = self._remembered.get([*unknown]) if unknown else {}
+        asked = [key for key in keys if key in doubtful or key in undated or (key in unknown and key not in said)]
+        if asked:
+            there = self._calls.ask("contains", lambda: self._there(asked, doubtful, undated), visit)
+            if there is None:
+                return [False] * len(keys)
+            said.update(zip(asked, there, strict=True))
+            self._remembered.put([key for key in asked if key in unknown], said)
+        return [
+            said.get(key, True) and (key in unknown or found in self._usable)
+            for key, found in zip(keys, known, strict=True)
+        ]
+
+    def doubt(self) -> None:
+        """The store has failed, or is back: nothing that it said before counts."""
+        self._remembered.clear()
+        if self._ledger.sightings is not None:
+            self._ledger.sightings.doubt()
+
+    def _doubtful(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """What the store has to be asked about again, though it is believed to be there."""
+        if self._ledger.sightings is None:
+            return set()
+        return {key for key, doubt in zip(keys, self._ledger.sightings.doubtful(keys), strict=True) if doubt}
 
     def enough(self, keys: Sequence[ChunkKey], visit: Visit, *, ignore: Callable[[ChunkKey], bool]) -> list[bool]:
         """For which keys there is nothing better to be written, or no telling.
@@ -73,8 +90,15 @@ class Presence:
         """
         silent: set[ChunkKey] = set()
         unsure = [key for key in self._unsure(keys) if not ignore(key)]
-        if unsure:
-            answer = self._calls.ask("contains", lambda: self._peek(unsure), visit)
+        doubtful = self._doubtful(keys).difference(unsure)
+        if unsure or doubtful:
+
+            def look() -> set[ChunkKey]:
+                if doubtful:
+                    self._look_again([key for key in keys if key in doubtful])
+                return self._peek(unsure) if unsure else set()
+
+            answer = self._calls.ask("contains", look, visit)
             if answer is None:
                 return [True] * len(keys)
             silent = answer
@@ -108,40 +132,71 @@ class Presence:
         nbytes = pages_of(header.header_bytes + header.payload_bytes)
         self._ledger.note(key, fidelity, nbytes=nbytes, written=header.description.written or None, since=since)
 
-    def _there(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which keys the store has a blob for. Where blobs expire, their headers are asked: others wrote them."""
-        there = self._listed(keys)
+    def _there(
+        self, keys: Sequence[ChunkKey], doubtful: Collection[ChunkKey], undated: Collection[ChunkKey]
+    ) -> list[bool]:
+        """Which keys the store has a blob for. Where blobs expire, headers are asked: others wrote them, or nobody
+        knows when."""
+        since = self._ledger.mark()
+        answers = dict(zip(keys, self._listed(keys), strict=True))
+        self._learn({key: answers[key] for key in doubtful}, since=since)
+        there = [bool(answers[key]) for key in keys]
         if self._ttl:
             for index, key in enumerate(keys):
-                there[index] = there[index] and self._is_fresh(key)
+                dated = key in doubtful and key not in undated
+                there[index] = there[index] and (dated or self._is_fresh(key, note=since if key in undated else None))
         return there
 
-    def _listed(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which keys the store has a blob for, or is taken to have: see `StorageBackend.one_by_one`."""
+    def _look_again(self, keys: Sequence[ChunkKey]) -> None:
+        """Find out whether blobs that the store was last seen to have a while ago are there still."""
+        since = self._ledger.mark()
+        answers = dict(zip(keys, self._listed(keys), strict=True))
+        behind = [key for key, here in answers.items() if here is None]
+        if behind:  # to ask about each is less than to write it
+            answers.update(zip(behind, self._backend.contains_many([str(key) for key in behind]), strict=True))
+        self._learn(answers, since=since)
+
+    def _learn(self, answers: Mapping[ChunkKey, bool | None], *, since: int) -> None:
+        """What the store said of blobs that were taken to be there; None: nothing."""
+        assert self._ledger.sightings is not None or not answers
+        if self._ledger.sightings is not None:
+            self._ledger.sightings.confirm([key for key, here in answers.items() if here])
+        for key, here in answers.items():
+            if here is False:
+                self._ledger.forget_absent(key, since=since)
+
+    def _listed(self, keys: Sequence[ChunkKey]) -> Sequence[bool | None]:
+        """Which keys the store has a blob for, or is taken to have: see `StorageBackend.one_by_one`. None: not asked,
+        for something before it is lacking."""
         if self._backend.one_by_one:
             return [here for chain in chains(keys) for here in self._leading(chain)]
         return list(self._backend.contains_many([str(key) for key in keys]))
 
-    def _leading(self, chain: Sequence[ChunkKey]) -> list[bool]:
+    def _leading(self, chain: Sequence[ChunkKey]) -> list[bool | None]:
         """How far a chain is there, as heads stay longer than tails: a few places at a time are looked at."""
-        here, gone = 0, len(chain)  # what is before `here` is there; what is from `gone` on is not
+        here, gone = 0, len(chain)  # what is before `here` is there; what is from `gone` on is of no use
+        absent: set[int] = set()
         while here < gone:
             parts = min(self._backend.threads, gone - here)
             places = [here + (gone - here) * number // parts for number in range(parts)]
             places = sorted({*places[1:], here, gone - 1})
             found = self._backend.contains_many([str(chain[place]) for place in places])
+            absent |= {place for place, there in zip(places, found, strict=True) if not there}
             for place, there in zip(places, found, strict=True):
                 if not there:
                     gone = place
                     break
                 here = place + 1
-        return [True] * here + [False] * (len(chain) - here)
+        return [True] * here + [False if place in absent else None for place in range(here, len(chain))]
 
-    def _is_fresh(self, key: ChunkKey) -> bool:
+    def _is_fresh(self, key: ChunkKey, *, note: int | None) -> bool:
+        """note: a mark of the ledger's, for which the header is news."""
         try:
             header = self.header(key)
         except (CorruptBlobError, UnreadableBlobError):
             return False
+        if header is not None and note is not None:
+            self.note(key, header, since=note)
         return header is not None and not self._expired(header)
 
     def _unsure(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:

@@ -34,6 +34,7 @@ class Recovery:
         noted, rows.seen[row] = rows.seen[row] == holdings.listing, holdings.listing
         if noted or rows.state[row] >= PENDING:
             return False  # we know better than a listing that began before
+        holdings.seen(row)
         holdings.resize(row, nbytes)
         shown = rows.shown[row]
         if shown and written > shown + MINUTE:
@@ -75,6 +76,7 @@ class Recovery:
             row = find[digest[0]](digest, 0)
             if not row:
                 continue
+            holdings.undated = holdings.undated or not written
             if ages is not None and digest in new:
                 ages.put(row, written or now, now)
             if used > shown[row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvloom.types import ChunkKey
 
@@ -27,13 +27,17 @@ class Remembered:
         found = {key: self._answers.get(key.digest) for key in keys}
         return {key: answer[1] for key, answer in found.items() if answer is not None and answer[0] > since}
 
-    def put(self, keys: Sequence[ChunkKey], there: Sequence[bool]) -> None:
-        """What the store has just said."""
+    def clear(self) -> None:
+        """Nothing that was said so far counts any more."""
+        self._answers.clear()
+
+    def put(self, keys: Sequence[ChunkKey], there: Mapping[ChunkKey, bool]) -> None:
+        """What the store has just said of `keys`."""
         if not self._seconds:
             return
         now = self._now()
-        for key, here in zip(keys, there, strict=True):
+        for key in keys:
             self._answers.pop(key.digest, None)
-            self._answers[key.digest] = (now, here)
+            self._answers[key.digest] = (now, there[key])
         while len(self._answers) > _MOST:
             self._answers.popitem(last=False)

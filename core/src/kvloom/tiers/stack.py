@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from kvloom.contracts.observer import Event
+from kvloom.contracts.observer import ChunkEvent, Event
 from kvloom.envelope import ALIGN_BYTES
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
@@ -415,7 +415,10 @@ class Stack:
 
         with self.memory.purges.clearing(prefix):
             self.memory.remove([key for key in self.memory.chunks() if f"{key.namespace}/".startswith(prefix)])
-            _each(self.stored, lambda tier: tier.clear(prefix))
+            try:
+                _each(self.stored, lambda tier: tier.clear(prefix))
+            finally:
+                self._events.emit_chunks(ChunkEvent("cleared", prefix=prefix))
 
     def flush(self, until: float) -> bool:
         """Wait until every accepted write is in its tier; False if `until` came first."""

@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 QUARANTINE = "quarantine/"
 """Where `kvloom scrub` puts corrupt blobs, under their keys."""
+BELIEVED_SECONDS = 30.0
+"""How long a store that may lose blobs without a word is believed to have what it had, unless `remember` says so."""
 OPERATOR_SECONDS = 60.0
 """How long an operator's verb may take, if the deadline is shorter: it may have many blobs to delete."""
 
@@ -57,8 +59,8 @@ class Policy:
     quota: Mapping[str, int] | None = None
     """Bytes by salt tag; `*` for the others."""
     exact_only: bool = False
-    remember: float = 0.0
-    """For how many seconds an answer about keys is taken for granted."""
+    remember: float | None = None
+    """For how many seconds an answer about keys is taken for granted, if not as long as it is by default."""
     protection: Protection | None = None
     """Whose blobs are taken, and how they are written."""
 
@@ -97,8 +99,9 @@ class StoredTier(Tier):
         self.serializer = serializers[0]
         self.calls = Calls(name, backend, events, runtime, deadline=policy.deadline)
         self.ledger = Ledger(
-            runtime, capacity=policy.capacity, policy=policy.admission, ttl=policy.ttl, quota=policy.quota
-        )
+            runtime, capacity=policy.capacity, policy=policy.admission, ttl=policy.ttl, quota=policy.quota,
+            believed=(policy.remember or BELIEVED_SECONDS) if backend.shared or backend.bounded else None,
+        )  # fmt: skip
         reader = BlobReader(
             layout, serializers, memory, runtime, exact_only=policy.exact_only, ttl=policy.ttl,
             protection=policy.protection,
@@ -125,8 +128,9 @@ class StoredTier(Tier):
         self._presence = Presence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
             expired=reader.expired, ttl=policy.ttl is not None, protection=policy.protection,
-            remembered=Remembered(policy.remember, runtime.now),
+            remembered=Remembered(policy.remember or 0.0, runtime.now),
         )  # fmt: skip
+        self.calls.on_doubt = self._presence.doubt
         self.loads = Loads(
             layout, backend, reader, self._presence, self.ledger, self.calls, memory, events, runtime,
             deletes=policy.write != "never",
@@ -171,7 +175,7 @@ class StoredTier(Tier):
 
     def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:
         """Note that a chain was used. count: once more than before."""
-        if self.policy.bounded:
+        if self.policy.bounded or self.backend.bounded:
             self.ledger.touch(chain, count=count)
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -212,6 +216,7 @@ class StoredTier(Tier):
         if written.kept:
             seconds = self._runtime.now() - began
             self._events.emit(Event("stored", self.name, chunk.num_tokens, 1, written.nbytes, seconds))
+            self._events.came(self.name, [key])
         return written.kept
 
     def _on_lost(self, key: ChunkKey, chunk: Chunk, reason: str) -> None:
@@ -231,6 +236,7 @@ class StoredTier(Tier):
                 self._forget_gone(keys)
                 raise
             self.ledger.forget(keys)
+            self._events.left(self.name, keys)
 
         self._delete("remove", delete)
 
@@ -247,6 +253,7 @@ class StoredTier(Tier):
                 self._forget_gone(keys)
                 raise
             self.ledger.forget(keys)
+            self._events.left(self.name, keys)
 
         self._delete("clear", delete)
 

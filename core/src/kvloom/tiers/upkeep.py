@@ -161,6 +161,7 @@ class Upkeep:
 
     def _gone(self, victims: Sequence[Victim]) -> None:
         self._ledger.deleted(victims)
+        self._events.left(self.name, [victim.key for victim in victims])
         self._on_evicted(victim.key for victim in victims if victim.reason in ("capacity", "quota"))
         for reason in dict.fromkeys(victim.reason for victim in victims):
             sizes = [victim.bytes for victim in victims if victim.reason == reason]

@@ -1,0 +1,73 @@
+"""A library that raises what is no Exception, as native code does that panics, ends nobody else's work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from core_support import CHUNK, Shelf, kv_of, tokens_of
+
+from kvloom import ConfigError, Engine
+
+Open = Callable[..., Engine]
+TOKENS, KV = tokens_of(2 * CHUNK), kv_of(2 * CHUNK)
+
+
+class Panic(BaseException):
+    """As pyo3 has one."""
+
+
+def panics(*_: object) -> None:
+    raise Panic("called `Option::unwrap()` on a `None` value")
+
+
+@pytest.mark.parametrize("kind", [Panic, SystemExit])
+@pytest.mark.parametrize("verb", ["__init__", "identity", "check_writable"])
+def test_opening_says_which_tier_it_is(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], verb: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise kind("on a `None` value")
+
+    monkeypatch.setattr(Shelf, verb, broken)
+    with pytest.raises(ConfigError) as caught:
+        open_engine({"type": "shelf"})
+    assert str(caught.value) == f"tiers.0: 'shelf' broke off with {kind.__name__}: on a `None` value"
+
+
+def test_an_interrupt_stays_one(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Shelf, "identity", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_engine({"type": "shelf"})
+
+
+@pytest.mark.parametrize("verb", ["put", "get", "contains"])
+def test_serving_goes_on(open_engine: Open, verb: str) -> None:
+    engine = open_engine({"type": "shelf"})
+    shelf = Shelf.shelves["default"]
+
+    def before(said: str, key: str) -> None:
+        if said == verb:
+            panics()
+
+    if verb == "get":
+        engine.store(TOKENS, kv=KV)
+        engine.flush()
+    shelf.before = before
+    engine.store(TOKENS, kv=KV)
+    engine.flush()
+    engine.lookup(TOKENS)
+    assert not engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).any()
+    assert any(count.name == "tier_error" for count in engine.counters())
+    shelf.before = lambda verb, key: None
+    until = time.monotonic() + 20
+    while not engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).all():
+        assert time.monotonic() < until, "the tier is back after a pause"
+        engine.store(TOKENS, kv=KV)
+        engine.flush()
+        time.sleep(0.05)
