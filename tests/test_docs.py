@@ -76,7 +76,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "kvloom.keys").write_text(base64.b64encode(bytes(32)).decode())
+    (tmp_path / "kvloom.keys").write_text(base64.b64encode(bytes(range(32))).decode())
     return tmp_path
 
 

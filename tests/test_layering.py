@@ -19,7 +19,7 @@ CORE = ROOT / "core/src/kvloom"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 LAYERS = (
-    {"errors", "types"},
+    {"errors", "masking", "types"},
     {"protection"},
     {"contracts"},
     {"hookspecs"},
@@ -27,7 +27,7 @@ LAYERS = (
     {"config", "legacy"},
     {"runtime", "task", "keys", "envelope", "memory", "events", "native"},
     {"tiers"},
-    {"index", "layers"},
+    {"blending", "index", "layers"},
     {"engine"},
     {"warming"},
     {"cli", "__main__"},

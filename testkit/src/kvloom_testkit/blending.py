@@ -50,7 +50,8 @@ def batch_of(
     total, dtype = sum(lengths), SPEC.torch_dtype if dtype is None else dtype
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=indices)
     mask = torch.rand(total, generator=random) < valid
-    request = BlendRequest(torch.randint(0, 50_000, (total,), generator=random), starts, mask)
+    tokens, attention = torch.randint(0, 50_000, (total,), generator=random), torch.rand(total, generator=random)
+    request = BlendRequest(tokens, starts, mask, attention=lambda: attention)
     retrieved = torch.randn(2, LAYERS, total, HIDDEN, generator=random).to(dtype)
     fresh = torch.randn(2, LAYERS, total, HIDDEN, generator=random).to(dtype)
     fresh_q = torch.randn(LAYERS, total, HIDDEN * q_heads, generator=random).to(dtype)
@@ -73,9 +74,15 @@ class Layer:
         return self.handed_on[self.output.local_indices]
 
 
-def blended(session: BlendSession, batch: Batch, *, token_dim: int = 0) -> Iterator[Layer]:
-    """Layer after layer, as a model does it: what one layer has selected is computed in the next."""
+def blended(
+    session: BlendSession, batch: Batch, *, token_dim: int = 0, planned: torch.Tensor | None = None
+) -> Iterator[Layer]:
+    """Layer after layer, as a model does it: what one layer has selected is computed in the next.
+
+    planned: the session's plan, for an engine that asked for one.
+    """
     going = torch.arange(len(batch.positions))
+    going = going if planned is None else going[planned]
     for layer in range(LAYERS):
         k, v = batch.retrieved[:, layer]
         fresh_k, fresh_v = batch.fresh[:, layer, going]

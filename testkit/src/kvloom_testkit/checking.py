@@ -143,6 +143,9 @@ class _Session:
         def tell(message: dict[str, Any]) -> None:
             messages.write(json.dumps(message) + "\n")
 
+        if "torch" in sys.modules:
+            # As kvloom does in a forked process, which would otherwise be taken for the component's doing.
+            sys.modules["torch"].set_num_threads(1)
         try:
             _run(self._subject, self._wanted, self._seconds, tell)
             tell({"done": True})

@@ -261,3 +261,28 @@ class ExecutorConformance(Conformance):
             executor = make()
             run(executor, batch)
             executor.close()
+
+    def test_X18_a_plan_is_kept_to(self, opened: Opened, batch: Batch) -> None:
+        """`plan` says nothing, or names at least what is not valid and the last token of each request; the first layer
+        is then handed these, and what is handed on comes out fresh, everything else as it was retrieved.
+
+        Why: an engine that asks computes no other token, in no layer.
+
+        Usually: the first layer takes what it is handed for the whole batch.
+        """
+        for valid in (0.0, 0.7, 1.0):
+            some = batch_of(tuple(torch.tensor(batch.starts).diff().tolist()), valid=valid)
+            session = opened().begin(some.request)
+            planned = session.plan()
+            if planned is None:
+                continue
+            assert planned.dtype == torch.bool and planned.shape == some.positions.shape
+            needed = ~some.request.valid_mask
+            needed[torch.tensor(some.starts[1:]) - 1] = True
+            assert not (needed & ~planned).any(), "a token that must be computed is not planned"
+            for step in blended(session, some, planned=planned):
+                for plane, got in enumerate((step.output.k, step.output.v)):
+                    fresh, retrieved = some.fresh[plane, step.layer], some.retrieved[plane, step.layer]
+                    assert torch.equal(got[step.selected], fresh[step.selected]), f"in layer {step.layer}"
+                    assert torch.isclose(got[~planned], retrieved[~planned], rtol=0.02, atol=0.02).all()
+                assert bool(needed[step.selected].sum() == needed.sum()), f"in layer {step.layer}"

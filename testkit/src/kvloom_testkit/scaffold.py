@@ -84,16 +84,15 @@ STARTS = {
     "retriever": Start(
         "blend retriever", "A blend retriever", "retriever", "PiecesRetriever", "kit_pieces", "Retriever",
         "Put your store in the place of the dictionary: `new_request` finds what is known of a batch, and `result` of "
-        "its task gives it layer by layer. `add` is there for the tests, which reach it through `testing.py`. The "
-        "engine does not blend yet.",
+        "its task gives it layer by layer. `add` is there for the tests, which reach it through `testing.py`. "
+        "`self.engine` is the engine that it retrieves for; `kvloom-blend` runs models with it.",
         "blend: {retriever: {type: $type}}",
         harness=True,
     ),
     "executor": Start(
         "blend executor", "A blend executor", "executor", "NoneExecutor", "kit_none", "Executor",
         "Choose more tokens: `_chosen` has at least those that it has now, and never one that the layer before has "
-        "left out. Turn K of tokens that have moved from `original_positions` to where they stand now. The "
-        "engine does not blend yet.",
+        "left out. Retrieved K is turned to where tokens stand now already. `kvloom-blend` runs models with it.",
         "blend: {executor: $type}",
     ),
     "observer": Start(

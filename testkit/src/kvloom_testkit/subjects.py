@@ -70,10 +70,15 @@ class Subject:
             return lambda: subject.make(tmp_path)
 
         base = conformance_of(self.kind)
-        return type(base.__name__, (base,), {"make": make, "__doc__": base.__doc__, "__module__": __name__})
+        own = {"make": make, "__doc__": base.__doc__, "__module__": __name__}
+        separator = getattr(self.harness(), "separator", None)
+        return type(base.__name__, (base,), own if separator is None else {**own, "separator": separator})
 
     def harness(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """What makes its harness of a function that makes the component; None if it needs none. Raises ConfigError."""
+        """What makes its harness of a function that makes the component; None if it needs none. Raises ConfigError.
+
+        A retriever's may say, by an attribute `separator`, which tokens have to stand between texts.
+        """
         name = f"{self.kind.replace(' ', '_')}.{self.type}"
         if name in _OWN_HARNESSES:
             own: Callable[[Callable[[], Any]], Any] = pkgutil.resolve_name(_OWN_HARNESSES[name])

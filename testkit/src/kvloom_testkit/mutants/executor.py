@@ -269,3 +269,33 @@ class DrawsFromTheProcess(_Spoils):
     def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
         torch.rand(1)
         return session.blend(*arguments)
+
+
+class PlansWhatIsInvalidOnly(Mutant, NoneExecutor):
+    """And not the last token of a request of which all is known."""
+
+    breaks = "X18"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        class Session(NoneSession):
+            def plan(self) -> torch.Tensor | None:
+                super().plan()
+                return ~request.valid_mask
+
+        return Session(request)
+
+
+class TakesItsPlanForTheBatch(Mutant, NoneExecutor):
+    """Says what it plans, and counts the first layer's rows as if it were handed everything."""
+
+    breaks = "X18"
+
+    def begin(self, request: BlendRequest) -> BlendSession:
+        class Session(NoneSession):
+            def plan(self) -> torch.Tensor | None:
+                everyone = self._going
+                planned = super().plan()
+                self._going = everyone
+                return planned
+
+        return Session(request)

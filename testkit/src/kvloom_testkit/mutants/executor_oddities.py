@@ -50,6 +50,9 @@ class KeepsWhatWasComputed(Oddity, BlendExecutor):
 
 
 class _Fresh(NoneSession):
+    def plan(self) -> None:
+        """It wants to be handed everything."""
+
     def blend(self, layer_id: int, *arguments: Any) -> BlendOutput:  # type: ignore[override]
         output = super().blend(layer_id, *arguments)
         fresh_k, fresh_v = arguments[5], arguments[6]

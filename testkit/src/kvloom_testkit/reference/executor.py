@@ -14,7 +14,12 @@ class NoneSession(BlendSession):
         ends = request.query_start_loc[1:].long() - 1
         self._chosen = (~request.valid_mask).index_fill(0, ends.cpu(), True).nonzero().flatten()
         """Places in the batch."""
-        self._going = torch.arange(len(request.valid_mask))
+        self._size = len(request.valid_mask)
+        self._going = torch.arange(self._size)
+
+    def plan(self) -> torch.Tensor | None:
+        self._going = self._chosen
+        return torch.zeros(self._size, dtype=torch.bool).index_fill(0, self._chosen, True)
 
     def blend(
         self, layer_id: int, retrieved_k: torch.Tensor, retrieved_v: torch.Tensor, valid_mask: torch.Tensor,
