@@ -439,6 +439,33 @@ def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_en
     assert tier.ledger.bytes == 8192 and [victim.key for victim in tier.ledger.release(1)] == blobs
 
 
+def test_what_a_late_write_left_is_not_served_while_it_is_taken_back(open_engine: Open, gate: Gate) -> None:
+    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    shelf = Shelf.shelves["default"]
+    taking_back = Gate()
+
+    def hold(verb: str, key: str) -> None:
+        if verb == "put" and not key.startswith("spec"):
+            gate(verb, key)
+            shelf.before = lambda verb, key: taking_back(verb, key) if verb == "delete" else None
+
+    shelf.before = hold
+    engine.store(TOKENS[:4], kv=KV)
+    while not gate.waiting:
+        pass
+    engine.remove(TOKENS[:4])
+    gate.open()
+    while not taking_back.waiting:
+        pass
+    assert shelf.blobs and not engine.retrieve(TOKENS[:4], kv=torch.zeros_like(KV)).any()
+    assert (
+        engine.lookup(TOKENS[:4]).tokens == 0 and engine.tiers["shelf"].get(engine.segments(TOKENS[:4])[0].key) is None
+    )
+    engine.store(TOKENS[:4], kv=KV)  # it was removed, not forbidden
+    assert engine.lookup(TOKENS[:4]).tokens == 4
+    taking_back.open()
+
+
 def test_a_late_read_does_not_bring_back_what_was_removed(open_engine: Open, gate: Gate) -> None:
     filled(open_engine)
     engine = open_engine(MEMORY, SHELF)

@@ -46,7 +46,8 @@ class Twin:
         """Greedy tokens, and the share of rows that were computed for them."""
         ids = torch.tensor(prompt)
         found = self.blended.generate(
-            ids, max_new_tokens=8, do_sample=False, eos_token_id=None, salt=salt, boundaries=bounds, store=False
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None, salt=salt,
+            boundaries=bounds, store=False,
         )  # fmt: skip
         assert self.blended.last is not None
         return found[0, len(prompt) :].tolist(), self.blended.last.computed_share

@@ -169,7 +169,7 @@ class Loads:
     def _open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> LayeredBlob | None:
         known_since = self._ledger.mark()
         try:
-            header = self._presence.header(key)
+            header = None if key in self._presence.doomed() else self._presence.header(key)
             if header is None:
                 return None
             serializer = self._reader.check(header, shape, num_tokens)
@@ -182,6 +182,8 @@ class Loads:
     def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, chain: Chain) -> Loaded | None:
         began = self._now()
         since, known_since = self._purges.mark(), self._ledger.mark()
+        if key in self._presence.doomed():
+            return None
         until = began + self._calls.deadline
         for attempt in (1, 2):
             try:

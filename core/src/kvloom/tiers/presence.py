@@ -32,9 +32,10 @@ class Presence:
     def __init__(
         self, backend: StorageBackend, ledger: Ledger, calls: Calls, *, lossless: bool, exact_only: bool,
         expired: Callable[[envelope.Header], bool], ttl: bool, protection: Protection | None = None,
-        remembered: Remembered | None = None,
+        remembered: Remembered | None = None, doomed: Callable[[], Collection[ChunkKey]] = tuple,
     ) -> None:  # fmt: skip
-        """lossless: what would be written is exact. exact_only: what is lossy cannot be used. ttl: blobs may expire."""
+        """lossless: what would be written is exact. exact_only: what is lossy cannot be used. ttl: blobs may expire.
+        doomed: what may be there now and will be deleted at once."""
         self._backend = backend
         self._ledger = ledger
         self._calls = calls
@@ -45,6 +46,7 @@ class Presence:
         self._ttl = ttl
         self._protection = protection
         self._remembered = remembered or Remembered(0.0, lambda: 0.0)
+        self.doomed = doomed
 
     def find(self, keys: Sequence[ChunkKey], visit: Visit) -> list[bool]:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
@@ -65,8 +67,9 @@ class Presence:
                 return [False] * len(keys)
             said.update(zip(asked, there, strict=True))
             self._remembered.put([key for key in asked if key in unknown], said)
+        doomed = self.doomed()
         return [
-            said.get(key, True) and (key in unknown or found in self._usable)
+            said.get(key, True) and (key in unknown or found in self._usable) and key not in doomed
             for key, found in zip(keys, known, strict=True)
         ]
 

@@ -23,6 +23,7 @@ from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.blobs import BlobWriter
 from kvloom.tiers.calls import Calls
 from kvloom.tiers.chain import NO_CHAIN, Chain
+from kvloom.tiers.landings import Landings
 from kvloom.tiers.ledger import Ledger
 from kvloom.tiers.loads import Loads
 from kvloom.tiers.memory import MemoryTier
@@ -112,6 +113,7 @@ class StoredTier(Tier):
         self._events = events
         self._runtime = runtime
         self._purges = memory.purges
+        self._landings = Landings(memory.purges, runtime)
         self._record: Call[None] | None = None
         self._writes = WriteQueue(
             self.calls.writes,
@@ -128,7 +130,7 @@ class StoredTier(Tier):
         self._presence = Presence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
             expired=reader.expired, ttl=policy.ttl is not None, protection=policy.protection,
-            remembered=Remembered(policy.remember or 0.0, runtime.now),
+            remembered=Remembered(policy.remember or 0.0, runtime.now), doomed=self._landings.doomed,
         )  # fmt: skip
         self.calls.on_doubt = self._presence.doubt
         self.loads = Loads(
@@ -208,7 +210,8 @@ class StoredTier(Tier):
     def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain) -> bool:
         began = self._runtime.now()
         chunk = loaded.chunk
-        written = self._writer.write(key, loaded, chain=chain, removed=lambda: self._purges.hit(key, since))
+        with self._landings.of(key, since):
+            written = self._writer.write(key, loaded, chain=chain, removed=lambda: self._purges.hit(key, since))
         if not written.fits:
             self._on_lost(key, chunk, "no room within the tier's bounds, or just being deleted")
         elif not written.kept:

@@ -123,11 +123,14 @@ class BlendedModel:
     ) -> Any:  # fmt: skip
         """`model.generate` from the blended KV of one prompt, with the same arguments.
 
-        inputs (or input_ids): `[1, tokens]` or `[tokens]`. ValueError, naming the argument, for a call that stored KV
-        cannot serve, as for `cached`.
+        inputs (or input_ids): `[1, tokens]` or `[tokens]`, and an attention_mask of the same shape. ValueError, naming
+        the argument, for a call that stored KV cannot serve, as for `cached`.
         """
         if inputs is not None and inputs.dim() == 1:
             inputs = inputs[None]
+            mask = kwargs.get("attention_mask")
+            if isinstance(mask, torch.Tensor) and mask.dim() == 1:
+                kwargs["attention_mask"] = mask[None]
         ids = check_call(self.model, inputs, generation_config, kwargs)
         if ids.shape[0] != 1:
             raise ValueError(f"input_ids: expected one prompt, got {list(ids.shape)}; `prefill` takes several")
