@@ -24,6 +24,8 @@ _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "crea
 _TAGS = ("ETag", "etag", "e_tag")
 _NO_DIRECTORY = ("ResourceConflict", "ResourceNotFound")  # what webdav4 says of a directory that is not there
 _MEMORY = threading.Lock()  # fsspec's memory looks a file up twice while it lists
+_READS = 8
+"""How often a file is read that is replaced each time."""
 _PAUSE_SECONDS = 0.1
 T = TypeVar("T")
 
@@ -190,17 +192,27 @@ def _cat(fs: Any, path: str, start: int | None = None, end: int | None = None) -
     """A file, or a range of it, by one request. Raises FileNotFoundError."""
     if "webdav" not in _protocols(fs):
         return bytes(fs.cat_file(path, start=start, end=end))
-    # webdav4's own reading asks for the file's properties first: it may be another file by then, or gone.
+    # webdav4's own reading asks for the file's properties first: it may be another file by then, or gone. So may it be
+    # within a server: some say the length of one file and send another, so it is asked afterwards what there is.
+    url = fs.client.join_url(path)
     ranged = {"Range": f"bytes={start}-{end - 1}"} if start is not None and end is not None else {}
-    answer = fs.client.http.get(fs.client.join_url(path), headers=ranged)
-    if answer.status_code == 404:
-        raise FileNotFoundError(path)
-    if ranged and answer.status_code == 200:
-        return bytes(answer.content[start:end])
-    if answer.status_code != (206 if ranged else 200):
-        answer.raise_for_status()
-        raise BackendError(f"an answer of another kind than was asked for: {answer.status_code}")
-    return bytes(answer.content)
+    for _ in range(_READS):
+        answer = fs.client.http.get(url, headers=ranged)
+        if answer.status_code == 404:
+            raise FileNotFoundError(path)
+        if answer.status_code != 200 and not (ranged and answer.status_code == 206):
+            answer.raise_for_status()
+            raise BackendError(f"an answer of another kind than was asked for: {answer.status_code}")
+        if _is_about(answer, fs.info(path)):
+            whole = bytes(answer.content)
+            return whole[start:end] if ranged and answer.status_code == 200 else whole
+    raise BackendError(f"{path}: replaced each time that it was read")
+
+
+def _is_about(answer: Any, now: dict[str, Any]) -> bool:
+    """Whether what was read is the file that is there now, as far as the server says."""
+    read, there = (str(tag or "").removeprefix("W/").strip('"') for tag in (answer.headers.get("ETag"), _tag(now)))
+    return (read == there or not (read and there)) and (answer.status_code == 206 or len(answer.content) == now["size"])
 
 
 def _rename(fs: Any, draft: str, path: str) -> None:
