@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pytest
-from core_support import CHUNK, SPEC, Gate, Shelf, Watcher
+from core_support import CHUNK, SPEC, Gate, Shelf, Watcher, Witness
 from hypothesis import settings
 from layers_support import STEP, Ranges
 
@@ -26,6 +26,7 @@ def registry() -> Iterator[Registry]:
     yield Registry.discover(entry_points=[*entry_points(group="kvloom.v1", name="builtin"), mine])
     Shelf.shelves.clear()
     Watcher.made.clear()
+    Witness.made.clear()
 
 
 @pytest.fixture

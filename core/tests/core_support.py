@@ -22,8 +22,10 @@ from kvloom import (
     KVSpec,
     MemoryFormat,
     Observer,
+    Request,
     Serializer,
     StorageBackend,
+    Watched,
     hookimpl,
 )
 from kvloom.builtin.dict_backend import DictBackend
@@ -217,6 +219,44 @@ class Blinkered(Watcher):
     sees_chunks = False
 
 
+class WitnessConfig(Config):
+    refuses: bool = False
+
+
+class Witness(Observer):
+    """Keeps what it is told of requests, with the name of the thread that each began on."""
+
+    type = "witness"
+    sees_requests = True
+    Config = WitnessConfig
+    made: ClassVar[list[Witness]] = []
+
+    def __init__(self, config: Any = None, spec: KVSpec | None = None) -> None:
+        super().__init__(config or self.Config(), spec)
+        self.seen: list[tuple[Request, object]] = []
+        self.watched: Any = None
+        self.trouble: Exception | None = None
+        self.before: Callable[[], None] = lambda: None
+        Witness.made.append(self)
+
+    def on_event(self, event: Event) -> None:
+        """Sums are of no interest."""
+
+    def watch(self, engine: Watched) -> None:
+        if self.config.refuses:
+            raise OSError(98, "address in use")
+        self.watched = engine
+
+    def caller(self) -> object:
+        return threading.current_thread().name
+
+    def on_request(self, request: Request, caller: object) -> None:
+        self.before()
+        if self.trouble is not None:
+            raise self.trouble
+        self.seen.append((request, caller))
+
+
 @hookimpl
 def kvloom_observers() -> list[type[Observer]]:
-    return [Watcher, Blinkered]
+    return [Watcher, Blinkered, Witness]

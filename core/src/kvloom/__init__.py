@@ -27,7 +27,9 @@ _HOME = {
     **dict.fromkeys(["Serializer", "Place"], "contracts.serializer"),
     **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
     **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
-    **dict.fromkeys(["Observer", "Event", "ChunkEvent"], "contracts.observer"),
+    **dict.fromkeys(
+        ["Observer", "Event", "ChunkEvent", "Request", "Step", "Watched", "CounterKey", "Totals"], "contracts.observer"
+    ),
     **dict.fromkeys(
         [
             "BlendExecutor",
@@ -108,8 +110,13 @@ if TYPE_CHECKING:
     from kvloom.contracts.connector import Fence as Fence
     from kvloom.contracts.connector import GPUConnector as GPUConnector
     from kvloom.contracts.observer import ChunkEvent as ChunkEvent
+    from kvloom.contracts.observer import CounterKey as CounterKey
     from kvloom.contracts.observer import Event as Event
     from kvloom.contracts.observer import Observer as Observer
+    from kvloom.contracts.observer import Request as Request
+    from kvloom.contracts.observer import Step as Step
+    from kvloom.contracts.observer import Totals as Totals
+    from kvloom.contracts.observer import Watched as Watched
     from kvloom.contracts.serializer import Place as Place
     from kvloom.contracts.serializer import Serializer as Serializer
     from kvloom.contracts.storage import Sink as Sink

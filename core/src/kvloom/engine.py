@@ -10,7 +10,6 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -27,7 +26,9 @@ from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.index import Index
 from kvloom.layers import Loading, Storing, check_connector
+from kvloom.moving import Mover, check_where
 from kvloom.plugins import Registry
+from kvloom.records import Record
 from kvloom.runtime import Runtime, SystemRuntime, Workers, opened
 from kvloom.task import Task
 from kvloom.tiers.base import Layout
@@ -36,8 +37,7 @@ from kvloom.tiers.chain import Chain
 from kvloom.tiers.held import Changes
 from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.stack import Stack
-from kvloom.tiers.visit import Visit
-from kvloom.types import Chunk, ChunkKey, KVSpec, Segment, canonical_json
+from kvloom.types import ChunkKey, KVSpec, Segment, canonical_json
 
 Source = str | Path | Mapping[str, Any] | EngineConfig
 
@@ -80,6 +80,7 @@ class Engine(Index):
         super().__init__(config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime)
         self._registry = registry
         self._owner = owner
+        self._mover = Mover(stack, connector, events, runtime)
         self._tasks: dict[Task, None] = {}
         self._by_layer: weakref.WeakSet[Loading | Storing] = weakref.WeakSet()
         self._siblings: list[weakref.ref[Engine]] = []
@@ -143,11 +144,11 @@ class Engine(Index):
             return Index(
                 config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime,
                 others=others,
-            )  # fmt: skip
+            )._told_of()  # fmt: skip
         return cls(
             config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime,
             registry=registry, blending=blending,
-        )  # fmt: skip
+        )._told_of()  # fmt: skip
 
     def sibling(self, spec: KVSpec) -> Engine:
         """An engine for other KV over the same tiers: another set of adapters of the same model.
@@ -243,8 +244,9 @@ class Engine(Index):
         # Before, so that room is not made at its own cost; after, so that what came in between has its place.
         self._stack.touch(keys)
         task = Task(self._runtime)
-        load = partial(self._load, segments=whole[first:], where=where, connector=self.connector)
-        task.run(lambda task: load(task, chain=Chain(keys), gaps=False))
+        record = self._record("retrieve", whole, first, tokens)
+        chain = Chain(keys)
+        task.run(lambda task: self._mover.load(task, whole[first:], where, chain=chain, gaps=False, record=record))
         moved = task.result()
         self._stack.touch(keys, count=False)
         retrieved = torch.zeros(tokens.numel(), dtype=torch.bool)
@@ -264,7 +266,8 @@ class Engine(Index):
         keys = [segment.key for segment in whole]
         self._stack.touch(keys, count=False)  # before, so that room is not made at its own cost
         task = Task(self._runtime)
-        task.run(lambda task: self._save(task, whole[first:], where, chain=Chain(keys)))
+        record = self._record("store", whole, first, tokens)
+        task.run(lambda task: self._mover.save(task, whole[first:], where, chain=Chain(keys), record=record))
         task.result()
         self._stack.touch([segment.key for segment in whole])
         self._tokens.learn(tokens, salt=self._salt(salt))
@@ -278,7 +281,9 @@ class Engine(Index):
         NotImplementedError if the connector does not move single layers.
         """
         whole, first = self._selected(tokens, mask, salt)
-        return self._loading(whole[first:], tokens.numel(), where, chain=[segment.key for segment in whole])
+        record = self._record("retrieve_layer", whole, first, tokens)
+        chain = [segment.key for segment in whole]
+        return self._loading(whole[first:], tokens.numel(), where, chain=chain, record=record)
 
     def store_layer(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
@@ -300,6 +305,7 @@ class Engine(Index):
         storing = Storing(
             whole[first:], tokens.numel(), where, chain=Chain(keys), stack=self._stack, connector=self.connector,
             events=self._events, runtime=self._runtime, finished=finished, on_end=self._ended,
+            record=self._record("store_layer", whole, first, tokens),
         )  # fmt: skip
         self._by_layer.add(storing)
         return storing
@@ -313,14 +319,17 @@ class Engine(Index):
         whole, first = self._selected(tokens, mask, salt)
         keys = [segment.key for segment in whole]
         self._stack.touch(keys)
-        return self._start(whole[first:], lambda task: self._warm(task, whole[first:], chain=Chain(keys)))
+        record = self._record("prefetch", whole, first, tokens)
+        work = partial(self._mover.warm, segments=whole[first:], chain=Chain(keys), record=record)
+        return self._start(whole[first:], work, record)
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
         """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
         segments = self._named(tokens, salt)
         task = Task(self._runtime)
         chain = Chain([segment.key for segment in segments])
-        task.run(lambda task: self._warm(task, segments, chain=chain))
+        record = self._record("pin", segments, 0, tokens)
+        task.run(lambda task: self._mover.warm(task, segments, chain=chain, record=record))
         task.result()
         pinned = [segment for segment in segments if self._stack.memory.pin([segment.key], True)]
         return sum(segment.end - segment.start for segment in pinned)
@@ -371,10 +380,14 @@ class Engine(Index):
         into: takes the KV in place of the engine's connector; chunks are of the format and shape of the latter.
         """
         connector = into or self.connector
-        _check(connector, segments, where)
+        check_where(connector, segments, where)
         chain = Chain([segment.key for segment in segments])
-        work = partial(self._load, segments=segments, where=where, chain=chain, gaps=True, connector=connector)
-        return self._start(segments, work, self._loaders)
+        record = self._record("load", segments)
+        work = partial(
+            self._mover.load, segments=segments, where=where, chain=chain, gaps=True, into=connector,
+            record=record,
+        )  # fmt: skip
+        return self._start(segments, work, record, self._loaders)
 
     def load_layers(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Loading:
         """`load`, layer by layer, of segments that are there: it ends at the first that is not.
@@ -383,25 +396,30 @@ class Engine(Index):
         """
         num_tokens = max((segment.end for segment in segments), default=0)
         chain = [segment.key for segment in segments]
-        return self._loading(segments, num_tokens, where, chain=chain, connector=into or self.connector)
+        record = self._record("load_layers", segments)
+        return self._loading(segments, num_tokens, where, chain=chain, connector=into or self.connector, record=record)
 
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
-        _check(self.connector, segments, where)
+        check_where(self.connector, segments, where)
         chain = Chain([segment.key for segment in segments])
-        return self._start(segments, lambda task: self._save(task, segments, where, chain=chain))
+        record = self._record("save", segments)
+        work = partial(self._mover.save, segments=segments, where=where, chain=chain, record=record)
+        return self._start(segments, work, record)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _start(
-        self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], workers: Workers | None = None
-    ) -> Task:
+        self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: Record,
+        workers: Workers | None = None,
+    ) -> Task:  # fmt: skip
         self._check_open()
         task = Task(self._runtime)
         if len(self._tasks) >= _MOST_TASKS:
             num_tokens = sum(segment.end - segment.start for segment in segments)
             self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(segments), reason="too many tasks"))
             task.run(lambda _: torch.zeros(len(segments), dtype=torch.bool))
+            record.end()
             return task
         self._tasks[task] = None
 
@@ -414,16 +432,16 @@ class Engine(Index):
 
     def _loading(
         self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
-        connector: GPUConnector | None = None,
+        record: Record, connector: GPUConnector | None = None,
     ) -> Loading:  # fmt: skip
         connector = connector or self.connector
         check_connector(connector, "write_layer")
         self._check_open()
-        _check(connector, segments, where)
+        check_where(connector, segments, where)
         self._stack.touch(chain)
         loading = Loading(
             segments, num_tokens, where, chain=chain, stack=self._stack, connector=connector, events=self._events,
-            runtime=self._runtime, on_end=self._ended,
+            runtime=self._runtime, on_end=self._ended, record=record,
         )  # fmt: skip
         self._by_layer.add(loading)
         loading.begin()
@@ -444,66 +462,3 @@ class Engine(Index):
         """All segments of the tokens, because the whole chain is touched, and the first that the mask selects."""
         whole = self._named(tokens, salt)
         return whole, keying.select(whole, mask, tokens.numel())
-
-    def _load(
-        self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, chain: Chain, gaps: bool,
-        connector: GPUConnector,
-    ) -> torch.Tensor:  # fmt: skip
-        _check(connector, segments, where)
-        moved: set[Segment] = set()
-        began, nbytes = self._runtime.now(), 0
-        visit = self._visit(task, chain)
-        with closing(self._stack.fetch(segments, self.connector.shape, visit, gaps=gaps)) as runs:
-            for run in runs:
-                here = [segment for segment, _ in run]
-                chunks = [loaded.chunk for _, loaded in run]
-                if not task.touch(partial(_write, connector, here, chunks, where)):
-                    break
-                moved.update(here)
-                nbytes += sum(chunk.nbytes for chunk in chunks)
-        if moved:
-            num_tokens = sum(segment.end - segment.start for segment in moved)
-            self._events.emit(Event("retrieved", "", num_tokens, len(moved), nbytes, self._runtime.now() - began))
-        return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
-
-    def _save(self, task: Task, segments: Sequence[Segment], where: Mapping[str, Any], *, chain: Chain) -> torch.Tensor:
-        _check(self.connector, segments, where)
-
-        def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
-            return task.touch(lambda: self._read(some, chunks, where))
-
-        self._stack.keep(segments, self.connector.shape, copy, self._visit(task, chain))
-        return torch.ones(len(segments), dtype=torch.bool)
-
-    def _warm(self, task: Task, segments: Sequence[Segment], *, chain: Chain) -> torch.Tensor:
-        warm: set[Segment] = set()
-        visit = self._visit(task, chain)
-        with closing(self._stack.fetch(segments, self.connector.shape, visit, gaps=True)) as runs:
-            for run in runs:
-                warm.update(segment for segment, _ in run)
-                if task.cancelled:
-                    break
-        return torch.tensor([segment in warm for segment in segments], dtype=torch.bool)
-
-    def _visit(self, task: Task, chain: Chain) -> Visit:
-        visit = self._stack.visit(chain)
-        task.on_cancel(visit.give_up)
-        return visit
-
-    def _read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any]) -> None:
-        fence = self.connector.read(segments, chunks, **where)
-        if fence is not None:
-            fence.wait()
-
-
-def _write(
-    connector: GPUConnector, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Mapping[str, Any]
-) -> None:
-    fence = connector.write(segments, chunks, **where)
-    if fence is not None:
-        fence.wait()
-
-
-def _check(connector: GPUConnector, segments: Sequence[Segment], where: Mapping[str, Any]) -> None:
-    if segments:
-        connector.check(where, max(segment.end for segment in segments))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from kvloom.contracts.observer import ChunkEvent, Event, Observer
+from kvloom.contracts.observer import ChunkEvent, CounterKey, Event, Observer, Request, Totals, Watched
 from kvloom.runtime import opened
 from kvloom.types import ChunkKey
 
@@ -19,32 +19,16 @@ log = logging.getLogger(__name__)
 
 QUEUE_EVENTS = 4096
 """How many events may wait for slow observers before the oldest are lost."""
+QUEUE_REQUESTS = 1024
+"""How many requests may, each with the keys of its chain."""
 CHUNK_EVENT_BYTES = 64 << 20
 """How much of keys and tokens may."""
 _KEY_BYTES = 256
 """What an event about one chunk takes up, roughly."""
 
 
-class CounterKey(NamedTuple):
-    """What is counted together: an event's name, tier and reason.
-
-    Two names are no events: `observer_error` (the reason is the observer's type) and `observer_lost`.
-    """
-
-    name: str
-    tier: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """The sums over all events of one key."""
-
-    count: int
-    chunks: int
-    tokens: int
-    bytes: int
-    seconds: float
+Callers = Sequence[tuple[Observer, object]]
+"""What each observer that sees requests said as one began."""
 
 
 class EventBus:
@@ -61,6 +45,9 @@ class EventBus:
         self._chunk_bytes = 0
         self.sees_chunks = any(observer.sees_chunks for observer in self._observers)
         """Somebody wants to be told of chunks; ask before making a `ChunkEvent`."""
+        self.sees_requests = any(observer.sees_requests for observer in self._observers)
+        """Somebody wants to be told of requests; ask before making a record of one."""
+        self._requests: deque[tuple[Request, Callers]] = deque()
         self._failed: set[str] = set()
         self._busy = False
         self._closed = False
@@ -97,6 +84,33 @@ class EventBus:
                 self._count("observer_lost", "", "chunks")
             self._changed.notify_all()
 
+    def watch(self, engine: Watched) -> None:
+        """Have the observers watch an engine. Raises what they raise."""
+        for observer in self._observers:
+            observer.watch(engine)
+
+    def callers(self) -> Callers:
+        """What the observers want to remember of the thread that calls this."""
+        said = []
+        for observer in self._observers:
+            if observer.sees_requests:
+                try:
+                    said.append((observer, observer.caller()))
+                except Exception as error:
+                    self._blame(observer, error)
+        return said
+
+    def emit_request(self, request: Request, callers: Callers) -> None:
+        """Queue for the observers that see requests, as `emit` does. Not counted."""
+        with self._changed:
+            if self._closed:
+                return
+            if len(self._requests) >= QUEUE_REQUESTS:
+                self._requests.popleft()
+                self._count("observer_lost", "", "requests")
+            self._requests.append((request, callers))
+            self._changed.notify_all()
+
     def came(self, tier: str, keys: Sequence[ChunkKey], *, in_memory: bool = False) -> None:
         """Tell those who see chunks what a tier holds now."""
         if self.sees_chunks and keys:
@@ -120,7 +134,7 @@ class EventBus:
         """Wait up to `timeout` seconds until every event so far was told; whether it was."""
         until = self._runtime.now() + timeout
         with self._changed:
-            while self._queue or self._chunks or self._busy:
+            while self._waiting or self._busy:
                 left = until - self._runtime.now()
                 if left <= 0:
                     return False
@@ -162,27 +176,33 @@ class EventBus:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                while not (self._queue or self._chunks or self._closed):
+                while not (self._waiting or self._closed):
                     self._changed.wait()
-                if not (self._queue or self._chunks):
+                if not self._waiting:
                     return
-                event = self._next()
+                calls = self._next()
                 self._busy = True
-            for observer in self._observers:
+            for observer, call in calls:
                 try:
-                    if isinstance(event, Event):
-                        observer.on_event(event)
-                    elif observer.sees_chunks:
-                        observer.on_chunks(event)
+                    call()
                 except Exception as error:
                     self._blame(observer, error)
 
-    def _next(self) -> Event | ChunkEvent:
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._queue or self._chunks or self._requests)
+
+    def _next(self) -> list[tuple[Observer, Callable[[], None]]]:
+        """Who is to be told next, and how."""
         if self._queue:
-            return self._queue.popleft()
-        event = self._chunks.popleft()
-        self._chunk_bytes -= _size(event)
-        return event
+            event = self._queue.popleft()
+            return [(observer, partial(observer.on_event, event)) for observer in self._observers]
+        if self._requests:
+            request, callers = self._requests.popleft()
+            return [(observer, partial(observer.on_request, request, caller)) for observer, caller in callers]
+        chunks = self._chunks.popleft()
+        self._chunk_bytes -= _size(chunks)
+        return [(one, partial(one.on_chunks, chunks)) for one in self._observers if one.sees_chunks]
 
     def _blame(self, observer: Observer, error: Exception) -> None:
         with self._changed:

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from kvloom import keys as keying
 from kvloom.config import EngineConfig
 from kvloom.contracts.connector import GPUConnector
+from kvloom.contracts.observer import CounterKey, Totals
 from kvloom.contracts.tokens import TokenDatabase
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
+from kvloom.records import NO_RECORD, OpenRecord, Record
 from kvloom.runtime import Runtime, opened
 from kvloom.tiers.base import Tier
 from kvloom.tiers.stack import Stack
 from kvloom.types import Health, Hit, KVSpec, Segment
+
+
+class _View:
+    """What observers see of an engine, for as long as there is one."""
+
+    def __init__(self, engine: Index) -> None:
+        self.instance_id = engine.config.instance_id
+        self.fingerprint = engine.fingerprint
+        self.spec = engine.spec
+        self._stack = weakref.ref(engine._stack)
+        self._events = weakref.ref(engine._events)
+
+    def health(self) -> Health:
+        stack = self._stack()
+        return Health(()) if stack is None else stack.health()
+
+    def counters(self) -> Mapping[CounterKey, Totals]:
+        events = self._events()
+        return {} if events is None else events.counters()
 
 
 class Index:
@@ -46,6 +68,15 @@ class Index:
         self._closed = False
         self._gone = ""
         opened(self)
+
+    def _told_of(self) -> Self:
+        """Called once, when it is open: have the observers watch it. Closes it, and raises what they raise."""
+        try:
+            self._events.watch(_View(self))
+        except BaseException:
+            self.close()
+            raise
+        return self
 
     def inherited(self, pid: int) -> None:
         """In a forked child: refuse every verb, and have nothing to close."""
@@ -82,7 +113,7 @@ class Index:
         self._check_here()
         return self._stack.health()
 
-    def counters(self) -> Mapping[Any, Any]:
+    def counters(self) -> Mapping[CounterKey, Totals]:
         """What has happened so far: (event, tier, reason) to its totals."""
         self._check_here()
         return self._events.counters()
@@ -96,6 +127,16 @@ class Index:
         """
         self._check_names(search_range)
         segments = self.segments(tokens, salt=salt)
+        with self._record("lookup", segments, 0, tokens).going_on() as record:
+            hit = self._lookup(segments, tokens, search_range, salt)
+            record.served_tokens = hit.tokens
+            for name, count in hit.by_tier.items():
+                record.gave(name, count)
+            return hit
+
+    def _lookup(
+        self, segments: Sequence[Segment], tokens: torch.Tensor, search_range: Sequence[str] | None, salt: str | None
+    ) -> Hit:
         keys = [key for _, _, key in segments]
         for database in self._others:  # asked about in one go
             keys += [segment.key for segment in database.segments(tokens, salt=self._salt(salt))]
@@ -143,6 +184,18 @@ class Index:
         self._check_open()
         self._check_names(search_range)
         return self._stack.locate([segment.key for segment in segments], search_range)
+
+    def _record(
+        self, verb: str, segments: Sequence[Segment], first: int = 0, tokens: torch.Tensor | None = None
+    ) -> Record:
+        """Of a request that begins on this thread. first: of the segments that are selected. tokens: all of them."""
+        if not self._events.sees_requests:
+            return NO_RECORD
+        num_tokens = tokens.numel() if tokens is not None else segments[-1].end if segments else 0
+        return OpenRecord(
+            verb, segments, first=first, num_tokens=num_tokens, chunk_tokens=self.config.chunk_tokens,
+            events=self._events, runtime=self._runtime,
+        )  # fmt: skip
 
     def _salt(self, salt: str | None) -> str:
         return self.config.salt if salt is None else salt

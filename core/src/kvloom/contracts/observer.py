@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from kvloom.contracts.component import Component
-from kvloom.types import ChunkKey, Segment
+from kvloom.types import ChunkKey, Health, KVSpec, Segment
 
 EventName = Literal[
     "stored",
@@ -59,11 +60,116 @@ class ChunkEvent:
     prefix: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one tier did for one request, all its chunks together."""
+
+    name: str
+    """`read`, `decode` (within `read`), `write`, `encode` (within `write`), or `copy`: the connector's, of no tier."""
+    tier: str
+    began: float
+    """Seconds since the epoch."""
+    seconds: float
+    """From when the first chunk's began to when the last one's ended."""
+    busy_seconds: float
+    """The chunks' own times: they overlap."""
+    chunks: int
+    bytes: int
+    """Of blobs, for `read` and `write`; of KV otherwise."""
+    codec: str = ""
+    """The serializer's type, for `decode` and `encode`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A verb that was called, told once it and all that it had written in the background is over.
+
+    Holds keys, and no tokens: only observers with `sees_requests` are told.
+    """
+
+    verb: str
+    """`retrieve`, `store`, `retrieve_layer`, `store_layer`, `load`, `load_layers`, `save`, `prefetch`, `pin`,
+    `lookup`. One that is not known is to be passed over."""
+    began: float
+    """Seconds since the epoch."""
+    seconds: float
+    """Until the verb, or its task, ended; writes in the background may have ended later."""
+    tokens: int
+    """That were asked for, or offered."""
+    served_tokens: int
+    """That were given, or are kept now."""
+    keys: tuple[ChunkKey, ...]
+    """The whole chain."""
+    ends: tuple[int, ...]
+    """Where each of its chunks ends, in tokens."""
+    first: int
+    """The first of them that was asked for."""
+    num_tokens: int
+    """Of the whole sequence, with what did not fill a chunk."""
+    chunk_tokens: int
+    sources: Mapping[str, int]
+    """The tiers that had what was given, with how many tokens."""
+    steps: tuple[Step, ...]
+    error: str = ""
+    """The type of what it raised."""
+
+
+class CounterKey(NamedTuple):
+    """What is counted together: an event's name, tier and reason.
+
+    Two names are no events: `observer_error` (the reason is the observer's type) and `observer_lost`.
+    """
+
+    name: str
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The sums over all events of one name, tier and reason."""
+
+    count: int
+    chunks: int
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+class Watched(Protocol):
+    """An engine, for those who watch it: from any thread, asking no store, until the observer is closed."""
+
+    instance_id: str
+    fingerprint: str
+    spec: KVSpec
+
+    def health(self) -> Health:
+        """How its tiers are; none once the engine is gone."""
+
+    def counters(self) -> Mapping[CounterKey, Totals]:
+        """The sums of its events by name, tier and reason; none once it is gone."""
+
+
 class Observer(Component):
     """Is told of events from a queue, on a thread of its own, never on the hot path. Raising or slow is contained."""
 
     sees_chunks: ClassVar[bool] = False
     """It is told of chunks, too. Only engines that move KV make it: an index does not."""
+    sees_requests: ClassVar[bool] = False
+    """It is told of requests, too."""
+
+    def watch(self, engine: Watched) -> None:
+        """Called once, when the engine is open, before any event. What it raises keeps the engine from opening."""
+
+    def caller(self) -> object:
+        """On the caller's thread, as a request begins, if `sees_requests`: what to remember of where it comes from.
+
+        A trace's context, for example. Fast: the caller waits.
+        """
+        return None
+
+    def on_request(self, request: Request, caller: object) -> None:
+        """Called as `on_event` is, if `sees_requests`. caller: what `caller` said as the request began."""
 
     @abstractmethod
     def on_event(self, event: Event) -> None: ...

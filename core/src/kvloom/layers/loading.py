@@ -13,6 +13,7 @@ from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
+from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.layered import LayerFetch, Part
@@ -42,6 +43,7 @@ class Loading:
     def __init__(
         self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
         stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime, on_end: Callable[[Loading], None],
+        record: Record = NO_RECORD,
     ) -> None:  # fmt: skip
         """Use `Engine.retrieve_layer`."""
         self._segments = segments
@@ -58,7 +60,7 @@ class Loading:
         # Held while the engine's KV is written, so that whoever ends this waits for a copy but never for a tier.
         self._writing = runtime.lock()
         self._changed = runtime.condition()
-        self._visit = stack.visit(Chain(chain))
+        self._visit = stack.visit(Chain(chain), record)
         self._ended = False
         self._ready = 0
         self._error: BaseException | None = None
@@ -163,6 +165,15 @@ class Loading:
             yield from ((segment.start, segment.end) for segment in self._segments[:chunks])
 
     def _run(self) -> None:
+        self._load()
+        record = self._visit.record
+        count = self._prefix.count(self.num_layers - 1) if self._ready == self.num_layers else 0
+        record.served_tokens = self._ends[count - 1] if count else 0
+        for name, tokens in self.hit.by_tier.items():
+            record.gave(name, tokens)
+        record.end(self._error)
+
+    def _load(self) -> None:
         began = self._runtime.now()
         try:
             self._fetch.begin()
@@ -199,6 +210,7 @@ class Loading:
         return not self._visit.given_up
 
     def _write(self, run: Sequence[Part]) -> None:
+        began = self._visit.record.now()
         fences: list[Fence] = []
         for layer in run[0].layers:
             parts = [part for part in run if part.index < self._prefix.count(layer)]
@@ -211,6 +223,8 @@ class Loading:
                 fences.append(fence)
         for fence in fences:
             fence.wait()
+        nbytes = sum(part.chunk.nbytes for part in run)
+        self._visit.record.note("copy", "", began, self._visit.record.now(), nbytes=nbytes, chunks=len(run))
 
     def _account(self, began: float) -> None:
         self._stack.touch(self._chain, count=False)

@@ -12,6 +12,7 @@ from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.observer import Event
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
+from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.layered import layer_of
@@ -36,10 +37,11 @@ class Storing:
     def __init__(
         self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Chain,
         stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime, finished: Callable[[], None],
-        on_end: Callable[[Storing], None],
+        on_end: Callable[[Storing], None], record: Record = NO_RECORD,
     ) -> None:  # fmt: skip
         """Use `Engine.store_layer`."""
         self._where = where
+        self._num_tokens = sum(segment.end - segment.start for segment in segments)
         self._stack = stack
         self._connector = connector
         self._runtime = runtime
@@ -50,13 +52,13 @@ class Storing:
         self._done: set[int] = set()
         self._open = True
         self.num_layers = int(connector.shape(1)[1])
-        self._visit = stack.visit(chain)
+        self._visit = stack.visit(chain, record)
         self._claims = stack.claim(segments)
         self._rooms: list[Room] = []
         try:
             self._todo = self._plan([segment for segment in segments if segment.key in self._claims.keys], events)
-        except BaseException:
-            self._let_go()
+        except BaseException as error:
+            self._let_go(error)
             raise
         self._segments = [segment for segment, _ in self._todo]
         self._chunks = [self._chunk(segment, room) for segment, room in zip(self._segments, self._rooms, strict=True)]
@@ -103,10 +105,13 @@ class Storing:
             if not self._open:
                 raise BackendError("the storing is closed")
             if self._segments:
+                began = self._visit.record.now()
                 chunks = [layer_of(chunk, layer) for chunk in self._chunks]
                 fence = self._connector.read_layer(layer, self._segments, chunks, **{**self._where, **where})
                 if fence is not None:
                     fence.wait()
+                nbytes = sum(chunk.nbytes for chunk in chunks)
+                self._visit.record.note("copy", "", began, self._visit.record.now(), nbytes=nbytes, chunks=len(chunks))
             self._done.add(layer)
             self._stack.go_on(self._claims)
 
@@ -125,8 +130,10 @@ class Storing:
             self.close()
             raise ValueError(f"layer: {absent[0]} was never stored ({len(absent)} of {self.num_layers} are lacking)")
         try:
-            if self._todo:
-                self._keep()
+            with self._visit.record.going_on() as record:
+                if self._todo:
+                    self._keep()
+                record.served_tokens = self._num_tokens
             self._finished()
         finally:
             self._stack.settle(self._claims, stored=True)
@@ -153,10 +160,11 @@ class Storing:
             todo, chunks, rooms = zip(*kept, strict=True)
             self._stack.insert(todo, chunks, rooms, self._visit, seconds=self._runtime.now() - self._began)
 
-    def _let_go(self) -> None:
+    def _let_go(self, error: BaseException | None = None) -> None:
         for room in self._rooms:
             room.release()
         self._stack.settle(self._claims, stored=False)
+        self._visit.record.end(error)
 
     def inherited(self, error: BaseException) -> None:
         """End it in a forked child, whose memory does not have it."""

@@ -10,6 +10,7 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.memory import pages_of
 from kvloom.protection import Protection
+from kvloom.records import NO_RECORD, Record
 from kvloom.tiers.base import Loaded
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.ledger import Fidelity, Ledger, Victim
@@ -32,22 +33,29 @@ class BlobWriter:
 
     def __init__(
         self, backend: StorageBackend, serializer: Serializer, ledger: Ledger, upkeep: Upkeep, *,
-        protection: Protection | None = None,
+        protection: Protection | None = None, name: str = "",
     ) -> None:  # fmt: skip
+        """name: the tier's."""
+        self._name = name
         self._backend = backend
         self._serializer = serializer
         self._protection = protection
         self._ledger = ledger
         self._upkeep = upkeep
 
-    def write(self, key: ChunkKey, loaded: Loaded, *, chain: Chain, removed: Callable[[], bool]) -> Written:
+    def write(
+        self, key: ChunkKey, loaded: Loaded, *, chain: Chain, removed: Callable[[], bool], record: Record = NO_RECORD
+    ) -> Written:
         """Write a chunk. Raises what serializer and backend raise.
 
         chain: nothing of it goes for what is behind it. removed: whether the chunk has been removed meanwhile.
         """
         if removed():
             return Written(0, fits=True, kept=False)
+        began = record.now()
         framed = self._framed(key, loaded)
+        codec, kv_bytes = self._serializer.type, loaded.chunk.nbytes
+        record.note("encode", self._name, began, record.now(), nbytes=kv_bytes, codec=codec)
         nbytes = sum(memoryview(part).nbytes for part in framed)
         victims = self._ledger.admit(key, pages_of(nbytes), chain)
         if victims is None:

@@ -203,11 +203,12 @@ class LayerFetch:
         assert blob is not None
         if arrival is None:
             nbytes = blob.header.header_bytes + blob.header.payload_bytes
-            seconds = self._runtime.now() - chunk.began
-            self._events.emit(Event("retrieved", tier.name, chunk.num_tokens, 1, nbytes, seconds))
+            ended = self._runtime.now()
+            self._visit.record.note("read", tier.name, chunk.began, ended, nbytes=nbytes)
+            self._events.emit(Event("retrieved", tier.name, chunk.num_tokens, 1, nbytes, ended - chunk.began))
             return
         chunk.arrival = None
-        loaded, first = tier.loads.complete(arrival, self._visit.chain)
+        loaded, first = tier.loads.complete(arrival, self._visit)
         if first and not self._stack.memory.purges.hit(arrival.key, arrival.since):
             self._stack.promote(chunk.segment, loaded, self._visit, below=tier)
         loaded.release()

@@ -17,7 +17,6 @@ from kvloom.runtime import Call, Runtime
 from kvloom.tiers.arrivals import Arrival, Arrivals, Arrived, WholeRead
 from kvloom.tiers.base import Layout, Loaded
 from kvloom.tiers.calls import Calls, NoRoomError
-from kvloom.tiers.chain import Chain
 from kvloom.tiers.flights import Flights, Read, release
 from kvloom.tiers.layer_blobs import LayeredBlob, layered, read_layers
 from kvloom.tiers.ledger import Fidelity, Ledger
@@ -81,7 +80,7 @@ class Loads:
     ) -> Read | T | None:
         if not self._calls.serves(visit):
             return None
-        load = partial(self._load, key, tuple(shape), num_tokens, visit.chain)
+        load = partial(self._load, key, tuple(shape), num_tokens, visit)
         read = self.flights.board(key, load, visit, instead=instead)
         if isinstance(read, WholeRead):
             self.arrivals.hurry(read.arrival)
@@ -106,31 +105,29 @@ class Loads:
             if outcome and self._purges.hit(key, arrival.since):
                 return None
             if outcome:
-                return self.complete(arrival, read.visit.chain)[0]
+                return self.complete(arrival, read.visit)[0]
             self.arrivals.close(arrival)
         finally:
             self.arrivals.leave(arrival)
         if outcome is None or not self._calls.serves(read.visit):
             return None
-        load = partial(self._load, key, arrival.place.chunk_shape, num_tokens, read.visit.chain)
+        load = partial(self._load, key, arrival.place.chunk_shape, num_tokens, read.visit)
         again = self.flights.board(key, load, read.visit)
         return None if again is None else self.flights.leave(again)
 
-    def complete(self, arrival: Arrival, chain: Chain) -> tuple[Loaded, bool]:
-        """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this.
-
-        chain: what it is part of.
-        """
+    def complete(self, arrival: Arrival, visit: Visit) -> tuple[Loaded, bool]:
+        """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this."""
         loaded, block = self.arrivals.complete(arrival)
         if block is None:
             return loaded, False
         assert arrival.blob is not None
         header = arrival.blob.header
-        nbytes, seconds = header.header_bytes + header.payload_bytes, self._now() - arrival.began
-        self._events.emit(Event("retrieved", self._name, arrival.num_tokens, 1, nbytes, seconds))
+        nbytes, ended = header.header_bytes + header.payload_bytes, self._now()
+        visit.record.note("read", self._name, arrival.began, ended, nbytes=nbytes)
+        self._events.emit(Event("retrieved", self._name, arrival.num_tokens, 1, nbytes, ended - arrival.began))
         kept = self._memory.insert(
             arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since,
-            chain=chain,
+            chain=visit.chain,
         )  # fmt: skip
         loaded.release()
         return kept, True
@@ -179,8 +176,9 @@ class Loads:
         empty = torch.empty(shape, dtype=self._layout.dtype, device="meta")
         return layered(header, serializer, Chunk(empty, self._layout.format, num_tokens, header.description.fidelity))
 
-    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, chain: Chain) -> Loaded | None:
-        began = self._now()
+    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, visit: Visit) -> Loaded | None:
+        """visit: of whoever was the first to ask; others share what comes of it."""
+        began, record = self._now(), visit.record
         since, known_since = self._purges.mark(), self._ledger.mark()
         if key in self._presence.doomed():
             return None
@@ -188,8 +186,8 @@ class Loads:
         for attempt in (1, 2):
             try:
                 arrived = self._reader.read(
-                    self._backend, key, shape, num_tokens, until=until, since=since, chain=chain,
-                    on_wait=partial(self.flights.starve, key),
+                    self._backend, key, shape, num_tokens, until=until, since=since, chain=visit.chain,
+                    on_wait=partial(self.flights.starve, key), record=record,
                 )  # fmt: skip
             except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
                 self._miss(key, num_tokens, error, since=known_since)
@@ -208,7 +206,9 @@ class Loads:
             self._presence.note(key, header, since=known_since)
             if loaded is not None:
                 nbytes = header.header_bytes + header.payload_bytes
-                self._events.emit(Event("retrieved", self._name, num_tokens, 1, nbytes, self._now() - began))
+                ended = self._now()
+                record.note("read", self._name, began, ended, nbytes=nbytes)
+                self._events.emit(Event("retrieved", self._name, num_tokens, 1, nbytes, ended - began))
             return loaded
         return None
 

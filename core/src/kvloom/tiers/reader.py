@@ -14,6 +14,7 @@ from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import CorruptBlobError, KVLoomError, UnreadableBlobError
 from kvloom.memory import Reservation
 from kvloom.protection import Protection
+from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded
 from kvloom.tiers.calls import NoRoomError
@@ -36,9 +37,10 @@ class BlobReader:
 
     def __init__(
         self, layout: Layout, serializers: Sequence[Serializer], memory: MemoryTier, runtime: Runtime, *,
-        exact_only: bool, ttl: float | None, protection: Protection | None = None,
+        exact_only: bool, ttl: float | None, protection: Protection | None = None, name: str = "",
     ) -> None:  # fmt: skip
-        """serializers: those that blobs may be decoded with; of two of one type, the first."""
+        """serializers: those that blobs may be decoded with; of two of one type, the first. name: the tier's."""
+        self._name = name
         self._layout = layout
         self._decoders = {serializer.type: serializer for serializer in reversed(serializers)}
         self._memory = memory
@@ -50,13 +52,14 @@ class BlobReader:
 
     def read(
         self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, *, until: float,
-        since: int, chain: Chain = NO_CHAIN, on_wait: Callable[[], None] = lambda: None,
+        since: int, chain: Chain = NO_CHAIN, on_wait: Callable[[], None] = lambda: None, record: Record = NO_RECORD,
     ) -> tuple[envelope.Header, Loaded | None] | None:  # fmt: skip
         """The blob's header, and its chunk unless `until` has passed; None if there is no blob.
 
         since: a mark of the removals from before; what was removed after it is not kept in memory. chain: what it is
-        part of, as `MemoryTier.insert` takes it. on_wait: called before this waits for memory that is in use. Raises
-        CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError and whatever the backend raises.
+        part of, as `MemoryTier.insert` takes it. on_wait: called before this waits for memory that is in use. record:
+        where it is noted. Raises CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError and whatever the
+        backend raises.
         """
         _, longest = self._outline(shape, num_tokens)
         room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
@@ -67,7 +70,7 @@ class BlobReader:
                 return None
             header = landing.finish()
             serializer = self.check(header, shape, num_tokens)
-            loaded = self._decode(key, header, landing, serializer, reserve, since=since, chain=chain)
+            loaded = self._decode(key, header, landing, serializer, reserve, since=since, chain=chain, record=record)
             return header, loaded
         finally:
             landing.abandon()  # now, not when a traceback that refers to it is collected
@@ -117,7 +120,7 @@ class BlobReader:
 
     def _decode(
         self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, reserve: _Reserve, *,
-        since: int, chain: Chain,
+        since: int, chain: Chain, record: Record,
     ) -> Loaded | None:  # fmt: skip
         about, dtype = header.description, self._layout.dtype
         tensor, _ = self._outline(about.shape, about.num_tokens)
@@ -133,11 +136,13 @@ class BlobReader:
                 raise NoRoomError("no room in memory to decode a chunk")
             room = decoded
             chunk = replace(like, tensor=room.tensor(about.shape, dtype))
+            began = record.now()
             try:
                 serializer.decode(envelope.split(header, payload), chunk)
             except BaseException:
                 room.abandon()
                 raise
+            record.note("decode", self._name, began, record.now(), nbytes=like.nbytes, codec=serializer.type)
         block = room.seal()
         if block is None:
             return None

@@ -11,6 +11,7 @@ from kvloom.envelope import ALIGN_BYTES
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.memory import Reservation
+from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.arrivals import WholeRead
 from kvloom.tiers.base import Layout, Loaded, Tier
@@ -77,9 +78,9 @@ class Stack:
         if self._behind:
             memory.write_back = self._write_back
 
-    def visit(self, chain: Chain = NO_CHAIN) -> Visit:
-        """An operation that begins now. chain: what it is about."""
-        return Visit(self._runtime, self.deadline, since=self.memory.purges.mark(), chain=chain)
+    def visit(self, chain: Chain = NO_CHAIN, record: Record = NO_RECORD) -> Visit:
+        """An operation that begins now. chain: what it is about. record: where it is noted."""
+        return Visit(self._runtime, self.deadline, since=self.memory.purges.mark(), chain=chain, record=record)
 
     @property
     def deadline(self) -> float:
@@ -125,6 +126,7 @@ class Stack:
         run = [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
         try:
             if run and len(run) == len(segments):
+                self._from_memory(segments, visit)
                 yield run
                 return
         finally:
@@ -201,13 +203,20 @@ class Stack:
             loaded = source.loads.collect(read)
             if loaded is not None:
                 visit.progress()
+                visit.record.gave(source.name, arrival.segment.end - arrival.segment.start)
                 self.promote(arrival.segment, loaded, visit, below=source)
                 return loaded
             self._start(arrival, shape, visit)
         if arrival.loaded is None:
             num_tokens = arrival.segment.end - arrival.segment.start
             self._events.emit(Event("missed", tokens=num_tokens, chunks=1, reason="in no tier"))
+        else:
+            self._from_memory([arrival.segment], visit)
         return arrival.loaded
+
+    def _from_memory(self, segments: Sequence[Segment], visit: Visit) -> None:
+        if visit.record is not NO_RECORD:
+            visit.record.gave(self.memory.name, sum(segment.end - segment.start for segment in segments))
 
     def promote(self, segment: Segment, loaded: Loaded, visit: Visit, *, below: StoredTier) -> None:
         """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""
@@ -218,8 +227,9 @@ class Stack:
         for tier in self.stored[: self.stored.index(below)]:
             if tier.policy.write == "through" and tier.lacks(segment.key, loaded.written):
                 tier.submit(
-                    segment.key, loaded.again(), until=self._runtime.now(), since=visit.since, chain=visit.chain
-                )
+                    segment.key, loaded.again(), until=self._runtime.now(), since=visit.since, chain=visit.chain,
+                    record=visit.record,
+                )  # fmt: skip
 
     # -- from the engine -----------------------------------------------------------------------------------------------
 
@@ -301,7 +311,10 @@ class Stack:
         if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
             for tier in tiers if loaded.chunk.exact else ():  # it may have been another a moment ago
                 if not tier.outlived(loaded.written):
-                    tier.submit(key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain)
+                    tier.submit(
+                        key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain,
+                        record=visit.record,
+                    )  # fmt: skip
             loaded.release()
 
     def _copy_in(self, todo: list[tuple[Segment, list[StoredTier]]], shape: Shape, copy: Copy, visit: Visit) -> None:
@@ -356,7 +369,10 @@ class Stack:
                 segment.key, chunk, block, written=written, since=visit.since, chain=visit.chain
             )
             for tier in tiers:
-                tier.submit(segment.key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain)
+                tier.submit(
+                    segment.key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain,
+                    record=visit.record,
+                )  # fmt: skip
             loaded.release()
         self.memory.touch([segment.key for segment, _ in now])
         if self.memory.keep:

@@ -18,6 +18,7 @@ from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.events import EventBus
 from kvloom.protection import Protection
+from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
 from kvloom.tiers.blobs import BlobWriter
@@ -105,7 +106,7 @@ class StoredTier(Tier):
         )  # fmt: skip
         reader = BlobReader(
             layout, serializers, memory, runtime, exact_only=policy.exact_only, ttl=policy.ttl,
-            protection=policy.protection,
+            protection=policy.protection, name=name,
         )  # fmt: skip
         self.outlived = reader.outlived
         """Whether the tier has no use for KV that was first stored at a time, in seconds since the epoch."""
@@ -137,7 +138,9 @@ class StoredTier(Tier):
             layout, backend, reader, self._presence, self.ledger, self.calls, memory, events, runtime,
             deletes=policy.write != "never",
         )  # fmt: skip
-        self._writer = BlobWriter(backend, self.serializer, self.ledger, self.upkeep, protection=policy.protection)
+        self._writer = BlobWriter(
+            backend, self.serializer, self.ledger, self.upkeep, protection=policy.protection, name=name
+        )
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -183,12 +186,13 @@ class StoredTier(Tier):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, key: ChunkKey, loaded: Loaded, *, until: float, since: int, chain: Chain = NO_CHAIN
-    ) -> Write | None:
+        self, key: ChunkKey, loaded: Loaded, *, until: float, since: int, chain: Chain = NO_CHAIN,
+        record: Record = NO_RECORD,
+    ) -> Write | None:  # fmt: skip
         """Write an exact chunk in the background, taking over its lease; None (and counted) if it was dropped.
 
         since: a mark of the removals from before the chunk was got; what was removed after it is not kept.
-        chain: what it is part of; nothing of it makes room for what is behind it.
+        chain: what it is part of; nothing of it makes room for what is behind it. record: where it is noted.
         """
         chunk = loaded.chunk
         assert chunk.exact, "lossy chunks are never written on: they would be encoded twice"
@@ -197,8 +201,8 @@ class StoredTier(Tier):
             self._on_lost(key, chunk, "the tier is paused")
             return None
         self.ledger.expect(key, chain)
-        store = partial(self._store, key, loaded, since, chain)
-        write = self._writes.submit(key, self.calls.judged("put", store, self.calls.writing), loaded, until=until)
+        store = self.calls.judged("put", partial(self._store, key, loaded, since, chain, record), self.calls.writing)
+        write = self._writes.submit(key, store, loaded, until=until, record=record)
         if write is None:
             self._on_lost(key, chunk, "the write queue is full")
         return write
@@ -207,18 +211,20 @@ class StoredTier(Tier):
         """Wait until every accepted write has been written or has failed; False if `until` came first."""
         return self._writes.flush(until)
 
-    def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain) -> bool:
+    def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain, record: Record) -> bool:
         began = self._runtime.now()
         chunk = loaded.chunk
         with self._landings.of(key, since):
-            written = self._writer.write(key, loaded, chain=chain, removed=lambda: self._purges.hit(key, since))
+            removed = partial(self._purges.hit, key, since)
+            written = self._writer.write(key, loaded, chain=chain, removed=removed, record=record)
         if not written.fits:
             self._on_lost(key, chunk, "no room within the tier's bounds, or just being deleted")
         elif not written.kept:
             self._on_lost(key, chunk, "removed while it was being written")
         if written.kept:
-            seconds = self._runtime.now() - began
-            self._events.emit(Event("stored", self.name, chunk.num_tokens, 1, written.nbytes, seconds))
+            ended = self._runtime.now()
+            record.note("write", self.name, began, ended, nbytes=written.nbytes)
+            self._events.emit(Event("stored", self.name, chunk.num_tokens, 1, written.nbytes, ended - began))
             self._events.came(self.name, [key])
         return written.kept
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.chain import NO_CHAIN, Chain
 
@@ -15,8 +16,11 @@ class Visit:
     not asked again in the same operation, so that a tier costs it one deadline at most.
     """
 
-    def __init__(self, runtime: Runtime, seconds: float, *, since: int, chain: Chain = NO_CHAIN) -> None:
-        """since: a mark of the removals, now. chain: what the operation is about."""
+    def __init__(
+        self, runtime: Runtime, seconds: float, *, since: int, chain: Chain = NO_CHAIN, record: Record = NO_RECORD
+    ) -> None:
+        """since: a mark of the removals, now. chain: what the operation is about. record: where it is noted."""
+        self.record = record
         self.since = since
         self.chain = chain
         self._now = runtime.now

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvloom.errors import BackendError
+from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Call, Runtime, Workers
 from kvloom.tiers.base import Loaded
 from kvloom.types import ChunkKey
@@ -21,6 +22,8 @@ class Write:
     outcome: bool | None = None
     """True: stored. False: failed or dropped. None: still under way."""
     call: Call[None] | None = field(default=None, repr=False)
+    record: Record = field(default=NO_RECORD, repr=False)
+    """Held until there is an outcome."""
 
 
 class WriteQueue:
@@ -69,14 +72,18 @@ class WriteQueue:
         """Whether a chunk would be accepted without waiting."""
         return not self._open or self._bytes + nbytes <= self._max_bytes
 
-    def submit(self, key: ChunkKey, store: Callable[[], bool], loaded: Loaded, *, until: float) -> Write | None:
+    def submit(
+        self, key: ChunkKey, store: Callable[[], bool], loaded: Loaded, *, until: float, record: Record = NO_RECORD
+    ) -> Write | None:
         """Queue a write, waiting for room until `until`; None (the chunk released) if there was none.
 
         A write of the same key that is under way stands for this one.
         """
-        write = Write(key, loaded)
+        write = Write(key, loaded, record=record)
+        record.hold()
         same = self._admit(write, until)
         if same is not write:
+            record.release()
             loaded.release()
             return same
         try:
@@ -145,11 +152,13 @@ class WriteQueue:
 
     def _settle(self, write: Write, outcome: bool) -> None:
         with self._changed:
-            if write.outcome is None:
-                write.outcome = outcome
-                del self._open[write.key]
-                self._bytes -= write.loaded.chunk.nbytes
-                self._changed.notify_all()
+            if write.outcome is not None:
+                return
+            write.outcome = outcome
+            del self._open[write.key]
+            self._bytes -= write.loaded.chunk.nbytes
+            self._changed.notify_all()
+        write.record.release()
 
     def _expire(self) -> None:
         if not self._open:
