@@ -1,4 +1,4 @@
-"""Small models of random weights, one of each shape."""
+"""Small models of random weights, one of each shape; texts, and what is known of a prompt."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from kvloom_blend import BlendedModel
+from kvloom_blend.retrievers import PassageRetriever
+from kvloom_blend.retrievers.landing import LandingTask
 
 # The models are so small that threads only wait for each other, and where tests run side by side they wait long.
 torch.set_num_threads(1)
@@ -72,3 +76,20 @@ def config(executor: dict[str, Any], retriever: dict[str, Any] | None = None, **
         },
         **more,
     }
+
+
+TEXTS = [text(seed) for seed in range(4)]
+QUESTION = text(9, 12)
+PROMPT = joined(*TEXTS, QUESTION)
+ALL = {"executor": "full"}
+NONE = {"executor": "none"}
+DISK = {"type": "disk", "capacity": "1GiB"}
+
+
+def valid(it: BlendedModel, prompt: torch.Tensor, **more: Any) -> torch.Tensor:
+    assert isinstance(it.retriever, PassageRetriever)
+    task = it.retriever.new_request(prompt, torch.tensor([0, len(prompt)]), **more)
+    mask = task.result(0).valid_mask
+    assert isinstance(task, LandingTask)
+    task.close()
+    return mask

@@ -111,7 +111,7 @@ def _tried(
     except ValueError as error:
         raise ConfigError("MODEL" if prompts is None else "MODEL or --prompts", str(error)) from None
     try:
-        chosen = subject.executor(executor, recompute_ratio=1.0)
+        chosen = subject.budgeted(executor, recompute_ratio=1.0)
         steps = len(checks.DELTAS) + len(subject.prompts) * (4 + measure * len(checks.RATIOS))
         with screen.progress(f"verifying {dtype}", steps) as step:
             subject.remember()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvloom import BlendExecutor, Registry
+from kvloom import BlendExecutor, ConfigError, Registry
 
 from .demo.texts import beginning, tokenized
 from .quality import Agreement, Reference, executor_of, logits_of
@@ -24,6 +24,8 @@ RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
 LOGITS = {torch.float32: 1e-4}
 ROUNDED_LOGITS = 2e-2
 """How far logits may be off that should be the same, in float32 and in types that round more."""
+TURNED = {torch.float32: 2e-6}
+"""How far turned K may be off, of the length of a pair; in other types what the model itself rounds."""
 _QUESTION_TOKENS = 24
 _ANSWER_TOKENS = 12
 _PASSAGES = 4
@@ -98,6 +100,12 @@ class Subject:
         """Raises ConfigError for one that is not there, or does not take these settings."""
         return executor_of(self.spec, word, registry=self._registry, **settings)
 
+    def budgeted(self, word: str, *, recompute_ratio: float) -> BlendExecutor:
+        """Raises ConfigError too for one without a budget."""
+        if "recompute_ratio" not in self.executor(word).Config.model_fields:
+            raise ConfigError("--executor", f"{word!r} has no recompute_ratio to try; name one that has")
+        return self.executor(word, recompute_ratio=recompute_ratio)
+
     def blend(self, prompt: Prompt, executor: BlendExecutor, *, keep_logits: int = 1) -> Prefilled:
         """One pass over a prompt whose passages are kept."""
         self.blended.executor = executor
@@ -136,7 +144,7 @@ def rotations_hold(model: Any, rotations: Rotations, *, step: Step = lambda: Non
             rows = layer.rows()
             turned = rows[:1].expand_as(rows[1:]) if rotation is None else found.turned(rows, rotation)
             worst = max(worst, float(errors(turned, rows[1:], rotation).max()))
-            bound = tolerance(rows.dtype)
+            bound = TURNED.get(rows.dtype, tolerance(rows.dtype))
         step()
         yield Finding(f"rotation by {delta:,} tokens", worst, bound)
 

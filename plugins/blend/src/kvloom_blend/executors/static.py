@@ -65,7 +65,7 @@ class FullExecutor(BlendExecutor):
 class RatioConfig(Config):
     """Settings of an executor with a budget."""
 
-    recompute_ratio: float = Field(default=0.15, ge=0.0, le=1.0)
+    recompute_ratio: float = Field(default=0.15, ge=0.0, le=1.0, strict=True)
     """Which share of the retrieved tokens is computed again."""
 
 

@@ -17,6 +17,7 @@ class ExplicitRetriever(PassageRetriever):
     """
 
     type = "explicit"
+    takes_boundaries = True
 
     def passages(self, tokens: torch.Tensor, boundaries: Sequence[int] | None) -> list[Passage]:
         bounds = list(boundaries or ())

@@ -42,6 +42,8 @@ class PassageRetriever(BlendRetriever):
     """Looks up, for each passage of a request: an exact prefix, the passage behind the same one, the passage alone."""
 
     Config = PassageConfig
+    takes_boundaries: ClassVar[bool] = False
+    """The client may say where passages begin."""
     task: ClassVar[type[LandingTask]] = LandingTask
 
     @property
@@ -56,6 +58,9 @@ class PassageRetriever(BlendRetriever):
     @abstractmethod
     def passages(self, tokens: torch.Tensor, boundaries: Sequence[int] | None) -> list[Passage]:
         """The passages of one request, in order. boundaries: where the client says that one begins, if it does."""
+
+    def check_passage(self, tokens: torch.Tensor) -> None:
+        """Raise ValueError for tokens that would never be met as one passage."""
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ConfigError for a token id of the settings that a model with so many tokens does not have."""
@@ -76,6 +81,8 @@ class PassageRetriever(BlendRetriever):
         """
         tokens, starts = input_tokens.cpu(), query_start_loc.tolist()
         check_starts(starts, len(tokens))
+        if boundaries is not None and not self.takes_boundaries:
+            raise ValueError(f"boundaries: retriever {self.type!r} finds passages by itself; `explicit` takes them")
         if boundaries is not None and len(boundaries) != len(starts) - 1:
             raise ValueError(f"boundaries: of {len(boundaries)} requests, the batch has {len(starts) - 1}")
         chosen: list[Segment] = []

@@ -7,15 +7,19 @@ from itertools import pairwise
 from typing import Annotated, cast
 
 import torch
-from pydantic import BeforeValidator, Field, NonNegativeInt
+from pydantic import BeforeValidator
 
 from .passages import Passage, PassageConfig, PassageRetriever
 
-Separator = Annotated[
-    tuple[NonNegativeInt, ...],
-    Field(min_length=1),
-    BeforeValidator(lambda value: (value,) if isinstance(value, int) and not isinstance(value, bool) else value),
-]
+
+def _as_tokens(value: object) -> object:
+    tokens = (value,) if type(value) is int else value
+    if isinstance(tokens, (list, tuple)) and not (tokens and all(type(one) is int and one >= 0 for one in tokens)):
+        raise ValueError("name the token id that stands between passages, or several in a row")
+    return tokens
+
+
+Separator = Annotated[tuple[int, ...], BeforeValidator(_as_tokens)]
 """One token id, or several in a row."""
 
 
@@ -36,6 +40,10 @@ class SeparatorRetriever(PassageRetriever):
         super().check_vocabulary(size)
         for token in self.separator:
             self._check_token("separator", token, size)
+
+    def check_passage(self, tokens: torch.Tensor) -> None:
+        if occurrences(tokens, self.separator):
+            raise ValueError("tokens: hold the separator; remember what is between separators, one passage at a time")
 
     def passages(self, tokens: torch.Tensor, boundaries: Sequence[int] | None) -> list[Passage]:
         width = len(self.separator)

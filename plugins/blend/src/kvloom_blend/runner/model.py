@@ -37,6 +37,8 @@ def blended(model: Any, config: str | Path | Mapping[str, Any] | EngineConfig) -
     """
     config = EngineConfig.load(config)
     _check(config)
+    if any(weights.is_meta for weights in model.parameters()):
+        raise ValueError("model: has no weights (device `meta`); load them first")
     engine = Engine.open(config, spec_of(model))
     try:
         return BlendedModel(model, engine, owner=True)
@@ -67,8 +69,9 @@ class BlendedModel:
         self.last: Prefilled | None = None
         """What the latest `generate` started from, without its cache, which `generate` has gone on with."""
         self._owner = owner
+        self._vocabulary = int(self.runner.model.config.get_text_config(decoder=True).vocab_size)
         if isinstance(self.retriever, PassageRetriever):
-            self.retriever.check_vocabulary(self.runner.model.config.get_text_config(decoder=True).vocab_size)
+            self.retriever.check_vocabulary(self._vocabulary)
 
     def remember(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
         """Compute a passage alone, behind the retriever's `lead`, and keep its KV; how many tokens that are.
@@ -80,7 +83,8 @@ class BlendedModel:
             raise ValueError(f"model: {_CHANGED}")
         if not isinstance(self.retriever, PassageRetriever):
             raise TypeError(f"retriever {self.retriever.type!r} does not say how a passage is kept")
-        tokens = tokens.cpu()
+        tokens = self._checked(tokens, "tokens")
+        self.retriever.check_passage(tokens)
         segments = self.retriever.alone(tokens, salt=salt)
         self.retriever.learn(tokens, salt=salt)
         if bool(self.engine.find(segments).all()):
@@ -102,10 +106,11 @@ class BlendedModel:
         blend: False computes everything, so that what is known in other contexts is kept in this one too.
         Tiers that fail are misses, and KV that is lost on the way is computed.
         """
-        rows = [prompts.cpu()] if isinstance(prompts, torch.Tensor) else [row.cpu() for row in prompts]
+        one = isinstance(prompts, torch.Tensor)
+        rows = [self._checked(row, "prompts") for row in ([prompts] if one else prompts)]
         if keep_logits < 1:
             raise ValueError(f"keep_logits: {keep_logits}, and the last token's are needed")
-        if not rows or any(row.dim() != 1 or len(row) < keep_logits for row in rows):
+        if not rows or any(len(row) < keep_logits for row in rows):
             raise ValueError(f"prompts: expected 1-D token ids of at least {keep_logits} tokens each (keep_logits)")
         if self._has_changed():
             return self.runner.prefill(rows, keep_logits=keep_logits, note=_CHANGED)
@@ -182,6 +187,15 @@ class BlendedModel:
                 if isinstance(task, LandingTask):
                     task.close()
         return self.runner.prefill(rows, keep_logits=keep, note="KV was lost on the way, again and again")
+
+    def _checked(self, tokens: torch.Tensor, name: str) -> torch.Tensor:
+        """On CPU. Raises ValueError unless these are 1-D token ids of the model."""
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 1 or tokens.is_floating_point():
+            raise ValueError(f"{name}: expected 1-D integer tensors of token ids")
+        tokens = tokens.cpu()
+        if tokens.numel() and not (int(tokens.min()) >= 0 and int(tokens.max()) < self._vocabulary):
+            raise ValueError(f"{name}: ids go from 0 to {self._vocabulary - 1}, the vocabulary's last")
+        return tokens
 
     def _has_changed(self) -> bool:
         """Whether its KV is another model's by now: adapters, weights or autocast."""

@@ -159,14 +159,15 @@ class Runner:
         self, batch: _Batch, request: BlendRequest, executor: BlendExecutor, retrieved: Any, *, watch: bool = False
     ) -> tuple[BlendPass, torch.Tensor]:
         # The session may want to know what the question attends to: a pass of its own, before this one.
-        session = executor.begin(request)
+        with _blamed(executor):
+            session = executor.begin(request)
         done = BlendPass(
             self._layers, session, retrieved, valid=batch.valid, starts=batch.starts, positions=batch.positions,
             wanted=batch.wanted, heads=self.heads, device=self.device, watch=watch,
         )  # fmt: skip
         ids = batch.tokens.to(self.device)[done.first.to(self.device)]
         positions = batch.positions.to(self.device)[done.first.to(self.device)]
-        with self._hooked(done):
+        with self._hooked(done), _blamed(executor):
             # A mask of four dimensions is handed on as it is: the model does not make one.
             output = self.model(
                 input_ids=ids[None], position_ids=positions[None], past_key_values=BlendCache(done), use_cache=True,
@@ -183,6 +184,16 @@ class Runner:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+@contextmanager
+def _blamed(executor: BlendExecutor) -> Iterator[None]:
+    """What is raised says under whose choice it was: an executor may be anybody's."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while blending with executor {executor.type!r} ({type(executor).__module__})")
+        raise
 
 
 @dataclass(frozen=True)
