@@ -24,7 +24,7 @@ LAYERS = (
     {"contracts"},
     {"hookspecs"},
     {"plugins"},
-    {"config", "legacy"},
+    {"config", "legacy", "migration"},
     {"runtime", "task", "keys", "envelope", "memory", "events", "records", "native"},
     {"tiers"},
     {"blending", "index", "layers", "moving"},

@@ -23,7 +23,7 @@ BACKENDS = {
 }
 """The words that `from_legacy` takes for `backend`, and the tiers that each stands for."""
 
-_SERDES = {
+SERDES = {
     None: "raw",
     "naive": "raw",
     "fast": "raw",
@@ -31,7 +31,7 @@ _SERDES = {
     "torch": "torch",
     "safetensor": "safetensors",
 }
-_STORES = {
+STORES = {
     "lm": "redis",
     "redis": "redis",
     "rediss": "redis",
@@ -115,18 +115,18 @@ def _remote(value: Any, fields: Fields, config: dict[str, Any]) -> None:
     if not value:
         return
     scheme = urlsplit(value).scheme
-    if scheme not in _STORES:
-        raise ConfigError("remote_url", f"no store for {scheme}://; known: {', '.join(_STORES)}; or write a tier")
+    if scheme not in STORES:
+        raise ConfigError("remote_url", f"no store for {scheme}://; known: {', '.join(STORES)}; or write a tier")
     url = "redis" + value.removeprefix("lm") if scheme == "lm" else value
-    _add_tier(config, type=_STORES[scheme], url=url, serializer=_serde(fields))
+    _add_tier(config, type=STORES[scheme], url=url, serializer=_serde(fields))
 
 
 def _serde(fields: Fields) -> str:
     word = fields["remote_serde"]
-    if word not in _SERDES:
-        known = ", ".join(filter(None, _SERDES))
+    if word not in SERDES:
+        known = ", ".join(filter(None, SERDES))
         raise ConfigError("remote_serde", f"no serde {word!r}; known: {known}; or write a tier with a `serializer`")
-    return _SERDES[word]
+    return SERDES[word]
 
 
 def _gibibytes(name: str, fields: Fields) -> int:

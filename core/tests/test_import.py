@@ -1,0 +1,225 @@
+"""`kvloom config import`: every field of LMCache's configuration is mapped, or it is said why not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kvloom import ConfigError, EngineConfig
+from kvloom.cli.main import app
+from kvloom.migration import import_config, import_environment
+from kvloom.migration.fields import ALIASES, MAPPED, NOT_MAPPED
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def brought(**fields: Any) -> tuple[dict[str, Any], dict[str, tuple[str, str]], bool]:
+    """What comes out, the outcome and text of each field, and whether nothing was left behind."""
+    done = import_config(fields)
+    EngineConfig.load(done.config)  # it is a configuration
+    return done.config, {row.field: (row.outcome, row.text) for row in done.rows}, done.complete
+
+
+def invoke(*arguments: str, **more: Any) -> Any:
+    return CliRunner().invoke(app(), ["config", "import", *arguments], **more)
+
+
+def test_the_example_gives_exactly_the_file_beside_it(tmp_path: Path) -> None:
+    out = tmp_path / "kv.yaml"
+    said = invoke(str(EXAMPLES / "lmcache.yaml"), "-o", str(out), "--strict")
+    assert said.exit_code == 0 and out.read_text() == (EXAMPLES / "from_lmcache.yaml").read_text()
+    assert EngineConfig.from_file(out).tiers[1].policy == "tiny_lfu"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"chunk_size": 128}, {"chunk_tokens": 128}),
+        ({"max_local_cpu_size": 0.5}, {"tiers": [{"type": "memory", "capacity": "512MiB"}]}),
+        (
+            {"local_cpu": False, "local_disk": "/kv"},
+            {"tiers": [{"type": "disk", "path": "/kv"}]},
+        ),
+        (
+            {"local_cpu": False, "local_disk": "file:///kv", "max_local_disk_size": 2},
+            {"tiers": [{"type": "disk", "path": "/kv", "capacity": "2GiB"}]},
+        ),
+        (
+            {"local_cpu": False, "remote_url": "lm://h:65432", "remote_serde": None},
+            {"tiers": [{"type": "redis", "url": "redis://h:65432", "serializer": "raw"}]},
+        ),
+        (
+            {"local_cpu": False, "remote_url": "redis-sentinel://a:1,b:2/m"},
+            {"tiers": [{"type": "redis", "url": "redis+sentinel://a:1,b:2/m", "serializer": "raw"}]},
+        ),
+        (
+            {"local_cpu": False, "remote_url": "valkey://h:1", "remote_serde": "safetensor"},
+            {"tiers": [{"type": "redis", "url": "redis://h:1", "serializer": "safetensors"}]},
+        ),
+        (
+            {"local_cpu": False, "remote_url": "fs://host:0/mnt/kv"},
+            {"tiers": [{"type": "fsspec", "url": "file:///mnt/kv", "serializer": "raw"}]},
+        ),
+        (
+            {"local_cpu": False, "remote_url": "s3://bucket/kv", "remote_serde": "cachegen"},
+            {
+                "connector": "vllm_blob",
+                "tiers": [{"type": "fsspec", "url": "s3://bucket/kv", "serializer": "cachegen"}],
+            },
+        ),
+        (
+            {"local_cpu": False, "remote_url": "mooncakestore://m:50051/", "extra_config": {"protocol": "rdma"}},
+            {"tiers": [{"type": "mooncake", "master": "m:50051", "serializer": "raw", "protocol": "rdma"}]},
+        ),
+        (
+            {"local_cpu": False, "enable_p2p": True, "lookup_url": "mooncake://m:50051", "max_local_cpu_size": 1},
+            {"tiers": [{"type": "mooncake", "master": "m:50051", "segment": "1GiB"}]},
+        ),
+        (
+            {
+                "local_cpu": False,
+                "local_disk": "/kv",
+                "remote_url": "redis://h:1",
+                "store_location": "LocalDiskBackend",
+            },
+            {
+                "tiers": [
+                    {"type": "disk", "path": "/kv"},
+                    {"type": "redis", "url": "redis://h:1", "serializer": "raw", "write": "never"},
+                ]
+            },
+        ),
+        ({"enable_kv_events": True, "internal_api_server_enabled": True}, {"observers": ["events_zmq", "prometheus"]}),
+    ],
+)
+def test_what_a_field_becomes(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    config, rows, complete = brought(**fields)
+    for name, value in expected.items():
+        assert config[name] == value
+    assert {name.partition(".")[0] for name in rows} == set(fields) and complete
+
+
+def test_every_field_at_its_default_is_told_of_and_loses_nothing() -> None:
+    defaults = {**MAPPED, **{name: known.default for name, known in NOT_MAPPED.items()}}
+    config, rows, complete = brought(**defaults)
+    assert set(rows) == set(defaults) and complete
+    assert config == {"connector": "vllm", "tiers": [{"type": "memory", "capacity": "5GiB"}]}
+
+
+@pytest.mark.parametrize("name", [name for name, known in NOT_MAPPED.items() if known.outcome == "no counterpart"])
+def test_what_has_no_counterpart_is_said_with_the_reason(name: str) -> None:
+    _, rows, complete = brought(**{name: "something"})
+    outcome, why = rows[name]
+    assert outcome == "no counterpart" and len(why) > 10 and not complete
+
+
+def test_older_names_are_known() -> None:
+    for old, new in ALIASES.items():
+        _, rows, _ = brought(**{old: "x"})
+        assert rows[new][0] == "no counterpart"
+
+
+def test_a_field_that_is_not_one_is_said_with_a_guess() -> None:
+    _, rows, complete = brought(chunksize=256)
+    assert rows["chunksize"] == ("unknown", "no field of LMCache 0.5; did you mean 'chunk_size'?") and not complete
+
+
+def test_blending_needs_the_separators_token_ids() -> None:
+    fields = {
+        "enable_blending": True,
+        "blend_recompute_ratios": [0.2],
+        "blend_check_layers": [2],
+        "blend_min_tokens": 64,
+    }
+    _, rows, complete = brought(**fields)
+    assert "--tokenizer" in rows["enable_blending"][1] and not complete
+    done = import_config(fields, separator=[5, 6])
+    assert done.complete and done.config["blend"] == {
+        "executor": "cacheblend", "recompute_ratio": 0.2, "check_layers": [2], "min_tokens": 64,
+        "retriever": {"type": "separator", "separator": [5, 6]},
+    }  # fmt: skip
+
+
+def test_secrets_stay_where_they_are() -> None:
+    done = import_config({"remote_url": "s3://b/kv", "extra_config": {"aws_secret_access_key": "geheim"}})
+    assert "geheim" not in json.dumps(done.config) + "".join(f"{row.value}{row.text}" for row in done.rows)
+    assert not done.complete
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"chunk_size": "2"}, "chunk_size"), ({"chunk_size": True}, "chunk_size"), ({"local_cpu": "yes"}, "local_cpu"),
+        ({"max_local_cpu_size": "5GB"}, "max_local_cpu_size"), ({"max_local_disk_size": -1}, "max_local_disk_size"),
+        ({"local_disk": 3}, "local_disk"), ({"remote_url": 3}, "remote_url"), ({"extra_config": []}, "extra_config"),
+        ({"local_cpu": False}, "local_cpu"), ({3: 4}, "3"), ({"blocking_timeout_secs": None}, "blocking_timeout_secs"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_are_named(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        import_config(fields)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no field"),
+        ("a: [", "is no YAML, line"),
+        ("- 1", "should be a mapping"),
+        ("\xff", "UTF-8"),
+        (None, "cannot be read"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, text: str | None, words: str) -> None:
+    file = tmp_path / "lmcache.yaml"
+    if text is not None:
+        file.write_bytes(text.encode("latin-1"))
+    error = invoke(str(file)).exception
+    assert isinstance(error, ConfigError) and words in str(error) and "\n" not in str(error)
+
+
+def test_exit_status_and_json(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("chunk_size: 128\nnuma_mode: auto\n")
+    assert invoke(str(file)).exit_code == 0 and invoke(str(file), "--strict").exit_code == 1
+    said = json.loads(invoke(str(file), "--json").stdout)
+    assert said["config"]["chunk_tokens"] == 128 and not said["complete"]
+    assert [row["outcome"] for row in said["fields"]] == ["mapped", "no counterpart"]
+    assert isinstance(invoke().exception, ConfigError)
+
+
+def test_the_environment_goes_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("chunk_size: 128\nmax_local_cpu_size: 2\n")
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "64")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", "elsewhere.yaml")
+    config = yaml.safe_load(invoke(str(file), "--env").stdout)
+    assert config["chunk_tokens"] == 64 and config["tiers"] == [{"type": "memory", "capacity": "2GiB"}]
+    assert import_environment({"LMCACHE_LOCAL_CPU": "False", "PATH": "x"}) == {"local_cpu": False}
+
+
+WORDS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 600)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.lists(st.integers(), max_size=2)
+)
+
+
+@given(st.dictionaries(st.sampled_from([*MAPPED, *NOT_MAPPED]), WORDS, max_size=6))
+def test_whatever_is_given_is_a_configuration_or_one_line_that_names_a_field(fields: dict[str, Any]) -> None:
+    with contextlib.suppress(ConfigError):
+        done = import_config(fields)
+        assert {row.field.partition(".")[0] for row in done.rows} == set(fields)
+        EngineConfig.load(done.config)
