@@ -1,0 +1,81 @@
+"""`kvloom top` and `kvloom serve`. What they need is imported inside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Engine = Annotated[
+    str | None,
+    typer.Argument(metavar="[ENGINE]", help="An instance_id, a socket, or a metrics URL (default: the only one here)."),
+]
+
+
+def add(commands: typer.Typer) -> None:
+    commands.command("top")(top)
+    commands.command("serve")(serve)
+
+
+def top(
+    engine: Engine = None,
+    once: Annotated[bool, typer.Option("--once", help="Print what is now, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same, as JSON.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+) -> None:
+    """Watch an engine: its tiers, hit rate, misses and hottest prefixes. It needs `observers: [live]`, or a URL."""
+    import json
+    import sys
+
+    from rich.console import Console
+
+    from kvloom import BackendError
+
+    from .sources import find
+    from .top.watch import frame, watch
+
+    source = find(engine)
+    try:
+        console = Console(highlight=False)
+        if as_json:
+            print(json.dumps(source.read(False)))
+        elif once or not sys.stdout.isatty():
+            frame(source.read(False), console)
+        else:
+            watch(source, console, every=every)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    except (OSError, ValueError) as error:
+        raise BackendError(f"{source.name}: {error}") from None
+
+
+def serve(
+    engine: Engine = None,
+    host: Annotated[str, typer.Option(help="Where to listen. Nobody is asked who they are.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8642,
+    config: Annotated[
+        Path | None, typer.Option(metavar="KV.yaml", help="With --spec: answer why a prompt was a miss, too.")
+    ] = None,
+    spec: Annotated[Path | None, typer.Option(metavar="SPEC.json", help="The model, as `kvloom why` takes it.")] = None,
+) -> None:
+    """A page that shows an engine, with plots over time; for this machine alone unless --host says otherwise."""
+    from kvloom import BackendError, ConfigError
+
+    from .serve.server import Page
+    from .sources import find
+
+    if (config is None) is not (spec is None):
+        raise ConfigError("--config, --spec", "give both, or neither")
+    source = find(engine)
+    try:
+        page = Page(source, host, port, config=config, spec=spec)
+    except OSError as error:
+        raise BackendError(f"port {port} of {host}: {error.strerror or error}; choose another with --port") from None
+    typer.echo(f"http://{host}:{page.port}/  (Ctrl-C ends it)")
+    try:
+        page.run()
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    finally:
+        page.close()

@@ -1,0 +1,126 @@
+"""`opentelemetry`: a span for each request, with one for each tier and codec in it, in the caller's trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from kvloom import Config, Event, KVSpec, Observer, Request, Step, Watched
+
+_VERBS = ("lookup",)
+"""Told of only if `lookups` is set."""
+_PAST_END = ("write", "encode")
+
+
+class OpenTelemetryConfig(Config):
+    endpoint: str | None = None
+    """Where to send spans by OTLP over HTTP, such as http://collector:4318/v1/traces; by default what the variables
+    OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT say. Not used where the application has a
+    tracer provider of its own: then spans go the way of all others."""
+    service_name: str = "kvloom"
+    """Of the resource, unless OTEL_SERVICE_NAME is set."""
+    sample: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Which share of requests without a caller's trace; the others follow their caller's."""
+    lookups: bool = False
+    """Tell of lookups, too."""
+    timeout: float = Field(default=2.0, gt=0, le=60)
+    """Seconds for a batch to be sent, and for `close`."""
+
+
+class OpenTelemetryObserver(Observer):
+    """Times are those of the request; spans are made when it is over."""
+
+    type = "opentelemetry"
+    sees_requests = True
+    Config = OpenTelemetryConfig
+
+    def __init__(self, config: OpenTelemetryConfig, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        try:
+            from opentelemetry import context, trace
+        except ImportError:
+            raise ImportError("needs opentelemetry-sdk: pip install 'kvloom-observe[otel]'") from None
+        self._settings = config
+        self._current = context.get_current
+        self._trace = trace
+        self._own: Any = None
+        provider = trace.get_tracer_provider()
+        if isinstance(provider, trace.ProxyTracerProvider):  # nobody has set one
+            provider = self._own = _provider(config)
+        self._tracer = provider.get_tracer("kvloom")
+        self._about: dict[str, str] = {}
+
+    def watch(self, engine: Watched) -> None:
+        self._about = {"kvloom.engine": engine.instance_id, "kvloom.model": engine.spec.model}
+
+    def on_event(self, event: Event) -> None:
+        """Sums are for metrics."""
+
+    def caller(self) -> object:
+        return self._current()
+
+    def on_request(self, request: Request, caller: object) -> None:
+        if request.verb in _VERBS and not self._settings.lookups:
+            return
+        began, ended = _nanoseconds(request.began), _nanoseconds(request.began + request.seconds)
+        attributes: dict[str, Any] = {
+            **self._about,
+            "kvloom.tokens": request.tokens,
+            "kvloom.served_tokens": request.served_tokens,
+            "kvloom.chunks": len(request.keys) - request.first,
+            **{f"kvloom.tokens_from.{tier}": tokens for tier, tokens in request.sources.items()},
+        }
+        span = self._tracer.start_span(
+            f"kvloom.{request.verb}", context=caller, start_time=began, attributes=attributes,
+        )  # fmt: skip
+        if request.error:
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, request.error))
+        inside = self._trace.set_span_in_context(span)
+        whole = {step.tier: step for step in request.steps if not step.codec}
+        for tier, step in whole.items():
+            child = self._child(step, inside)
+            within = self._trace.set_span_in_context(child)
+            for part in request.steps:
+                if part.codec and part.tier == tier:
+                    self._child(part, within).end(_nanoseconds(part.began + part.seconds))
+            child.end(_nanoseconds(step.began + step.seconds))
+        span.end(ended)
+
+    def _child(self, step: Step, context: Any) -> Any:
+        about: dict[str, Any] = {
+            "kvloom.chunks": step.chunks, "kvloom.bytes": step.bytes, "kvloom.busy_seconds": step.busy_seconds,
+        }  # fmt: skip
+        if step.tier:
+            about["kvloom.tier"] = step.tier
+        if step.codec:
+            about["kvloom.codec"] = step.codec
+        name = f"{step.name} {step.codec or step.tier}".strip()
+        return self._tracer.start_span(name, context=context, start_time=_nanoseconds(step.began), attributes=about)
+
+    def close(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            own.force_flush(int(1000 * self._settings.timeout))
+            own.shutdown()
+
+
+def _provider(config: OpenTelemetryConfig) -> Any:
+    """A tracer provider for kvloom's spans alone."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+    except ImportError:
+        raise ImportError("needs opentelemetry-sdk and an OTLP exporter: pip install 'kvloom-observe[otel]'") from None
+    resource = Resource.create({"service.name": config.service_name})
+    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(config.sample), shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=config.timeout)
+    provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=1000 * config.timeout))
+    return provider
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

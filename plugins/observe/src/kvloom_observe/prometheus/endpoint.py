@@ -1,0 +1,117 @@
+"""One HTTP endpoint for each address, shared by the engines of a process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+from . import metrics as m
+from .figures import Figures, Sample
+
+
+class Endpoint:
+    """Serves what its engines' figures are at the time. It ends with the last of them."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises OSError if the address cannot be had, ImportError without prometheus-client."""
+        try:
+            from prometheus_client import CollectorRegistry
+            from prometheus_client.exposition import start_wsgi_server
+        except ImportError:
+            raise ImportError("needs prometheus-client: pip install 'kvloom-observe[prometheus]'") from None
+        self.figures: list[Figures] = []
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        try:
+            served = start_wsgi_server(port, addr=host, registry=self._registry)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"port {port} of {host}: {error.strerror or error}; set another `port`"
+            ) from None
+        self._server: WSGIServer = served[0]
+        self._thread: threading.Thread = served[1]
+        self.port: int = self._server.server_port
+
+    def describe(self) -> Iterable[Any]:
+        return []
+
+    def collect(self) -> Iterable[Any]:
+        """For prometheus-client: all families, with a label `engine` in front."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        families: dict[m.Metric, Any] = {}
+        for metric in m.METRICS:
+            labels = ("engine", *metric.labels)
+            made = kinds.get(metric.kind, HistogramMetricFamily)
+            families[metric] = made(metric.name, metric.help, labels=labels)
+        names: dict[str, int] = {}
+        for figures in tuple(self.figures):
+            if figures.engine is None:
+                continue
+            name = figures.engine.instance_id
+            names[name] = names.get(name, 0) + 1
+            name = name if names[name] == 1 else f"{name}-{names[name]}"
+            for sample in figures.samples():
+                _put(families[sample.metric], (name, *sample.labels), sample)
+        return [family for family in families.values() if family.samples]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+
+    def leave(self) -> None:
+        """In a forked child: the socket is the parent's."""
+        self._server.socket.close()
+
+
+def _put(family: Any, labels: tuple[str, ...], sample: Sample) -> None:
+    if not sample.buckets:
+        family.add_metric(labels, sample.value)
+        return
+    bounds = [*(f"{bound:g}" for bound in m.LATENCY_BUCKETS), "+Inf"]
+    counts = accumulate(sample.buckets)
+    family.add_metric(labels, list(zip(bounds, counts, strict=True)), sum_value=sample.value)
+
+
+_endpoints: dict[tuple[str, int], Endpoint] = {}
+_changing = threading.Lock()
+
+
+def acquire(host: str, port: int, figures: Figures) -> Endpoint:
+    """The endpoint at an address, with these figures among its own. Raises as `Endpoint` does."""
+    with _changing:
+        endpoint = _endpoints.get((host, port)) if port else None
+        if endpoint is None:
+            endpoint = Endpoint(host, port)
+            _endpoints[host, endpoint.port] = endpoint
+        endpoint.figures.append(figures)
+        return endpoint
+
+
+def release(endpoint: Endpoint, figures: Figures) -> None:
+    """Take them out, and end the endpoint if they were the last."""
+    with _changing:
+        if figures in endpoint.figures:
+            endpoint.figures.remove(figures)
+        if not endpoint.figures:
+            for address in [address for address, one in _endpoints.items() if one is endpoint]:
+                del _endpoints[address]
+                endpoint.close()
+
+
+def _forked() -> None:
+    global _changing
+    _changing = threading.Lock()
+    for endpoint in _endpoints.values():
+        endpoint.leave()
+    _endpoints.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

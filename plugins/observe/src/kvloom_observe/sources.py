@@ -1,0 +1,122 @@
+"""What a live view is read from: an engine's socket, or a Prometheus endpoint."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvloom import ConfigError
+
+from .live import sockets
+
+Read = Callable[[bool], dict[str, Any]]
+"""Gives a snapshot, with columns to plot or without. Raises OSError or ValueError."""
+
+
+class Source:
+    """Where snapshots come from."""
+
+    def __init__(self, name: str, read: Read) -> None:
+        self.name = name
+        self.read = read
+
+
+def find(word: str | None) -> Source:
+    """word: a socket's path, the beginning of its name, a URL, or None for the only engine that runs.
+
+    Raises ConfigError if there is none, or several.
+    """
+    if word is not None and word.startswith(("http://", "https://")):
+        return Source(word, lambda series: scrape(word))
+    if word is not None and "/" in word:
+        return _socket(Path(word).expanduser())
+    running = sockets.running()
+    named = [path for path in running if word is None or path.name.startswith(word)]
+    if len(named) == 1:
+        return _socket(named[0])
+    if not named:
+        missing = "no engine with `observers: [live]` runs" if word is None else f"no engine {word!r} runs"
+        others = f"; there are {', '.join(path.stem for path in running)}" if running else ""
+        raise ConfigError("ENGINE", f"{missing}, for this user on this machine{others}")
+    raise ConfigError("ENGINE", f"several engines run, name one: {', '.join(path.stem for path in named)}")
+
+
+def _socket(path: Path) -> Source:
+    return Source(path.stem, lambda series: sockets.ask(path, series=series))
+
+
+def scrape(url: str) -> dict[str, Any]:
+    """A snapshot made of metrics: what they do not have is left empty. Raises OSError, or ValueError for others'."""
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError:
+        raise ConfigError("ENGINE", "a URL needs prometheus-client: pip install 'kvloom-observe[prometheus]'") from None
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        raise ValueError(f"{url}: answers with status {error.code}") from None
+    except urllib.error.URLError as error:
+        raise OSError(f"{url}: {error.reason}") from None
+    try:
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+    except ValueError:
+        raise ValueError(f"{url}: no metrics of Prometheus") from None
+    if "kvloom_engine_info" not in families:
+        raise ValueError(f"{url}: no metrics of kvloom")
+    return _snapshot(families)
+
+
+def _snapshot(families: dict[str, Any]) -> dict[str, Any]:
+    """Of the first engine at the endpoint."""
+    info = families["kvloom_engine_info"].samples[0].labels
+    engine = info["engine"]
+
+    def rows(name: str, ending: str = "") -> list[tuple[dict[str, str], float]]:
+        family = families.get(name)
+        samples = family.samples if family is not None else ()
+        return [
+            (one.labels, one.value) for one in samples if one.name == name + ending and one.labels["engine"] == engine
+        ]
+
+    def by(label: str, name: str, ending: str = "_total") -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for labels, value in rows(name, ending):
+            sums[labels[label]] = sums.get(labels[label], 0) + int(value)
+        return sums
+
+    asked, served = by("verb", "kvloom_requested_tokens"), by("verb", "kvloom_served_tokens")
+    giving = [verb for verb in asked if verb in ("retrieve", "retrieve_layer", "load", "load_layers")]
+    requests = by("verb", "kvloom_requests")
+    given = {name: by("tier", f"kvloom_{name}", "") for name in ("tier_blobs", "tier_bytes", "tier_capacity_bytes")}
+    waiting, abandoned = by("tier", "kvloom_tier_waiting_bytes", ""), by("tier", "kvloom_tier_abandoned_calls", "")
+    states = {labels["tier"]: labels["state"] for labels, value in rows("kvloom_tier_state") if value}
+    sources = by("tier", "kvloom_source_tokens")
+    read, written = by("tier", "kvloom_read_bytes"), by("tier", "kvloom_written_bytes")
+    nothing = {"p50": None, "p99": None}
+    return {
+        "version": 1, "at": None,
+        "engine": {"instance_id": engine, "model": info["model"], "fingerprint": info["fingerprint"],
+                   "kvloom": info["version"], "pid": None, "began": None},
+        "requests": {
+            "count": sum(requests.get(verb, 0) for verb in giving), "asked_tokens": sum(asked[verb] for verb in giving),
+            "served_tokens": sum(served.get(verb, 0) for verb in giving), "seconds": nothing, "lately": None,
+        },
+        "saved": {
+            "tokens": sum(served.get(verb, 0) for verb in giving), "prefill_tokens_per_second": None, "seconds": None,
+        },
+        "tiers": [
+            {"name": tier, "state": state, "reason": "", "blobs": given["tier_blobs"].get(tier, 0),
+             "bytes": given["tier_bytes"].get(tier, 0), "capacity": given["tier_capacity_bytes"].get(tier),
+             "waiting_bytes": waiting.get(tier, 0), "abandoned_calls": abandoned.get(tier, 0),
+             "served_tokens": sources.get(tier, 0), "read_bytes": read.get(tier, 0),
+             "written_bytes": written.get(tier, 0), "read_seconds": nothing, "write_seconds": nothing}
+            for tier, state in states.items()
+        ],
+        "prefixes": [], "errors": [],
+        "missed": by("reason", "kvloom_missed_tokens"), "evicted": by("reason", "kvloom_evicted_chunks"),
+        "dropped": by("reason", "kvloom_dropped_chunks"),
+    }  # fmt: skip

@@ -1,0 +1,110 @@
+"""A snapshot as a screen of text: tiers, hit rate, misses, the hottest prefixes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_STYLES = {"ok": "green", "paused": "red", "read only": "yellow", "stuck": "red", "neglected": "yellow"}
+
+
+def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: str = "") -> RenderableType:
+    """before: an earlier snapshot, to tell rates from where the snapshot itself has none. note: a last line."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = [
+        Text(_headline(told), style="bold"),
+        Text(_requests(told, before)),
+        Text(_saved(told)),
+    ]
+    tiers = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("tier", "state", "holds", "of", "hits", "read", "p50", "p99", "waiting"):
+        tiers.add_column(name, justify="left" if name in ("tier", "state") else "right", no_wrap=True)
+    everything = sum(tier["served_tokens"] for tier in told["tiers"])
+    for tier in told["tiers"]:
+        share = f"{tier['served_tokens'] / everything:.0%}" if everything else "-"
+        read = tier["read_seconds"]
+        tiers.add_row(
+            tier["name"], Text(tier["state"], style=_STYLES.get(tier["state"], "")), size(tier["bytes"]),
+            _full(tier), share, size(tier["read_bytes"]), seconds(read["p50"]), seconds(read["p99"]),
+            size(tier["waiting_bytes"]),
+        )  # fmt: skip
+    parts.append(tiers)
+    for tier in told["tiers"]:
+        if tier["state"] != "ok" and tier["reason"]:
+            parts.append(Text(f"{tier['name']}: {tier['reason']}"[:200], style="red"))
+    parts.append(Text("missed    " + _reasons(told["missed"], "tokens")))
+    parts.append(Text("evicted   " + _reasons(told["evicted"], "chunks")))
+    if told["dropped"]:
+        parts.append(Text("dropped   " + _reasons(told["dropped"], "chunks")))
+    if told["prefixes"]:
+        prefixes = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("hottest prefix", "tokens", "hits", "tokens saved"):
+            prefixes.add_column(name, justify="left" if name == "hottest prefix" else "right")
+        for one in told["prefixes"][:8]:
+            prefixes.add_row(one["digest"], f"{one['tokens']:,}", f"{one['hits']:,}", f"{one['saved_tokens']:,}")
+        parts.append(prefixes)
+    if note:
+        parts.append(Text(note, style="yellow"))
+    return Group(*parts)
+
+
+def _headline(told: dict[str, Any]) -> str:
+    engine = told["engine"]
+    process = f", process {engine['pid']}" if engine["pid"] else ""
+    return (
+        f"{engine['instance_id']}: {engine['model']} ({engine['fingerprint'][:8]}){process}, kvloom {engine['kvloom']}"
+    )
+
+
+def _requests(told: dict[str, Any], before: dict[str, Any] | None) -> str:
+    requests = told["requests"]
+    asked, served = requests["asked_tokens"], requests["served_tokens"]
+    rate = f"{served / asked:.1%}" if asked else "-"
+    text = f"hit rate  {rate} of {asked:,} tokens in {requests['count']:,} requests"
+    lately = requests["lately"]
+    if lately is not None:
+        now = f"{lately['served'] / lately['asked']:.0%}" if lately["asked"] else "-"
+        text += f"; last 10 s: {now}, {lately['served']:,.0f} tokens/s, {size(lately['read_bytes'])}/s read"
+    elif before is not None:
+        text += f"; since the last look {served - before['requests']['served_tokens']:,} tokens"
+    if requests["seconds"]["p50"] is not None:
+        text += f"; p50 {seconds(requests['seconds']['p50'])}, p99 {seconds(requests['seconds']['p99'])}"
+    return text
+
+
+def _saved(told: dict[str, Any]) -> str:
+    saved = told["saved"]
+    text = f"saved     {saved['tokens']:,} tokens of prefill"
+    if saved["seconds"] is not None:
+        return f"{text}, {saved['seconds']:,.0f} s at {saved['prefill_tokens_per_second']:,.0f} tokens/s"
+    return f"{text} (with `prefill_tokens_per_second` in the block `live`: seconds, too)"
+
+
+def _reasons(sums: dict[str, int], what: str) -> str:
+    said = [f"{reason} {count:,}" for reason, count in sorted(sums.items(), key=lambda item: -item[1])[:5]]
+    return f"{', '.join(said)} {what}" if said else "nothing"
+
+
+def _full(tier: dict[str, Any]) -> str:
+    capacity = tier["capacity"]
+    return f"{tier['bytes'] / capacity:.0%} of {size(capacity)}" if capacity else "-"
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1e6:.0f} us" if value < 1e-3 else f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"

@@ -1,0 +1,35 @@
+"""The observers meet the requirements of their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observe_support import SPEC, free_port
+
+from kvloom_observe.live.observer import LiveObserver
+from kvloom_observe.otel import OpenTelemetryObserver
+from kvloom_observe.prometheus.observer import PrometheusObserver
+from kvloom_testkit import ObserverConformance
+
+
+class TestPrometheus(ObserverConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], Any]:
+        port = free_port()
+        return lambda: PrometheusObserver(PrometheusObserver.Config(port=port), SPEC)
+
+
+class TestOpenTelemetry(ObserverConformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], Any]:
+        config = OpenTelemetryObserver.Config(endpoint=f"http://127.0.0.1:{free_port()}/v1/traces", timeout=0.2)
+        return lambda: OpenTelemetryObserver(config, SPEC)
+
+
+class TestLive(ObserverConformance):
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[], Any]:
+        return lambda: LiveObserver(LiveObserver.Config(), SPEC)

@@ -1,0 +1,183 @@
+"""The socket of a live view: whose it is, what it says, and what is left when an engine has gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from observe_support import busy, kv_of, opened, settled, tokens_of
+
+from kvloom import ChunkKey, ConfigError, Engine
+from kvloom_observe.live import sockets
+from kvloom_observe.live.prefixes import Prefixes
+from kvloom_observe.live.series import Series
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "kvloom"
+
+
+def path_of(engine: Engine) -> Path:
+    (observer,) = [one for one in engine._events._observers if one.type == "live"]
+    return Path(observer.path)
+
+
+def test_it_says_what_happened(tmp_path: Path) -> None:
+    with opened(tmp_path, {"type": "live", "prefill_tokens_per_second": 24}, instance_id="mine") as engine:
+        busy(engine)
+        told = sockets.ask(path_of(engine), series=True)
+    assert told["engine"]["instance_id"] == "mine" and told["engine"]["pid"] == os.getpid()
+    assert (told["requests"]["count"], told["requests"]["asked_tokens"], told["requests"]["served_tokens"]) == (
+        4,
+        64,
+        48,
+    )
+    assert told["saved"] == {"tokens": 48, "prefill_tokens_per_second": 24.0, "seconds": 2.0}
+    memory, disk = told["tiers"]
+    assert (memory["served_tokens"], disk["served_tokens"]) == (32, 16) and disk["read_seconds"]["p50"] > 0
+    assert told["missed"] == {"in no tier": 4} and told["evicted"]["capacity"] > 0
+    hottest = told["prefixes"][0]
+    assert (hottest["tokens"], hottest["hits"], hottest["saved_tokens"]) == (16, 2, 32)
+    assert sum(told["series"]["1"]["served"]) == sum(told["series"]["10"]["served"]) == 48
+
+
+def test_the_socket_is_the_users_alone_and_goes_with_the_engine(tmp_path: Path, runtime: Path) -> None:
+    with opened(tmp_path, "live", instance_id="a b/c") as engine:
+        path = path_of(engine)
+        assert path.parent == runtime and path.name == f"a_b_c-{os.getpid()}.sock"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(runtime.stat().st_mode) == 0o700
+        assert sockets.running() == [path]
+        with opened(tmp_path / "2", "live", instance_id="a b/c") as other:
+            assert path_of(other) != path and len(sockets.running()) == 2
+    assert not path.exists() and sockets.running() == []
+
+
+def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, runtime: Path) -> None:
+    runtime.mkdir()
+    runtime.chmod(0o777)
+    with pytest.raises(OSError, match="not a directory of this user's alone"):
+        opened(tmp_path, "live")
+    runtime.rmdir()
+    runtime.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="not a directory of this user's alone"):
+        opened(tmp_path, "live")
+
+
+def test_paths_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="too long for a socket"):
+        opened(tmp_path, {"type": "live", "path": str(tmp_path / ("x" * 120))})
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="no socket"):
+        opened(tmp_path, {"type": "live", "path": str(tmp_path / "file")})
+    with opened(tmp_path, {"type": "live", "path": str(tmp_path / "s")}):
+        with pytest.raises(OSError, match="another engine's"):
+            opened(tmp_path / "2", {"type": "live", "path": str(tmp_path / "s")})
+        assert sockets.ask(tmp_path / "s")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+CHILD = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from observe_support import opened
+engine = opened(Path(sys.argv[1]), "live", instance_id="child")
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_dead_engine_left_is_cleared_away(tmp_path: Path, runtime: Path) -> None:
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "child"), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        (path,) = sockets.running()
+        assert sockets.ask(path)["engine"]["pid"] == child.pid
+        child.kill()
+    assert path.exists() and sockets.running() == [] and not path.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_leaves_the_socket_alone(tmp_path: Path) -> None:
+    with opened(tmp_path, "live") as engine:
+        path = path_of(engine)
+        child = os.fork()
+        if not child:  # pragma: no cover
+            engine.close()
+            for observer in engine._events._observers:
+                observer.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert sockets.ask(path)["engine"]["pid"] == os.getpid()
+
+
+def test_who_talks_nonsense_or_hangs_up_hurts_nobody(tmp_path: Path) -> None:
+    with opened(tmp_path, "live") as engine:
+        for text in (b"\0\0\0\r\n\r\n", b"GET /else HTTP/1.0\r\n\r\n", b""):
+            with socket.socket(socket.AF_UNIX) as one:
+                one.connect(str(path_of(engine)))
+                one.sendall(text)
+        engine.store(tokens_of(8), kv=kv_of(8))
+        settled(engine)
+        assert sockets.ask(path_of(engine))["version"] == 1
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey("f/-", 0, number.to_bytes(32, "big"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=60))
+def test_prefixes_count_every_hit_where_there_is_room(hits: list[tuple[int, int]]) -> None:
+    """Chains share their first three chunks: a hit of `served` chunks counts at 1, 2, 4, ... and its end."""
+    prefixes, expected = Prefixes(), {}
+    chains = [[key(at if at < 3 else 100 * (number + 1) + at) for at in range(9)] for number in range(4)]
+    ends = [4 * (at + 1) for at in range(9)]
+    for number, served in hits:
+        prefixes.hit(chains[number], ends, served)
+        for depth in {1, 2, 4, 8} | {served}:
+            if depth <= served:
+                digest = chains[number][depth - 1].digest.hex()[:12]
+                expected[digest] = expected.get(digest, 0) + 1
+    assert {one.digest: one.hits for one in prefixes._counts.values()} == expected
+    told = prefixes.hottest(100)
+    assert [one.saved_tokens for one in told] == sorted((one.saved_tokens for one in told), reverse=True)
+    assert not hits or told[0].saved_tokens == max(one.saved_tokens for one in prefixes._counts.values())
+
+
+def test_few_prefixes_are_kept_and_the_hot_ones_are_among_them() -> None:
+    prefixes = Prefixes(most=8)
+    for number in range(300):
+        prefixes.hit([key(1000 + number)], [4], 1)
+        prefixes.hit([key(1)], [4], 1)
+    assert len(prefixes._counts) == 8 and prefixes.hottest(1)[0].hits == 300
+
+
+def test_series_are_bounded_and_gaps_are_zeros() -> None:
+    now = [1000.0]
+    series = Series(lambda: now[0])
+    for _ in range(400):
+        series.add(asked=2, served=1)
+        now[0] += 1
+    now[0] += 5
+    columns = series.columns(1)
+    assert len(columns["at"]) == 300 and columns["asked"][-6:] == [0.0] * 6 and columns["asked"][0] == 2
+    assert series.columns(10)["asked"][1] == 20 and series.lately(10)["asked"] == 0.8
+    assert Series(time.time).columns(1) == {
+        "at": [],
+        **{name: [] for name in ("requests", "asked", "served", "seconds", "read_bytes", "written_bytes")},
+    }
+
+
+def test_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prefill_tokens_per_second"):
+        opened(tmp_path, {"type": "live", "prefill_tokens_per_second": 0})

@@ -1,0 +1,153 @@
+"""Spans: whose children they are, when they began and ended, and what is told of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observe_support import free_port, kv_of, opened, settled, tokens_of
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvloom_observe.otel import OpenTelemetryObserver
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Of an application that has a tracer provider."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    yield exporter
+    provider.shutdown()
+
+
+def finished(exporter: InMemorySpanExporter) -> dict[str, Any]:
+    found = {span.name: span for span in exporter.get_finished_spans()}
+    exporter.clear()
+    return found
+
+
+def test_a_store_and_a_retrieve_in_the_callers_trace(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    tracer = trace.get_tracer_provider().get_tracer("application")
+    with opened(tmp_path, "opentelemetry") as engine:
+        with tracer.start_as_current_span("request") as request:
+            engine.store(tokens_of(16), kv=kv_of(16))
+        settled(engine)
+        found = finished(spans)
+        assert set(found) == {"request", "kvloom.store", "copy", "write disk", "encode torch"}
+        store, write, encode = found["kvloom.store"], found["write disk"], found["encode torch"]
+        assert store.parent.span_id == request.get_span_context().span_id
+        assert {span.context.trace_id for span in found.values()} == {request.get_span_context().trace_id}
+        assert found["copy"].parent.span_id == write.parent.span_id == store.context.span_id
+        assert encode.parent.span_id == write.context.span_id
+        assert write.start_time <= encode.start_time <= encode.end_time <= write.end_time
+        assert found["request"].start_time <= store.start_time <= store.end_time <= found["request"].end_time + 10**6
+        assert write.attributes["kvloom.chunks"] == 4 and write.attributes["kvloom.tier"] == "disk"
+        assert encode.attributes["kvloom.bytes"] == 4 * 256 and encode.attributes["kvloom.codec"] == "torch"
+        assert store.attributes["kvloom.tokens"] == store.attributes["kvloom.served_tokens"] == 16
+        assert store.attributes["kvloom.model"] == "tiny"
+    with opened(tmp_path, "opentelemetry") as engine:
+        engine.retrieve(tokens_of(20), kv=kv_of(20))
+        settled(engine)
+        found = finished(spans)
+    assert set(found) == {"kvloom.retrieve", "copy", "read disk", "decode torch"}
+    retrieve = found["kvloom.retrieve"]
+    assert retrieve.parent is None and retrieve.attributes["kvloom.tokens_from.disk"] == 16
+    assert (retrieve.attributes["kvloom.tokens"], retrieve.attributes["kvloom.served_tokens"]) == (20, 16)
+    held = {str(value) for span in found.values() for value in (span.attributes or {}).values()}
+    assert held <= {"16", "20", "4", "5", "disk", "torch", "kvloom", "tiny"} | {
+        one for one in held if one.replace(".", "").replace("e-", "").isdigit()
+    }
+
+
+def test_threads_have_traces_of_their_own(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    tracer = trace.get_tracer_provider().get_tracer("application")
+    with opened(tmp_path, "opentelemetry") as engine:
+
+        def one(name: str, seed: int) -> None:
+            with tracer.start_as_current_span(name):
+                engine.prefetch(tokens_of(8, seed)).result(30)
+
+        threads = [threading.Thread(target=one, args=(f"caller {seed}", seed)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        settled(engine)
+    callers = {span.context.trace_id: span for span in spans.get_finished_spans() if span.name.startswith("caller")}
+    ours = [span for span in spans.get_finished_spans() if span.name == "kvloom.prefetch"]
+    assert len(ours) == 4 and {span.context.trace_id for span in ours} == set(callers)
+    assert all(span.parent.span_id == callers[span.context.trace_id].context.span_id for span in ours)
+
+
+def test_errors_and_lookups(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    with opened(tmp_path, "opentelemetry") as engine:
+        with pytest.raises(ValueError, match="kv"):
+            engine.store(tokens_of(8), kv=kv_of(4))
+        engine.lookup(tokens_of(8))
+        settled(engine)
+        found = finished(spans)
+        assert set(found) == {"kvloom.store"}
+        assert found["kvloom.store"].status.description == "ValueError" and not found["kvloom.store"].status.is_ok
+    with opened(tmp_path, {"type": "opentelemetry", "lookups": True}) as engine:
+        engine.lookup(tokens_of(8))
+        settled(engine)
+        assert set(finished(spans)) == {"kvloom.lookup"}
+
+
+class Collector(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            import gzip
+
+            body = gzip.decompress(body)
+        self.server.got.append((self.path, ExportTraceServiceRequest.FromString(body)))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_without_a_provider_spans_go_to_a_collector_by_otlp(tmp_path: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    server.got = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        with opened(tmp_path, {"type": "opentelemetry", "endpoint": endpoint, "service_name": "mine"}) as engine:
+            engine.store(tokens_of(8), kv=kv_of(8))
+            settled(engine)
+        (path, told), *_ = server.got  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    resource = {one.key: one.value.string_value for one in told.resource_spans[0].resource.attributes}
+    names = {span.name for scope in told.resource_spans[0].scope_spans for span in scope.spans}
+    assert path == "/v1/traces" and resource["service.name"] == "mine"
+    assert names == {"kvloom.store", "copy", "write disk", "encode torch"}
+
+
+def test_a_collector_that_is_not_there_keeps_nobody(tmp_path: Path) -> None:
+    block = {"type": "opentelemetry", "endpoint": f"http://127.0.0.1:{free_port()}/v1/traces", "timeout": 0.3}
+    before = {thread.name for thread in threading.enumerate()}
+    with opened(tmp_path, block) as engine:
+        engine.store(tokens_of(8), kv=kv_of(8))
+        assert engine.retrieve(tokens_of(8), kv=kv_of(8)).all()
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ImportError, match=r"pip install 'kvloom-observe\[otel\]'"):
+        OpenTelemetryObserver(OpenTelemetryObserver.Config())

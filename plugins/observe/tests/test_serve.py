@@ -1,0 +1,146 @@
+"""The page: what it answers and to whom; in a browser, what it shows."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observe_support import SPEC, busy, opened, tokens_of
+from typer.testing import CliRunner
+
+from kvloom import ConfigError, Engine
+from kvloom.cli.main import app
+from kvloom_observe.serve.server import Page
+from kvloom_observe.sources import find
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@contextmanager
+def served(engine: Engine, folder: Path, *, why: bool = False) -> Iterator[Page]:
+    config, spec = folder / "kv.yaml", folder / "spec.json"
+    disk = f"{{type: disk, path: {folder / 'kv'}, capacity: 256KiB, serializer: torch}}"
+    config.write_text(f"chunk_tokens: 4\nconnector: plain\ntiers: [{disk}]\n")
+    spec.write_text(SPEC.to_json())
+    page = Page(find(None), "127.0.0.1", 0, config=config if why else None, spec=spec if why else None)
+    thread = threading.Thread(target=page.run)
+    thread.start()
+    try:
+        yield page
+    finally:
+        page.stop()
+        thread.join()
+        page.close()
+
+
+def ask(page: Page, path: str, method: str = "GET", body: str | None = None, **headers: str) -> tuple[int, Any, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=60)
+    connection.request(method, path, body, {"Host": f"127.0.0.1:{page.port}", **headers})
+    answer = connection.getresponse()
+    text, told = answer.read(), answer.headers
+    connection.close()
+    return (
+        answer.status,
+        json.loads(text) if told["Content-Type"].startswith("application/json") else text.decode(),
+        told,
+    )
+
+
+def test_the_page_the_snapshot_and_nothing_else(tmp_path: Path) -> None:
+    with opened(tmp_path, "live") as engine, served(engine, tmp_path) as page:
+        busy(engine)
+        status, text, headers = ask(page, "/")
+        assert status == 200 and "<title>kvloom</title>" in text and "http" not in text.replace("http-equiv", "")
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        for path in ("/page.js", "/page.css"):
+            assert ask(page, path)[0] == 200
+        status, told, _ = ask(page, "/snapshot.json")
+        assert (
+            status == 200 and told["requests"]["served_tokens"] == 48 and told["series"]["1"]["at"] and not told["why"]
+        )
+        assert ask(page, "/../secrets")[0] == 404 and ask(page, "/static/page.js")[0] == 404
+        assert ask(page, "/why.json", "POST", "{}")[0] == 404 and ask(page, "/", "PUT")[0] == 501
+
+
+def test_pages_of_others_get_no_answer(tmp_path: Path) -> None:
+    with opened(tmp_path, "live") as engine, served(engine, tmp_path) as page:
+        assert ask(page, "/snapshot.json", Host="evil.example")[0] == 403
+        assert ask(page, "/snapshot.json", Origin="http://evil.example")[0] == 403
+        assert ask(page, "/snapshot.json", Host=f"localhost:{page.port}")[0] == 200
+        assert ask(page, "/snapshot.json", Origin=f"http://127.0.0.1:{page.port}")[0] == 200
+
+
+def test_why_was_it_a_miss(tmp_path: Path) -> None:
+    with opened(tmp_path, "live") as engine, served(engine, tmp_path, why=True) as page:
+        busy(engine)
+        json_type = {"Content-Type": "application/json"}
+        body = json.dumps({"tokens": tokens_of(20, 39).tolist()})
+        status, told, _ = ask(page, "/why.json", "POST", body, **json_type)
+        verdicts = told["verdicts"] if isinstance(told["verdicts"], list) else told["verdicts"]["chunks"]
+        assert status == 200 and "disk" in str(verdicts[0]) and len(verdicts) >= 2
+        for bad in (
+            "[",
+            "{}",
+            '{"tokens": "x"}',
+            '{"tokens": [1.5]}',
+            '{"tokens": [-1]}',
+            '{"tokens": [1], "salts": [3]}',
+        ):
+            status, told, _ = ask(page, "/why.json", "POST", bad, **json_type)
+            assert status == 400 and told["error"]
+        assert ask(page, "/why.json", "POST", body)[0] == 400
+
+
+def test_an_engine_that_goes_away_is_said(tmp_path: Path) -> None:
+    engine = opened(tmp_path, "live")
+    with served(engine, tmp_path) as page:
+        assert ask(page, "/snapshot.json")[0] == 200
+        engine.close()
+        status, told, _ = ask(page, "/snapshot.json")
+        assert status == 503 and told["error"]
+
+
+def test_a_port_in_use_and_half_of_a_question(tmp_path: Path) -> None:
+    with opened(tmp_path, "live") as engine, served(engine, tmp_path) as page:
+        said = CliRunner().invoke(app(), ["serve", "--port", str(page.port)])
+        assert f"port {page.port}" in str(said.exception) and "--port" in str(said.exception)
+        half = CliRunner().invoke(app(), ["serve", "--config", str(tmp_path / "kv.yaml")]).exception
+        assert isinstance(half, ConfigError)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (apt-get install chromium)")
+def test_in_a_browser(tmp_path: Path) -> None:
+    """Drawn by Chromium: the tiers, the plots, no error on the console, nothing fetched from elsewhere."""
+    with opened(tmp_path, {"type": "live", "prefill_tokens_per_second": 24}, instance_id="mine") as engine:
+        with served(engine, tmp_path) as page:
+            busy(engine)
+            base = [
+                str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,1400",
+                f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0", "--virtual-time-budget=6000",
+            ]  # fmt: skip
+            url = f"http://127.0.0.1:{page.port}/"
+            done = subprocess.run([*base, "--dump-dom", url], capture_output=True, text=True, timeout=120, check=True)
+            subprocess.run(
+                [*base, f"--screenshot={tmp_path / 'page.png'}", url], capture_output=True, timeout=120, check=True
+            )
+    dom = done.stdout
+    assert "mine: tiny" in dom and "75.0 %" in dom and '<td class="text">disk</td>' in dom
+    assert dom.count('<path class="a"') >= 2 and "in no tier" in dom
+    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+    assert (tmp_path / "page.png").stat().st_size > 10_000

@@ -1,0 +1,128 @@
+"""`kvloom top`: finding an engine, one frame of it, and what it says when there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observe_support import busy, free_port, opened
+from typer.testing import CliRunner
+
+from kvloom import BackendError, ConfigError
+from kvloom.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def top(*arguments: str) -> Any:
+    return CliRunner().invoke(app(), ["top", *arguments])
+
+
+def test_a_frame_has_the_tiers_the_hit_rate_and_the_hottest_prefix(tmp_path: Path) -> None:
+    with opened(tmp_path, {"type": "live", "prefill_tokens_per_second": 24}, instance_id="mine") as engine:
+        busy(engine)
+        said = top("--once")
+        named = top("mine", "--json")
+    text = said.output
+    assert said.exit_code == 0 and "mine: tiny" in text and "75.0% of 64 tokens in 4 requests" in text
+    assert "48 tokens of prefill, 2 s at 24 tokens/s" in text and "in no tier 4 tokens" in text
+    assert [line.split()[:2] for line in text.splitlines() if line.startswith(("memory", "disk"))] == [
+        ["memory", "ok"],
+        ["disk", "ok"],
+    ]
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert json.loads(named.output)["requests"]["served_tokens"] == 48
+
+
+def test_from_a_metrics_endpoint(tmp_path: Path) -> None:
+    port = free_port()
+    with opened(tmp_path, {"type": "prometheus", "port": port}, instance_id="mine") as engine:
+        busy(engine)
+        text = top(f"http://127.0.0.1:{port}/metrics", "--once").output
+    assert "mine: tiny" in text and "75.0% of 64 tokens in 4 requests" in text and "in no tier 4 tokens" in text
+
+
+def test_which_engine(tmp_path: Path) -> None:
+    assert "no engine with `observers: [live]` runs" in str(top("--once").exception)
+    with opened(tmp_path / "1", "live", instance_id="one"), opened(tmp_path / "2", "live", instance_id="two"):
+        error = top("--once").exception
+        assert isinstance(error, ConfigError) and "name one: one-" in str(error) and "two-" in str(error)
+        assert "two: tiny" in top("two", "--once").output
+        assert "no engine 'three' runs" in str(top("three", "--once").exception)
+
+
+class Else(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(404 if "404" in self.path else 200)
+        self.end_headers()
+        self.wfile.write(b"# HELP x y\n# TYPE x counter\nx_total 1\n" if "metrics" in self.path else b"<html> {")
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_what_is_no_engine_of_kvloom(tmp_path: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), Else)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        for path, words in (("metrics", "no metrics of kvloom"), ("", "no metrics of"), ("404", "status 404")):
+            error = top(f"http://127.0.0.1:{server.server_port}/{path}", "--once").exception
+            assert isinstance(error, BackendError) and words in str(error)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    for word in (f"http://127.0.0.1:{free_port()}/metrics", str(tmp_path / "nobody.sock")):
+        error = top(word, "--once").exception
+        assert isinstance(error, BackendError) and "\n" not in str(error)
+
+
+def test_on_a_terminal_it_goes_on_without_the_engine_until_ctrl_c(tmp_path: Path) -> None:
+    engine = opened(tmp_path, "live", instance_id="mine")
+    busy(engine)
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "kvloom", "top", "--every", "0.2"]
+    child = subprocess.Popen(
+        command, stdin=follower, stdout=follower, stderr=follower, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(follower)
+    shown = b""
+
+    def until(words: bytes) -> None:
+        nonlocal shown
+        end = time.monotonic() + 60
+        while words not in shown and time.monotonic() < end:
+            if select.select([leader], [], [], 0.2)[0]:
+                shown += os.read(leader, 65536)
+        assert words in shown, shown[-2000:]
+
+    try:
+        until(b"75.0%")
+        engine.close()
+        until(b"gone:")
+        child.send_signal(2)
+        assert child.wait(30) == 0
+        while select.select([leader], [], [], 0.2)[0]:
+            try:
+                shown += os.read(leader, 65536)
+            except OSError:
+                break
+        assert b"Traceback" not in shown
+    finally:
+        child.kill()
+        child.wait()
+        os.close(leader)
