@@ -62,10 +62,8 @@ def test_a_store_and_a_retrieve_in_the_callers_trace(tmp_path: Path, spans: InMe
     retrieve = found["kvloom.retrieve"]
     assert retrieve.parent is None and retrieve.attributes["kvloom.tokens_from.disk"] == 16
     assert (retrieve.attributes["kvloom.tokens"], retrieve.attributes["kvloom.served_tokens"]) == (20, 16)
-    held = {str(value) for span in found.values() for value in (span.attributes or {}).values()}
-    assert held <= {"16", "20", "4", "5", "disk", "torch", "kvloom", "tiny"} | {
-        one for one in held if one.replace(".", "").replace("e-", "").isdigit()
-    }
+    words = [value for span in found.values() for value in (span.attributes or {}).values() if isinstance(value, str)]
+    assert set(words) == {"disk", "torch", "kvloom", "tiny"}  # neither keys nor tokens
 
 
 def test_threads_have_traces_of_their_own(tmp_path: Path, spans: InMemorySpanExporter) -> None:
@@ -140,11 +138,11 @@ def test_without_a_provider_spans_go_to_a_collector_by_otlp(tmp_path: Path) -> N
 
 def test_a_collector_that_is_not_there_keeps_nobody(tmp_path: Path) -> None:
     block = {"type": "opentelemetry", "endpoint": f"http://127.0.0.1:{free_port()}/v1/traces", "timeout": 0.3}
-    before = {thread.name for thread in threading.enumerate()}
+    before = set(threading.enumerate())
     with opened(tmp_path, block) as engine:
         engine.store(tokens_of(8), kv=kv_of(8))
         assert engine.retrieve(tokens_of(8), kv=kv_of(8)).all()
-    assert {thread.name for thread in threading.enumerate()} <= before
+    assert not [thread for thread in set(threading.enumerate()) - before if "pages" not in thread.name]
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from observe_support import SPEC, busy, free_port, kv_of, opened, settled, token
 from prometheus_client.parser import text_string_to_metric_families
 from promql import names_and_labels
 
-from kvloom import ConfigError, Event, Request
+from kvloom import ConfigError, Event, Health, Request
 from kvloom_observe.prometheus import metrics as m
 from kvloom_observe.prometheus.figures import Figures
 from kvloom_observe.prometheus.observer import PrometheusObserver
@@ -132,6 +132,18 @@ def test_reasons_are_bounded() -> None:
     assert bounded("tier_error", "put: TimeoutError") == "put: TimeoutError"
     assert bounded("missed", "unreadable: serializer 'x' is not this tier's") == "unreadable"
     assert bounded("missed", "in no tier") == "in no tier"
+
+
+class Still:
+    """An engine in which nothing is."""
+
+    instance_id, fingerprint, spec = "e", "f", SPEC
+
+    def health(self) -> Health:
+        return Health(())
+
+    def counters(self) -> dict[Any, Any]:
+        return {}
 
 
 def test_histograms_count_in_the_right_bucket() -> None:

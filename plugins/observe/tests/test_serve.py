@@ -127,18 +127,19 @@ def test_a_port_in_use_and_half_of_a_question(tmp_path: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (apt-get install chromium)")
 def test_in_a_browser(tmp_path: Path) -> None:
     """Drawn by Chromium: the tiers, the plots, no error on the console, nothing fetched from elsewhere."""
-    with opened(tmp_path, {"type": "live", "prefill_tokens_per_second": 24}, instance_id="mine") as engine:
-        with served(engine, tmp_path) as page:
-            busy(engine)
-            base = [
+    block = {"type": "live", "prefill_tokens_per_second": 24}
+    with opened(tmp_path, block, instance_id="mine") as engine, served(engine, tmp_path) as page:
+        busy(engine)
+        base = [
                 str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,1400",
-                f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0", "--virtual-time-budget=6000",
+                f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr",
+                "--v=0", "--virtual-time-budget=6000",
             ]  # fmt: skip
-            url = f"http://127.0.0.1:{page.port}/"
-            done = subprocess.run([*base, "--dump-dom", url], capture_output=True, text=True, timeout=120, check=True)
-            subprocess.run(
-                [*base, f"--screenshot={tmp_path / 'page.png'}", url], capture_output=True, timeout=120, check=True
-            )
+        url = f"http://127.0.0.1:{page.port}/"
+        done = subprocess.run([*base, "--dump-dom", url], capture_output=True, text=True, timeout=120, check=True)
+        subprocess.run(
+            [*base, f"--screenshot={tmp_path / 'page.png'}", url], capture_output=True, timeout=120, check=True
+        )
     dom = done.stdout
     assert "mine: tiny" in dom and "75.0 %" in dom and '<td class="text">disk</td>' in dom
     assert dom.count('<path class="a"') >= 2 and "in no tier" in dom

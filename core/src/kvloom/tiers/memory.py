@@ -307,7 +307,7 @@ class MemoryTier(Tier):
         if loaded is not None:
             return self._offer(key, held, loaded, leave=reason)
         held.block.drop()
-        self._report("evicted", held, held.leaving or reason)
+        self._report("evicted", held, held.leaving or reason or "capacity")
         if held.dirty:
             self._report("dropped", held, "evicted before it was written")
         return True
