@@ -37,6 +37,16 @@ def pages_of(nbytes: int) -> int:
     return max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
 
 
+def taken_by(nbytes: int, capacity: int, *, largest_bytes: int) -> int:
+    """`Pool.taken_by`, of a pool of `capacity` bytes in which the longest piece can have `largest_bytes`."""
+    size = pages_of(nbytes)
+    if size < _LARGE_BYTES or size * _MANY > capacity:
+        return size
+    unit = 1 << (size.bit_length() - 8)
+    rounded = -(-(size + _HEADROOM_BYTES) // unit) * unit
+    return rounded if rounded <= largest_bytes else size
+
+
 class Reservation:
     """Memory that one writer may fill. Seal it or abandon it; it does so itself when it is forgotten."""
 
@@ -230,12 +240,7 @@ class Pool:
         Large pieces are rounded up by less than a part in 60, so that a chunk and the same chunk with a header before
         it are of one length: otherwise each gap that one leaves is too short for the other. Not where few fit.
         """
-        size = pages_of(nbytes)
-        if size < _LARGE_BYTES or size * _MANY > self.capacity:
-            return size
-        unit = 1 << (size.bit_length() - 8)
-        rounded = -(-(size + _HEADROOM_BYTES) // unit) * unit
-        return rounded if rounded <= self.largest_bytes else size
+        return taken_by(nbytes, self.capacity, largest_bytes=self.largest_bytes)
 
     @property
     def widest(self) -> tuple[int, int]:

@@ -1,0 +1,109 @@
+"""A replay says what an engine did: the same hits from the same tiers, the same evictions, request by request."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_support import CHUNK, SPEC
+
+from kvloom import Engine, KVSpec
+from kvloom.config import EngineConfig, resolve
+from kvloom.plugins import Registry
+from kvloom.replay import Line, Replay, plan_tiers
+
+BIG = KVSpec(model="tiny", num_layers=2, num_kv_heads=8, head_size=128, dtype="float32")
+BIG_CHUNK = 256
+"""Of 4 MiB: from there on the pool keeps chunks and blobs in pieces of one length."""
+PAGES = {"type": "dict", "deadline": "20s"}
+
+
+def prompts(
+    seed: int, count: int, *, chunk: int, conversations: int, longest: int
+) -> Iterator[tuple[torch.Tensor, str]]:
+    """Conversations that grow turn by turn, the popular ones more often, of two tenants; some begin alike."""
+    rng = random.Random(seed)
+    turns: Counter[int] = Counter()
+    for _ in range(count):
+        which = min(int(rng.paretovariate(0.8)) - 1, conversations - 1)
+        turns[which] += 1
+        length = min(longest, 1 + turns[which] % (longest + 2)) * chunk + rng.randrange(chunk)
+        same = torch.Generator().manual_seed(which % 7)
+        own = torch.Generator().manual_seed(1000 + which)
+        tokens = torch.randint(0, 1000, (length,), generator=own)
+        tokens[: 2 * chunk] = torch.randint(0, 1000, (2 * chunk,), generator=same)[:length]
+        yield tokens, "ab"[which % 2]
+
+
+def replayed(config: dict[str, Any], spec: KVSpec) -> Replay:
+    loaded = EngineConfig.load(config)
+    plans = plan_tiers(resolve(loaded, Registry.discover()), chunk_tokens=loaded.chunk_tokens, spec=spec)
+    return Replay(plans, chunk_tokens=loaded.chunk_tokens, tenants={"a": 0, "b": 1})
+
+
+def compare(config: dict[str, Any], spec: KVSpec, *, count: int, conversations: int, longest: int, seed: int) -> Replay:
+    """Run both, and compare after every request which chunks came from where, and in the end what was counted."""
+    replay = replayed(config, spec)
+    chunk = replay.chunk_tokens
+    kv = torch.zeros(spec.blob_shape((longest + 1) * chunk), dtype=spec.torch_dtype)
+    numbers: dict[bytes, int] = {}
+    expected: Counter[str] = Counter()
+    with Engine.open(config, spec) as engine:
+        for at, (tokens, salt) in enumerate(
+            prompts(seed, count, chunk=chunk, conversations=conversations, longest=longest)
+        ):
+            ids = [numbers.setdefault(one.key.digest, len(numbers)) for one in engine.segments(tokens, salt=salt)]
+            forecast = engine.lookup(tokens, salt=salt).by_tier
+            got = int(engine.retrieve(tokens, kv=kv, salt=salt).count_nonzero())
+            assert engine.flush(20)
+            assert got == sum(forecast.values())
+            before = Counter(replay.sums.hit_chunks)
+            line = Line(at, tokens.numel(), ids, chunk, "retrieve", "ab".index(salt))
+            replay.feed(line)
+            hits = Counter(replay.sums.hit_chunks) - before
+            assert {name: hits[name] * chunk for name in hits} == forecast, f"request {at}"
+            engine.store(tokens, kv=kv, salt=salt)
+            assert engine.flush(20)
+            replay.feed(line._replace(verb="store"))
+            expected.update(forecast)
+        evicted: Counter[tuple[str, str]] = Counter()
+        for key, totals in engine.counters().items():
+            if key.name == "evicted":
+                evicted[key.tier, key.reason] += totals.chunks
+        health = engine.health()
+    for tier in health.tiers:
+        ours = replay.memory if tier.name == "memory" else next(t for t in replay.stored if t.plan.name == tier.name)
+        assert ours is not None
+        held = len(ours) if tier.name == "memory" else len(ours.order)
+        assert held == tier.blobs, tier.name
+        for reason in ("capacity", "quota"):
+            named = evicted[tier.name, reason] + (evicted[tier.name, ""] if reason == "capacity" else 0)
+            assert ours.evicted[reason] == named, (tier.name, reason)
+    return replay
+
+
+def small(*tiers: dict[str, Any] | str) -> dict[str, Any]:
+    return {"chunk_tokens": CHUNK, "tiers": list(tiers)}
+
+
+CONFIGS = {
+    "memory": small({"type": "memory", "capacity": "80KiB"}),
+    "memory with quotas": small({"type": "memory", "capacity": "120KiB", "quota": {"a": "40KiB", "*": "60KiB"}}),
+    "one tier": small({**PAGES, "capacity": "200KiB"}),
+    "two tiers": small({**PAGES, "name": "near", "capacity": "100KiB"}, {**PAGES, "name": "far", "capacity": "400KiB"}),
+    "tiny_lfu": small({**PAGES, "capacity": "200KiB", "policy": "tiny_lfu"}),
+    "quotas": small({**PAGES, "capacity": "300KiB", "quota": {"a": "100KiB", "*": "160KiB"}}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replay_gives_what_the_engine_gave(name: str, seed: int) -> None:
+    replay = compare(CONFIGS[name], SPEC, count=150, conversations=40, longest=8, seed=seed)
+    assert 0.1 < sum(replay.sums.hit_chunks.values()) / replay.sums.asked_chunks < 0.9, "neither all hits nor none"
+    assert any(tier.evicted for tier in (replay.memory, *replay.stored) if tier is not None)
