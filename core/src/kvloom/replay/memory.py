@@ -45,6 +45,8 @@ class Memory:
         self._owner: dict[int, int] = {}
         self._tenants: dict[int, dict[int, None]] | None = {} if quota or other_quota is not None else None
         self._tenant_bytes: Counter[int] = Counter()
+        self._plain = self._tenants is None and plan.ttl is None and write_back is None
+        """Nothing but the capacity makes chunks go, and nobody takes them."""
         self.stored = 0
         self.promoted = 0
         self.dropped = 0
@@ -95,6 +97,8 @@ class Memory:
 
     def make_room(self, nbytes: int) -> bool:
         """Evict until there is room for `nbytes`; whether there is."""
+        if self._plain:
+            return self._drop_oldest(nbytes)
         while self.used + nbytes > self.capacity:
             if not self._aside and self._write_back is not None:
                 self._write_ahead(max(self.capacity // _CLEAN_PART, nbytes))
@@ -104,10 +108,27 @@ class Memory:
             self._remove(next(iter(cold)), "capacity")
         return True
 
+    def _drop_oldest(self, nbytes: int) -> bool:
+        order, used, enough = self.order, self.used, self.capacity - nbytes
+        count = len(order)
+        while used > enough and order:
+            used -= order.popitem(last=False)[1][0]
+        self.used = used
+        self.evicted["capacity"] += count - len(order)
+        return used <= enough
+
+    def keep_all(self, chunks: Sequence[int], held: Held, chain: Sequence[int], tenant: int) -> None:
+        """Hold chunks from the engine, which are not held already, and for which there is room."""
+        if self._plain:
+            self.order.update(dict.fromkeys(chunks, held))
+            self.used += held[0] * len(chunks)
+            self.stored += len(chunks)
+        else:
+            for chunk in chunks:
+                self.keep(chunk, held, chain, tenant, fresh=True)
+
     def keep(self, chunk: int, held: Held, chain: Sequence[int], tenant: int, *, fresh: bool) -> None:
         """Hold a chunk for which there is room. fresh: it comes from the engine, not from a lower tier."""
-        if chunk in self:
-            return
         self.promoted += not fresh
         if not self._fits_quota(chunk, held[0], chain, tenant):
             self.dropped += fresh

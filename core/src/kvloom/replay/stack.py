@@ -188,35 +188,35 @@ class Replay:
     def _store(self, chain: list[int], first: int, tenant: int) -> None:
         self._touch(chain)
         memory = self.memory
-        lacking = [set(tier.lacks(chain[first:], tenant)) for tier in self._through]
-        todo = [chunk for chunk in chain[first:] if memory is not None and chunk not in memory]
+        wanted = chain[first:] if first else chain
+        lacking = [tier.lacks(wanted, tenant) for tier in self._through]
+        todo = [] if memory is None else [chunk for chunk in wanted if chunk not in memory.order]
         if todo or any(lacking):
             self._touched = []
             if memory is not None:
                 self._fill(todo, lacking, chain, tenant)
             for tier, missing in zip(self._through, lacking, strict=True):
                 if missing:
-                    tier.write([chunk for chunk in chain[first:] if chunk in missing], chain, tenant, self._now)
+                    tier.write_used(missing, chain, tenant, self._now)
             self._touch(chain)
         for tier in self._counting:
             tier.count(chain)
 
-    def _fill(self, todo: list[int], lacking: Sequence[set[int]], chain: list[int], tenant: int) -> None:
+    def _fill(self, todo: list[int], lacking: Sequence[Sequence[int]], chain: list[int], tenant: int) -> None:
         """Take chunks into memory, as many at once as there is room for."""
         memory = self.memory
         assert memory is not None
         nbytes = memory.plan.stored_bytes
         most = memory.fits(len(todo))
-        if not any(chunk in missing for missing in lacking for chunk in todo):
-            todo = todo[:most]  # a tail that would push out its own head
+        if len(todo) > most and not any(set(todo).intersection(missing) for missing in lacking):
+            todo = todo[:most]  # memory is all there is: a tail that would push out its own head is not worth it
         while todo:
             now, todo = todo[:most], todo[most:]
             if not memory.make_room(nbytes * len(now)):
                 memory.dropped += len(now) + len(todo)
                 return
-            for chunk in now:
-                memory.keep(chunk, (nbytes, self._now), chain, tenant, fresh=True)
-            if memory.plan.bounded:
+            memory.keep_all(now, (nbytes, self._now), chain, tenant)
+            if todo:
                 memory.touch(now)
 
     def _write_back(self, chunk: int, written: float, chain: Sequence[int], tenant: int) -> None:

@@ -46,6 +46,8 @@ class Stored:
         self._ages: list[tuple[float, int]] = []
         self.sketch = Sketch() if plan.admission == "tiny_lfu" else None
         self._on_lost = on_lost
+        self._plain = self._tenants is None and plan.ttl is None and on_lost is None
+        """Nothing but the capacity makes chunks go, and nobody is told."""
         self.stored = 0
         self.dropped = 0
         self.evicted: Counter[str] = Counter()
@@ -95,12 +97,26 @@ class Stored:
         most = max((uses(digest_of(victim)) for victim in victims if victim is not None), default=-1)
         return [chunk for chunk in missing if uses(digest_of(chunk)) > most]
 
-    def write(
-        self, chunks: Iterable[int], chain: Sequence[int], tenant: int, written: float | Mapping[int, float]
-    ) -> None:
+    def write_used(self, chunks: Sequence[int], chain: Sequence[int], tenant: int, written: float) -> None:
+        """`write`, for a chain that was just touched: there is nothing in use later than it."""
+        order, most = self.order, self.most
+        excess = 0 if most is None else max(0, len(order) + len(chunks) - most)
+        # At most so many of those held are of the chain: if others make room enough, there is nothing to look at.
+        if not self._plain or (excess and excess > len(order) - (len(chain) - len(chunks))):
+            self.write(chunks, chain, tenant, written)
+            return
+        if excess:
+            assert isinstance(order, OrderedDict)
+            for _ in range(excess):
+                order.popitem(last=False)
+            self.evicted["capacity"] += excess
+        order.update(dict.fromkeys(chunks, written))
+        self.stored += len(chunks)
+
+    def write(self, chunks: Iterable[int], chain: Sequence[int], tenant: int, written: float) -> None:
         """Take in chunks of a chain, in its order. Nothing of the chain goes for what is behind it.
 
-        written: when they were first stored.
+        written: when they were first stored, in seconds.
         """
         place = {chunk: index for index, chunk in enumerate(chain)}
         stop = len(chain)
