@@ -29,7 +29,7 @@ LAYERS = (
     {"tiers"},
     {"blending", "index", "layers", "moving"},
     {"engine"},
-    {"warming"},
+    {"replay", "warming"},
     {"cli", "__main__"},
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}

@@ -41,5 +41,6 @@ def kvloom_storage_backends() -> list[type[StorageBackend]]:
 @hookimpl
 def kvloom_observers() -> list[type[Observer]]:
     from kvloom.builtin.log import LogObserver
+    from kvloom.builtin.trace import TraceObserver
 
-    return [LogObserver]
+    return [LogObserver, TraceObserver]

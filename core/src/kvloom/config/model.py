@@ -147,7 +147,7 @@ class EngineConfig(BaseModel):
     @classmethod
     def _built(cls, tree: Mapping[str, Any], *, environment: Mapping[str, str] | None = None) -> EngineConfig:
         tree, variables = sources.overridden(tree, environment or {}, defaults=_defaults())
-        tree, templates, secrets = sources.interpolated(tree, os.environ)
+        tree, templates, secrets = sources.interpolated(sources.traced(tree, os.environ), os.environ)
         origins = Origins(templates, variables, secrets)
         try:
             config = cls.model_validate(tree)

@@ -16,6 +16,8 @@ from kvloom.config.problems import KeyPath, Problem, dotted
 from kvloom.errors import ConfigError
 
 PREFIX = "KVLOOM_"
+TRACE, TRACE_MAX_BYTES = "KVLOOM_TRACE", "KVLOOM_TRACE_MAX_BYTES"
+"""No settings: where every engine of a process writes a trace, see `kvloom trace record`."""
 _INTERPOLATION = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
 _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 
@@ -74,7 +76,7 @@ def overridden(
     result = dict(tree)
     variables: dict[KeyPath, str] = {}
     for name in sorted(environment):  # KVLOOM_TIERS comes before what reaches into it
-        if not name.startswith(PREFIX):
+        if not name.startswith(PREFIX) or name in (TRACE, TRACE_MAX_BYTES):
             continue
         first, *rest = name.removeprefix(PREFIX).lower().split("__")
         if first not in defaults:
@@ -85,6 +87,17 @@ def overridden(
         result[first] = value
         variables[(first, *(int(word) if word.isdigit() else word for word in rest))] = name
     return result, variables
+
+
+def traced(tree: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """`tree` with the observer that KVLOOM_TRACE asks for, wherever the configuration came from."""
+    path, observers = environment.get(TRACE), tree.get("observers", ())
+    if not path or not isinstance(observers, list | tuple):
+        return dict(tree)
+    block = {"type": "trace", "path": path.replace("${", "$${")}
+    if most := environment.get(TRACE_MAX_BYTES):
+        block["max_bytes"] = most
+    return {**tree, "observers": [*observers, block]}
 
 
 def _placed(node: Any, words: list[str], value: Any, name: str) -> Any:

@@ -98,7 +98,7 @@ class Replay:
         asks = verb != "prefetch" and verb != "pin"
         if asks:
             self._ask(line, chunks, first)
-        gaps = verb in ("load", "save", "prefetch", "pin")
+        gaps = verb in ("load", "save", "prefetch", "pin")  # `load_layers` ends where something is lacking
         hits = self._retrieve(chunks, first, line.salt, gaps=gaps, asks=asks)
         if asks and chunks[first:]:
             self.sums.whole += hits == len(chunks) - first

@@ -52,6 +52,9 @@ class Stored:
         self.dropped = 0
         self.evicted: Counter[str] = Counter()
 
+    def __len__(self) -> int:
+        return len(self.order)
+
     def expire(self, now: float) -> None:
         """Let go what is past its time."""
         ages, ttl = self._ages, self.plan.ttl
