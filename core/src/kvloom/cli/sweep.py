@@ -256,8 +256,8 @@ def _curves(axes: Any, tried: Sequence[Run]) -> None:
         sizes = [run.capacities[swept] / (1 << 30) for run in some]
         axes.plot(sizes, [100 * run.result()["hit_rate"] for run in some], marker="o", label=", ".join(label))
     axes.set_xscale("log", base=2)
-    sizes = sorted({run.capacities[swept] for run in tried})
-    axes.set_xticks([size / (1 << 30) for size in sizes], [output.size(size) for size in sizes])
+    ticks = sorted({run.capacities[swept] for run in tried})
+    axes.set_xticks([size / (1 << 30) for size in ticks], [output.size(size) for size in ticks])
     axes.set_xlabel(f"capacity of {swept}")
 
 

@@ -200,8 +200,17 @@ def _print(about: dict[str, Any], runs: Sequence[Run]) -> None:
     title = f"{about['path']}: {requests:,} requests that asked for {tokens:,} tokens"
     columns = ("configuration", "tokens hit", "chunks hit", "requests whole", "or partly")
     output.print_table(title, columns, rows, right=columns[1:])
-    columns = ("configuration", "tier", "capacity", "tokens hit", "read", "written", "chunks evicted", "held at last")
-    output.print_table("", columns, tiers, right=columns[2:])
+    about_tiers = (
+        "configuration",
+        "tier",
+        "capacity",
+        "tokens hit",
+        "read",
+        "written",
+        "chunks evicted",
+        "held at last",
+    )
+    output.print_table("", about_tiers, tiers, right=about_tiers[2:])
     if about["recorded_hit_rate"] is not None:
         by_tier = ", ".join(f"{name} {_percent(n / tokens)}" for name, n in about["recorded_tokens"].items())
         output.say(f"the engine that was recorded had {_percent(about['recorded_hit_rate'])} ({by_tier})")
