@@ -79,7 +79,7 @@ def plan_tiers(
     ]
     for plan, choice in zip(plans, resolved.tiers, strict=True):
         if plan.capacity is not None and plan.capacity < plan.stored_bytes:
-            text = f"{plan.capacity} bytes is less than one chunk takes ({plan.stored_bytes} bytes); raise it"
+            text = f"{choice.capacity} bytes is less than one chunk takes ({plan.stored_bytes} bytes); raise it"
             raise ConfigError(f"{choice.path}.capacity", text)
     return plans
 

@@ -141,7 +141,7 @@ def _line(text: bytes, block_tokens: int) -> Line:
         raise ValueError(f"should be an object, not {type(value).__name__}")
     get = value.get
     stamp, length, ids = get("timestamp"), get("input_length"), get("hash_ids")
-    if not isinstance(stamp, int | float) or not abs(stamp) < 1e15:  # NaN is not
+    if not isinstance(stamp, int | float) or stamp is True or stamp is False or not abs(stamp) < 1e15:  # NaN is not
         raise ValueError("timestamp: should be milliseconds")
     if type(length) is not int or length < 0:
         raise ValueError("input_length: should be a number of tokens")
