@@ -109,20 +109,6 @@ def store(config: Path, tokens: list[int], spec: KVSpec = SPEC, salt: str = "") 
         assert engine.flush(30)
 
 
-@pytest.fixture
-def ask(run: Run, config: Path, tmp_path: Path) -> Callable[..., list[list[str]]]:
-    """`kvloom why`, as rows of cells."""
-
-    def ask(tokens: list[int], spec: KVSpec = SPEC, *options: str) -> list[list[str]]:
-        (tmp_path / "tokens.json").write_text(json.dumps(tokens))
-        (tmp_path / "spec.json").write_text(spec.to_json())
-        printed = run("why", config, "--tokens", tmp_path / "tokens.json", "--spec", tmp_path / "spec.json", *options)
-        lines = [line for line in printed.splitlines() if re.match(r"\s*\d+-\d+", line)]
-        return [re.split(r"\s{2,}", line.strip()) for line in lines]
-
-    return ask
-
-
 def test_version(run: Run) -> None:
     assert run("--version").strip() == kvloom.__version__
 
@@ -244,89 +230,6 @@ def test_stat_needs_a_tier_that_can_be_seen(run: Run, config: Path) -> None:
 def test_a_store_that_fails_is_one_line_with_status_1(run: Run, config: Path) -> None:
     config.write_text("tiers: [{type: drawer, label: jammed}]\n")
     assert run("stat", config, status=1) == "kvloom: tier drawer: OSError: the drawer is jammed\n"
-
-
-# -- why ---------------------------------------------------------------------------------------------------------------
-
-
-def test_why_names_the_tiers_and_what_was_never_stored(ask: Callable[..., list[list[str]]], config: Path) -> None:
-    store(config, list(range(2 * CHUNK)))
-    first_key = next(key for key in Drawer.drawers["two"] if "/0-" in key)
-    del Drawer.drawers["two"][first_key]
-    assert ask([*range(2 * CHUNK), *range(500, 500 + 2 * CHUNK), 7]) == [
-        ["0-4", "1", "warm"],
-        ["4-8", "1", "warm, cold"],
-        ["8-16", "2", "-", "never stored, or evicted since"],
-        ["16-17", "1", "-", "too short for a chunk of 4 tokens"],
-    ]
-
-
-def test_why_names_the_field_of_the_spec_that_differs(ask: Callable[..., list[list[str]]], config: Path) -> None:
-    store(config, list(range(CHUNK)), replace(SPEC, revision="old"))
-    ((tokens, count, where, why),) = ask(list(range(CHUNK)))
-    assert (tokens, count, where) == ("0-4", "1", "-")
-    assert re.fullmatch(
-        r'stored under another fingerprint, [0-9a-f]{8}: revision is "old" there, "abc" here \(in warm, cold\)', why
-    )
-    store(config, list(range(CHUNK)))
-    assert ask(list(range(CHUNK))) == [["0-4", "1", "warm, cold"]]
-
-
-def test_why_looks_under_other_salts_that_are_given(ask: Callable[..., list[list[str]]], config: Path) -> None:
-    store(config, list(range(CHUNK)), salt="b")
-    tokens = list(range(CHUNK))
-    assert ask(tokens)[0][3] == "never stored, or evicted since"
-    assert ask(tokens, SPEC, "--salt", "a", "--salt", "b")[0][3] == "stored under another salt, 'b' (in warm, cold)"
-    assert ask(tokens, SPEC, "--salt", "b") == [["0-4", "1", "warm, cold"]]
-    store(config, tokens, replace(SPEC, revision="old"), salt="a")
-    assert "stored under another salt" in ask(tokens, SPEC, "--salt", "a", "--salt", "b")[0][3], "the nearer reason"
-
-
-def test_why_takes_a_record_of_a_tier_for_the_spec(
-    run: Run, ask: Callable[..., list[list[str]]], config: Path, tmp_path: Path
-) -> None:
-    store(config, list(range(CHUNK)))
-    ask(list(range(CHUNK)))  # writes tokens.json
-    record = tmp_path / "record.json"
-    record.write_bytes(next(blob for key, blob in Drawer.drawers["one"].items() if key.startswith("spec/")))
-    assert "warm, cold" in run("why", config, "--tokens", tmp_path / "tokens.json", "--spec", record)
-
-
-def test_why_tells_a_fingerprint_from_the_others(run: Run, config: Path) -> None:
-    store(config, list(range(CHUNK)), replace(SPEC, revision="old"))
-    store(config, list(range(CHUNK)), replace(SPEC, model="other"))
-    records = [key for key in Drawer.drawers["one"] if key.startswith("spec/")]
-    old, other = (
-        next(key for key in records if text in Drawer.drawers["one"][key]).removeprefix("spec/").removesuffix(".json")
-        for text in (b'"revision":"old"', b'"model":"other"')
-    )
-    printed = " ".join(run("why", config, "--fingerprint", old[:8]).split())
-    assert f"fingerprint {old}" in printed and other in printed
-    assert 'model is "other" there' in printed and 'revision is "abc" there, "old" here' in printed
-    assert "0 records begin with 'ffff'" in run("why", config, "--fingerprint", "ffff", status=2)
-    assert "give a prompt and a spec" in run("why", config, status=2)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "spec", "problem"),
-    [
-        ("[1, 2", "{}", "tokens.json: not JSON: "),
-        ('["a"]', "{}", "tokens.json: should be a JSON list of token ids"),
-        ("[true]", "{}", "tokens.json: should be a JSON list of token ids"),
-        ("[4294967296]", "{}", "tokens.json: should be a JSON list of token ids"),
-        ("[1]", '{"model": "x"}', "spec.json: should be what KVSpec.to_json() gives: "),
-        ("[1]", "[]", "spec.json: should be what KVSpec.to_json() gives: "),
-        ("[1]", None, "spec.json: cannot be read: No such file or directory"),
-    ],
-)
-def test_why_refuses_other_files(
-    run: Run, config: Path, tmp_path: Path, tokens: str, spec: str | None, problem: str
-) -> None:
-    (tmp_path / "tokens.json").write_text(tokens)
-    if spec is not None:
-        (tmp_path / "spec.json").write_text(spec)
-    arguments = ("--tokens", tmp_path / "tokens.json", "--spec", tmp_path / "spec.json")
-    assert run("why", config, *arguments, status=2).startswith(f"kvloom: {tmp_path}/{problem}")
 
 
 # -- how things are printed --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`kvloom why`: for each chunk of a prompt, which tier holds it, or what about its key is different in what is held.
+"""`kvloom why`: what became of each chunk of a prompt. The looking is in `kvloom.cli.fates`.
 
 Or, without a prompt: what distinguishes a fingerprint from the others on the tiers.
 """
@@ -6,8 +6,7 @@ Or, without a prompt: what distinguishes a fingerprint from the others on the ti
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,27 +15,17 @@ import typer
 
 from kvloom.cli import output
 from kvloom.cli.config import File, load
-from kvloom.cli.model import Keys, read_json, read_spec
+from kvloom.cli.model import Keys, read_json, read_spec, recorded
 from kvloom.errors import ConfigError
 from kvloom.plugins import Registry
 
 if TYPE_CHECKING:
     import torch
 
+    from kvloom.cli.fates import Fate
     from kvloom.cli.store import Store
-    from kvloom.types import Segment
 
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of tokens `start` to `end`."""
-
-    start: int
-    end: int
-    tiers: str
-    """Which hold it, "" for none."""
-    why: str
-    """If none does."""
+_NO_PROMPT = "give a prompt (--tokens, or --text and --tokenizer), or a fingerprint (--fingerprint)"
 
 
 def add(commands: typer.Typer, registry: Registry) -> None:
@@ -46,19 +35,29 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         tokens: Annotated[
             Path | None, typer.Option(metavar="TOKENS.json", help="The prompt: a JSON list of token ids.")
         ] = None,
+        text: Annotated[Path | None, typer.Option(metavar="PROMPT.txt", help="The prompt: a text file.")] = None,
+        tokenizer: Annotated[
+            str | None, typer.Option(help="For --text: a model's directory, or its name in the hub's cache.")
+        ] = None,
         spec: Annotated[
-            Path | None, typer.Option(metavar="SPEC.json", help="The model: KVSpec.to_json(), or a tier's record.")
+            Path | None,
+            typer.Option(
+                metavar="SPEC.json", help="The model: KVSpec.to_json(), or a tier's record (default: the one)."
+            ),
         ] = None,
         salt: Annotated[
             list[str] | None,
             typer.Option(help="Whose prompt (default: the configuration's). Repeat to look under others too."),
         ] = None,
+        verify: Annotated[bool, typer.Option("--verify", help="Read every blob and check it.")] = False,
         fingerprint: Annotated[
             str | None,
             typer.Option(help="Instead of a prompt: how this fingerprint differs from the others on the tiers."),
         ] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
-        """Say where a prompt is stored, or why not; or what a fingerprint has of its own."""
+        """Say of each chunk of a prompt where it is stored, or why not: evicted, expired, corrupt, another's ..."""
+        from kvloom.cli.fates import Question, fates
         from kvloom.cli.store import stores
 
         config, resolved = load(file)
@@ -66,69 +65,67 @@ def add(commands: typer.Typer, registry: Registry) -> None:
             with stores(resolved, None) as opened:
                 _print_differences(opened, fingerprint)
             return
-        if tokens is None or spec is None:
-            raise ConfigError(
-                "--tokens", "give a prompt and a spec (--tokens, --spec), or a fingerprint (--fingerprint)"
+        prompt = _prompt(tokens, text, tokenizer)
+        given = None if spec is None else read_spec(spec)
+        with stores(resolved, given) as opened:
+            keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
+            salts = tuple(salt) if salt else (config.salt,)
+            found = fates(opened, Question(keys, prompt, salts, exact=config.exact, verify=verify))
+        if as_json:
+            print(json.dumps(_as_json(found, keys, len(prompt)), indent=2))
+        else:
+            _print(
+                found, keys.fingerprint, len(prompt), config.chunk_tokens, in_memory=len(opened) < len(resolved.tiers)
             )
-        prompt, kv = _prompt(tokens), read_spec(spec)
-        keys = Keys(config, resolved, kv)
-        with stores(resolved, kv) as opened:
-            verdicts = _verdicts(opened, keys, prompt, salts=salt or [config.salt])
-        covered = verdicts[-1].end if verdicts else 0
-        if covered < len(prompt):
-            verdicts.append(Verdict(covered, len(prompt), "", f"too short for a chunk of {config.chunk_tokens} tokens"))
-        _print(verdicts, keys.fingerprint)
 
 
-def _prompt(path: Path) -> torch.Tensor:
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def _prompt(tokens: Path | None, text: Path | None, tokenizer: str | None) -> torch.Tensor:
     import torch
 
-    value = read_json(path)
+    if (tokens is None) == (text is None):
+        raise ConfigError("--tokens", _NO_PROMPT)
+    if text is not None:
+        if tokenizer is None:
+            raise ConfigError("--tokenizer", "by which tokenizer does --text become tokens? name the model's")
+        return torch.tensor(_tokenized(text, tokenizer), dtype=torch.int32)
+    assert tokens is not None
+    value = read_json(tokens)
     if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
-        raise ConfigError(str(path), "should be a JSON list of token ids")
+        raise ConfigError(str(tokens), "should be a JSON list of token ids")
     return torch.tensor(value, dtype=torch.int32)
 
 
-def _verdicts(opened: Sequence[Store], keys: Keys, prompt: torch.Tensor, *, salts: Sequence[str]) -> list[Verdict]:
-    salt, *other_salts = salts
-    fingerprint = keys.fingerprint
-    segments = keys.segments(prompt, salt)
-    held = _held(opened, segments)
-    # What else it might be stored under, most telling first: (key space, what to say of a chunk found there).
-    elsewhere = [(fingerprint, other, f"stored under another salt, {other!r}") for other in other_salts]
-    for found, record in {name: record for store in opened for name, record in store.records().items()}.items():
-        if found != fingerprint:
-            differences = "; ".join(_differences(record["identity"], keys.identity)) or "another version of kvloom"
-            elsewhere.append((found, salt, f"stored under another fingerprint, {found[:8]}: {differences}"))
-    reasons = [""] * len(segments)
-    with output.progress("looking elsewhere", len(elsewhere)) as step:
-        for other_fingerprint, other_salt, text in elsewhere:
-            for index, tiers in enumerate(
-                _held(opened, keys.segments(prompt, other_salt, fingerprint=other_fingerprint))
-            ):
-                if tiers and not reasons[index]:
-                    reasons[index] = f"{text} (in {tiers})"
-            step()
-    return [
-        Verdict(segment.start, segment.end, tiers, "" if tiers else reason or "never stored, or evicted since")
-        for segment, tiers, reason in zip(segments, held, reasons, strict=True)
-    ]
+def _tokenized(text: Path, tokenizer: str) -> list[int]:
+    """As the model's own tokenizer has it, with what it puts in front. Nothing is downloaded."""
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(str(text), f"cannot be read: {reason}") from None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            "--tokenizer", "transformers is not installed; pip install transformers, or give --tokens"
+        ) from None
+    try:
+        ids: list[int] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)(content)["input_ids"]
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError("--tokenizer", f"{tokenizer!r} cannot be loaded from here: {reason}") from None
+    return ids
 
 
-def _held(opened: Sequence[Store], segments: Sequence[Segment]) -> list[str]:
-    """For each segment, the tiers that say they hold it."""
-    names: list[list[str]] = [[] for _ in segments]
-    keys = [str(segment.key) for segment in segments]
-    for store in opened:
-        backend = store.backend
-        for index, there in enumerate(store.ask(lambda backend=backend: backend.contains_many(keys))):  # type: ignore[misc]
-            if there:
-                names[index].append(store.name)
-    return [", ".join(tiers) for tiers in names]
+# -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
 def _print_differences(opened: Sequence[Store], asked: str) -> None:
     """The other fingerprints of which the tiers have records. ConfigError if there is none of `asked`."""
+    from kvloom.cli.fates import differences
+
     records = {name: record for store in opened for name, record in store.records().items()}
     known = [name for name in records if name.startswith(asked)]
     if len(known) != 1:
@@ -136,28 +133,63 @@ def _print_differences(opened: Sequence[Store], asked: str) -> None:
         raise ConfigError("--fingerprint", f"{len(known)} records begin with {asked!r}; the tiers have {found}")
     mine = records.pop(known[0])
     rows = [
-        (name, record["spec"].get("model", ""), "; ".join(_differences(record["identity"], mine["identity"])))
+        (name, record["spec"].get("model", ""), "; ".join(differences(record["identity"], mine["identity"])))
         for name, record in sorted(records.items())
     ]
     output.print_table(f"fingerprint {known[0]}", ("other", "model", "differs in"), rows)
 
 
-def _differences(stored: Any, asked: Any, at: str = "") -> list[str]:
-    """Field by field, in the words of the spec."""
-    if isinstance(stored, Mapping) and isinstance(asked, Mapping):
-        return [
-            line
-            for name in sorted(stored.keys() | asked.keys())
-            for line in _differences(stored.get(name), asked.get(name), f"{at}.{name}".lstrip("."))
-        ]
-    stored, asked = json.dumps(stored), json.dumps(asked)
-    return [] if stored == asked else [f"{at.partition('.')[2]} is {stored} there, {asked} here"]
+# -- what is answered --------------------------------------------------------------------------------------------------
 
 
-def _print(verdicts: Sequence[Verdict], fingerprint: str) -> None:
+def _leading(found: Sequence[Fate]) -> int:
+    """Tokens that a retrieve would give: up to the first chunk that is nowhere."""
+    end = 0
+    for fate in found:
+        if fate.verdict != "hit":
+            break
+        end = fate.end
+    return end
+
+
+def _as_json(found: Sequence[Fate], keys: Keys, num_tokens: int) -> dict[str, Any]:
+    chunks = [
+        {
+            "start": fate.start,
+            "end": fate.end,
+            "verdict": fate.verdict,
+            "tiers": list(fate.tiers),
+            "why": fate.why,
+            "elsewhere": dict(fate.problems),
+        }
+        for fate in found
+    ]
+    return {
+        "fingerprint": keys.fingerprint,
+        "tokens": num_tokens,
+        "leading_tokens": _leading(found),
+        "chunks": chunks,
+        "too_short_tokens": num_tokens - (found[-1].end if found else 0),
+    }
+
+
+def _print(found: Sequence[Fate], fingerprint: str, num_tokens: int, chunk_tokens: int, *, in_memory: bool) -> None:
     """Neighbours with the same fate share a row."""
     rows = []
-    for _, same in groupby(verdicts, key=lambda verdict: (verdict.tiers, verdict.why)):
+    for _, same in groupby(found, key=lambda fate: (fate.verdict, fate.tiers, fate.said)):
         run = list(same)
-        rows.append((f"{run[0].start}-{run[-1].end}", str(len(run)), run[0].tiers or "-", run[0].why))
-    output.print_table(f"fingerprint {fingerprint}", ("tokens", "chunks", "in", "why not"), rows, right=("chunks",))
+        first = run[0]
+        rows.append(
+            (f"{first.start}-{run[-1].end}", str(len(run)), first.verdict, ", ".join(first.tiers) or "-", first.said)
+        )
+    covered = found[-1].end if found else 0
+    if covered < num_tokens:
+        rows.append((f"{covered}-{num_tokens}", "1", "-", "-", f"too short for a chunk of {chunk_tokens} tokens"))
+    columns = ("tokens", "chunks", "verdict", "in", "why")
+    output.print_table(f"fingerprint {fingerprint}", columns, rows, right=("chunks",))
+    leading, held = _leading(found), sum(fate.verdict == "hit" for fate in found)
+    more = sum(fate.verdict == "hit" and fate.start >= leading for fate in found)
+    behind = f"; {more} more are behind a chunk that is not there, and of no use as a prefix" if more else ""
+    output.say(f"{leading} of {num_tokens} tokens are there from the start, in {held - more} chunks{behind}")
+    if in_memory:
+        output.say("what an engine has in its own memory is not seen from here")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvloom.runtime import Runtime
 from kvloom.tiers import rows as states
 from kvloom.tiers.chain import NO_CHAIN, Chain
+from kvloom.tiers.departed import Departed
 from kvloom.tiers.holdings import Holdings, Victim
 from kvloom.tiers.listing import SLICE, Listing, slices
 from kvloom.tiers.recovery import Recovery
@@ -68,6 +69,8 @@ class Ledger:
         assert policy in POLICIES, policy
         self.complete = False
         """The store was listed to its end: what is not here was not there."""
+        self.departed = Departed(runtime)
+        """What was in the store and is not any more, and why."""
         self._lock = runtime.lock()
         self._wall = runtime.wall
         self._held = Holdings(runtime.wall, capacity=capacity, ttl=ttl, quota=quota)

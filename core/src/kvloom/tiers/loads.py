@@ -220,7 +220,7 @@ class Loads:
             self._ledger.note(key, Fidelity.LATER if later else Fidelity.UNREADABLE, since=since)
         elif isinstance(error, ExpiredBlobError):
             reason = "expired"
-            self._delete_one(key)
+            self._delete_one(key, reason)
         self._events.emit(Event("missed", self._name, tokens=num_tokens, chunks=1, reason=reason))
 
     def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError, *, since: int) -> None:
@@ -232,10 +232,11 @@ class Loads:
             self._ledger.note(key, Fidelity.UNREADABLE, since=since)
         else:
             log.warning("tier=%s removing a corrupt blob: %s", self._name, str(error))
-            self._delete_one(key)
+            self._delete_one(key, "corrupt")
 
-    def _delete_one(self, key: ChunkKey) -> None:
+    def _delete_one(self, key: ChunkKey, reason: str) -> None:
         if self._deletes:
             self._backend.delete(str(key))
+            self._ledger.departed.note([key.digest], reason)
         self._ledger.forget([key])
         self._events.left(self._name, [key])

@@ -14,6 +14,7 @@ from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.calls import Calls
 from kvloom.tiers.chain import Chain
+from kvloom.tiers.departed import MAX_RECORD_BYTES, RECORD
 from kvloom.tiers.ledger import Ledger, Victim
 from kvloom.types import Buffers, ChunkKey, Entry
 
@@ -25,6 +26,8 @@ RELIST_SECONDS = 30.0
 """How often a store that others write to is listed again, at most; a listing that takes long is made less often."""
 TELL_SECONDS = 60.0
 """How exactly a store that keeps the times of last use is told them."""
+RECORD_SECONDS = 60.0
+"""How often the record of what went is written, at most."""
 EVICT = "evict"
 """The right that one of the processes on a shared store has."""
 
@@ -63,6 +66,8 @@ class Upkeep:
         self._closed = False
         self._owed: OrderedDict[ChunkKey, None] = OrderedDict()
         self._keeps_time = False
+        self._record_at = 0.0
+        self._restored = False
         self.evicts = bounded and (not backend.shared or self._elected())
         """This process deletes what is over a bound."""
         ledger.enforced = self.evicts
@@ -76,6 +81,15 @@ class Upkeep:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def last_record(self) -> None:
+        """Leave behind what went, once nothing is written any more; waits a deadline at most."""
+        if self.evicts and self._ledger.departed.news:
+            try:
+                self._record_at = 0.0
+                self._calls.chore("record", self._keep_record, seconds=self._calls.deadline).wait()
+            except BackendError as error:
+                self._calls.report("record", error)
 
     # -- making room ---------------------------------------------------------------------------------------------------
 
@@ -165,6 +179,7 @@ class Upkeep:
         self._on_evicted(victim.key for victim in victims if victim.reason in ("capacity", "quota"))
         for reason in dict.fromkeys(victim.reason for victim in victims):
             sizes = [victim.bytes for victim in victims if victim.reason == reason]
+            self._ledger.departed.note([one.key.digest for one in victims if one.reason == reason], reason)
             self._events.emit(Event("evicted", self.name, chunks=len(sizes), bytes=sum(sizes), reason=reason))
 
     def _elected(self) -> bool:
@@ -232,6 +247,22 @@ class Upkeep:
         used = self._ledger.unsaid(TELL_SECONDS, 1024)
         if used:
             self._backend.touch_many([str(key) for key in used])
+        self._keep_record()
+
+    def _keep_record(self) -> None:
+        if not self.evicts:
+            self._restored = False  # whoever does writes it: it is read anew when the right comes
+            return
+        if not (self._backend.persistent or self._backend.shared):
+            return
+        if not self._restored:
+            record = self._backend.get(RECORD)
+            if record is not None and len(record) <= MAX_RECORD_BYTES:
+                self._ledger.departed.restore(bytes(record))
+            self._restored = True
+        if self._ledger.departed.news and self._runtime.now() >= self._record_at:
+            self._record_at = self._runtime.now() + RECORD_SECONDS
+            self._backend.put(RECORD, [self._ledger.departed.record()])
 
     def _list(self) -> None:
         began = self._runtime.now()
