@@ -233,7 +233,7 @@ def draw(found: Sequence[Run], path: Path) -> None:
     axes.axhline(most, color="#9aa5b1", linestyle="--", label=f"{NO_LIMIT}: {most:.1f} %")
     axes.set_ylim(0, max(5.0, min(100.0, 1.15 * most)))
     axes.set_ylabel("tokens that were hits, in percent")
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, dpi=150)
@@ -254,7 +254,12 @@ def _curves(axes: Any, tried: Sequence[Run]) -> None:
     for label, some in lines.items():
         some.sort(key=lambda run: run.capacities[swept])
         sizes = [run.capacities[swept] / (1 << 30) for run in some]
-        axes.plot(sizes, [100 * run.result()["hit_rate"] for run in some], marker="o", label=", ".join(label))
+        results = [run.result() for run in some]
+        (line,) = axes.plot(sizes, [100 * one["hit_rate"] for one in results], marker="o", label=", ".join(label))
+        if len(results[0]["tiers"]) > 1:
+            fastest = [100 * one["tiers"][0]["hit_rate"] for one in results]
+            text = f"of which {results[0]['tiers'][0]['tier']}"
+            axes.plot(sizes, fastest, marker=".", linestyle=":", color=line.get_color(), label=text)
     axes.set_xscale("log", base=2)
     ticks = sorted({run.capacities[swept] for run in tried})
     axes.set_xticks([size / (1 << 30) for size in ticks], [output.size(size) for size in ticks])
