@@ -21,6 +21,7 @@ from pathlib import Path
 
 from table import SPEC, Rows
 
+from kvloom.cli import sweep
 from kvloom.config import EngineConfig, resolve
 from kvloom.plugins import Registry
 from kvloom.replay import Replay, Trace, plan_tiers
@@ -88,10 +89,9 @@ def main() -> None:
             resolved = resolve(config, Registry.discover())
             plans = plan_tiers(resolved, chunk_tokens=BLOCK_TOKENS, spec=SPEC)
             replay = Replay(plans, chunk_tokens=BLOCK_TOKENS)
-            began, cpu = time.perf_counter(), time.process_time()
-            for line in Trace(path).requests():
-                replay.feed(line)
-            wall, used = time.perf_counter() - began, time.process_time() - cpu
+            cpu = time.process_time()
+            wall = sweep.replay(Trace(path), [sweep.Run(name, {}, replay)])
+            used = time.process_time() - cpu
             hits = sum(replay.sums.hit_chunks.values()) / replay.sums.asked_chunks
             rows.add(
                 f"replaying them: {name} (s)", f"{wall:.1f}", f"{used:.1f} s of CPU", wall_seconds=wall,

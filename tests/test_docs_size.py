@@ -48,6 +48,7 @@ def commands(page: str) -> list[str]:
     return [line for block in blocks(page, "sh") for line in block.splitlines()]
 
 
+@pytest.mark.slow
 def test_sizing_from_record_to_chart(shell: Shell, tmp_path: Path) -> None:
     (serve,) = blocks("size.md", "python")
     assert serve.startswith("# serve.py: ")
@@ -67,6 +68,7 @@ def test_sizing_from_record_to_chart(shell: Shell, tmp_path: Path) -> None:
     assert (DOCS / "size.svg").is_file()
 
 
+@pytest.mark.slow
 def test_the_lines_that_are_shown_are_read(shell: Shell, tmp_path: Path) -> None:
     lines = [json.loads(text) for text in blocks("size.md", "json")]
     ours, theirs = lines
@@ -79,6 +81,7 @@ def test_the_lines_that_are_shown_are_read(shell: Shell, tmp_path: Path) -> None
         assert (result["trace"]["lines"], result["trace"]["broken"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_miss_is_explained(shell: Shell, tmp_path: Path) -> None:
     (script,) = blocks("why.md", "python")
     (tmp_path / "prepare.py").write_text(script)

@@ -94,8 +94,9 @@ with kvloom.Engine.open({"chunk_tokens": 4, "tiers": [{"type": "memory", "capaci
         engine.retrieve(tokens, kv=kv)
     engine.flush()
     if len(sys.argv) > 2:
-        import os, signal, time
-        while len(open(sys.argv[2]).readlines()) < 3:
+        import os, pathlib, signal, time
+        trace = pathlib.Path(sys.argv[2])
+        while not trace.exists() or trace.read_text().count("\\n") < 3:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(7)

@@ -219,19 +219,17 @@ def test_a_store_that_another_process_uses_is_looked_into_all_the_same(tmp_path:
     path = config(tmp_path, capacity=8 * BLOB_BYTES)
     tokens = fill(path, 4)
     (tmp_path / "spec.json").write_text(SPEC.to_json())
-    live = subprocess.Popen(
-        [sys.executable, "-c", LIVE, path, tmp_path / "spec.json"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert live.stdout is not None
-        assert live.stdout.readline() == "open\n" and live.stdout.readline() == "50\n"
-        found = [verdicts(path, tokens, "--verify") for _ in range(5)]
-        # The record is written within a minute; before, the command says from when to when it knows.
-        assert all(set(one) <= {"evicted", "never stored"} for one in found)
-        assert live.poll() is None, "and does it no harm"
-    finally:
-        live.terminate()
-        live.wait()
+    command = [sys.executable, "-c", LIVE, path, tmp_path / "spec.json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as live:
+        try:
+            assert live.stdout is not None
+            assert live.stdout.readline() == "open\n" and live.stdout.readline() == "50\n"
+            found = [verdicts(path, tokens, "--verify") for _ in range(5)]
+            # The record is written within a minute; before, the command says from when to when it knows.
+            assert all(set(one) <= {"evicted", "never stored"} for one in found)
+            assert live.poll() is None, "and does it no harm"
+        finally:
+            live.terminate()
 
 
 @pytest.fixture
