@@ -95,7 +95,7 @@ def test_on_a_terminal_it_goes_on_without_the_engine_until_ctrl_c(tmp_path: Path
     engine = opened(tmp_path, "live", instance_id="mine")
     busy(engine)
     leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "kvloom", "top", "--every", "0.2"]
+    command = [sys.executable, "-c", "from kvloom.cli.main import main; main()", "top", "--every", "0.2"]
     child = subprocess.Popen(
         command, stdin=follower, stdout=follower, stderr=follower, env={**os.environ, "TERM": "xterm"}
     )

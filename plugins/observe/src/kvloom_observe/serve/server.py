@@ -109,7 +109,7 @@ class _Answer(BaseHTTPRequestHandler):
             json.dump(tokens, file)
             file.flush()
             command = [
-                sys.executable, "-m", "kvloom", "why", str(self.page.config), "--tokens", file.name, "--spec",
+                sys.executable, "-c", "from kvloom.cli.main import main; main()", "why", str(self.page.config), "--tokens", file.name, "--spec",
                 str(self.page.spec), "--json", *(part for salt in salts for part in ("--salt", salt)),
             ]  # fmt: skip
             try:
@@ -118,7 +118,7 @@ class _Answer(BaseHTTPRequestHandler):
                 return 504, {"error": f"no answer within {_WHY_SECONDS} s"}
         if done.returncode:
             return 400, {"error": (done.stderr.strip().splitlines() or ["failed"])[-1]}
-        return 200, {"verdicts": json.loads(done.stdout)}
+        return 200, cast(dict[str, Any], json.loads(done.stdout))
 
     def _is_ours(self) -> bool:
         """A page elsewhere that has its name point here is not answered, nor one that asks across origins."""

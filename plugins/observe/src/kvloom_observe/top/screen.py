@@ -22,8 +22,8 @@ def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: 
         Text(_requests(told, before)),
         Text(_saved(told)),
     ]
-    tiers = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("tier", "state", "holds", "of", "hits", "read", "p50", "p99", "waiting"):
+    tiers = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("tier", "state", "holds", "full", "hits", "read", "p50", "p99", "queue"):
         tiers.add_column(name, justify="left" if name in ("tier", "state") else "right", no_wrap=True)
     everything = sum(tier["served_tokens"] for tier in told["tiers"])
     for tier in told["tiers"]:
@@ -34,7 +34,7 @@ def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: 
             _full(tier), share, size(tier["read_bytes"]), seconds(read["p50"]), seconds(read["p99"]),
             size(tier["waiting_bytes"]),
         )  # fmt: skip
-    parts.append(tiers)
+    parts += [Text(""), tiers, Text("")]
     for tier in told["tiers"]:
         if tier["state"] != "ok" and tier["reason"]:
             parts.append(Text(f"{tier['name']}: {tier['reason']}"[:200], style="red"))
@@ -43,12 +43,12 @@ def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: 
     if told["dropped"]:
         parts.append(Text("dropped   " + _reasons(told["dropped"], "chunks")))
     if told["prefixes"]:
-        prefixes = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        prefixes = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for name in ("hottest prefix", "tokens", "hits", "tokens saved"):
             prefixes.add_column(name, justify="left" if name == "hottest prefix" else "right")
         for one in told["prefixes"][:8]:
             prefixes.add_row(one["digest"], f"{one['tokens']:,}", f"{one['hits']:,}", f"{one['saved_tokens']:,}")
-        parts.append(prefixes)
+        parts += [Text(""), prefixes]
     if note:
         parts.append(Text(note, style="yellow"))
     return Group(*parts)
@@ -93,13 +93,13 @@ def _reasons(sums: dict[str, int], what: str) -> str:
 
 def _full(tier: dict[str, Any]) -> str:
     capacity = tier["capacity"]
-    return f"{tier['bytes'] / capacity:.0%} of {size(capacity)}" if capacity else "-"
+    return f"{tier['bytes'] / capacity:.0%}" if capacity else "-"
 
 
 def size(num_bytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 10 else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
 

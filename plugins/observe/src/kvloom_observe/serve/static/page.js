@@ -122,10 +122,9 @@ byId("ask").addEventListener("submit", async (event) => {
     const answer = await fetch("why.json", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ tokens, salts: salt ? [salt] : [] }) });
     const told = await answer.json();
     if (!answer.ok) throw new Error(told.error);
-    const verdicts = Array.isArray(told.verdicts) ? told.verdicts : told.verdicts.chunks;
     table("verdicts", [["tokens", "text"], ["verdict", "text"], ["where or why", "text"]],
-      verdicts.map((one) => [[`${one.start}–${one.end}`, "text"], [one.verdict || (one.tiers && one.tiers.length ? "hit" : "miss"), "text"],
-        [[].concat(one.tiers || []).join(", ") + (one.why ? " " + one.why : ""), "text"]]), "no chunk");
+      told.chunks.map((one) => [[`${one.start}–${one.end}`, "text"], [one.verdict, "text"],
+        [one.tiers.join(", ") + (one.why ? " " + one.why : ""), "text"]]), "no chunk");
   } catch (error) {
     refused.textContent = error.message;
   }
