@@ -137,6 +137,7 @@ def test_what_is_recorded_gives_nothing_away(tmp_path: Path) -> None:
             assert not known & set(first)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     done = subprocess.run(

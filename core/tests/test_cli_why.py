@@ -353,6 +353,7 @@ def test_a_text_needs_its_tokenizer(tmp_path: Path) -> None:
     assert "--tokenizer: " in done.err and done.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_text_becomes_the_tokens_of_the_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = Path(__file__).parents[2] / "evals/pylm/weights"

@@ -47,11 +47,13 @@ def replayed(config: dict[str, Any], spec: KVSpec) -> Replay:
 
 
 def compare(
-    config: dict[str, Any], spec: KVSpec, *, count: int, conversations: int, longest: int, seed: int, within: float = 0
-) -> Replay:
+    config: dict[str, Any], spec: KVSpec, *, count: int, conversations: int, longest: int, seed: int, within: float = 0,
+    evictions_within: float = 0,
+) -> Replay:  # fmt: skip
     """Run both, and compare after every request which chunks came from where, and in the end what was counted.
 
-    within: by which part of all hits the sums may differ; then single requests may, too.
+    within: by which part of all hits the sums may differ; then single requests may, too. evictions_within: by which
+    part of them their number may.
     """
     replay = replayed(config, spec)
     chunk = replay.chunk_tokens
@@ -72,9 +74,10 @@ def compare(
             replay.feed(line)
             hits = Counter(replay.sums.hit_chunks) - before
             assert within or {name: hits[name] * chunk for name in hits} == forecast, f"request {at}"
-            engine.store(tokens, kv=kv, salt=salt)
-            assert engine.flush(20)
-            replay.feed(line._replace(verb="store"))
+            if at % 3:  # what is only retrieved shows what promotion alone does
+                engine.store(tokens, kv=kv, salt=salt)
+                assert engine.flush(20)
+                replay.feed(line._replace(verb="store"))
             expected.update(forecast)
         evicted: Counter[tuple[str, str]] = Counter()
         for key, totals in engine.counters().items():
@@ -94,7 +97,7 @@ def compare(
         assert held == tier.blobs, tier.name
         for reason in ("capacity", "quota"):
             named = evicted[tier.name, reason] + (evicted[tier.name, ""] if reason == "capacity" else 0)
-            assert ours.evicted[reason] == named, (tier.name, reason)
+            assert ours.evicted[reason] == pytest.approx(named, rel=evictions_within, abs=0), (tier.name, reason)
     return replay
 
 
@@ -107,15 +110,23 @@ CONFIGS = {
     "memory with quotas": small({"type": "memory", "capacity": "120KiB", "quota": {"a": "40KiB", "*": "60KiB"}}),
     "one tier": small({**PAGES, "capacity": "200KiB"}),
     "two tiers": small({**PAGES, "name": "near", "capacity": "100KiB"}, {**PAGES, "name": "far", "capacity": "400KiB"}),
+    "a memory shorter than a prompt": small({"type": "memory", "capacity": "20KiB"}),
+    "a quota of memory shorter than a prompt": small(
+        {"type": "memory", "capacity": "120KiB", "quota": {"a": "16KiB", "*": "60KiB"}}
+    ),
+    "a tier shorter than a prompt": small({**PAGES, "capacity": "40KiB"}),
+    "a quota shorter than a prompt": small({**PAGES, "capacity": "300KiB", "quota": {"a": "32KiB", "*": "160KiB"}}),
     "tiny_lfu": small({**PAGES, "capacity": "200KiB", "policy": "tiny_lfu"}),
     "quotas": small({**PAGES, "capacity": "300KiB", "quota": {"a": "100KiB", "*": "160KiB"}}),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_replay_gives_what_the_engine_gave(name: str, seed: int) -> None:
-    replay = compare(CONFIGS[name], SPEC, count=150, conversations=40, longest=8, seed=seed)
+    # Of a chain for which there is no room in a tier, its threads write some chunks that then have to go.
+    loosely = 0.05 if name in ("a tier shorter than a prompt", "a quota shorter than a prompt") else 0.0
+    replay = compare(CONFIGS[name], SPEC, count=150, conversations=40, longest=8, seed=seed, evictions_within=loosely)
     assert 0.1 < sum(replay.sums.hit_chunks.values()) / replay.sums.asked_chunks < 0.9, "neither all hits nor none"
     assert any(tier.evicted for tier in (replay.memory, *replay.stored) if tier is not None)
 
@@ -136,6 +147,6 @@ def test_a_replay_gives_what_an_engine_with_memory_and_disk_gave(name: str, tmp_
     # What is being written to the disk cannot go from memory just then, so that something else goes: with `on_evict` it
     # depends on how fast the disk is.
     within = 0.02 if "write" in LARGE[name] else 0
-    replay = compare(config, BIG, count=250, conversations=60, longest=6, seed=1, within=within)
+    replay = compare(config, BIG, count=340, conversations=60, longest=6, seed=1, within=within)
     assert replay.sums.hit_chunks["memory"] > 100 and replay.sums.hit_chunks["disk"] > 30
     assert replay.memory is not None and replay.memory.evicted and replay.stored[0].evicted
