@@ -94,7 +94,7 @@ def main() -> None:
             used = time.process_time() - cpu
             hits = sum(replay.sums.hit_chunks.values()) / replay.sums.asked_chunks
             rows.add(
-                f"replaying them: {name} (s)", f"{wall:.1f}", f"{used:.1f} s of CPU", wall_seconds=wall,
+                f"replaying them: {name} (s)", f"{wall:.1f}, of which CPU {used:.1f}", wall_seconds=wall,
                 cpu_seconds=used, hit_rate=hits, requests_per_second=read / wall,
             )  # fmt: skip
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
