@@ -110,7 +110,8 @@ class _Answer(BaseHTTPRequestHandler):
             file.flush()
             command = [
                 sys.executable, "-c", "from kvloom.cli.main import main; main()", "why", str(self.page.config),
-                "--tokens", file.name, "--spec", str(self.page.spec), "--json", *(part for salt in salts for part in ("--salt", salt)),
+                "--tokens", file.name, "--spec", str(self.page.spec), "--json",
+                *(part for salt in salts for part in ("--salt", salt)),
             ]  # fmt: skip
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=_WHY_SECONDS, check=False)
