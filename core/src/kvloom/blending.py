@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvloom.config import BlendChoice
 from kvloom.contracts.blend import BlendExecutor, BlendRetriever
+from kvloom.contracts.observer import Event
 from kvloom.types import KVSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Blending:
     """What an engine blends with. Who runs the model (a runner) asks the retriever, then the executor."""
 
@@ -17,6 +19,8 @@ class Blending:
     retriever: BlendRetriever
     min_tokens: int
     """Shorter prompts are computed as they would be without blending."""
+    emit: Callable[[Event], None] = field(default=lambda event: None, repr=False)
+    """The engine's events."""
 
     @classmethod
     def make(cls, choice: BlendChoice, spec: KVSpec) -> Blending:
@@ -26,6 +30,11 @@ class Blending:
         except BaseException:
             executor.close()
             raise
+
+    def done(self, *, reused_tokens: int, computed_tokens: int, seconds: float) -> None:
+        """Called by a runner after each pass that blended: how many tokens' KV was reused, of how many."""
+        self.emit(Event("blended", tokens=reused_tokens, seconds=seconds, reason="reused"))
+        self.emit(Event("blended", tokens=computed_tokens, reason="computed"))
 
     def close(self) -> None:
         """Idempotent."""

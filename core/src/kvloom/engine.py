@@ -77,6 +77,7 @@ class Engine(Index):
         """What the configuration's `blend` block names; None without one."""
         if blending is not None:
             blending.retriever.engine = self
+            blending.emit = events.emit
         super().__init__(config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime)
         self._registry = registry
         self._owner = owner

@@ -224,3 +224,14 @@ def test_the_model_is_left_as_it_was() -> None:
         assert not any(layer._forward_pre_hooks for layer in subject.model.layers)
     assert (spec_of(subject), subject.config._attn_implementation) == before[:2]
     assert torch.equal(whole(subject, PROMPT), before[2])
+
+
+def test_a_pass_that_blended_is_an_event() -> None:
+    with blended(model(), config({"executor": "cacheblend", "recompute_ratio": 0.5})) as it:
+        for one in TEXTS:
+            it.remember(one)
+        assert not any(key.name == "blended" for key in it.engine.counters())
+        done = it.prefill(PROMPT)
+        told = {key.reason: sums for key, sums in it.engine.counters().items() if key.name == "blended"}
+    assert told["reused"].tokens + told["computed"].tokens == done.prompt_tokens == len(PROMPT)
+    assert told["computed"].tokens == round(done.computed_share * len(PROMPT)) and told["reused"].seconds > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -179,13 +180,22 @@ class BlendedModel:
         extra = {"salt": salt, "boundaries": boundaries} if isinstance(self.retriever, PassageRetriever) else {}
         for _ in range(_ATTEMPTS):
             task = self.retriever.new_request(tokens, starts, **extra)
+            began = time.monotonic()
             try:
-                return self.runner.blend(rows, task, self.executor, keep_logits=keep, min_tokens=least)
+                done = self.runner.blend(rows, task, self.executor, keep_logits=keep, min_tokens=least)
             except BackendError as error:
                 log.warning("a prefill of %d tokens begins anew: %s", len(tokens), error)
+                continue
             finally:
                 if isinstance(task, LandingTask):
                     task.close()
+            if done.blended_tokens:
+                computed = round(done.computed_share * done.prompt_tokens)
+                reused = done.prompt_tokens - computed
+                self.engine.blending.done(
+                    reused_tokens=reused, computed_tokens=computed, seconds=time.monotonic() - began
+                )  # fmt: skip
+            return done
         return self.runner.prefill(rows, keep_logits=keep, note="KV was lost on the way, again and again")
 
     def _checked(self, tokens: torch.Tensor, name: str) -> torch.Tensor:
