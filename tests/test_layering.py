@@ -30,7 +30,7 @@ LAYERS = (
     {"blending", "index", "layers", "moving"},
     {"engine"},
     {"replay", "warming"},
-    {"cli", "__main__"},
+    {"checkup", "cli", "__main__"},
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 HOME = {name: home.split(".")[0] for name, home in kvloom._HOME.items()}

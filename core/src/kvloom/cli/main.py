@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import kvloom
-from kvloom.cli import config, output, plan, plugins, scrub, stat, trace, warm, why
+from kvloom.cli import config, doctor, output, plan, plugins, scrub, stat, trace, warm, why
 from kvloom.errors import ConfigError, KVLoomError
 from kvloom.plugins import Registry
 
@@ -25,7 +25,7 @@ def app() -> typer.Typer:
     )
     commands.callback()(_options)
     registry = Registry.discover()
-    for verb in (plugins, config, plan, stat, why, trace, scrub, warm):
+    for verb in (plugins, doctor, config, plan, stat, why, trace, scrub, warm):
         verb.add(commands, registry)
     registry.add_commands(commands)
     return commands

@@ -1,0 +1,146 @@
+"""Each tier of a configuration, tried: room for it, what lies under a path, and a blob written, read and deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvloom.checkup.finding import Finding, note, ok, problem
+from kvloom.checkup.machine import available_bytes
+from kvloom.cli import output
+from kvloom.cli.store import RUNTIME, Store, opened
+from kvloom.errors import KVLoomError
+
+if TYPE_CHECKING:
+    from kvloom.config import Resolved, TierChoice
+
+PROBE = "doctor/"
+"""Where what is written for a try lies, for as long as that takes."""
+PROBE_BYTES = 1 << 20
+_FAR = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "ceph", "glusterfs"}
+
+
+def looked_at(resolved: Resolved) -> Iterator[Finding]:
+    for choice in resolved.tiers:
+        if choice.backend is None:
+            yield _memory(choice)
+            continue
+        path = getattr(choice.backend.config, "path", None)
+        if isinstance(path, (str, Path)):
+            yield from _directory(choice, Path(path).expanduser())
+        yield _tried(choice)
+
+
+def _memory(choice: TierChoice) -> Finding:
+    capacity, available = choice.capacity or 0, available_bytes()
+    if available is not None and capacity > available:
+        text = f"capacity {output.size(capacity)}, and {output.size(available)} are free: lower it"
+        return problem("tier", choice.name, text)
+    return ok("tier", choice.name, f"capacity {output.size(capacity)}")
+
+
+def _tried(choice: TierChoice) -> Finding:
+    """Writes a blob, asks for it, reads it and deletes it, each within the tier's deadline."""
+    key, blob = f"{PROBE}{os.getpid()}-{RUNTIME.wall():.0f}", os.urandom(PROBE_BYTES)
+    try:
+        with opened(choice) as store:
+            try:
+                return _written(store, key, blob)
+            finally:
+                store.ask(lambda: store.backend.delete(key))
+    except KVLoomError as error:
+        return problem("tier", choice.name, str(error))
+
+
+def _written(store: Store, key: str, blob: bytes) -> Finding:
+    backend, began = store.backend, RUNTIME.now()
+    if store.choice.write != "never":
+        store.ask(lambda: backend.put(key, [blob]))
+        written = RUNTIME.now()
+        found = store.ask(lambda: backend.get(key))
+        read = RUNTIME.now()
+        if found is None or bytes(found) != blob:
+            what = "is gone" if found is None else "came back with other bytes"
+            return problem("tier", store.name, f"what was written {what}")
+        said = f"written in {_ms(written - began)}, read in {_ms(read - written)} (1 MiB, once)"
+        return ok("tier", store.name, said)
+    store.ask(lambda: backend.contains(key))
+    return ok("tier", store.name, f"answers in {_ms(RUNTIME.now() - began)}; it is never written (`write: never`)")
+
+
+def _directory(choice: TierChoice, path: Path) -> Iterator[Finding]:
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    kind = file_system(there)
+    if kind in ("tmpfs", "ramfs"):
+        yield note("tier", choice.name, f"{there} is in memory ({kind}): it goes with the machine's power")
+    elif kind == "overlay":
+        yield note(
+            "tier", choice.name, f"{there} is a container's own layer: it goes with the container; mount a volume"
+        )
+    elif kind in _FAR:
+        yield note(
+            "tier", choice.name, f"{there} is on another machine ({kind}): `kvloom plan` measures whether it pays"
+        )
+    free = shutil.disk_usage(there).free
+    if choice.capacity is None:
+        yield note("tier", choice.name, f"no `capacity`: it grows until {there} is full; {output.size(free)} are free")
+    elif choice.capacity > free + _used(path):
+        said = f"capacity {output.size(choice.capacity)}, and {output.size(free)} are free on {there}: lower it"
+        yield problem("tier", choice.name, said)
+    yield _direct(choice, there)
+
+
+def _used(path: Path) -> int:
+    """What the tier has there already: it counts as room."""
+    if not path.is_dir():
+        return 0
+    total = 0
+    for root, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total
+
+
+def _direct(choice: TierChoice, place: Path) -> Finding:
+    flag: Any = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return note("tier", choice.name, "no O_DIRECT on this system: reads and writes go through the page cache")
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".kvloom-doctor") as file:
+            os.close(os.open(file.name, os.O_RDWR | flag))
+    except PermissionError as error:
+        return problem("tier", choice.name, f"{place}: {error.strerror}; choose another `path`, or change its owner")
+    except OSError as error:
+        return note("tier", choice.name, f"no O_DIRECT on {place} ({error.strerror}): it goes through the page cache")
+    return ok("tier", choice.name, f"O_DIRECT works on {place} ({file_system(place) or 'unknown file system'})")
+
+
+def file_system(path: Path) -> str:
+    """The type of what is mounted there; empty if that cannot be told."""
+    try:
+        lines = Path("/proc/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    real, best, kind = str(path.resolve()), "", ""
+    for line in lines:
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        mount = fields[1].replace("\\040", " ")
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, fields[2]
+    return kind
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
