@@ -100,7 +100,8 @@ def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_where_a_directory_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = "/dev/a / ext4 rw 0 0\ntmpfs /mem tmpfs rw 0 0\nhost:/x /mem/far nfs4 rw 0 0\n/dev/b /with\\040space xfs rw 0 0\n"
+    lines = ("/dev/a / ext4", "tmpfs /mem tmpfs", "host:/x /mem/far nfs4", "/dev/b /with\\040space xfs")
+    mounts = "".join(f"{line} rw 0 0\n" for line in lines)
     read = Path.read_text
     monkeypatch.setattr(
         Path, "read_text", lambda self, **more: mounts if str(self) == "/proc/mounts" else read(self, **more)
