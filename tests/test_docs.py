@@ -95,7 +95,11 @@ def test_yaml_block_is_a_configuration(block: Block, place: Path) -> None:
     check_yaml(block.text, place)
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=name)
+# What is imported is LMCache's; core/tests/test_import.py holds it to the file that it becomes.
+OURS = sorted(path for path in (ROOT / "examples").glob("*.yaml") if path.name != "lmcache.yaml")
+
+
+@pytest.mark.parametrize("example", OURS, ids=name)
 def test_example_is_a_configuration(example: Path, place: Path) -> None:
     text = example.read_text(encoding="utf-8")
     if not text.startswith("# pending: "):

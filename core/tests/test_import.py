@@ -132,6 +132,21 @@ def test_a_field_that_is_not_one_is_said_with_a_guess() -> None:
     assert rows["chunksize"] == ("unknown", "no field of LMCache 0.5; did you mean 'chunk_size'?") and not complete
 
 
+def test_a_field_with_a_dot_in_its_name_is_one_field() -> None:
+    _, rows, complete = brought(**{"a.b": 1})
+    assert rows["a.b"][0] == "unknown" and not complete
+
+
+@pytest.mark.parametrize(("master", "complete"), [("m:1", True), ("n:1", False)])
+def test_a_pool_that_is_named_twice_is_one_tier(master: str, complete: bool) -> None:
+    config, rows, whole = brought(
+        local_cpu=False, remote_url="mooncakestore://m:1", enable_p2p=True, lookup_url=master, max_local_cpu_size=1
+    )
+    (tier,) = config["tiers"]
+    assert tier["master"] == "m:1" and ("segment" in tier) is complete and whole is complete
+    assert rows["enable_p2p"][0] == ("mapped" if complete else "no counterpart")
+
+
 def test_blending_needs_the_separators_token_ids() -> None:
     fields = {
         "enable_blending": True,
@@ -161,6 +176,9 @@ def test_secrets_stay_where_they_are() -> None:
         ({"max_local_cpu_size": "5GB"}, "max_local_cpu_size"), ({"max_local_disk_size": -1}, "max_local_disk_size"),
         ({"local_disk": 3}, "local_disk"), ({"remote_url": 3}, "remote_url"), ({"extra_config": []}, "extra_config"),
         ({"local_cpu": False}, "local_cpu"), ({3: 4}, "3"), ({"blocking_timeout_secs": None}, "blocking_timeout_secs"),
+        ({"remote_url": "redis://[h:1"}, "remote_url"),
+        ({"remote_url": "redis://h", "remote_serde": []}, "remote_serde"),
+        ({"distributed_url": "a", "p2p_host": "b"}, "distributed_url"),
     ],
 )  # fmt: skip
 def test_values_that_cannot_be_are_named(fields: dict[str, Any], path: str) -> None:
@@ -205,6 +223,17 @@ def test_the_environment_goes_over_the_file(tmp_path: Path, monkeypatch: pytest.
     config = yaml.safe_load(invoke(str(file), "--env").stdout)
     assert config["chunk_tokens"] == 64 and config["tiers"] == [{"type": "memory", "capacity": "2GiB"}]
     assert import_environment({"LMCACHE_LOCAL_CPU": "False", "PATH": "x"}) == {"local_cpu": False}
+
+
+def test_a_variable_that_is_no_yaml_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^LMCACHE_CHUNK_SIZE: is no YAML$"):
+        import_environment({"LMCACHE_CHUNK_SIZE": "a: ["})
+
+
+@pytest.mark.parametrize("to", [".", "no/such.yaml"])
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, to: str) -> None:
+    error = invoke(str(EXAMPLES / "lmcache.yaml"), "-o", str(tmp_path / to)).exception
+    assert isinstance(error, ConfigError) and "cannot be written" in str(error) and "\n" not in str(error)
 
 
 WORDS = (

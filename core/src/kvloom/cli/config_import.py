@@ -50,13 +50,13 @@ def add(verbs: typer.Typer) -> None:
         done = import_config(fields, connector=connector, separator=separator)
         text = _yaml(done, file)
         _check(text)
+        if to is not None:
+            _write(to, text)
         if as_json:
             rows = [{"field": row.field, "outcome": row.outcome, "text": row.text} for row in done.rows]
             print(json.dumps({"config": done.config, "fields": rows, "complete": done.complete}, indent=2))
         elif to is None:
             print(text, end="")
-        if to is not None:
-            to.write_text(text, encoding="utf-8")
         if not as_json:
             _print(done)
         if strict and not done.complete:
@@ -80,6 +80,13 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise ConfigError(str(file), "should be a mapping of LMCache's fields")
     return dict(tree)
+
+
+def _write(to: Path, text: str) -> None:
+    try:
+        to.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(str(to), f"cannot be written: {error.strerror}") from None
 
 
 def _tokens(model: str, text: str) -> list[int]:

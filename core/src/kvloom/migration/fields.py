@@ -106,6 +106,7 @@ NOT_MAPPED: Mapping[str, Known] = {
     "pd_skip_proxy_notification": _absent(False, _DISAGGREGATED),
     "pd_bidirectional": _absent(False, _DISAGGREGATED),
     "transfer_channel": _absent(None, _DISAGGREGATED),
+    "nixl_peer_port": _absent(None, _DISAGGREGATED),
     "nixl_backends": _absent(None, _DISAGGREGATED),
     "nixl_buffer_size": _absent(None, _DISAGGREGATED),
     "nixl_buffer_device": _absent(None, _DISAGGREGATED),

@@ -23,6 +23,8 @@ _MOONCAKE = {
     "global_segment_size": "segment", "local_buffer_size": "buffer", "master_server_address": "master",
 }  # fmt: skip
 """What `extra_config` has of Mooncake, and what it is in a tier."""
+_NO_FIELDS = {"LMCACHE_CONFIG_FILE", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", "LMCACHE_FORCE_SKIP_SAVE"}
+"""Variables that are read beside the configuration."""
 _SEPARATOR = "blend.retriever.separator: the token ids of blend_special_str: give --tokenizer, or write them"
 
 
@@ -77,8 +79,8 @@ class _Import:
         self._everywhere()
         self._blend()
         self._others()
-        order = list(self.given)
-        self.done.rows.sort(key=lambda row: order.index(row.field.partition(".")[0]))
+        order = {name: place for place, name in enumerate(self.given)}
+        self.done.rows.sort(key=lambda row: order.get(row.field, order.get(row.field.partition(".")[0], len(order))))
         if self.done.config["connector"] == "vllm" and any(
             block.get("serializer") == "cachegen" for block in self.done.config["tiers"]
         ):
@@ -146,9 +148,13 @@ class _Import:
             return
         if not isinstance(url, str):
             raise ConfigError("remote_url", f"should be a URL, not {url!r}")
-        scheme = urlsplit(url).scheme
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigError("remote_url", f"is no URL: {error}") from None
+        scheme = parts.scheme
         if scheme == "mooncakestore":
-            master = urlsplit(url).netloc
+            master = parts.netloc
             self._tier("mooncake", ("remote_url",), type="mooncake", master=master, serializer=self._serde())
         elif scheme == "fs":
             self._tier("fsspec", ("remote_url",), type="fsspec", url=_file_url(url), serializer=self._serde())
@@ -167,6 +173,8 @@ class _Import:
 
     def _serde(self) -> str:
         word = self.values["remote_serde"]
+        if not isinstance(word, str | None):
+            raise ConfigError("remote_serde", f"should be a word, not {word!r}")
         if word not in SERDES:
             known = ", ".join(filter(None, SERDES))
             self.done.rows.append(Row("remote_serde", word, "no counterpart", f"stored as it is; there are {known}"))
@@ -187,7 +195,17 @@ class _Import:
             self.say("lookup_url", "no counterpart", "goes with enable_p2p")
             return
         size = _gibibytes(self.number("max_local_cpu_size"))
-        self._tier("mooncake", ("enable_p2p", "lookup_url"), type="mooncake", master=master, segment=size)
+        pool = self.done.tier("mooncake")
+        if pool is None:
+            self._tier("mooncake", ("enable_p2p", "lookup_url"), type="mooncake", master=master, segment=size)
+            return
+        if pool["master"] != master:
+            for name in ("enable_p2p", "lookup_url"):
+                self.say(name, "no counterpart", f"one pool, not two: remote_url names another, {pool['master']}")
+            return
+        pool["segment"] = size
+        for name in ("enable_p2p", "lookup_url"):
+            self.say(name, "mapped", "the tier `mooncake` of remote_url", part="tiers/mooncake")
 
     def _extra(self) -> None:
         extra = self.values["extra_config"]
@@ -298,20 +316,29 @@ def import_config(
     for name, value in source.items():
         if not isinstance(name, str):
             raise ConfigError(str(name), "should be the name of a field")
-        given[ALIASES.get(name, name)] = value
+        new = ALIASES.get(name, name)
+        if new != name and new in source:
+            raise ConfigError(name, f"is the older name of {new!r}, which is given too; leave one of them out")
+        given[new] = value
     return _Import(given, connector, separator).run()
 
 
 def import_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that LMCACHE_ variables set, with values as YAML has them."""
+    """The fields that LMCACHE_ variables set, with values as YAML has them.
+
+    Raises ConfigError, naming the variable, for a value that YAML cannot read.
+    """
     import yaml
 
-    prefix = "LMCACHE_"
-    return {
-        name.removeprefix(prefix).lower(): yaml.safe_load(text)
-        for name, text in environment.items()
-        if name.startswith(prefix) and name not in ("LMCACHE_CONFIG_FILE", "LMCACHE_USE_EXPERIMENTAL")
-    }
+    prefix, fields = "LMCACHE_", {}
+    for name, text in environment.items():
+        if not name.startswith(prefix) or name in _NO_FIELDS:
+            continue
+        try:
+            fields[name.removeprefix(prefix).lower()] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(name, "is no YAML") from None
+    return fields
 
 
 def _gibibytes(value: float) -> str:
