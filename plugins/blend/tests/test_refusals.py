@@ -10,7 +10,7 @@ import torch
 from blend_models import SEPARATOR, config, joined, model, text
 from typer.testing import CliRunner
 
-from kvloom import BlendRequest, ConfigError, Engine, KVSpec
+from kvloom import BlendRequest, ConfigError, Engine, EngineConfig, KVSpec
 from kvloom.cli.main import app
 from kvloom_blend import CacheBlendImpl, blended
 from kvloom_blend.executors import EXECUTORS, NoneExecutor
@@ -39,8 +39,8 @@ def test_prompts_are_token_ids_of_the_model(prompts: Any, words: str) -> None:
                 it.remember(prompts)
 
 
-@pytest.mark.parametrize("ratio", [2.0, -0.1, float("nan")])
-def test_a_share_is_a_share_under_the_old_name_too(ratio: float) -> None:
+@pytest.mark.parametrize("ratio", [2.0, -0.1, float("nan"), True, "0.2", None])
+def test_a_share_is_a_share_under_the_old_name_too(ratio: Any) -> None:
     with pytest.raises(ValueError, match=r"^recompute_ratio: .*from 0 to 1$"):
         CacheBlendImpl(ratio)
 
@@ -61,6 +61,12 @@ def test_settings_that_mean_nothing(block: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as error:
         Engine.open({"connector": "plain", "tiers": ["memory"], "blend": {**base, **block}}, SPEC)
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+
+
+def test_blending_without_a_separator_says_what_to_name() -> None:
+    config = EngineConfig.from_defaults(enable_blending=True, chunk_size=16)
+    with pytest.raises(ConfigError, match=r"^blend\.retriever\.separator: name the token id .* such as \[\d+\]$"):
+        Engine.open(config, SPEC)
 
 
 def test_boundaries_are_for_retrievers_that_take_them() -> None:
@@ -88,16 +94,18 @@ def test_a_model_without_weights() -> None:
         blended(copy.deepcopy(model()).to("meta"), config({"executor": "none"}))
 
 
-def test_tokens_are_along_the_dimension_that_is_named() -> None:
+@pytest.mark.parametrize("dim", [1, -1, 7])
+@pytest.mark.parametrize("hidden", [8, 6])  # with 6, the other dimension is as long as there are tokens
+def test_tokens_are_along_the_dimension_that_is_named(dim: int, hidden: int) -> None:
     for cls in EXECUTORS:
         if cls.type not in ("none", "epic", "cacheblend"):
             continue
         session = cls(cls.Config(), SPEC).begin(
             BlendRequest(torch.zeros(6, dtype=torch.long), torch.tensor([0, 6]), torch.ones(6, dtype=torch.bool))
         )
-        kv, q, places, everyone = torch.zeros(6, 8), torch.zeros(6, 16), torch.arange(6), torch.ones(6) > 0
-        with pytest.raises(ValueError, match=r"^token_dim: 1"):
-            session.blend(0, kv, kv, everyone, places, q, kv, kv, places, torch.tensor([0, 6]), 1)
+        kv, q, places, everyone = torch.zeros(6, hidden), torch.zeros(6, 16), torch.arange(6), torch.ones(6) > 0
+        with pytest.raises(ValueError, match=rf"^token_dim: {dim} "):
+            session.blend(0, kv, kv, everyone, places, q, kv, kv, places, torch.tensor([0, 6]), dim)
 
 
 class Broken(NoneExecutor):

@@ -27,8 +27,9 @@ class CacheBlendImpl(CacheBlendExecutor):
     """
 
     def __init__(self, recompute_ratio: float) -> None:
-        if not 0 <= recompute_ratio <= 1:
-            raise ValueError(f"recompute_ratio: {recompute_ratio}; a share, from 0 to 1")
+        number = isinstance(recompute_ratio, int | float) and not isinstance(recompute_ratio, bool)
+        if not number or not 0 <= recompute_ratio <= 1:
+            raise ValueError(f"recompute_ratio: {recompute_ratio!r}; a share, from 0 to 1")
         super().__init__(CacheBlendConfig(recompute_ratio=float(recompute_ratio)))
         self._encode: PositionalEncoder | None = None
         self._decode: PositionalEncoder | None = None

@@ -61,7 +61,7 @@ class SelectingSession(BlendSession):
         positions: torch.Tensor, query_start_loc: torch.Tensor, token_dim: int,
     ) -> BlendOutput:  # fmt: skip
         going = self._going
-        if fresh_k.shape[token_dim] != len(going):
+        if token_dim not in (0, -fresh_k.dim()) or fresh_k.shape[token_dim] != len(going):
             raise ValueError(f"token_dim: {token_dim} of {list(fresh_k.shape)}, and {len(going)} tokens were handed on")
         layer = Layer(layer_id, going, retrieved_k, retrieved_v, fresh_k, fresh_v, original_positions, token_dim)
         chosen = self.choose(layer)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Annotated, cast
 
 import torch
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from .passages import Passage, PassageConfig, PassageRetriever
 
@@ -15,7 +15,7 @@ from .passages import Passage, PassageConfig, PassageRetriever
 def _as_tokens(value: object) -> object:
     tokens = (value,) if type(value) is int else value
     if isinstance(tokens, (list, tuple)) and not (tokens and all(type(one) is int and one >= 0 for one in tokens)):
-        raise ValueError("name the token id that stands between passages, or several in a row")
+        raise ValueError("name the token id that stands between passages, or several in a row, such as [198]")
     return tokens
 
 
@@ -29,7 +29,7 @@ class SeparatorRetriever(PassageRetriever):
     type = "separator"
 
     class Config(PassageConfig):
-        separator: Separator
+        separator: Separator = Field(default_factory=tuple, validate_default=True)
         """Token ids, in order, that stand between passages."""
 
     @property
