@@ -147,6 +147,12 @@ def test_a_pool_that_is_named_twice_is_one_tier(master: str, complete: bool) -> 
     assert rows["enable_p2p"][0] == ("mapped" if complete else "no counterpart")
 
 
+@pytest.mark.parametrize("serde", ["naive", "cachegen"])
+def test_a_store_without_a_plugin_takes_its_serde_with_it(serde: str) -> None:
+    _, rows, complete = brought(remote_url="infinistore://h:1", remote_serde=serde)
+    assert [rows[name][0] for name in ("remote_url", "remote_serde")] == ["no counterpart"] * 2 and not complete
+
+
 def test_blending_needs_the_separators_token_ids() -> None:
     fields = {
         "enable_blending": True,

@@ -167,6 +167,7 @@ class _Import:
         else:
             known = ", ".join(f"{word}://" for word in (*_SCHEMES, "fs", "mooncakestore"))
             self.say("remote_url", "no counterpart", f"there is no plugin for {scheme}://; there is for {known}")
+            self.say("remote_serde", "no counterpart", "goes with remote_url")
             return
         kind = self.done.config["tiers"][-1]["type"]
         self.say("remote_serde", "mapped", f"the `serializer` of the tier `{kind}`", part=f"tiers/{kind}")
