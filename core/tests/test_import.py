@@ -137,7 +137,7 @@ def test_a_field_with_a_dot_in_its_name_is_one_field() -> None:
     assert rows["a.b"][0] == "unknown" and not complete
 
 
-@pytest.mark.parametrize(("master", "complete"), [("m:1", True), ("n:1", False)])
+@pytest.mark.parametrize(("master", "complete"), [("mooncake://m:1", True), ("mooncake://n:1", False)])
 def test_a_pool_that_is_named_twice_is_one_tier(master: str, complete: bool) -> None:
     config, rows, whole = brought(
         local_cpu=False, remote_url="mooncakestore://m:1", enable_p2p=True, lookup_url=master, max_local_cpu_size=1
@@ -151,6 +151,22 @@ def test_a_pool_that_is_named_twice_is_one_tier(master: str, complete: bool) -> 
 def test_a_store_without_a_plugin_takes_its_serde_with_it(serde: str) -> None:
     _, rows, complete = brought(remote_url="infinistore://h:1", remote_serde=serde)
     assert [rows[name][0] for name in ("remote_url", "remote_serde")] == ["no counterpart"] * 2 and not complete
+
+
+@pytest.mark.parametrize("url", ["redis://h:1", "h:1", "http://h:1", None])
+def test_the_lookup_server_of_lmcache_is_no_master_of_mooncake(url: str | None) -> None:
+    config, rows, complete = brought(enable_p2p=True, lookup_url=url)
+    assert [tier["type"] for tier in config["tiers"]] == ["memory"] and not complete
+    assert rows["enable_p2p"][0] == "no counterpart" and "master" in rows["enable_p2p"][1]
+
+
+@pytest.mark.parametrize(
+    ("serde", "connector"),
+    [("naive", "vllm"), ("torch", "vllm_blob"), ("safetensor", "vllm_blob"), ("cachegen", "vllm_blob")],
+)
+def test_the_connector_gives_what_the_serializer_takes(serde: str, connector: str) -> None:
+    config, _, _ = brought(remote_url="redis://h:1", remote_serde=serde)
+    assert config["connector"] == connector
 
 
 def test_blending_needs_the_separators_token_ids() -> None:

@@ -82,9 +82,9 @@ class _Import:
         order = {name: place for place, name in enumerate(self.given)}
         self.done.rows.sort(key=lambda row: order.get(row.field, order.get(row.field.partition(".")[0], len(order))))
         if self.done.config["connector"] == "vllm" and any(
-            block.get("serializer") == "cachegen" for block in self.done.config["tiers"]
+            block.get("serializer", "raw") != "raw" for block in self.done.config["tiers"]
         ):
-            self.done.config["connector"] = "vllm_blob"  # vLLM's pages as they are can only be packed without loss
+            self.done.config["connector"] = "vllm_blob"  # vLLM's pages as they are mean nothing to a serializer
             self.done.sources["connector"] = ["remote_serde"]
         if not self.done.config["tiers"]:
             raise ConfigError("local_cpu", "no tier is left: kvloom keeps KV in memory, on a disk or in a store")
@@ -187,8 +187,10 @@ class _Import:
             self.say("enable_p2p", "not needed", "off")
             self.say("lookup_url", "not needed", "goes with enable_p2p")
             return
-        master = str(self.values["lookup_url"] or "").rpartition("://")[2].partition("/")[0]
-        if ":" not in master:
+        # Whatever else it names is LMCache's own, such as a Redis: nobody there speaks Mooncake.
+        scheme, _, rest = str(self.values["lookup_url"] or "").partition("://")
+        master = rest.partition("/")[0]
+        if scheme != "mooncake" or ":" not in master:
             why = (
                 "peers share a pool, {type: mooncake, master: HOST:PORT}: name Mooncake's master (docs/use/mooncake.md)"
             )
