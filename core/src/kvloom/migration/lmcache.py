@@ -82,9 +82,9 @@ class _Import:
         order = {name: place for place, name in enumerate(self.given)}
         self.done.rows.sort(key=lambda row: order.get(row.field, order.get(row.field.partition(".")[0], len(order))))
         if self.done.config["connector"] == "vllm" and any(
-            block.get("serializer", "raw") != "raw" for block in self.done.config["tiers"]
+            block.get("serializer") == "cachegen" for block in self.done.config["tiers"]
         ):
-            self.done.config["connector"] = "vllm_blob"  # vLLM's pages as they are mean nothing to a serializer
+            self.done.config["connector"] = "vllm_blob"  # vLLM's pages as they are can only be packed without loss
             self.done.sources["connector"] = ["remote_serde"]
         if not self.done.config["tiers"]:
             raise ConfigError("local_cpu", "no tier is left: kvloom keeps KV in memory, on a disk or in a store")
