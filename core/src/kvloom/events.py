@@ -23,6 +23,11 @@ QUEUE_REQUESTS = 1024
 """How many requests may, each with the keys of its chain."""
 CHUNK_EVENT_BYTES = 64 << 20
 """How much of keys and tokens may."""
+GATHER_SECONDS = 0.02
+"""How long observers are left asleep once something has happened: the verb that did it is not to share its processor,
+nor the interpreter's lock, with them."""
+_LOOKS = 50
+"""How often the thread looks for more before it has to be woken."""
 _KEY_BYTES = 256
 """What an event about one chunk takes up, roughly."""
 
@@ -50,6 +55,10 @@ class EventBus:
         self._requests: deque[tuple[Request, Callers]] = deque()
         self._failed: set[str] = set()
         self._busy = False
+        self._asleep = False
+        """The thread waits for something to happen."""
+        self._hurried = False
+        """Somebody waits for everything to be told."""
         self._closed = False
         self._thread: Thread | None = None
         opened(self)
@@ -70,7 +79,7 @@ class EventBus:
                 self._queue.popleft()
                 self._count("observer_lost", "", "queue full")
             self._queue.append(event)
-            self._changed.notify_all()
+            self._wake()
 
     def emit_chunks(self, event: ChunkEvent) -> None:
         """Queue for the observers that see chunks, as `emit` does. Not counted."""
@@ -82,7 +91,7 @@ class EventBus:
             while self._chunk_bytes > CHUNK_EVENT_BYTES:
                 self._chunk_bytes -= _size(self._chunks.popleft())
                 self._count("observer_lost", "", "chunks")
-            self._changed.notify_all()
+            self._wake()
 
     def watch(self, engine: Watched) -> None:
         """Have the observers watch an engine. Raises what they raise."""
@@ -109,7 +118,7 @@ class EventBus:
                 self._requests.popleft()
                 self._count("observer_lost", "", "requests")
             self._requests.append((request, callers))
-            self._changed.notify_all()
+            self._wake()
 
     def came(self, tier: str, keys: Sequence[ChunkKey], *, in_memory: bool = False) -> None:
         """Tell those who see chunks what a tier holds now."""
@@ -134,6 +143,8 @@ class EventBus:
         """Wait up to `timeout` seconds until every event so far was told; whether it was."""
         until = self._runtime.now() + timeout
         with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
             while self._waiting or self._busy:
                 left = until - self._runtime.now()
                 if left <= 0:
@@ -171,13 +182,18 @@ class EventBus:
             sums[3] += event.bytes
             sums[4] += event.seconds
 
+    def _wake(self) -> None:
+        """Something is to be told: with the lock held."""
+        if self._asleep:
+            self._asleep = False
+            self._changed.notify_all()
+
     def _deliver(self) -> None:
         while True:
             with self._changed:
                 self._busy = False
-                self._changed.notify_all()
-                while not (self._waiting or self._closed):
-                    self._changed.wait()
+                if not self._waiting:
+                    self._rest()
                 if not self._waiting:
                     return
                 calls = self._next()
@@ -187,6 +203,24 @@ class EventBus:
                     call()
                 except Exception as error:
                     self._blame(observer, error)
+
+    def _rest(self) -> None:
+        """Everything is told: wait for more. With the lock held.
+
+        While much happens the thread looks by itself now and then; to be woken each time would cost whoever does it.
+        """
+        self._hurried = False
+        self._changed.notify_all()
+        for _ in range(_LOOKS):
+            if self._waiting or self._closed:
+                return
+            self._changed.wait(GATHER_SECONDS)
+        self._asleep = True
+        while not (self._waiting or self._closed):
+            self._changed.wait()
+        self._asleep = False
+        if not (self._hurried or self._closed):
+            self._changed.wait(GATHER_SECONDS)
 
     @property
     def _waiting(self) -> bool:

@@ -17,6 +17,7 @@ from zmq_support import SECONDS, Subscriber, free_port, subscriber
 from kvloom import ChunkEvent, ChunkKey, ConfigError, Engine, Segment, chain
 from kvloom_events_zmq.naming import Names, block_hashes
 from kvloom_events_zmq.observer import EventsLostError, ZmqEventsObserver
+from kvloom_events_zmq.publisher import Publisher, Settings
 from kvloom_events_zmq.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from kvloom_testkit.subjects import SPEC
 
@@ -301,3 +302,29 @@ def test_what_is_remembered_is_bounded_and_right(seeds: list[int], room: int) ->
             known = names.of(key)
             assert known is None or known == (parent, start, data[4 * start : 4 * end])
         assert room < 4000 or all(names.of(segment.key) for segment in segments)
+
+
+class Interrupted:
+    """An ear that is rung by `close` at the last moment before it listens."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher, self.ear = publisher, publisher._ear
+
+    def fileno(self) -> int:
+        return self.ear.fileno()
+
+    def recv(self, most: int) -> bytes:
+        self.publisher._closing = True
+        self.publisher._ring()
+        return self.ear.recv(most)
+
+    def close(self) -> None:
+        self.ear.close()
+
+
+def test_a_ring_of_close_that_is_heard_together_with_another_is_not_lost() -> None:
+    publisher = Publisher(Settings("tcp://127.0.0.1:*", None, "", 10, 10, 10, 10, None))
+    publisher._ear = Interrupted(publisher)  # type: ignore[assignment]
+    publisher.publish([])
+    publisher._thread.join(10)
+    assert not publisher._thread.is_alive()

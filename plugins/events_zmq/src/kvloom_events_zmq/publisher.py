@@ -118,9 +118,9 @@ class Publisher:
         try:
             while True:
                 ready = dict(poller.poll())
-                closing = self._closing
                 if self._ear.fileno() in ready:
                     self._ear.recv(4096)
+                closing = self._closing  # now: what has just been heard may be the ring of `close`
                 while batch := self._take():
                     self._send(batch)
                 if closing:
