@@ -19,7 +19,7 @@ BENCHES = $(filter-out bench/lmcache_peer.py bench/lmcache_remote.py bench/codec
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts wheels check-wheels clean
+.PHONY: help setup docs demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts wheels check-wheels clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -138,5 +138,20 @@ test-vllm: $(VLLM_READY) ## real vLLM on this processor: prefixes, faults, abort
 bench-vllm: $(VLLM_READY) ## time to the first token: cold, vLLM's own prefix cache, kvloom's tiers, into bench/results
 	$(VLLM)/bin/python bench/vllm_ttft.py
 
+# -- the documentation has one for its tools ---------------------------------------------------------------------------
+
+DOCS := .venv-docs
+DOCS_READY := $(DOCS)/.stamp-ready
+
+$(DOCS_READY): scripts/docs_requirements.txt
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
+docs: $(READY) $(DOCS_READY) ## the documentation as a site, into site/: warnings are errors
+	@$(BIN)/python scripts/docs_pages.py build/docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+	@$(BIN)/python scripts/docs_checked.py site
+
 clean: ## remove what was built and what tools cached; .venv, .venv-lmcache and .venv-vllm stay
-	rm -rf dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis $(PACKAGES:=/build)
+	rm -rf dist demo-out site build .mypy_cache .ruff_cache .pytest_cache .hypothesis $(PACKAGES:=/build)

@@ -1,4 +1,4 @@
-"""What docs/use/size.md and docs/use/why.md show works as it is shown: files, commands, and what they print."""
+"""What docs/use/size.md, why.md and first-day.md show works as it is shown: files, commands, and what they print."""
 
 from __future__ import annotations
 
@@ -100,3 +100,20 @@ def test_a_miss_is_explained(shell: Shell, tmp_path: Path) -> None:
 
     known = [fates.HIT, *fates._TELLING, fates.OTHER_SALT, fates.OTHER_FINGERPRINT, fates.NEVER, fates.GONE]
     assert sorted(mentioned) == sorted(known)
+
+
+@pytest.mark.slow
+def test_the_first_day(shell: Shell, tmp_path: Path) -> None:
+    (config,), (app,) = blocks("first-day.md", "yaml"), blocks("first-day.md", "python")
+    lmcache = next(text for text in blocks("first-day.md", "text") if text.startswith("chunk_size"))
+    for name, text in (("kv.yaml", config), ("app.py", app), ("lmcache.yaml", lmcache)):
+        (tmp_path / name).write_text(text)
+    said = {command: shell(command) for command in commands("first-day.md")}
+    doctor, run, stat, why, _, replay, brought, checked = said.values()
+    assert " 0 problems" in doctor and "disk" in stat and checked.startswith("from_lmcache.yaml: ok")
+    there, of = map(int, re.findall(r"\d+", run))
+    assert 0.5 * of < there < of
+    assert "never stored" in why and "hit" in why
+    assert "tokens hit" in replay and not brought
+    again = shell("python app.py")
+    assert int(re.findall(r"\d+", again)[0]) > there, "what is on the disk is found after a restart"
