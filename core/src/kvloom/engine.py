@@ -81,7 +81,6 @@ class Engine(Index):
         super().__init__(config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime)
         self._registry = registry
         self._owner = owner
-        self._mover = Mover(stack, connector, events, runtime)
         self._tasks: dict[Task, None] = {}
         self._by_layer: weakref.WeakSet[Loading | Storing] = weakref.WeakSet()
         self._siblings: list[weakref.ref[Engine]] = []
@@ -409,6 +408,11 @@ class Engine(Index):
         return self._start(segments, work, record)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _mover(self) -> Mover:
+        """With the connector that there is now."""
+        return Mover(self._stack, self.connector, self._events, self._runtime)
 
     def _start(
         self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: Record,

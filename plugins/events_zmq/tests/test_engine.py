@@ -328,3 +328,5 @@ def test_a_ring_of_close_that_is_heard_together_with_another_is_not_lost() -> No
     publisher.publish([])
     publisher._thread.join(10)
     assert not publisher._thread.is_alive()
+    publisher._bell.close()
+    publisher._ear.close()
