@@ -19,7 +19,7 @@ BENCHES = $(filter-out bench/lmcache_peer.py bench/lmcache_remote.py bench/codec
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup docs demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts wheels check-wheels clean
+.PHONY: help setup docs demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts wheels check-wheels check-matrix clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -93,6 +93,9 @@ wheels: $(READY) ## a wheel of every package, into dist/; a release has WITH_CUD
 	@rm -rf dist $(PACKAGES:=/build)
 	CMAKE_ARGS="$(CMAKE_CUDA)" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(PACKAGES:%=./%)
 	@ls dist
+
+check-matrix: ## what needs no torch, on Python 3.12 and 3.13, in fresh environments
+	@sh scripts/check_matrix.sh
 
 check-wheels: wheels ## install the wheels into a fresh environment and look for every plugin
 	sh scripts/check_wheels.sh "$(PYTHON)"

@@ -104,7 +104,7 @@ def test_a_miss_is_explained(shell: Shell, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_day(shell: Shell, tmp_path: Path) -> None:
-    (config,), (app,) = blocks("first-day.md", "yaml"), blocks("first-day.md", "python")
+    (config,), (app,) = blocks("first-day.md", "yaml"), blocks("first-day.md", "py")
     lmcache = next(text for text in blocks("first-day.md", "text") if text.startswith("chunk_size"))
     for name, text in (("kv.yaml", config), ("app.py", app), ("lmcache.yaml", lmcache)):
         (tmp_path / name).write_text(text)

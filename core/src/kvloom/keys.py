@@ -14,17 +14,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from kvloom.types import ChunkKey, KVSpec, MemoryFormat, Segment, canonical_json, short_digest
+
+if TYPE_CHECKING:
+    import torch
 
 DOMAIN = "kvloom/1"
 """The key format; part of every digest."""
 
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _MODEL_FIELDS = ("model", "revision", "rope", "adapters")
 # tuple.__new__ makes the same values as calling the classes, at a third of the cost: there is one per chunk.
 _new_key: Any = partial(tuple.__new__, ChunkKey)
@@ -51,27 +53,39 @@ def salt_tag(salt: str) -> str:
     return short_digest(f"{DOMAIN}/salt/{salt}", num_bytes=8) if salt else "-"
 
 
-def int32_tokens(tokens: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int32]]:
+def int32_tokens(tokens: torch.Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
     """`tokens` as contiguous little-endian int32, without a copy where it is that already.
 
-    Raises TypeError unless it is an integer tensor, ValueError unless it is 1-D, on the CPU and within int32.
+    An array of numpy is fine, too: where keys are made, torch need not be. Raises TypeError unless it is an integer
+    tensor, ValueError unless it is 1-D, on the CPU and within int32.
     """
-    if not isinstance(tokens, torch.Tensor):
-        raise TypeError(f"tokens: expected a 1-D integer torch.Tensor, got {type(tokens).__name__}")
-    if tokens.dtype not in _INTEGERS:
-        raise TypeError(f"tokens: expected an integer dtype, got {tokens.dtype}")
-    if tokens.dim() != 1:
-        raise ValueError(f"tokens: expected 1 dimension, got {tokens.dim()} {tuple(tokens.shape)}; pass one sequence")
-    if tokens.device.type != "cpu":
-        raise ValueError(f"tokens: expected a CPU tensor, got {tokens.device}; pass tokens.cpu()")
-    array = tokens.detach().numpy()
+    array = tokens if isinstance(tokens, np.ndarray) else _array(tokens)
+    if array.dtype.name not in _INTEGERS:
+        raise TypeError(f"tokens: expected an integer dtype, got {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"tokens: expected 1 dimension, got {array.ndim} {array.shape}; pass one sequence")
     narrow = np.ascontiguousarray(array, dtype="<i4")
     if array.dtype.itemsize > 4 and not np.array_equal(narrow, array):
         raise ValueError("tokens: a token id does not fit into 32 bits")
     return narrow
 
 
-def chain(tokens: torch.Tensor, *, chunk_tokens: int, fingerprint: str, salt: str = "") -> list[Segment]:
+def _array(tokens: Any) -> np.ndarray[Any, Any]:
+    """Of a tensor; what is none is refused."""
+    if not hasattr(tokens, "detach") or not hasattr(tokens, "device"):
+        raise TypeError(f"tokens: expected a 1-D integer torch.Tensor, got {type(tokens).__name__}")
+    kind = str(tokens.dtype).removeprefix("torch.")
+    if kind not in _INTEGERS:
+        raise TypeError(f"tokens: expected an integer dtype, got {tokens.dtype}")
+    if tokens.device.type != "cpu":
+        raise ValueError(f"tokens: expected a CPU tensor, got {tokens.device}; pass tokens.cpu()")
+    array: np.ndarray[Any, Any] = tokens.detach().numpy()
+    return array
+
+
+def chain(
+    tokens: torch.Tensor | np.ndarray[Any, Any], *, chunk_tokens: int, fingerprint: str, salt: str = ""
+) -> list[Segment]:
     """Segments of `chunk_tokens` tokens each, every key covering all tokens before its end; a short tail has none.
 
     Raises TypeError and ValueError for tokens as `int32_tokens` does, TypeError for a salt that is not text.
@@ -130,7 +144,7 @@ def select(segments: Sequence[Segment], mask: torch.Tensor | None, num_tokens: i
     """
     if mask is None:
         return 0
-    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
+    if str(getattr(mask, "dtype", "")) != "torch.bool":
         raise TypeError(f"mask: expected a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
     if tuple(mask.shape) != (num_tokens,):
         raise ValueError(f"mask: expected shape ({num_tokens},) like the tokens, got {tuple(mask.shape)}")
