@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvloom import BackendError, Buffer, Buffers, KVSpec, Sink, StorageBackend
@@ -20,7 +20,8 @@ from kvloom_backend_mooncake import codes
 from kvloom_backend_mooncake.client import Client, check
 from kvloom_backend_mooncake.codes import ABSENT, EXISTS, ILLEGAL_CLIENT, IN_USE, LEASE_EXPIRED, NOT_READY
 from kvloom_backend_mooncake.config import MooncakeConfig
-from kvloom_backend_mooncake.memories import Memories
+from kvloom_backend_mooncake.memories import Memories, Regions
+from kvloom_backend_mooncake.turns import Turns
 
 STOPGAPS = (b"-" * 59, b"-" * 61)
 """What takes the place of a blob that is being removed, for a moment. Two, because one that a reader has asked for is
@@ -29,6 +30,8 @@ may have: where two clients replace one key at once, Mooncake may show a stopgap
 _NO_BLOB = frozenset(map(len, STOPGAPS))
 _READ_ATTEMPTS = 4
 """While others put and delete a blob, a read may meet a longer one each time. One whose lease ended has two."""
+_WRITE_ATTEMPTS = 4
+"""Another client may replace a blob while it is being written; then the master refuses its end."""
 _POLL_SECONDS = 0.002
 _MEANWHILE = ABSENT | IN_USE | {EXISTS, ILLEGAL_CLIENT}
 """What replacing says if somebody else removes or replaces the same blob."""
@@ -51,6 +54,7 @@ class MooncakeBackend(StorageBackend):
         super().__init__(config, spec)
         self._settings = config
         self._memories = Memories(config.protocol)
+        self._turns = Turns(2 * config.timeout)
         self._client = Client(config)
 
     def identity(self) -> str | None:
@@ -143,22 +147,38 @@ class MooncakeBackend(StorageBackend):
         if not wanted:
             return
         with self._client.using() as store, contextlib.ExitStack() as sources:
-            regions = [sources.enter_context(self._memories.source(store, views)) for views in wanted.values()]
-            keys = list(wanted)
-            self._erase(store, keys, awaiting=True)
-            starts = [[start for start, _ in one] for one in regions]
-            sizes = [[size for _, size in one] for one in regions]
-            done = store.batch_put_from_multi_buffers(keys, starts, sizes, self._client.replication)
-            for key, code in zip(keys, done, strict=True):
-                check(f"putting {key}", int(code))
+            regions = {key: sources.enter_context(self._memories.source(store, views)) for key, views in wanted.items()}
+            with self._turns.of(regions):
+                for _ in range(_WRITE_ATTEMPTS - 1):
+                    regions = {key: regions[key] for key in self._put_in_turn(store, regions)}
+                    if not regions:
+                        return
+                for key in self._put_in_turn(store, regions):
+                    raise codes.error(f"putting {key}", ILLEGAL_CLIENT)
+
+    def _put_in_turn(self, store: Any, regions: Mapping[str, Regions]) -> list[str]:
+        """Replace what is under the keys; which of them another client replaced meanwhile."""
+        keys = list(regions)
+        self._erase(store, keys, awaiting=True)
+        starts = [[start for start, _ in one] for one in regions.values()]
+        sizes = [[size for _, size in one] for one in regions.values()]
+        done = [int(code) for code in store.batch_put_from_multi_buffers(keys, starts, sizes, self._client.replication)]
+        for key, code in zip(keys, done, strict=True):
+            if code != ILLEGAL_CLIENT:
+                check(f"putting {key}", code)
+        return [key for key, code in zip(keys, done, strict=True) if code == ILLEGAL_CLIENT]
 
     def create(self, key: str, blob: Buffers) -> bool:
         """By the master, which lets one writer begin. One that died while writing is in the way for half a minute."""
         views = _views(blob)
         size = sum(map(len, views))
-        with self._client.using() as store, self._memories.source(store, views, known=True) as regions:
+        with (
+            self._client.using() as store,
+            self._memories.source(store, views, known=True) as regions,
+            self._turns.of([key]),
+        ):
             code = int(store.batch_put_session_start([key], [size], self._client.replication)[0])
-            if code in (EXISTS, codes.INVALID):  # the latter: another thread of this process is writing it
+            if code == EXISTS:
                 return False
             check(f"creating {key}", code)
             try:
@@ -177,7 +197,7 @@ class MooncakeBackend(StorageBackend):
 
     def delete_many(self, keys: Sequence[str]) -> None:
         if keys:
-            with self._client.using() as store:
+            with self._client.using() as store, self._turns.of(keys):
                 self._erase(store, list(dict.fromkeys(keys)), awaiting=False)
 
     def _erase(self, store: Any, keys: list[str], *, awaiting: bool) -> None:
