@@ -13,6 +13,7 @@ import torch
 from core_support import CHUNK, SPEC
 
 from kvloom import Engine, KVSpec
+from kvloom.builtin.dict_backend import DictBackend
 from kvloom.config import EngineConfig, resolve
 from kvloom.plugins import Registry
 from kvloom.replay import Line, Replay, plan_tiers
@@ -47,13 +48,11 @@ def replayed(config: dict[str, Any], spec: KVSpec) -> Replay:
 
 
 def compare(
-    config: dict[str, Any], spec: KVSpec, *, count: int, conversations: int, longest: int, seed: int, within: float = 0,
-    evictions_within: float = 0,
-) -> Replay:  # fmt: skip
+    config: dict[str, Any], spec: KVSpec, *, count: int, conversations: int, longest: int, seed: int, within: float = 0
+) -> Replay:
     """Run both, and compare after every request which chunks came from where, and in the end what was counted.
 
-    within: by which part of all hits the sums may differ; then single requests may, too. evictions_within: by which
-    part of them their number may.
+    within: by which part of all hits the sums may differ; then single requests may, too.
     """
     replay = replayed(config, spec)
     chunk = replay.chunk_tokens
@@ -97,7 +96,7 @@ def compare(
         assert held == tier.blobs, tier.name
         for reason in ("capacity", "quota"):
             named = evicted[tier.name, reason] + (evicted[tier.name, ""] if reason == "capacity" else 0)
-            assert ours.evicted[reason] == pytest.approx(named, rel=evictions_within, abs=0), (tier.name, reason)
+            assert ours.evicted[reason] == named, (tier.name, reason)
     return replay
 
 
@@ -123,10 +122,12 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_a_replay_gives_what_the_engine_gave(name: str, seed: int) -> None:
-    # Of a chain for which there is no room in a tier, its threads write some chunks that then have to go.
-    loosely = 0.05 if name in ("a tier shorter than a prompt", "a quota shorter than a prompt") else 0.0
-    replay = compare(CONFIGS[name], SPEC, count=150, conversations=40, longest=8, seed=seed, evictions_within=loosely)
+def test_a_replay_gives_what_the_engine_gave(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of a chain for which a tier has no room, several threads write some chunks that then have to go: how many depends
+    # on which thread is first. With one the engine does what the replay counts.
+    if "shorter than a prompt" in name:
+        monkeypatch.setattr(DictBackend, "threads", 1)
+    replay = compare(CONFIGS[name], SPEC, count=150, conversations=40, longest=8, seed=seed)
     assert 0.1 < sum(replay.sums.hit_chunks.values()) / replay.sums.asked_chunks < 0.9, "neither all hits nor none"
     assert any(tier.evicted for tier in (replay.memory, *replay.stored) if tier is not None)
 
