@@ -22,7 +22,7 @@ LAYERS = (
     {"errors", "masking", "types"},
     {"protection"},
     {"contracts"},
-    {"hookspecs"},
+    {"hookspecs", "verbs"},
     {"plugins"},
     {"config", "legacy", "migration"},
     {"runtime", "task", "keys", "envelope", "memory", "events", "records", "native"},

@@ -142,14 +142,14 @@ class Registry:
         only: names of the entry points to load, besides the core's own. block: names of those not to load.
         entry_points: instead of those that are installed.
         """
-        found = list(_installed() if entry_points is None else entry_points)
-        found.sort(key=lambda entry: (entry.name, entry.group, _dist(entry), entry.value))
-        served = {(_dist(entry), entry.name) for entry in found if entry.group == API}
+        found = [_Plugin(entry) for entry in (_installed() if entry_points is None else entry_points)]
+        found.sort(key=lambda plugin: (plugin.entry.name, plugin.entry.group, plugin.dist, plugin.entry.value))
+        served = {(plugin.dist, plugin.entry.name) for plugin in found if plugin.entry.group == API}
         plugins = []
-        for entry in found:
-            if entry.group != API and (_dist(entry), entry.name) in served:
+        for plugin in found:
+            entry = plugin.entry
+            if entry.group != API and (plugin.dist, entry.name) in served:
                 continue
-            plugin = _Plugin(entry)
             plugins.append(plugin)
             if entry.name in block:
                 plugin.state, plugin.reason = "blocked", "named in plugins.block"
@@ -187,13 +187,16 @@ class Registry:
         names = [cls.type for cls in provided]
         return {cls.type: cls for cls in sorted(provided, key=lambda cls: cls.type) if names.count(cls.type) == 1}
 
-    def add_commands(self, commands: typer.Typer) -> None:
-        """Let every plugin add its verbs to the `kvloom` command. A plugin whose verbs do not work adds none."""
-        from typer.main import get_group
+    def add_commands(self, commands: typer.Typer, *, resolve: bool = True) -> None:
+        """Let every plugin add its verbs to the `kvloom` command. A plugin whose verbs do not work adds none.
 
-        taken = set(get_group(commands).commands)
+        resolve: whether their options are looked at, too; a list of the verbs does without.
+        """
+        from kvloom import verbs
+
+        taken = verbs.names(commands)
         for plugin in self._plugins:
-            taken |= plugin.add_commands(commands, taken=taken)
+            taken |= plugin.add_commands(commands, taken=taken, resolve=resolve)
 
     def _provided(self, kind: str) -> Iterator[tuple[_Plugin, type[Component]]]:
         for plugin in self._plugins:
@@ -219,7 +222,7 @@ class _Plugin:
 
     def __init__(self, entry: metadata.EntryPoint) -> None:
         self.entry = entry
-        self.dist = _dist(entry)
+        self.dist = entry.dist.name if entry.dist else ""  # reads the distribution's metadata: once is enough
         self.state: State = "ok"
         self.reason = ""
         self._hooks: Any = None
@@ -271,17 +274,21 @@ class _Plugin:
                 self._faults[kind] = _brief(error)
         return self._classes[kind]
 
-    def add_commands(self, commands: typer.Typer, *, taken: Collection[str]) -> set[str]:
-        """Add this plugin's verbs; the names it added."""
+    def add_commands(self, commands: typer.Typer, *, taken: Collection[str], resolve: bool) -> set[str]:
+        """Add this plugin's verbs; the names it added. resolve: hold what they say of their options to be true, too."""
         if self._hooks is None or not self._hooks.kvloom_add_commands.get_hookimpls():
             return set()
         import typer
         from typer.main import get_group
 
+        from kvloom import verbs
+
         apart = typer.Typer()
         try:
             self._hooks.kvloom_add_commands(commands=apart)
-            names = set(get_group(apart).commands)
+            names = verbs.names(apart)
+            if resolve:
+                get_group(apart)
             if names & set(taken):
                 raise PluginError(f"the verb {min(names & set(taken))!r} is taken")
         except (Exception, SystemExit) as error:
@@ -354,10 +361,6 @@ def _installed() -> Iterator[metadata.EntryPoint]:
     for group in entry_points.groups:
         if group.startswith(_GROUPS):
             yield from entry_points.select(group=group)
-
-
-def _dist(entry: metadata.EntryPoint) -> str:
-    return entry.dist.name if entry.dist else ""
 
 
 def _brief(error: BaseException) -> str:

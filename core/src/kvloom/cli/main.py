@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Annotated
 
 import typer
 
 import kvloom
-from kvloom.cli import config, doctor, output, plan, plugins, scrub, stat, trace, warm, why
+from kvloom import verbs
 from kvloom.errors import ConfigError, KVLoomError
 from kvloom.plugins import Registry
 
+VERBS = {
+    "plugins": "List the installed plugins.",
+    "doctor": "Say what is wrong with the machine or a configuration.",
+    "config": "Check, show or bring over a configuration.",
+    "plan": "Measure what the tiers hold and how fast they are.",
+    "stat": "Show whether the stored tiers answer, and what they hold.",
+    "why": "Say where each chunk of a prompt is, or why nowhere.",
+    "trace": "Record shapes of requests; replay them elsewhere.",
+    "scrub": "Verify every blob of the stored tiers.",
+    "warm": "Copy prompts into a faster tier.",
+}
+"""The core's own, each a module of `kvloom.cli`, and a line for the list of them, which imports none."""
 
-def app() -> typer.Typer:
-    """The command with every verb that is installed."""
+
+def app(*, listing: bool = False) -> typer.Typer:
+    """The command with every verb that is installed. listing: to list them only; none can be called."""
     commands = typer.Typer(
         name="kvloom",
         help="Keep the KV cache of a language model, so that no prompt is prefilled twice.",
@@ -25,17 +39,22 @@ def app() -> typer.Typer:
     )
     commands.callback()(_options)
     registry = Registry.discover()
-    for verb in (plugins, doctor, config, plan, stat, why, trace, scrub, warm):
-        verb.add(commands, registry)
-    registry.add_commands(commands)
-    return commands
+    for name, line in VERBS.items():
+        if listing:
+            verbs.outline(commands, name, line)
+        else:
+            importlib.import_module(f"kvloom.cli.{name}").add(commands, registry)
+    registry.add_commands(commands, resolve=not listing)
+    return verbs.outlined(commands) if listing else commands
 
 
 def main() -> None:
     """Run it. Exit status: 1 for an error, 2 for one in the configuration or the command line."""
     try:
-        app()()
+        app(listing=all(word.startswith("-") for word in sys.argv[1:]))()
     except KVLoomError as error:
+        from kvloom.cli import output
+
         output.say(f"kvloom: {error}", stderr=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 

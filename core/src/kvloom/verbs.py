@@ -1,0 +1,52 @@
+"""The verbs of a command by name alone: working out every verb's options takes typer longer than all the rest."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+
+import typer
+from typer.main import get_command_name, solve_typer_info_defaults
+from typer.models import CommandInfo
+
+
+def names(commands: typer.Typer) -> set[str]:
+    """Of verbs and of groups of verbs."""
+    return {verb.name for verb in _outlines(commands) if verb.name}
+
+
+def outline(commands: typer.Typer, name: str, line: str) -> None:
+    """Add a verb that is only to be listed."""
+    commands.registered_commands.append(CommandInfo(name, callback=_nothing, help=line))
+
+
+def outlined(commands: typer.Typer) -> typer.Typer:
+    """The same verbs, each with its name and the help that a list shows, and nothing to call."""
+    listed = typer.Typer(**{name: getattr(commands.info, name) for name in ("name", "help", "no_args_is_help")})
+    listed.rich_markup_mode, listed._add_completion = commands.rich_markup_mode, commands._add_completion
+    listed.registered_callback = commands.registered_callback
+    listed.registered_commands = list(_outlines(commands))
+    return listed
+
+
+def _outlines(commands: typer.Typer) -> Iterator[CommandInfo]:
+    for verb in commands.registered_commands:
+        assert verb.callback is not None
+        outline = copy.copy(verb)
+        outline.name = verb.name or get_command_name(verb.callback.__name__)
+        outline.help = verb.help or inspect.getdoc(verb.callback)
+        outline.callback = _nothing
+        yield outline
+    for group in commands.registered_groups:
+        info = solve_typer_info_defaults(group)
+        if info.name:
+            yield CommandInfo(
+                info.name, callback=_nothing, help=info.help, short_help=info.short_help, hidden=info.hidden
+            )
+        elif info.typer_instance is not None:  # its verbs stand beside the others
+            yield from _outlines(info.typer_instance)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,64 @@
+"""`kvloom --help`: every verb is listed, without working any of them out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.main import get_group
+
+from kvloom import verbs
+from kvloom.cli import main
+
+
+def test_what_is_listed_is_what_there_is() -> None:
+    listed = get_group(main.app(listing=True)).commands
+    commands = main.app()
+    whole = get_group(commands).commands
+    assert set(listed) == set(whole) == verbs.names(commands) and set(main.VERBS) <= set(whole)
+    for name in set(whole) - set(main.VERBS):
+        assert listed[name].get_short_help_str() == whole[name].get_short_help_str()
+    for line in main.VERBS.values():
+        assert len(line) <= 66 and line.endswith("."), "a list would cut it"
+
+
+def test_a_list_imports_no_verb() -> None:
+    script = (
+        "import sys; sys.argv = ['kvloom', '--help']\n"
+        "from kvloom.cli.main import main\n"
+        "try: main()\n"
+        "finally: print('imported:', sorted(name for name in sys.modules if name.startswith('kvloom.cli.')))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.endswith("imported: ['kvloom.cli.main']\n") and "  why " in out
+
+
+def test_an_outline_keeps_what_a_list_shows() -> None:
+    commands = typer.Typer(name="shop", help="A shop.", add_completion=False)
+
+    @commands.command()
+    def open_up(at: str | int) -> None:
+        """Open it."""
+
+    @commands.command("shut", hidden=True)
+    def close() -> None: ...
+
+    inner = typer.Typer(help="What it sells.")
+    inner.command("tea")(lambda: None)
+    commands.add_typer(inner, name="goods")
+    beside = typer.Typer()
+    beside.command("ring", help="Ring.")(lambda: None)
+    commands.add_typer(beside)
+
+    listed = get_group(verbs.outlined(commands)).commands
+    assert {name: (verb.help, verb.hidden) for name, verb in listed.items()} == {
+        "open-up": ("Open it.", False),
+        "shut": (None, True),
+        "goods": ("What it sells.", False),
+        "ring": ("Ring.", False),
+    }
+    assert verbs.names(commands) == set(listed)
+    with pytest.raises(AssertionError, match=r"(?i)union"):
+        get_group(commands)
