@@ -58,7 +58,7 @@ $(SERVERS_READY): $(READY) scripts/servers_requirements.txt
 	@$(BIN)/python $(INSTALL) --requirement scripts/servers_requirements.txt
 	@touch $@
 
-test-servers: $(SERVERS_READY) ## real servers, started here: Redis, Ceph's S3 gateway, Mooncake, WebDAV
+test-servers: $(SERVERS_READY) ## real servers, started here: Redis, Ceph's S3 gateway, Mooncake, WebDAV, Prometheus
 	$(BIN)/python -m pytest -m "not slow" -n $(or $(WORKERS),2) --dist loadfile $(wildcard plugins/*/tests_servers)
 
 fuzz: $(READY) ## the native codec's fuzzer for MINUTES=10, with a sanitizer build

@@ -2,7 +2,7 @@
 # The servers that `make test-servers` and examples/cluster start. On a CI machine (CI is set, and this is root) they are
 # installed from Debian's packages; anywhere else that is up to the user, and what is missing is skipped.
 set -eu
-packages="chromium redis-server redis-sentinel redis-tools radosgw ceph-mon ceph-osd ceph-common libibverbs1 libnuma1 libcurl4 iproute2 openssl"
+packages="chromium redis-server redis-sentinel redis-tools radosgw ceph-mon ceph-osd ceph-common libibverbs1 libnuma1 libcurl4 iproute2 openssl prometheus"
 missing=""
 for package in $packages; do
     dpkg-query --show --showformat '${Status}' "$package" 2>/dev/null | grep -q "ok installed" || missing="$missing $package"
