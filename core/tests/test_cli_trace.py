@@ -254,6 +254,21 @@ def test_chunks_may_be_longer_or_shorter_than_blocks(tmp_path: Path) -> None:
     assert "no block of the trace goes with chunks of 300 tokens" in error
 
 
+def test_of_what_is_saved_only_that_counts_which_the_engine_computed(tmp_path: Path) -> None:
+    """An engine that has a prefix cache of its own saves what it found there, too, and asked nobody for it."""
+    shape = {"timestamp": 0, "input_length": 2048, "hash_ids": [1, 2, 3, 4], "chunk_tokens": 512, "verb": "save"}
+    saves = [{**shape, "copied": 4}, {**shape, "copied": 0}, {**shape, "copied": 1}, shape]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({**save, "timestamp": at}) + "\n" for at, save in enumerate(saves)))
+    result = replay(trace, memory(tmp_path, 99), *KIB)
+    assert hits(result) == {"memory": 512 + 2048} and result["runs"][0]["whole"] == 2
+    assert result["trace"]["requests"] == 3 and result["runs"][0]["hit_rate"] == (512 + 2048) / (2048 + 512 + 2048)
+    longer = replay(trace, memory(tmp_path, 99, chunk=1024), *KIB)
+    assert hits(longer) == {"memory": 1024 + 2048}, "a chunk of which anything was computed was asked for"
+    shorter = replay(trace, memory(tmp_path, 99, chunk=256), *KIB)
+    assert hits(shorter) == {"memory": 512 + 2048}
+
+
 def test_more_capacity_never_has_fewer_hits_and_the_curve_is_drawn(tmp_path: Path) -> None:
     rng = random.Random(1)
     requests = []
@@ -300,6 +315,8 @@ BROKEN = {
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "verb": "fly", "salt": 0}': "verb",
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "first": 2, "salt": 0}': "first",
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "chunk_tokens": 0, "salt": 0}': "chunk_tokens",
+    '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "verb": "save", "copied": "1"}': "copied",
+    '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "verb": "save", "copied": -1}': "copied",
     "[" * 100_000: "",
     "\udcff": "not",
 }

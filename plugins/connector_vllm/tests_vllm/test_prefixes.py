@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +154,31 @@ def test_ranks_keep_their_parts_and_agree(run: Run, tmp_path: Path) -> None:
     (lacking,) = run(asked, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, **settings)
     assert lacking[0]["cached"] == 0, "the first chunk of one rank is gone"
     assert [one["tokens"] for one in lacking] == [one["tokens"] for one in control]
+
+
+def test_what_vllm_asked_for_is_recorded_and_replayed(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "requests.jsonl"
+    asked = {"generate": {"prompts": PROMPTS}}
+    again = tokens(2, 300)[:256] + tokens(5, 400)  # longer than what is there
+    _, _, _, found, _, _, metrics = run(
+        asked, {"settle": {}}, {"forget": {}}, asked, {"generate": {"prompts": [again]}}, {"settle": {}},
+        {"metrics": {}}, tiers=[memory()], env={"KVLOOM_TRACE": str(trace)},
+    )  # fmt: skip
+    assert [one["cached"] for one in found] == FOUND
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert sum(sum(line.get("served", {}).values()) for line in lines) == metrics["vllm:external_prefix_cache_hits"]
+    # Of the third and fourth prompt vLLM's own cache had what it could, each time, and of the last one its beginning.
+    hits, rate = replayed(trace, "64MiB")
+    assert hits == 256 + 640 == metrics["vllm:external_prefix_cache_hits"]
+    assert rate == hits / ((256 + 640) * 2 + 384)
+    assert 0 < replayed(trace, "1MiB")[0] < hits, "four chunks are not enough"
+
+
+def replayed(trace: Path, capacity: str) -> tuple[int, float]:
+    """Tokens that a memory tier of this capacity gives, and their share of those that were asked for."""
+    config = trace.with_suffix(".yaml")
+    config.write_text(json.dumps({"chunk_tokens": BLOCK, "tiers": [memory(capacity)]}))
+    command = ["trace", "replay", str(trace), str(config), "--bytes-per-token", "2048", "--json"]
+    main = "from kvloom.cli.main import main; main()"
+    (run, *_) = json.loads(subprocess.check_output([sys.executable, "-c", main, *command], text=True))["runs"]
+    return run["tiers"][0]["hit_tokens"], run["hit_rate"]

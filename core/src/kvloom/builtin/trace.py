@@ -3,8 +3,9 @@
     {"timestamp": 1763870000123.456, "input_length": 6955, "output_length": 0, "hash_ids": [917355, 40021],
      "chunk_tokens": 256, "verb": "retrieve", "salt": 0, "first": 0, "served": {"memory": 512}}
 
-The first four are those of Mooncake's traces. A hash id stands for a chunk and all before it: a digest with a secret
-that is nowhere but in memory, so that nobody can find out whether a text that they know was among the prompts.
+The first four are those of Mooncake's traces; a save has `copied`, too: how many chunks were read from the engine. A
+hash id stands for a chunk and all before it: a digest with a secret that is nowhere but in memory, so that nobody can
+find out whether a text that they know was among the prompts.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ class TraceObserver(Observer):
             "salt": self._salt(namespace.partition("/")[2]),
             "first": min(request.first, len(request.keys)),
         }
+        if request.verb == "save":  # of these the engine had computed the KV: a larger cache could have given it
+            line["copied"] = sum(step.chunks for step in request.steps if step.name == "copy")
         if request.sources:
             line["served"] = dict(request.sources)
         return line

@@ -96,13 +96,16 @@ class Replay:
             self._store(chunks, first, line.salt)
             return
         asks = verb != "prefetch" and verb != "pin"
-        if asks:
-            self._ask(line, chunks, first)
+        since = first
+        if verb == "save":
+            since = max(first, len(chunks) if line.asked == len(line.hash_ids) else self._chunk_at(line, line.asked))
+        if asks and (since == first or chunks[since:]):
+            self._ask(line, chunks, since)
         gaps = verb in ("load", "save", "prefetch", "pin")  # `load_layers` ends where something is lacking
-        hits = self._retrieve(chunks, first, line.salt, gaps=gaps, asks=asks)
-        if asks and chunks[first:]:
-            self.sums.whole += hits == len(chunks) - first
-            self.sums.partly += 0 < hits < len(chunks) - first
+        hits = self._retrieve(chunks, since, line.salt, gaps=gaps, asks=asks)
+        if asks and chunks[since:]:
+            self.sums.whole += hits == len(chunks) - since
+            self.sums.partly += 0 < hits < len(chunks) - since
         if not verb or verb == "save":
             self._store(chunks, first, line.salt)
 
@@ -111,6 +114,10 @@ class Replay:
         sums.requests += 1
         sums.asked_tokens += max(0, line.input_tokens - first * self.chunk_tokens)
         sums.asked_chunks += len(chunks) - first
+
+    def _chunk_at(self, line: Line, block: int) -> int:
+        """The first chunk that has tokens of a block or of later ones."""
+        return block * line.block_tokens // self.chunk_tokens
 
     def _chunks(self, line: Line) -> tuple[list[int], int] | None:
         """The chunks of the prompt and the first that is asked for; None if blocks and chunks do not go together."""

@@ -3,7 +3,7 @@
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
 
 `timestamp` is in milliseconds. A hash id stands for a block of tokens and all before it, so that equal ids are equal
-prefixes. kvloom's own lines have more: `chunk_tokens`, `verb`, `salt`, `first`, `served`.
+prefixes. kvloom's own lines have more: `chunk_tokens`, `verb`, `salt`, `first`, `served`, `copied`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class Line(NamedTuple):
     """How many leading blocks were not asked for, as the engine had them."""
     served: dict[str, int] = {}  # noqa: RUF012 - never changed
     """Tokens that the recorded engine got, by tier."""
+    asked: int = 0
+    """Of a save: how many leading blocks the engine did not have to compute. kvloom had them already when they came to
+    be saved, so that the engine's own cache had them, too, or they were loaded and are counted there."""
 
 
 class Broken(NamedTuple):
@@ -154,7 +157,7 @@ def _line(text: bytes, block_tokens: int) -> Line:
     if (len(ids) - 1) * block_tokens >= max(length, 1):
         raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are more than {length} tokens")
     if len(value) <= 4:
-        return _new((stamp / 1000, length, ids, block_tokens, "", 0, 0, _NOTHING))
+        return _new((stamp / 1000, length, ids, block_tokens, "", 0, 0, _NOTHING, 0))
     return _new((stamp / 1000, length, ids, block_tokens, *_own(value, len(ids))))
 
 
@@ -166,7 +169,7 @@ def _new(fields: tuple[Any, ...]) -> Line:
     return tuple.__new__(Line, fields)
 
 
-def _own(value: dict[str, Any], blocks: int) -> tuple[str, int, int, dict[str, int]]:
+def _own(value: dict[str, Any], blocks: int) -> tuple[str, int, int, dict[str, int], int]:
     """The fields that only kvloom's lines have."""
     verb, salt, first, served = value.get("verb", ""), value.get("salt", 0), value.get("first", 0), value.get("served")
     if verb not in VERBS:
@@ -177,4 +180,7 @@ def _own(value: dict[str, Any], blocks: int) -> tuple[str, int, int, dict[str, i
         raise ValueError("first: should be the number of a block")
     if served is not None and not (isinstance(served, dict) and set(map(type, served.values())) <= _INTEGERS):
         raise ValueError("served: should be tokens by tier")
-    return verb, salt, first, served or _NOTHING
+    copied = value.get("copied")
+    if copied is not None and (type(copied) is not int or copied < 0):
+        raise ValueError("copied: should be a number of blocks")
+    return verb, salt, first, served or _NOTHING, first if copied is None else max(first, blocks - copied)
