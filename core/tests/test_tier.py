@@ -150,7 +150,7 @@ def test_a_lossy_chunk_that_took_an_exact_ones_place_a_moment_ago_is_not_written
     assert engine.retrieve(tokens, kv=torch.zeros_like(kv)).all()
     stack, (segment,) = engine._stack, engine.segments(tokens)
     # As `store` does, which had found the exact one in memory.
-    stack._write_from_memory(segment.key, stack.stored[1:], stack.visit())
+    stack.keeper._write_from_memory(segment.key, stack.stored[1:], stack.visit())
     assert engine.flush(20) and not Shelf.shelves["far"].blobs
 
 

@@ -45,7 +45,9 @@ class Mover:
         began, nbytes = self._now(), 0
         with record.going_on():
             check_where(connector, segments, where)
-            runs = self._stack.fetch(segments, self._connector.shape, self._visit(task, chain, record), gaps=gaps)
+            runs = self._stack.fetcher.fetch(
+                segments, self._connector.shape, self._visit(task, chain, record), gaps=gaps
+            )
             with closing(runs):
                 for run in runs:
                     here = [segment for segment, _ in run]
@@ -69,7 +71,7 @@ class Mover:
 
         with record.going_on():
             check_where(self._connector, segments, where)
-            self._stack.keep(segments, self._connector.shape, copy, self._visit(task, chain, record))
+            self._stack.keeper.keep(segments, self._connector.shape, copy, self._visit(task, chain, record))
             record.served_tokens = sum(segment.end - segment.start for segment in segments)
         return torch.ones(len(segments), dtype=torch.bool)
 
@@ -77,7 +79,9 @@ class Mover:
         """From the lower tiers into memory."""
         warm: set[Segment] = set()
         with record.going_on():
-            runs = self._stack.fetch(segments, self._connector.shape, self._visit(task, chain, record), gaps=True)
+            runs = self._stack.fetcher.fetch(
+                segments, self._connector.shape, self._visit(task, chain, record), gaps=True
+            )
             with closing(runs):
                 for run in runs:
                     warm.update(segment for segment, _ in run)

@@ -53,7 +53,7 @@ class Storing:
         self._open = True
         self.num_layers = int(connector.shape(1)[1])
         self._visit = stack.visit(chain, record)
-        self._claims = stack.claim(segments)
+        self._claims = stack.keeper.claim(segments)
         self._rooms: list[Room] = []
         try:
             self._todo = self._plan([segment for segment in segments if segment.key in self._claims.keys], events)
@@ -70,7 +70,7 @@ class Storing:
     def _plan(self, segments: Sequence[Segment], events: EventBus) -> list[tuple[Segment, list[StoredTier]]]:
         """What is missing and has room, each with the stored tiers to write it to; other claims are given up."""
         stack, visit = self._stack, self._visit
-        todo = stack.missing(segments, visit)
+        todo = stack.keeper.missing(segments, visit)
         for segment, _ in todo:
             nbytes = stack.layout.nbytes(self._connector.shape(segment.end - segment.start))
             room = stack.rooms.take(nbytes, until=None if self._rooms else visit.until)
@@ -85,7 +85,7 @@ class Storing:
         mine = {segment.key for segment, _ in todo}
         there = [segment for segment in segments if segment.key not in mine]
         if there:
-            stack.settle(self._claims, there, stored=True)
+            stack.keeper.settle(self._claims, there, stored=True)
         return todo
 
     def _chunk(self, segment: Segment, room: Room) -> Chunk:
@@ -113,7 +113,7 @@ class Storing:
                 nbytes = sum(chunk.nbytes for chunk in chunks)
                 self._visit.record.note("copy", "", began, self._visit.record.now(), nbytes=nbytes, chunks=len(chunks))
             self._done.add(layer)
-            self._stack.go_on(self._claims)
+            self._stack.keeper.go_on(self._claims)
 
     def finish(self) -> None:
         """Keep what was copied: in memory now, in the tiers below in the background, as `Engine.store` does.
@@ -136,7 +136,7 @@ class Storing:
                 record.served_tokens = self._num_tokens
             self._finished()
         finally:
-            self._stack.settle(self._claims, stored=True)
+            self._stack.keeper.settle(self._claims, stored=True)
             self._on_end(self)
 
     def close(self) -> None:
@@ -151,19 +151,19 @@ class Storing:
         self._visit.progress()  # the time since it began was the caller's
         kept = []
         for (segment, tiers), chunk, room in zip(self._todo, self._chunks, self._rooms, strict=True):
-            lacking = self._stack.still_lacking(segment.key, tiers)
+            lacking = self._stack.keeper.still_lacking(segment.key, tiers)
             if lacking is None:
                 room.release()
             else:
                 kept.append(((segment, lacking), chunk, room))
         if kept:
             todo, chunks, rooms = zip(*kept, strict=True)
-            self._stack.insert(todo, chunks, rooms, self._visit, seconds=self._runtime.now() - self._began)
+            self._stack.keeper.insert(todo, chunks, rooms, self._visit, seconds=self._runtime.now() - self._began)
 
     def _let_go(self, error: BaseException | None = None) -> None:
         for room in self._rooms:
             room.release()
-        self._stack.settle(self._claims, stored=False)
+        self._stack.keeper.settle(self._claims, stored=False)
         self._visit.record.end(error)
 
     def inherited(self, error: BaseException) -> None:

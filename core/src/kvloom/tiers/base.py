@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kvloom.runtime import Runtime
     from kvloom.tiers.visit import Visit
 
+Shape = Callable[[int], Sequence[int]]
+"""Tokens to the shape of their chunk."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

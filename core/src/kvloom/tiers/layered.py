@@ -11,10 +11,10 @@ from kvloom.contracts.observer import Event
 from kvloom.events import EventBus
 from kvloom.runtime import Runtime
 from kvloom.tiers.ahead import Ahead, Incoming, Prefix
-from kvloom.tiers.base import Loaded
+from kvloom.tiers.base import Loaded, Shape
 from kvloom.tiers.layer_blobs import WHOLE_BYTES, groups, reads_ranges
 from kvloom.tiers.rooms import layer_bytes
-from kvloom.tiers.stack import Shape, Stack
+from kvloom.tiers.stack import Stack
 from kvloom.tiers.visit import Visit
 from kvloom.types import Chunk, Hit, Segment
 
@@ -138,7 +138,7 @@ class LayerFetch:
         if chunk.elsewhere is not None:
             chunk.loaded = self._ahead.from_elsewhere(chunk, group)
             if chunk.loaded is not None:
-                self._stack.promote(chunk.segment, chunk.loaded, self._visit, below=chunk.tiers[0])
+                self._stack.fetcher.promote(chunk.segment, chunk.loaded, self._visit, below=chunk.tiers[0])
         if chunk.loaded is None and chunk.by_layer:
             arrived = self._ahead.part(chunk, group)
             place, right = (None, 0) if arrived is None else arrived
@@ -167,7 +167,7 @@ class LayerFetch:
             if loaded is not None:
                 before = None if chunk.blob is None or not group.start else chunk.blob.header.description.fidelity
                 if before in (None, loaded.chunk.fidelity):
-                    self._stack.promote(chunk.segment, loaded, self._visit, below=tier)
+                    self._stack.fetcher.promote(chunk.segment, loaded, self._visit, below=tier)
                     return loaded
                 loaded.release()  # the engine has other layers of it, of another fidelity
             chunk.tiers.pop(0)
@@ -210,6 +210,6 @@ class LayerFetch:
         chunk.arrival = None
         loaded, first = tier.loads.complete(arrival, self._visit)
         if first and not self._stack.memory.purges.hit(arrival.key, arrival.since):
-            self._stack.promote(chunk.segment, loaded, self._visit, below=tier)
+            self._stack.fetcher.promote(chunk.segment, loaded, self._visit, below=tier)
         loaded.release()
         tier.loads.arrivals.leave(arrival)

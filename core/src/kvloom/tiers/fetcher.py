@@ -1,0 +1,177 @@
+"""Towards the engine: chunks in order, from memory or brought up from the fastest stored tier that gives them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from kvloom.contracts.observer import Event
+from kvloom.envelope import ALIGN_BYTES
+from kvloom.events import EventBus
+from kvloom.records import NO_RECORD
+from kvloom.runtime import Runtime
+from kvloom.tiers.arrivals import WholeRead
+from kvloom.tiers.base import Layout, Loaded, Shape
+from kvloom.tiers.flights import Read
+from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.stored import StoredTier
+from kvloom.tiers.visit import Visit
+from kvloom.types import ChunkKey, Segment
+
+Runs = Generator[list[tuple[Segment, Loaded]], None, None]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A segment on its way to the engine."""
+
+    segment: Segment
+    tiers: list[StoredTier]
+    """Stored tiers where it may be, fastest first; those tried already are gone."""
+    loaded: Loaded | None = None
+    read: Read | WholeRead | None = None
+    source: StoredTier | None = None
+    """The tier that it is being read from."""
+
+    @property
+    def done(self) -> bool:
+        """There is nothing to wait for."""
+        return self.loaded is not None or self.read is None or self.read.done
+
+    def give_up(self) -> None:
+        if self.loaded is not None:
+            self.loaded.release()
+        if self.read is not None:
+            assert self.source is not None
+            self.source.loads.give_up(self.read)
+
+
+class Fetcher:
+    """Reads chunks for the engine."""
+
+    def __init__(
+        self, memory: MemoryTier, stored: Sequence[StoredTier], layout: Layout, events: EventBus, runtime: Runtime
+    ) -> None:
+        """stored: fastest first."""
+        self.memory = memory
+        self.stored = tuple(stored)
+        self.layout = layout
+        self._events = events
+        self._runtime = runtime
+
+    def fetch(self, segments: Sequence[Segment], shape: Shape, visit: Visit, *, gaps: bool) -> Runs:
+        """Runs of verified chunks in order, as soon as they are there; leased until the next is asked for.
+
+        gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. Chunks that came from
+        stored tiers are in memory afterwards, if there is a memory tier.
+        """
+        keys = [segment.key for segment in segments]
+        held = self.memory.lease(keys)
+        run = [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
+        try:
+            if run and len(run) == len(segments):
+                self._from_memory(segments, visit)
+                yield run
+                return
+        finally:
+            for _, loaded in run:
+                loaded.release()
+        # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
+        yield from self._stream(deque(self._arrivals(segments, visit)), shape, visit, gaps=gaps)
+
+    def _arrivals(self, segments: Sequence[Segment], visit: Visit) -> list[_Arrival]:
+        keys = [segment.key for segment in segments]
+        absent = [key for key, here in zip(keys, self.memory.find(keys), strict=True) if not here]
+        holders: dict[ChunkKey, list[StoredTier]] = {key: [] for key in absent}
+        for tier in self.stored:
+            for key, here in zip(absent, tier.find(absent, visit), strict=True):
+                if here:
+                    holders[key].append(tier)
+        return [_Arrival(segment, holders.get(segment.key, list(self.stored))) for segment in segments]
+
+    def _stream(self, waiting: deque[_Arrival], shape: Shape, visit: Visit, *, gaps: bool) -> Runs:
+        if not waiting:
+            return
+        window = self._window(waiting[0], shape)
+        started: deque[_Arrival] = deque()
+        run: list[tuple[Segment, Loaded]] = []
+        try:
+            while waiting or started:
+                while waiting and len(started) < window:
+                    started.append(waiting.popleft())
+                    self._start(started[-1], shape, visit)
+                arrival = started[0]
+                if run and (len(run) >= window or not arrival.done):
+                    yield run  # what is here need not wait for what is not, and nothing waits holding a lease
+                    for _, loaded in run:
+                        loaded.release()
+                    run = []
+                arrived = self._finish(arrival, shape, visit)
+                started.popleft()
+                if arrived is not None:
+                    run.append((arrival.segment, arrived))
+                elif not gaps or visit.given_up:
+                    break
+            if run:
+                yield run
+        finally:
+            for _, loaded in run:
+                loaded.release()
+            for arrival in started:
+                arrival.give_up()
+
+    def _window(self, arrival: _Arrival, shape: Shape) -> int:
+        """How many chunks may be on their way at once: their buffers must fit beside each other."""
+        num_tokens = arrival.segment.end - arrival.segment.start
+        nbytes = self.layout.nbytes(shape(num_tokens)) + 2 * ALIGN_BYTES  # a framed blob: a header, and whole pages
+        return max(1, min(8, self.memory.pool.capacity // 2 // nbytes))
+
+    def _start(self, arrival: _Arrival, shape: Shape, visit: Visit) -> None:
+        """Lease the chunk from memory, or begin to read it from the next tier that may have it."""
+        segment = arrival.segment
+        arrival.loaded = self.memory.lease([segment.key])[0]
+        while arrival.loaded is None and arrival.read is None and arrival.tiers:
+            num_tokens = segment.end - segment.start
+            arrival.source = arrival.tiers.pop(0)
+            found = arrival.source.loads.fetch(segment.key, shape(num_tokens), num_tokens, visit)
+            if isinstance(found, Loaded):
+                arrival.loaded = found
+            else:
+                arrival.read = found
+
+    def _finish(self, arrival: _Arrival, shape: Shape, visit: Visit) -> Loaded | None:
+        """Wait for a chunk; where it turns out not to be, ask the next tier."""
+        while arrival.loaded is None and arrival.read is not None:
+            source, read, arrival.read = arrival.source, arrival.read, None
+            assert source is not None
+            loaded = source.loads.collect(read)
+            if loaded is not None:
+                visit.progress()
+                visit.record.gave(source.name, arrival.segment.end - arrival.segment.start)
+                self.promote(arrival.segment, loaded, visit, below=source)
+                return loaded
+            self._start(arrival, shape, visit)
+        if arrival.loaded is None:
+            num_tokens = arrival.segment.end - arrival.segment.start
+            self._events.emit(Event("missed", tokens=num_tokens, chunks=1, reason="in no tier"))
+        else:
+            self._from_memory([arrival.segment], visit)
+        return arrival.loaded
+
+    def _from_memory(self, segments: Sequence[Segment], visit: Visit) -> None:
+        if visit.record is not NO_RECORD:
+            visit.record.gave(self.memory.name, sum(segment.end - segment.start for segment in segments))
+
+    def promote(self, segment: Segment, loaded: Loaded, visit: Visit, *, below: StoredTier) -> None:
+        """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""
+        if self.memory.keep:
+            self._events.emit(Event("promoted", self.memory.name, loaded.chunk.num_tokens, 1, loaded.chunk.nbytes))
+        if not loaded.chunk.exact:
+            return
+        for tier in self.stored[: self.stored.index(below)]:
+            if tier.policy.write == "through" and tier.lacks(segment.key, loaded.written):
+                tier.submit(
+                    segment.key, loaded.again(), until=self._runtime.now(), since=visit.since, chain=visit.chain,
+                    record=visit.record,
+                )  # fmt: skip
