@@ -102,8 +102,8 @@ def locked(engine: Engine) -> Iterator[None]:
     stack = engine._stack
     locks = [
         engine._events._changed,
-        engine._workers._changed,
-        engine._loaders._changed,
+        engine._background.workers._changed,
+        engine._background.loaders._changed,
         stack.memory._lock,
         stack.memory._answered,
         _named.lock,

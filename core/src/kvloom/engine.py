@@ -9,39 +9,32 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 
 from kvloom import keys as keying
+from kvloom.background import Background
 from kvloom.blending import Blending
 from kvloom.config import EngineConfig, resolve
 from kvloom.contracts.connector import GPUConnector
-from kvloom.contracts.observer import ChunkEvent, Event
-from kvloom.contracts.tokens import TokenDatabase
+from kvloom.contracts.observer import ChunkEvent
 from kvloom.errors import BackendError
-from kvloom.events import EventBus
 from kvloom.index import Index
 from kvloom.layers import Loading, Storing, check_connector
 from kvloom.moving import Mover, check_where
+from kvloom.opening import Parts, Source, open_parts
 from kvloom.plugins import Registry
 from kvloom.records import Record
-from kvloom.runtime import Runtime, SystemRuntime, Workers, opened
+from kvloom.runtime import Runtime, SystemRuntime, opened
 from kvloom.task import Task
-from kvloom.tiers.base import Layout
-from kvloom.tiers.build import asked_only, build_stack
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.held import Changes
 from kvloom.tiers.memory import MemoryTier
-from kvloom.tiers.stack import Stack
 from kvloom.types import ChunkKey, KVSpec, Segment, canonical_json
-
-Source = str | Path | Mapping[str, Any] | EngineConfig
-
-_MOST_TASKS = 1024
 
 
 class _Named:
@@ -67,29 +60,22 @@ class Engine(Index):
     the config's. where: what the connector asks for.
     """
 
-    def __init__(
-        self, config: EngineConfig, spec: KVSpec, *, stack: Stack, connector: GPUConnector, tokens: TokenDatabase,
-        events: EventBus, runtime: Runtime, registry: Registry, blending: Blending | None = None,
-        owner: Engine | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, parts: Parts, *, owner: Engine | None = None) -> None:
         """Use `Engine.open`."""
-        self.blending = blending
+        self.blending = parts.blending
         """What the configuration's `blend` block names; None without one."""
-        if blending is not None:
-            blending.retriever.engine = self
-            blending.emit = events.emit
-        super().__init__(config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime)
-        self._registry = registry
+        if parts.blending is not None:
+            parts.blending.retriever.engine = self
+            parts.blending.emit = parts.events.emit
+        super().__init__(parts)
+        self._parts = parts
         self._owner = owner
-        self._tasks: dict[Task, None] = {}
+        self._background = Background(parts.events, parts.runtime)
         self._by_layer: weakref.WeakSet[Loading | Storing] = weakref.WeakSet()
         self._siblings: list[weakref.ref[Engine]] = []
-        self._workers = Workers(runtime, name="kvloom-engine", threads=4)
-        # Of their own: a load that somebody waits for does not queue behind saves that wait for room.
-        self._loaders = Workers(runtime, name="kvloom-load", threads=4)
-        identity = keying.identity(spec, connector.format, connector.representation)
-        record = canonical_json({"identity": identity, "spec": json.loads(spec.to_json())}).encode()
-        for tier in stack.stored:
+        identity = keying.identity(self.spec, self.connector.format, self.connector.representation)
+        record = canonical_json({"identity": identity, "spec": json.loads(self.spec.to_json())}).encode()
+        for tier in self._stack.stored:
             tier.put_record(f"spec/{self.fingerprint}.json", record)
 
     # -- opening and closing -------------------------------------------------------------------------------------------
@@ -117,38 +103,8 @@ class Engine(Index):
         ranks of `spec.world_size`. Raises ConfigError (with the YAML path and what to do) or PluginError: a
         configuration that cannot work is refused here, not found out about while serving.
         """
-        if role not in ("engine", "index"):
-            raise ValueError(f"role: expected 'engine' or 'index', got {role!r}")
-        config = EngineConfig.load(config)
-        runtime = runtime or SystemRuntime()
-        registry = registry or Registry.discover(only=config.plugins.only, block=config.plugins.block)
-        resolved = resolve(config, registry)
-        choices = resolved.tiers if role == "engine" else asked_only(resolved.tiers)
-        connector = resolved.connector.make(spec)
-        tokens = resolved.tokens.make(spec)
-        layout = Layout(connector.format, spec.torch_dtype, connector.shape)
-        blending = Blending.make(resolved.blend, spec) if resolved.blend and role == "engine" else None
-        told = [choice for choice in resolved.observers if role == "engine" or not choice.cls.sees_chunks]
-        events = EventBus([choice.make(spec) for choice in told], runtime)
-        try:
-            stack = build_stack(
-                choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
-                events=events, runtime=runtime, exact_only=config.exact, moves=role == "engine",
-            )  # fmt: skip
-        except BaseException:
-            for part in (connector, tokens, events, *((blending,) if blending else ())):
-                part.close()
-            raise
-        if role == "index":
-            others = [(one, resolved.tokens.make(one)) for one in spec.other_ranks()]
-            return Index(
-                config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime,
-                others=others,
-            )._told_of()  # fmt: skip
-        return cls(
-            config, spec, stack=stack, connector=connector, tokens=tokens, events=events, runtime=runtime,
-            registry=registry, blending=blending,
-        )._told_of()  # fmt: skip
+        parts = open_parts(config, spec, role=role, registry=registry, runtime=runtime)
+        return (cls(parts) if role == "engine" else Index(parts))._told_of()
 
     def sibling(self, spec: KVSpec) -> Engine:
         """An engine for other KV over the same tiers: another set of adapters of the same model.
@@ -158,19 +114,18 @@ class Engine(Index):
         if (spec.dtype, spec.blob_shape(1)) != (self.spec.dtype, self.spec.blob_shape(1)):
             raise ValueError("spec: a sibling's KV has the shape and dtype of the engine it stands beside")
         self._check_open()
-        resolved = resolve(self.config, self._registry)
-        sibling = Engine(
-            self.config, spec, stack=self._stack, connector=resolved.connector.make(spec),
-            tokens=resolved.tokens.make(spec), events=self._events, runtime=self._runtime, registry=self._registry,
-            blending=Blending.make(resolved.blend, spec) if resolved.blend else None, owner=self,
+        resolved = resolve(self.config, self._parts.registry)
+        others = replace(
+            self._parts, spec=spec, connector=resolved.connector.make(spec), tokens=resolved.tokens.make(spec),
+            blending=Blending.make(resolved.blend, spec) if resolved.blend else None,
         )  # fmt: skip
+        sibling = Engine(others, owner=self)
         self._siblings = [*(ref for ref in self._siblings if ref() is not None), weakref.ref(sibling)]
         return sibling
 
     def inherited(self, pid: int) -> None:
         super().inherited(pid)
-        for task in tuple(self._tasks):
-            task.inherited(BackendError(self._gone))
+        self._background.inherited(BackendError(self._gone))
         for handle in tuple(self._by_layer):
             handle.inherited(BackendError(self._gone))
 
@@ -185,11 +140,7 @@ class Engine(Index):
         self._closed = True
         for handle in tuple(self._by_layer):
             handle.close()
-        self._loaders.close(self._stack.deadline)
-        self._workers.close(self._stack.deadline)
-        for task in tuple(self._tasks):
-            task.cancel()
-            task.fail(BackendError("the engine was closed"))
+        self._background.close(self._stack.deadline, BackendError("the engine was closed"))
         if self.blending is not None:
             self.blending.close()
         self.connector.close()
@@ -321,7 +272,8 @@ class Engine(Index):
         self._stack.touch(keys)
         record = self._record("prefetch", whole, first, tokens)
         work = partial(self._mover.warm, segments=whole[first:], chain=Chain(keys), record=record)
-        return self._start(whole[first:], work, record)
+        self._check_open()
+        return self._background.start(whole[first:], work, record)
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
         """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
@@ -387,7 +339,8 @@ class Engine(Index):
             self._mover.load, segments=segments, where=where, chain=chain, gaps=True, into=connector,
             record=record,
         )  # fmt: skip
-        return self._start(segments, work, record, self._loaders)
+        self._check_open()
+        return self._background.start(segments, work, record, awaited=True)
 
     def load_layers(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Loading:
         """`load`, layer by layer, of segments that are there: it ends at the first that is not.
@@ -405,7 +358,8 @@ class Engine(Index):
         chain = Chain([segment.key for segment in segments])
         record = self._record("save", segments)
         work = partial(self._mover.save, segments=segments, where=where, chain=chain, record=record)
-        return self._start(segments, work, record)
+        self._check_open()
+        return self._background.start(segments, work, record)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -413,27 +367,6 @@ class Engine(Index):
     def _mover(self) -> Mover:
         """With the connector that there is now."""
         return Mover(self._stack, self.connector, self._events, self._runtime)
-
-    def _start(
-        self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: Record,
-        workers: Workers | None = None,
-    ) -> Task:  # fmt: skip
-        self._check_open()
-        task = Task(self._runtime)
-        if len(self._tasks) >= _MOST_TASKS:
-            num_tokens = sum(segment.end - segment.start for segment in segments)
-            self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(segments), reason="too many tasks"))
-            task.run(lambda _: torch.zeros(len(segments), dtype=torch.bool))
-            record.end()
-            return task
-        self._tasks[task] = None
-
-        def run() -> None:
-            task.run(work)
-            self._tasks.pop(task, None)
-
-        (workers or self._workers).submit(run)
-        return task
 
     def _loading(
         self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],

@@ -9,17 +9,13 @@ from typing import Self
 import torch
 
 from kvloom import keys as keying
-from kvloom.config import EngineConfig
-from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.observer import CounterKey, Totals
-from kvloom.contracts.tokens import TokenDatabase
 from kvloom.errors import BackendError
-from kvloom.events import EventBus
+from kvloom.opening import Parts
 from kvloom.records import NO_RECORD, OpenRecord, Record
-from kvloom.runtime import Runtime, opened
+from kvloom.runtime import opened
 from kvloom.tiers.base import Tier
-from kvloom.tiers.stack import Stack
-from kvloom.types import Health, Hit, KVSpec, Segment
+from kvloom.types import Health, Hit, Segment
 
 
 class _View:
@@ -48,23 +44,21 @@ class Index:
     spread over ranks, a chunk counts as there once every rank's part is.
     """
 
-    def __init__(
-        self, config: EngineConfig, spec: KVSpec, *, stack: Stack, connector: GPUConnector, tokens: TokenDatabase,
-        events: EventBus, runtime: Runtime, others: Sequence[tuple[KVSpec, TokenDatabase]] = (),
-    ) -> None:  # fmt: skip
-        """others: the other ranks, whose KV has to be there too."""
-        self.config = config
-        self.spec = spec
+    def __init__(self, parts: Parts) -> None:
+        """Use `Engine.open`."""
+        connector = parts.connector
+        self.config = parts.config
+        self.spec = parts.spec
         self.connector = connector
-        self.fingerprint = keying.fingerprint(spec, connector.format, connector.representation)
-        self._tokens = tokens
-        self._others = tuple(database for _, database in others)
-        for its_spec, database in ((spec, tokens), *others):
+        self.fingerprint = keying.fingerprint(parts.spec, connector.format, connector.representation)
+        self._tokens = parts.tokens
+        self._others = tuple(database for _, database in parts.others)
+        for its_spec, database in ((parts.spec, parts.tokens), *parts.others):
             database.fingerprint = keying.fingerprint(its_spec, connector.format, connector.representation)
-            database.chunk_tokens = config.chunk_tokens
-        self._stack = stack
-        self._events = events
-        self._runtime = runtime
+            database.chunk_tokens = parts.config.chunk_tokens
+        self._stack = parts.stack
+        self._events = parts.events
+        self._runtime = parts.runtime
         self._closed = False
         self._gone = ""
         opened(self)

@@ -19,9 +19,8 @@ from kvloom_blend.executors import (
     QuestionAttentionExecutor,
 )
 from kvloom_blend.retrievers import ExplicitRetriever, FixedRetriever, PassageRetriever, SeparatorRetriever
-from kvloom_blend.testing import Library
+from kvloom_blend.testing import Library, explicit
 from kvloom_testkit import ExecutorConformance, RetrieverConformance
-from kvloom_testkit.retriever import Opened
 from kvloom_testkit.subjects import SPEC
 
 
@@ -80,7 +79,9 @@ TestSeparatorOfSeveral = retriever(SeparatorRetriever, (7, 8, 7), separator=(7, 
 TestFixed = retriever(FixedRetriever, piece_tokens=32)
 
 
-class TestExplicit(retriever(ExplicitRetriever)):  # type: ignore[misc]
-    @pytest.mark.xfail(reason="where passages begin comes with the request, and the kit does not say it", strict=True)
-    def test_R02_finds_a_text_in_another_context(self, opened: Opened) -> None:
-        super().test_R02_finds_a_text_in_another_context(opened)
+class TestExplicit(RetrieverConformance):
+    separator = (7,)
+
+    @pytest.fixture
+    def make(self) -> Callable[[], Library]:
+        return lambda: explicit(lambda: ExplicitRetriever(ExplicitRetriever.Config(), SPEC))

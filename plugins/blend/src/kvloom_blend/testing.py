@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import torch
 
-from kvloom import Engine, KVSpec
+from kvloom import BlendRetrieverTask, Engine, KVSpec
 from kvloom_connector_transformers import RestoredKV
 
 from .retrievers.passages import PassageRetriever
@@ -49,3 +51,20 @@ def separator(component: Callable[[], PassageRetriever]) -> Library:
 
 
 separator.separator = (7,)  # type: ignore[attr-defined]
+
+
+def explicit(component: Callable[[], PassageRetriever]) -> Library:
+    """For `kvloom check retriever explicit`: a client that knows where passages begin, which is at each token 7."""
+    library = Library(component)
+    ask = library.retriever.new_request
+
+    def told(tokens: torch.Tensor, starts: torch.Tensor, **more: Any) -> BlendRetrieverTask:
+        requests = [tokens[begin:end] for begin, end in pairwise(starts.tolist())]
+        marks = [(request == 7).nonzero().flatten().tolist() for request in requests]
+        return ask(tokens, starts, boundaries=[[edge for at in one for edge in (at, at + 1)] for one in marks], **more)
+
+    library.retriever.new_request = told  # type: ignore[method-assign]
+    return library
+
+
+explicit.separator = (7,)  # type: ignore[attr-defined]

@@ -1,0 +1,66 @@
+"""What an engine does behind its callers' backs: tasks that load, save and prefetch, on threads of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvloom.contracts.observer import Event
+from kvloom.events import EventBus
+from kvloom.records import Record
+from kvloom.runtime import Runtime, Workers
+from kvloom.task import Task
+from kvloom.types import Segment
+
+MOST_TASKS = 1024
+"""That may wait or run at once. One too many would only be late: it is over at once, with nothing moved."""
+
+
+class Background:
+    """The tasks of one engine that are not over yet."""
+
+    def __init__(self, events: EventBus, runtime: Runtime) -> None:
+        self.workers = Workers(runtime, name="kvloom-engine", threads=4)
+        self.loaders = Workers(runtime, name="kvloom-load", threads=4)
+        """Of their own: a load that somebody waits for does not queue behind saves that wait for room."""
+        self._events = events
+        self._runtime = runtime
+        self._tasks: dict[Task, None] = {}
+
+    def start(
+        self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: Record, *,
+        awaited: bool = False,
+    ) -> Task:  # fmt: skip
+        """Begin `work`, which gives a bool for each segment. awaited: somebody waits for it.
+
+        With `MOST_TASKS` under way it is over at once, with nothing moved, and counted as dropped.
+        """
+        task = Task(self._runtime)
+        if len(self._tasks) >= MOST_TASKS:
+            num_tokens = sum(segment.end - segment.start for segment in segments)
+            self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(segments), reason="too many tasks"))
+            task.run(lambda _: torch.zeros(len(segments), dtype=torch.bool))
+            record.end()
+            return task
+        self._tasks[task] = None
+
+        def run() -> None:
+            task.run(work)
+            self._tasks.pop(task, None)
+
+        (self.loaders if awaited else self.workers).submit(run)
+        return task
+
+    def inherited(self, error: BaseException) -> None:
+        """In a forked child: nobody will do what the parent's threads had to do."""
+        for task in tuple(self._tasks):
+            task.inherited(error)
+
+    def close(self, seconds: float, error: BaseException) -> None:
+        """Wait for what is under way, so many seconds for each kind; the rest is given up with `error`."""
+        self.loaders.close(seconds)
+        self.workers.close(seconds)
+        for task in tuple(self._tasks):
+            task.cancel()
+            task.fail(error)

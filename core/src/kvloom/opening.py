@@ -1,0 +1,72 @@
+"""What an engine, or an index, is made of: its configuration resolved against the plugins, every component opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvloom.blending import Blending
+from kvloom.config import EngineConfig, resolve
+from kvloom.contracts.connector import GPUConnector
+from kvloom.contracts.tokens import TokenDatabase
+from kvloom.events import EventBus
+from kvloom.plugins import Registry
+from kvloom.runtime import Runtime, SystemRuntime
+from kvloom.tiers.base import Layout
+from kvloom.tiers.build import asked_only, build_stack
+from kvloom.tiers.stack import Stack
+from kvloom.types import KVSpec
+
+Source = str | Path | Mapping[str, Any] | EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All of it, open."""
+
+    config: EngineConfig
+    spec: KVSpec
+    stack: Stack
+    connector: GPUConnector
+    tokens: TokenDatabase
+    events: EventBus
+    runtime: Runtime
+    registry: Registry
+    blending: Blending | None
+    """What the configuration's `blend` block names; an index has none."""
+    others: tuple[tuple[KVSpec, TokenDatabase], ...]
+    """Of an index: the other ranks of the model."""
+
+
+def open_parts(config: Source, spec: KVSpec, *, role: str, registry: Registry | None, runtime: Runtime | None) -> Parts:
+    """role: `engine` or `index`, which moves nothing. Raises ConfigError, PluginError, or ValueError for another role.
+
+    If one of them cannot be opened, those that were are closed again.
+    """
+    if role not in ("engine", "index"):
+        raise ValueError(f"role: expected 'engine' or 'index', got {role!r}")
+    moves = role == "engine"
+    config = EngineConfig.load(config)
+    runtime = runtime or SystemRuntime()
+    registry = registry or Registry.discover(only=config.plugins.only, block=config.plugins.block)
+    resolved = resolve(config, registry)
+    choices = resolved.tiers if moves else asked_only(resolved.tiers)
+    connector = resolved.connector.make(spec)
+    tokens = resolved.tokens.make(spec)
+    layout = Layout(connector.format, spec.torch_dtype, connector.shape)
+    blending = Blending.make(resolved.blend, spec) if resolved.blend and moves else None
+    told = [choice for choice in resolved.observers if moves or not choice.cls.sees_chunks]
+    events = EventBus([choice.make(spec) for choice in told], runtime)
+    try:
+        stack = build_stack(
+            choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
+            events=events, runtime=runtime, exact_only=config.exact, moves=moves,
+        )  # fmt: skip
+    except BaseException:
+        for part in (connector, tokens, events, *((blending,) if blending else ())):
+            part.close()
+        raise
+    others = () if moves else tuple((one, resolved.tokens.make(one)) for one in spec.other_ranks())
+    return Parts(config, spec, stack, connector, tokens, events, runtime, registry, blending, others)
