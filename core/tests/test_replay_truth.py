@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from core_support import CHUNK, SPEC
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvloom import Engine, KVSpec
 from kvloom.builtin.dict_backend import DictBackend
@@ -130,6 +132,37 @@ def test_a_replay_gives_what_the_engine_gave(name: str, seed: int, monkeypatch: 
     replay = compare(CONFIGS[name], SPEC, count=150, conversations=40, longest=8, seed=seed)
     assert 0.1 < sum(replay.sums.hit_chunks.values()) / replay.sums.asked_chunks < 0.9, "neither all hits nor none"
     assert any(tier.evicted for tier in (replay.memory, *replay.stored) if tier is not None)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    """Memory, or one or two stored tiers, from less than a prompt to more than all of them; a chunk takes 4 or 8 KiB.
+
+    Of two, none is shorter than a prompt, and the first takes all that comes up: what a policy says to several chunks
+    at once hangs on how many of them were written by then.
+    """
+
+    def tier(*, least: int = 2, **fixed: Any) -> dict[str, Any]:
+        pages = draw(st.integers(least, 80))
+        salts = draw(st.sets(st.sampled_from(["a", "b", "*"])))
+        quota = {salt: f"{8 * draw(st.integers(least, pages))}KiB" for salt in sorted(salts)}
+        return {**fixed, "capacity": f"{8 * pages}KiB", **({"quota": quota} if quota else {})}
+
+    if draw(st.booleans()):
+        return small(tier(type="memory"))
+    policy = draw(st.sampled_from(["lru", "tiny_lfu"]))
+    if draw(st.booleans()):
+        return small(tier(**PAGES, policy=policy))
+    return small(tier(**PAGES, name="near", least=10), tier(**PAGES, name="far", policy=policy, least=10))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(config=configurations(), seed=st.integers(0, 1 << 16), conversations=st.integers(2, 40))
+def test_whatever_the_tiers_are(
+    config: dict[str, Any], seed: int, conversations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DictBackend, "threads", 1)
+    compare(config, SPEC, count=60, conversations=conversations, longest=8, seed=seed)
 
 
 def large(*tiers: dict[str, Any]) -> dict[str, Any]:

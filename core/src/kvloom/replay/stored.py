@@ -1,7 +1,7 @@
 """A stored tier of a replay: which chunks it holds, which it takes in, and which go for them.
 
 The rules are those of `kvloom.tiers.ledger`, for chunks that are all of one size: so a capacity is a number of chunks,
-and a chunk costs an entry in a dictionary. core/tests/test_replay_model.py holds both to the same answers.
+and a chunk costs an entry in a dictionary. core/tests/test_replay_truth.py holds both to the same answers.
 """
 
 from __future__ import annotations
