@@ -1,0 +1,192 @@
+"""The scheduler's and the workers' halves together, over real tiers, beside an engine that is only pretended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_fakes import BLOCK, FakeRequest, kv_cache_config, vllm_config
+
+from kvloom import Engine, MemoryFormat
+from kvloom_connector_vllm.announcing import Announcer
+from kvloom_connector_vllm.configured import Settings, has_shared_tier
+from kvloom_connector_vllm.identity import identify
+from kvloom_connector_vllm.names import Names
+from kvloom_connector_vllm.planner import Owner, Planner, Scheduled
+from kvloom_connector_vllm.scheduler import Report, Scheduler
+from kvloom_connector_vllm.worker import Worker
+
+NOBODY = Owner()
+BLOCKS = 24
+LAYERS = 3
+
+
+class Pretended:
+    """An engine of `ranks` ranks whose KV of a token is a digest of everything up to it, the layer and the rank."""
+
+    def __init__(self, folder: Path, *, tiers: Sequence[Any], ranks: int = 1, asynchronous: bool = True, **config: Any):
+        known = kv_cache_config(LAYERS, num_blocks=BLOCKS)
+        vllm = vllm_config(str(folder / "model"), tensor_parallel_size=ranks)
+        identities = [identify(vllm, known, rank=rank, about={}) for rank in range(ranks)]
+        extra = {"config": {"chunk_tokens": 2 * BLOCK, "tiers": list(tiers), **config}, "async_load": asynchronous}
+        settings = Settings.read(extra, ranks=ranks)
+        opened = settings.opened(identities[0].geometry)
+        self.elements = identities[0].geometry.page_elements
+        names = [Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=2 * BLOCK) for one in identities]
+        planner = Planner(
+            block_tokens=BLOCK, chunk_tokens=2 * BLOCK, hash_tokens=BLOCK,
+            save_generated=opened.save_decode_cache,
+        )  # fmt: skip
+        self.index = None
+        if has_shared_tier(opened):
+            self.index = Engine.open(opened, identities[0].spec, role="index")
+        announcer = Announcer(chunk_tokens=2 * BLOCK, hash_tokens=BLOCK)
+        self.scheduler = Scheduler(planner, names, self.index, announcer, asynchronous=asynchronous)
+        self.engines = [Engine.open(opened, one.spec) for one in identities]
+        self.workers = [
+            Worker(engine, name, rank=rank, block_tokens=BLOCK, asynchronous=asynchronous)
+            for rank, (engine, name) in enumerate(zip(self.engines, names, strict=True))
+        ]
+        self.memory = [[torch.zeros(BLOCKS, self.elements) for _ in range(LAYERS)] for _ in range(ranks)]
+        for worker, pages in zip(self.workers, self.memory, strict=True):
+            worker.attach(pages)
+        self.asynchronous = asynchronous
+        self.failed: set[int] = set()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+    def page(self, request: FakeRequest, block: int, layer: int, rank: int) -> torch.Tensor:
+        """What a page of a request's KV is, in float32 so that every bit counts."""
+        seed = hash((tuple(request.tokens[: (block + 1) * BLOCK]), request.cache_salt, layer, rank))
+        return torch.randn(self.elements, generator=torch.Generator().manual_seed(seed & 0xFFFFFFFF))
+
+    def compute(self, request: FakeRequest, table: Sequence[int], first: int, last: int) -> None:
+        for rank, pages in enumerate(self.memory):
+            for layer, view in enumerate(pages):
+                for block in range(first // BLOCK, last // BLOCK):
+                    view[table[block]] = self.page(request, block, layer, rank)
+
+    def right(self, request: FakeRequest, table: Sequence[int], tokens: int) -> bool:
+        return all(
+            torch.equal(view[table[block]], self.page(request, block, layer, rank))
+            for rank, pages in enumerate(self.memory)
+            for layer, view in enumerate(pages)
+            for block in range(tokens // BLOCK)
+        )
+
+    def step(self, scheduled: Sequence[Scheduled] = (), compute: Any = lambda: None) -> set[str]:
+        """One step of everybody; the requests whose loads are over on every rank."""
+        orders = self.scheduler.orders(scheduled)
+        over: list[set[str]] = []
+        for worker in self.workers:
+            worker.fence(orders)
+            worker.begin(orders)
+            if not self.asynchronous:
+                worker.load(wait=True)
+        compute()
+        report = Report()
+        for worker in self.workers:
+            if self.asynchronous:
+                worker.load(wait=False)
+            worker.save()
+            over.append(worker.finished())
+            self.failed |= worker.failed_blocks()
+            said = worker.report()
+            report = report if said is None else report.add(said)
+        self.scheduler.report(report)
+        return set.intersection(*over) if over else set()
+
+    def matched(self, request: FakeRequest, local: int = 0) -> int:
+        until = time.monotonic() + 20
+        while (tokens := self.scheduler.matched(request, Owner("", request.cache_salt or ""), local)) is None:
+            assert time.monotonic() < until
+            self.step()
+        return tokens
+
+    def serve(self, request: FakeRequest, table: Sequence[int]) -> int:
+        """Load what can be loaded, compute the rest, save it; how many tokens were loaded."""
+        tokens = self.matched(request)
+        computed = tokens
+        if tokens:
+            self.scheduler.load(request, table, tokens)
+            before = set(self.failed)
+            if self.asynchronous:
+                left = dict.fromkeys(range(len(self.workers)), True)
+                until = time.monotonic() + 20
+                waiting = set(left)
+                while waiting:
+                    assert time.monotonic() < until, "a load never ends"
+                    waiting -= self._over(request.request_id)
+            else:
+                self.step()
+            failed = self.failed - before
+            bad = [index for index, block in enumerate(table[: tokens // BLOCK]) if block in failed]
+            self.failed -= failed
+            computed = bad[0] * BLOCK if bad else tokens
+        assert self.right(request, table, computed)
+        part = Scheduled(request.request_id, table, True, computed, request.num_tokens)
+        self.step([part], lambda: self.compute(request, table, computed, request.num_tokens))
+        self.settle()
+        self.scheduler.end(request.request_id)
+        return computed
+
+    def _over(self, request: str) -> set[int]:
+        orders = self.scheduler.orders(())
+        over, report = set(), Report()
+        for rank, worker in enumerate(self.workers):
+            worker.fence(orders)
+            worker.begin(orders)
+            worker.load(wait=False)
+            worker.save()
+            if request in worker.finished():
+                over.add(rank)
+            self.failed |= worker.failed_blocks()
+            said = worker.report()
+            report = report if said is None else report.add(said)
+        self.scheduler.report(report)
+        return over
+
+    def settle(self) -> None:
+        """Steps without requests, until everything has been reported."""
+        until = time.monotonic() + 20
+        while self.scheduler.busy:
+            assert time.monotonic() < until
+            self.step()
+        for engine in self.engines:
+            assert engine.flush(20)
+        self.step()
+
+
+@pytest.fixture
+def pretended(tmp_path: Path) -> Iterator[Any]:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").write_bytes(b"weights")
+    with contextlib.ExitStack() as stack:
+
+        def make(**settings: Any) -> Pretended:
+            one = Pretended(tmp_path, **settings)
+            stack.callback(one.close)
+            return one
+
+        yield make
+
+
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {"type": "disk", "path": str(tmp_path / "kv")}
+
+
+MEMORY = {"type": "memory", "capacity": "64MiB"}
+PROMPT = list(range(27))
+
+
+def one_chunks(one: Pretended, tokens: list[int]) -> Any:
+    one.scheduler.begin(FakeRequest("named", tokens[:]), NOBODY)
+    return one.scheduler._planner.chunks("named")

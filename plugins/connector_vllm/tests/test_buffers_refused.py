@@ -1,0 +1,166 @@
+"""The KV buffers: tensors by name, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from buffers_support import CreatingDict, ids, lookup, put_in, store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvloom
+from kvloom import BackendError, Buffer, Buffers, ConfigError, DeadlineExceeded
+from kvloom.builtin.dict_backend import DictBackend
+
+# -- tensors by name ---------------------------------------------------------------------------------------------------
+
+VALUES = st.one_of(st.none(), st.lists(st.integers(-3, 3), max_size=4))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["a", "a/b", "", "\ud800", "é" * 300]), st.booleans(), VALUES), max_size=12))
+def test_it_does_what_a_dict_would_do(steps: list[tuple[str, bool, list[int] | None]]) -> None:
+    buffer, model = store(), {}
+    for key, write, value in steps:
+        if write:
+            buffer.put(key, None if value is None else torch.tensor(value, dtype=torch.int8))
+            model.pop(key, None)
+            if value is not None:
+                model[key] = value
+        got = buffer.get(key)
+        assert (None if got is None else got.tolist()) == model.get(key)
+    assert len(buffer._backend._blobs) == len(model)
+
+
+def test_a_value_takes_the_place_of_another_within_the_capacity() -> None:
+    buffer = store(capacity=8192)
+    for number in range(3):
+        buffer.put("a", torch.full((10,), number))
+    assert buffer.get("a").tolist() == [2] * 10  # type: ignore[union-attr]
+    with pytest.raises(DeadlineExceeded):
+        buffer.put("b", torch.zeros(1))
+    buffer.put("a", None)
+    buffer.put("b", torch.zeros(1))
+
+
+def test_a_damaged_value_is_not_there() -> None:
+    buffer = store()
+    buffer.put("a", torch.ones(100))
+    ((place, blob),) = buffer._backend._blobs.items()
+    buffer._backend._blobs[place] = blob[:-1] + b"!"
+    assert buffer.get("a") is None and buffer.counts()["corrupt"] == 1
+
+
+def test_a_store_that_fails_is_a_miss_to_readers_and_an_error_to_writers() -> None:
+    class Broken(CreatingDict):
+        def get(self, key: str) -> Buffer | None:
+            raise OSError("gone")
+
+        def put(self, key: str, blob: Buffers) -> None:
+            raise OSError("full")
+
+    buffer = store(Broken(kvloom.Config()))
+    assert buffer.get("a") is None
+    with pytest.raises(BackendError, match="full"):
+        buffer.put("a", torch.ones(1))
+    assert buffer.counts() == {"failed": 2}
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Evicting(CreatingDict):
+    type = "evicting"
+    bounded = True
+
+
+class Listless(CreatingDict):
+    type = "listless"
+    scan = kvloom.StorageBackend.scan
+
+
+@pytest.mark.parametrize("make", [lookup, store])
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [(DictBackend, "'dict' cannot create a key exclusively"), (Evicting, "evicts"), (Listless, "cannot list")],
+)
+def test_backends_that_will_not_do_are_refused(make: Callable[..., Any], cls: type[DictBackend], why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^backend: .*{why}.*; use one that implements `create`"):
+        make(cls(kvloom.Config()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": {"type": "dict"}}, r"^backend: 'dict' cannot create a key exclusively"),
+        ({"backend": {"path": "x"}}, r"^backend: expected a StorageBackend or a block with a `type`"),
+        ({"capacity": 0}, r"^capacity: must be more than 0"),
+        ({"capacity": "lots"}, r"^capacity: "),
+        ({"timeout": -1}, r"^timeout: must be 0 or more"),
+        ({"timeout": "soon"}, r"^timeout: "),
+        ({"abandoned": 0}, r"^abandoned: must be more than 0"),
+        ({"name": "a/b"}, r"^name: 'a/b' cannot be part of a key"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lookup(**settings)
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(kvloom.PluginError, match="no backend of type 'nothing'"):
+        lookup({"type": "nothing"})
+
+
+def test_units_as_in_yaml() -> None:
+    buffer = lookup(capacity="4GiB", timeout="250ms")
+    assert (buffer.capacity, buffer.timeout) == (2**32, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((ids(1), ids(1, 1)), "roi: expected a 1-D mask of 1 entries"),
+        ((torch.ones(2), None), "input_tokens: expected a 1-D integer tensor"),
+        ((torch.ones(2, 2, dtype=torch.int64), None), "input_tokens: expected a 1-D"),
+        ((None, ids(1)), "input_tokens: None takes any entry"),
+    ],
+)
+def test_questions_that_mean_nothing(arguments: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lookup().drop_select(*arguments)
+
+
+def test_entries_that_nobody_could_ask_for() -> None:
+    with pytest.raises(ValueError, match="roi: selects no token"):
+        put_in(lookup(), [1, 2], [0, 0])
+    with pytest.raises(TypeError, match=r"value: expected a torch\.Tensor, got list"):
+        lookup().insert(ids(1), ids(1), torch.ones(1), [1], torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="key: expected a str"):
+        store().get(7)  # type: ignore[arg-type]
+
+
+VLLM = """
+class KVStoreBufferBase: pass
+class KVLookupBufferBase: pass
+"""
+
+
+def test_they_are_vllms_where_it_has_them(tmp_path: Path) -> None:
+    place = tmp_path / "vllm/distributed/kv_transfer/kv_lookup_buffer"
+    place.mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").write_text("")
+    (place / "base.py").write_text(VLLM)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from kvloom_connector_vllm.buffers import KVLookupBuffer, KVStoreBuffer\n"
+        "print(*(cls.__mro__[2].__module__ for cls in (KVLookupBuffer, KVStoreBuffer)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["vllm.distributed.kv_transfer.kv_lookup_buffer.base"] * 2

@@ -1,0 +1,231 @@
+"""The two halves when loads fail, saves hang and requests end early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from halves_support import MEMORY, NOBODY, PROMPT, disk, one_chunks
+from vllm_fakes import FakeRequest
+
+from kvloom_connector_vllm.planner import Scheduled
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_damage_is_computed_again_and_healed(pretended: Any, tmp_path: Path, asynchronous: bool) -> None:
+    pretended(tiers=[disk(tmp_path)]).serve(FakeRequest("a", PROMPT[:]), range(8))
+    blobs = sorted(path for path in (tmp_path / "kv").rglob("*1-*") if path.is_file())
+    assert len(blobs) == 1, "the second chunk"
+    data = bytearray(blobs[0].read_bytes())
+    data[len(data) // 2] ^= 1
+    blobs[0].write_bytes(bytes(data))
+    two = pretended(tiers=[disk(tmp_path)], asynchronous=asynchronous)
+    assert two.serve(FakeRequest("b", PROMPT[:]), range(8)) == 8, "up to the damage"
+    assert two.scheduler.counts["failed"] == 1
+    assert two.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == 24, "it was stored again"
+
+
+def test_a_request_whose_load_failed_does_not_try_for_ever(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = pretended(tiers=[disk(tmp_path)])
+    monkeypatch.setattr(two.index, "locate", lambda segments: ["disk"] * len(segments))
+    request = FakeRequest("b", PROMPT[:])
+    tokens = two.matched(request)
+    assert tokens == 24
+    two.scheduler.load(request, range(8), tokens)
+    while not two.step():
+        pass
+    assert two.failed == set(range(6))
+    assert two.matched(request) == 0
+    assert two.matched(FakeRequest("c", PROMPT[:])) == 24, "others may try"
+
+
+def test_what_was_planned_before_a_failure_was_known_is_not_saved(pretended: Any, tmp_path: Path) -> None:
+    """A step that computes with KV that did not come computes nonsense; its name must not get it."""
+    pretended(tiers=[disk(tmp_path)]).serve(FakeRequest("a", PROMPT[:]), range(8))
+    for path in (tmp_path / "kv").rglob("*-*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    two = pretended(tiers=[disk(tmp_path)], asynchronous=False)
+    request = FakeRequest("b", [*PROMPT[:16], *range(50, 70)])
+    two.scheduler.load(request, range(9), two.matched(request))
+    nonsense = torch.full((two.elements,), float("nan"))
+
+    def compute() -> None:
+        for view in two.memory[0]:
+            view[:9] = nonsense
+
+    two.step([Scheduled("b", range(9), True, 16, 36)], compute)
+    two.settle()
+    assert two.failed, "the engine is told"
+    three = pretended(tiers=[disk(tmp_path)])
+    segments = three.workers[0]._names.segments(one_chunks(three, request.tokens))
+    assert len(segments) == 4 and three.index.locate(segments) == [None] * 4
+
+
+def test_a_block_that_is_given_away_is_read_first(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = pretended(tiers=[MEMORY])
+    began, go_on = threading.Event(), threading.Event()
+    read = one.engines[0].connector.read
+
+    def slow(*args: Any, **where: Any) -> None:
+        began.set()
+        assert go_on.wait(20)
+        read(*args, **where)
+
+    monkeypatch.setattr(one.engines[0].connector, "read", slow)
+    first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
+    one.scheduler.begin(first, NOBODY)
+    one.step([Scheduled("a", range(8), True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
+    assert began.wait(20)
+    one.scheduler.end("a")
+    one.scheduler.begin(second, NOBODY)
+    threading.Timer(0.2, go_on.set).start()
+    one.step([Scheduled("b", range(8), True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
+    one.settle()
+    assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == 24, "and it is right"
+
+
+def test_a_save_that_does_not_end_is_given_up(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.1)
+    one = pretended(tiers=[MEMORY])
+    hanging = threading.Event()
+    keeper = one.engines[0]._stack.keeper
+    reserve = keeper._reserve
+    monkeypatch.setattr(keeper, "_reserve", lambda *args, **kw: (hanging.wait(20), reserve(*args, **kw))[1])
+    first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
+    one.scheduler.begin(first, NOBODY)
+    one.step([Scheduled("a", range(8), True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
+    one.scheduler.end("a")
+    one.scheduler.begin(second, NOBODY)
+    began = time.monotonic()
+    one.step([Scheduled("b", range(8), True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
+    assert time.monotonic() - began < 10
+    hanging.set()
+    one.settle()
+    assert one.matched(FakeRequest("c", PROMPT[:])) == 0, "nothing else has its name"
+
+
+def test_a_request_that_is_over_gets_no_kv(pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended(tiers=[disk(tmp_path)]).serve(FakeRequest("a", PROMPT[:]), range(8))
+    two = pretended(tiers=[disk(tmp_path)])
+    began, go_on = threading.Event(), threading.Event()
+    fetch = two.engines[0]._stack.fetcher.fetch
+
+    def late(*args: Any, **kw: Any) -> Any:
+        began.set()
+        assert go_on.wait(20)
+        return fetch(*args, **kw)
+
+    monkeypatch.setattr(two.engines[0]._stack.fetcher, "fetch", late)
+    request = FakeRequest("b", PROMPT[:])
+    two.scheduler.load(request, range(8), two.matched(request))
+    two.step()
+    assert began.wait(20)
+    two.scheduler.end("b")
+    assert two.step() == set()
+    go_on.set()
+    until = time.monotonic() + 20
+    while "b" not in two.step():
+        assert time.monotonic() < until, "the engine waits for the end of the load to free its blocks"
+    assert all(not view.any() for view in two.memory[0]) and two.failed == set()
+
+
+def test_all_who_read_a_block_are_fenced(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests share blocks by the engine's own cache, and both save them; both saves wait."""
+    monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.2)
+    one = pretended(tiers=[MEMORY])
+    keeper = one.engines[0]._stack.keeper
+    go_on, reserve = threading.Event(), keeper._reserve
+    monkeypatch.setattr(keeper, "_reserve", lambda *args, **kw: (go_on.wait(20), reserve(*args, **kw))[1])
+    first, second, third = (FakeRequest(name, [1] * 27 if name != "c" else [2] * 27) for name in "abc")
+    for request in (first, second):
+        one.scheduler.begin(request, NOBODY)
+        computed = 0 if request is first else 24
+        part = Scheduled(request.request_id, range(8), True, computed, 27)
+        one.step([part], lambda request=request: one.compute(request, range(8), 0, 27))
+    one.scheduler.end("a")
+    one.scheduler.end("b")
+    one.scheduler.begin(third, NOBODY)
+    one.step([Scheduled("c", range(8), True, 0, 27)], lambda: one.compute(third, range(8), 0, 27))
+    go_on.set()
+    one.settle()
+    tokens = one.matched(FakeRequest("d", [1] * 27))
+    if tokens:
+        request = FakeRequest("e", [1] * 27)
+        one.scheduler.load(request, range(8, 16), one.matched(request))
+        while not one.step():
+            pass
+        assert one.right(request, range(8, 16), tokens)
+    assert one.serve(FakeRequest("f", [2] * 27), range(16, 24)) in (0, 24)
+
+
+def test_whatever_a_save_raises_stays_here(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = pretended(tiers=[MEMORY])
+
+    def broken(*args: Any, **where: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(one.engines[0].connector, "read", broken)
+    for name, tokens in (("a", PROMPT), ("b", [3] * 27)):
+        request = FakeRequest(name, list(tokens))
+        one.scheduler.begin(request, NOBODY)
+        one.step([Scheduled(name, range(8), True, 0, 27)])
+        one.scheduler.end(name)
+    one.settle()
+    assert one.matched(FakeRequest("c", PROMPT[:])) == 0
+
+
+def test_a_step_waits_once_for_all_of_its_requests(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom_connector_vllm.scheduler.LOOKUP_SECONDS", 0.2)
+    monkeypatch.setattr("kvloom_connector_vllm.scheduler.LATE_SECONDS", 1.0)
+    one = pretended(tiers=[disk(tmp_path)])
+    go_on = threading.Event()
+    monkeypatch.setattr(one.index, "locate", lambda segments: go_on.wait(20) and [None] * len(segments))
+    requests = [FakeRequest(f"r{number}", [number] * 27) for number in range(30)]
+    for request in requests:
+        one.scheduler.begin(request, NOBODY)
+    began = time.monotonic()
+    assert [one.scheduler.matched(request, NOBODY, 0) for request in requests] == [None] * 30
+    assert time.monotonic() - began < 2.0, "0.2 seconds, and not 6"
+    time.sleep(1.1)
+    assert [one.scheduler.matched(request, NOBODY, 0) for request in requests] == [0] * 30, "and not for ever"
+    monkeypatch.setattr("kvloom_connector_vllm.scheduler.STALE_SECONDS", 60.0)
+    assert [one.scheduler.matched(request, NOBODY, 0) for request in requests[5:]] == [0] * 25, "nor is it an error"
+    go_on.set()
+
+
+def test_a_slow_tier_is_asked_while_others_compute(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended(tiers=[disk(tmp_path)]).serve(FakeRequest("a", PROMPT[:]), range(8))
+    two = pretended(tiers=[disk(tmp_path)])
+    go_on = threading.Event()
+    locate = two.index.locate
+    monkeypatch.setattr(two.index, "locate", lambda segments: (go_on.wait(20), locate(segments))[1])
+    request = FakeRequest("b", PROMPT[:])
+    two.scheduler.begin(request, NOBODY)
+    began = time.monotonic()
+    assert two.scheduler.matched(request, NOBODY, 0) is None
+    assert time.monotonic() - began < 5
+    go_on.set()
+    assert two.matched(request) == 24
+
+
+def test_a_tier_that_cannot_be_asked_holds_nothing(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pretended(tiers=[disk(tmp_path)])
+
+    def broken(segments: Any) -> Any:
+        raise OSError("no")
+
+    monkeypatch.setattr(one.index, "locate", broken)
+    assert one.matched(FakeRequest("a", PROMPT[:])) == 0
