@@ -58,6 +58,8 @@ class Engine(Index):
     tokens: 1-D integer CPU tensor, one sequence. mask: 1-D bool CPU tensor of the same length, like FFFFTTTT, its
     Falses a whole number of chunks (else ValueError); None selects everything. salt: keeps tenants apart; default is
     the config's. where: what the connector asks for.
+
+    Every method raises BackendError once it is closed, and in a child of the process that opened it.
     """
 
     def __init__(self, parts: Parts, *, owner: Engine | None = None) -> None:
@@ -101,7 +103,7 @@ class Engine(Index):
 
         role: `engine`; or `index`, for a scheduler's process, which only asks what the shared tiers hold, for all
         ranks of `spec.world_size`. Raises ConfigError (with the YAML path and what to do) or PluginError: a
-        configuration that cannot work is refused here, not found out about while serving.
+        configuration that cannot work is refused here, not found out about while serving. ValueError: for another role.
         """
         parts = open_parts(config, spec, role=role, registry=registry, runtime=runtime)
         return (cls(parts) if role == "engine" else Index(parts))._told_of()
@@ -109,7 +111,7 @@ class Engine(Index):
     def sibling(self, spec: KVSpec) -> Engine:
         """An engine for other KV over the same tiers: another set of adapters of the same model.
 
-        It is closed with this one, if not before.
+        It is closed with this one, if not before. Raises ValueError if its KV has another shape or dtype.
         """
         if (spec.dtype, spec.blob_shape(1)) != (self.spec.dtype, self.spec.blob_shape(1)):
             raise ValueError("spec: a sibling's KV has the shape and dtype of the engine it stands beside")
@@ -153,7 +155,8 @@ class Engine(Index):
     def get_or_create(cls, instance_id: str, config: Source, spec: KVSpec) -> Engine:
         """The engine of that name in this process, opened if there is none.
 
-        Raises ValueError if there is one with another configuration or spec.
+        Raises ValueError if there is one with another configuration or spec, TypeError for a
+        configuration of no kind that `open` takes.
         """
         config = EngineConfig.load(config)
         with _named.lock:
@@ -187,7 +190,7 @@ class Engine(Index):
     ) -> torch.Tensor:
         """Write the KV of as many leading selected tokens as the tiers hold into the engine's KV.
 
-        Returns a bool CPU mask over the tokens: whose KV is there now. It is False from the first chunk on that no
+        Returns a bool CPU mask `[tokens]`: whose KV is there now. It is False from the first chunk on that no
         tier could give, verified and in time.
         """
         whole, first = self._selected(tokens, mask, salt)

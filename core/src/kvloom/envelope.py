@@ -68,6 +68,7 @@ class Header:
 
     description: Description
     lengths: tuple[int, ...]
+    """Of the payload's buffers, bytes."""
     digests: tuple[bytes, ...]
     header_bytes: int
     payload_bytes: int
@@ -86,6 +87,7 @@ class Header:
 
     @property
     def exact(self) -> bool:
+        """The KV in it is what was stored, bit for bit."""
         return self.description.fidelity == EXACT
 
 
@@ -219,7 +221,10 @@ class Verifier:
         self._check: Check | None = None
 
     def filled(self, num_bytes: int) -> None:
-        """The first `num_bytes` bytes of the blob are there. Raises as `parse` does, or CorruptBlobError."""
+        """The first `num_bytes` bytes of the blob are there.
+
+        Raises as `parse` does: CorruptBlobError, LaterVersionError, UnreadableBlobError.
+        """
         if self._header is None:
             self._header = parse(self._data[:num_bytes], key=self._key, protection=self._protection)
             if self._header is None:

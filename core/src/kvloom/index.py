@@ -42,6 +42,12 @@ class Index:
 
     It has no memory and remembers nothing: it asks the tiers that other processes share. Where the KV of a model is
     spread over ranks, a chunk counts as there once every rank's part is.
+
+    tokens: 1-D, of any integer dtype, on the CPU: one sequence. mask: bool, as long as `tokens`, like FFFFTTTT, its
+    Falses a whole number of chunks; None selects everything. salt: keeps tenants apart; default is the config's.
+    search_range: names of tiers.
+
+    Every method raises BackendError once it is closed, and in a child of the process that opened it.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -100,6 +106,7 @@ class Index:
 
     @property
     def chunk_tokens(self) -> int:
+        """How many tokens a chunk has."""
         return self.config.chunk_tokens
 
     def health(self) -> Health:
@@ -117,7 +124,7 @@ class Index:
     ) -> Hit:
         """How many leading tokens the tiers say they hold. Reads no KV, changes nothing; a paused tier has nothing.
 
-        search_range: names of tiers to ask; ValueError if there is no such tier.
+        search_range: names of tiers to ask. Raises ValueError if there is no such tier, TypeError if it is one string.
         """
         self._check_names(search_range)
         segments = self.segments(tokens, salt=salt)
@@ -150,7 +157,7 @@ class Index:
     def segments(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None
     ) -> list[Segment]:
-        """The segments of the selected tokens, with their keys."""
+        """The segments of the selected tokens, with their keys. Raises ValueError for a mask that fits no chunks."""
         self._check_open()
         return self._tokens.segments(tokens, mask, salt=self._salt(salt))
 
@@ -174,7 +181,9 @@ class Index:
         return torch.tensor([name is not None for name in self.locate(segments, search_range)], dtype=torch.bool)
 
     def locate(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> list[str | None]:
-        """The name of the fastest tier that says it holds each segment, or None."""
+        """The name of the fastest tier that says it holds each segment, or None. Raises as `lookup` does: ValueError if
+        there is no such tier, TypeError if `search_range` is one string.
+        """
         self._check_open()
         self._check_names(search_range)
         return self._stack.locate([segment.key for segment in segments], search_range)

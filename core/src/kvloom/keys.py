@@ -54,10 +54,10 @@ def salt_tag(salt: str) -> str:
 
 
 def int32_tokens(tokens: torch.Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """`tokens` as contiguous little-endian int32, without a copy where it is that already.
+    """`tokens` as a contiguous 1-D array of little-endian int32, without a copy where it is that already.
 
-    An array of numpy is fine, too: where keys are made, torch need not be. Raises TypeError unless it is an integer
-    tensor, ValueError unless it is 1-D, on the CPU and within int32.
+    tokens: 1-D, of any integer dtype. An array of numpy is fine, too: where keys are made, torch need not be. Raises
+    TypeError unless it is an integer tensor, ValueError unless it is 1-D, on the CPU and within int32.
     """
     array = tokens if isinstance(tokens, np.ndarray) else _array(tokens)
     if array.dtype.name not in _INTEGERS:
@@ -88,7 +88,8 @@ def chain(
 ) -> list[Segment]:
     """Segments of `chunk_tokens` tokens each, every key covering all tokens before its end; a short tail has none.
 
-    Raises TypeError and ValueError for tokens as `int32_tokens` does, TypeError for a salt that is not text.
+    tokens: 1-D, of any integer dtype. Raises TypeError and ValueError for tokens as `int32_tokens` does, TypeError for
+    a salt that is not text.
     """
     if not isinstance(salt, str):
         raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
@@ -139,8 +140,8 @@ def passage(
 def select(segments: Sequence[Segment], mask: torch.Tensor | None, num_tokens: int) -> int:
     """The index of the first segment that `mask` selects.
 
-    Raises TypeError unless the mask is a bool tensor, ValueError unless it has `num_tokens` entries, its Falses are a
-    prefix, and they end where a segment ends.
+    mask: bool `[num_tokens]`, or None, which selects everything. Raises TypeError unless the mask is a bool tensor,
+    ValueError unless it has `num_tokens` entries, its Falses are a prefix, and they end where a segment ends.
     """
     if mask is None:
         return 0

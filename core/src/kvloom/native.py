@@ -58,7 +58,8 @@ def check_tensor(
 ) -> None:
     """Before an address leaves Python: what the native code takes for granted. None in `shape` matches any size.
 
-    device: `"cpu"`, `"cuda"` (any), or one device. Raises TypeError for no tensor or another dtype, else ValueError.
+    tensor: of any shape and dtype; `shape` and `dtype` say which is wanted. device: `"cpu"`, `"cuda"` (any), or one
+    device. Raises TypeError for no tensor or another dtype, else ValueError.
     """
     import torch
 
@@ -80,7 +81,10 @@ def check_tensor(
 
 
 def pointer(memory: torch.Tensor | Buffer) -> int:
-    """The address of a tensor's first element, or of a buffer's first byte. Valid as long as `memory` is held."""
+    """The address of a tensor's first element, or of a buffer's first byte. Valid as long as `memory` is held.
+
+    memory: of any shape and dtype.
+    """
     if isinstance(memory, bytes | bytearray | memoryview):
         return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
     return memory.data_ptr()

@@ -31,10 +31,12 @@ class Task:
 
     @property
     def done(self) -> bool:
+        """It is over: there is a result, or an error."""
         return self._done
 
     @property
     def cancelled(self) -> bool:
+        """Somebody has asked it to stop; what was moved before counts."""
         return self._cancelled
 
     def result(self, timeout: float | None = None) -> torch.Tensor:

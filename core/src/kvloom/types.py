@@ -74,6 +74,7 @@ class Chunk:
     """The KV of one segment, in the process's own memory."""
 
     tensor: torch.Tensor
+    """`[planes, layers, tokens, hidden]`, or what else `format` says, in the dtype of the spec, on the CPU."""
     format: MemoryFormat
     num_tokens: int
     fidelity: str = EXACT
@@ -83,10 +84,12 @@ class Chunk:
 
     @property
     def exact(self) -> bool:
+        """It is what was stored, bit for bit."""
         return self.fidelity == EXACT
 
     @property
     def nbytes(self) -> int:
+        """Of the tensor."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
@@ -137,6 +140,7 @@ class TierHealth:
     bytes: int = 0
     """What it holds, as far as this process knows."""
     capacity: int | None = None
+    """How many bytes kvloom lets it hold; None where it sets no bound."""
     recovered: bool = True
     """What it held before this process came is known."""
     evicts: bool = True
@@ -144,6 +148,7 @@ class TierHealth:
 
     @property
     def ok(self) -> bool:
+        """Nothing keeps it from being read and written."""
         return self.state == "ok"
 
 
@@ -155,6 +160,7 @@ class Health:
 
     @property
     def ok(self) -> bool:
+        """Every tier is."""
         return all(tier.ok for tier in self.tiers)
 
 
@@ -170,6 +176,7 @@ class KVSpec:
     num_kv_heads: int
     """Of this rank."""
     head_size: int
+    """Elements of K of one head for one token."""
     dtype: str
     """A torch dtype by name, one of `DTYPES`: `"bfloat16"`."""
     revision: str = ""
@@ -182,6 +189,7 @@ class KVSpec:
     """2 for K and V, 1 for a latent (MLA) cache."""
     kv_quantization: str = ""
     world_size: int = 1
+    """How many ranks the layers' heads are spread over."""
     rank: int = 0
     replicated: bool = False
     """Every rank holds the same KV (MLA): ranks then share keys."""
@@ -206,6 +214,7 @@ class KVSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """`dtype`, as torch has it."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -226,6 +235,7 @@ class KVSpec:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KVSpec:
+        """What `to_json` wrote. Raises ValueError or TypeError for anything else."""
         return cls(**json.loads(text))
 
 

@@ -138,6 +138,8 @@ class EngineConfig(BaseModel):
     ) -> EngineConfig:
         """From the arguments of LMCache's `from_legacy`, with their names, order and defaults.
 
+        chunk_size: tokens. max_local_disk_size: GiB, as there.
+
         backend: cpu, local_disk, local_cpu_disk, remote, local_cpu_remote, local_disk_remote or
         local_cpu_disk_remote; `remote_url` and `remote_serde` count only where it says remote. Raises ConfigError.
         """

@@ -25,12 +25,14 @@ class BlendRetrieverResult:
     """The stored KV of one layer, as long as the input tokens."""
 
     k: torch.Tensor | None
-    """None if nothing was retrieved; undefined where `valid_mask` is False."""
+    """`[tokens, hidden]` in the model's dtype; None if nothing was retrieved; undefined where `valid_mask` is False."""
     v: torch.Tensor | None
+    """Likewise: `[tokens, hidden]` in the model's dtype, or None."""
     valid_mask: torch.Tensor
-    """Bool, on CPU: whose KV was retrieved. The same in every layer of a task."""
+    """Bool `[tokens]`, on CPU: whose KV was retrieved. The same in every layer of a task."""
     original_positions: torch.Tensor
-    """The position each K was rotated to when it was stored, 0 where invalid; int32 or int64, on the device of `k`."""
+    """The position each K was rotated to when it was stored, 0 where invalid: int32 or int64 `[tokens]`, on the device
+    of `k`."""
 
 
 class BlendRetrieverTask(ABC):
@@ -53,7 +55,11 @@ class BlendRetriever(Component):
 
     @abstractmethod
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
-        """Start fetching, possibly in the background. Neither argument is changed."""
+        """Start fetching, possibly in the background. Neither argument is changed.
+
+        input_tokens: 1-D, of any integer dtype, of all requests.
+        query_start_loc: `[requests + 1]`, int32 or int64: where each request starts, and where the last one ends.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +67,17 @@ class BlendRequest:
     """What a blend session is begun with."""
 
     input_tokens: torch.Tensor
-    """1-D, of all requests."""
+    """1-D, of any integer dtype, of all requests."""
     query_start_loc: torch.Tensor
+    """`[requests + 1]`, int32 or int64: where each request starts, and where the last one ends."""
     valid_mask: torch.Tensor
-    """Bool, on CPU: whose KV was retrieved. Every `blend` of the session is handed the same."""
+    """Bool `[tokens]`, on CPU: whose KV was retrieved. Every `blend` of the session is handed the same."""
     original_positions: torch.Tensor | None = None
-    """Where the tokens stood when their KV was computed, on CPU: a passage begins where they do not go on by one."""
+    """Where the tokens stood when their KV was computed, int32 or int64 `[tokens]`, on CPU: a passage begins where they
+    do not go on by one."""
     exact_mask: torch.Tensor | None = None
-    """Bool, on CPU: whose KV equals what would be computed (an exact prefix). None: nobody's. There is no need to
-    select such tokens, and a share of tokens to compute again is not taken of them."""
+    """Bool `[tokens]`, on CPU: whose KV equals what would be computed (an exact prefix). None: nobody's. There is no
+    need to select such tokens, and a share of tokens to compute again is not taken of them."""
     attention: Callable[[], torch.Tensor] | None = None
     """How much the tokens that are not valid (the question) attend to each token, summed over heads and layers, in a
     pass that reuses all that was retrieved: float32 `[tokens]`, on CPU. It costs that pass. None where the engine
@@ -83,24 +91,26 @@ class BlendOutput:
     """A short Q over a long, blended KV."""
 
     q: torch.Tensor
-    """Of the selected tokens only, in the dtype of the fresh Q."""
+    """`[selected tokens, hidden]`, in the dtype of the fresh Q."""
     k: torch.Tensor
-    """Of all tokens of the batch, in the dtype of the fresh K."""
+    """`[tokens of the batch, hidden]`, in the dtype of the fresh K."""
     v: torch.Tensor
-    """Likewise, of V."""
+    """`[tokens of the batch, hidden]`, in the dtype of the fresh V."""
     positions: torch.Tensor
-    """Of the selected tokens in the input sequence, in the dtype of the positions that were handed in."""
+    """`[selected tokens]`: where they stand in the input sequence, in the dtype of the positions that were handed
+    in."""
     local_indices: torch.Tensor
-    """Of the selected tokens in the fresh Q: int64, ascending."""
+    """`[selected tokens]`: which they are in the fresh Q, int64, ascending."""
     query_start_loc: torch.Tensor | None
-    """Where each request starts in `q`, in the dtype of the one that was handed in; None if no selection was made."""
+    """`[requests + 1]`: where each request starts in `q`, in the dtype of the one that was handed in; None if no
+    selection was made."""
 
 
 class BlendSession(ABC):
     """The blending of one batch, layer by layer; all state lives here, so that requests do not meet."""
 
     def plan(self) -> torch.Tensor | None:
-        """Which tokens are handed to the first layer: bool, on CPU, of the batch; None for all.
+        """Which tokens of the batch are handed to the first layer: bool `[tokens]`, on CPU; None for all.
 
         Called once, before the first `blend`, by engines that can leave tokens out from the beginning; for others all
         tokens are handed to the first layer. Invalid tokens and the last of each request are in it.
@@ -136,11 +146,15 @@ class BlendSession(ABC):
         Invalid tokens are always selected, and so is the last one of each request, from which the next token is
         predicted. A token that is not selected has retrieved KV, or fresh KV where it was handed on to this layer.
 
-        layer_id: from 0; a session may end before the last layer. retrieved_k, retrieved_v: of all tokens of the
-        batch, undefined where `valid_mask` is False; K is turned to where the tokens stand now, as `original_positions`
-        then says too (those of the request are where it stood). valid_mask: that of `begin`, whatever was
-        selected since.
-        positions: of the fresh tokens, in their request. query_start_loc: of the whole batch, in every layer.
+        layer_id: from 0; a session may end before the last layer.
+        retrieved_k, retrieved_v: `[tokens of the batch, hidden]` in the model's dtype, undefined where `valid_mask` is
+        False; K is turned to where the tokens stand now.
+        valid_mask: bool `[tokens of the batch]`: that of `begin`, whatever was selected since.
+        original_positions: int32 or int64 `[tokens of the batch]`: to where the retrieved K is turned (those of the
+        request are where it stood).
+        fresh_q, fresh_k, fresh_v: `[fresh tokens, hidden]` in the model's dtype.
+        positions: int32 or int64 `[fresh tokens]`: where they stand in their request.
+        query_start_loc: int32 or int64 `[requests + 1]`: of the whole batch, in every layer.
         token_dim: the dimension of Q, K and V that counts tokens, as torch counts: 0, or -2, which is the same.
         """
 

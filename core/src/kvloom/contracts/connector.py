@@ -66,7 +66,7 @@ class GPUConnector(Component):
 
         chunks: of this layer only, `[planes, 1, tokens, hidden]`, a view: each plane is contiguous, but they do not
         lie side by side. `check` was not called, since later layers may not be there yet: raise ValueError as it
-        does, for this layer.
+        does, for this layer. NotImplementedError: it moves whole chunks only.
         """
         raise NotImplementedError(f"{type(self).__name__} does not move single layers")
 
@@ -76,6 +76,6 @@ class GPUConnector(Component):
         """Optional: `write` of one layer only, while earlier layers are already in use.
 
         chunks: as for `read_layer`. Called on a thread of its own; layers come in order for each segment, but not all
-        segments come in one call.
+        segments come in one call. Raises NotImplementedError if it moves whole chunks only.
         """
         raise NotImplementedError(f"{type(self).__name__} does not move single layers")

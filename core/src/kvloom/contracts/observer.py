@@ -68,7 +68,7 @@ class Step:
     """`read`, `decode` (within `read`), `write`, `encode` (within `write`), or `copy`: the connector's, of no tier."""
     tier: str
     began: float
-    """Seconds since the epoch."""
+    """When its first chunk's began, in seconds since the epoch."""
     seconds: float
     """From when the first chunk's began to when the last one's ended."""
     busy_seconds: float
@@ -91,7 +91,7 @@ class Request:
     """`retrieve`, `store`, `retrieve_layer`, `store_layer`, `load`, `load_layers`, `save`, `prefetch`, `pin`,
     `lookup`. One that is not known is to be passed over."""
     began: float
-    """Seconds since the epoch."""
+    """In seconds since the epoch."""
     seconds: float
     """Until the verb, or its task, ended; writes in the background may have ended later."""
     tokens: int
@@ -172,7 +172,9 @@ class Observer(Component):
         """Called as `on_event` is, if `sees_requests`. caller: what `caller` said as the request began."""
 
     @abstractmethod
-    def on_event(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None:
+        """Something happened. Called on a thread of the engine's own, one event after the other; what it raises is
+        counted and does no harm."""
 
     def on_chunks(self, event: ChunkEvent) -> None:
         """Called as `on_event` is, if `sees_chunks`. A name that is not known is to be passed over."""

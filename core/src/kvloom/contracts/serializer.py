@@ -110,7 +110,7 @@ class Serializer(Component):
 
         blob: the buffers that hold these layers, each once, in the order of `encode`; each passed its checksum. layers:
         counted from 0. into: `[planes, len(layers), tokens, hidden]`, of which each layer of a plane is contiguous, but
-        not the whole.
-        Raises CorruptBlobError as `decode` does; what it has written by then is not used.
+        not the whole. Raises CorruptBlobError as `decode` does; what it has written by then is not used.
+        NotImplementedError: it decodes whole chunks only.
         """
         raise NotImplementedError(f"{type(self).__name__} does not decode single layers")

@@ -105,16 +105,20 @@ class StorageBackend(Component):
         return True
 
     def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
+        """`put` of several; if it raises, some may be there, each of them whole."""
         for key, blob in items:
             self.put(key, blob)
 
     def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
+        """`get` of each key, in their order."""
         return [self.get(key) for key in keys]
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        """`contains` of each key, in their order; a store with a question for many asks it once."""
         return [self.contains(key) for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> None:
+        """`delete` of each key; if it raises, some may be gone."""
         for key in keys:
             self.delete(key)
 
@@ -130,7 +134,7 @@ class StorageBackend(Component):
     def create(self, key: str, blob: Buffers) -> bool:
         """Optional: `put` only if there is nothing under `key`; whether it did. Exclusive among all writers.
 
-        All or nothing, as `put`.
+        All or nothing, as `put`. Raises NotImplementedError where the store has no such thing.
         """
         raise NotImplementedError(f"{type(self).__name__} has no exclusive create")
 

@@ -39,6 +39,8 @@ class TokenDatabase(Component):
     def learn(self, tokens: torch.Tensor, *, salt: str = "") -> None:
         """Called after a store: a database that adapts its cuts to traffic takes note here.
 
+        tokens: 1-D, of any integer dtype: the whole sequence that was stored.
+
         It may change where later calls of `segments` cut, and never what a key stands for. Nor does it change the cuts
         of the very sequence that was learnt, or those for another salt: where prompts are cut would tell one tenant
         what another one has asked. It does not raise.

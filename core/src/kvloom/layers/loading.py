@@ -80,10 +80,10 @@ class Loading:
             self._run()
 
     def wait(self, layer: int) -> torch.Tensor:
-        """Whose KV of `layer`, and of all layers before it, is in the engine's KV: a bool CPU mask over the tokens.
+        """Whose KV of `layer`, and of all layers before it, is in the engine's KV: a bool CPU mask `[tokens]`.
 
         Waits no longer than the deadline of the slowest tier; what is not there by then counts as lost. Raises
-        BackendError if this was closed before, and what the connector raised.
+        BackendError if this was closed before, ValueError if there is no such layer, and what the connector raised.
         """
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer: {layer} of {self.num_layers}")
@@ -103,7 +103,10 @@ class Loading:
         return self._mask(self._prefix.count(layer))
 
     def result(self) -> torch.Tensor:
-        """The mask of the last layer: whose KV is there in every layer. Waits as `wait` does."""
+        """The mask of the last layer, bool `[tokens]`: whose KV is there in every layer.
+
+        Waits as `wait` does, and raises what it does: BackendError, ValueError for a model without layers.
+        """
         return self.wait(self.num_layers - 1)
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:

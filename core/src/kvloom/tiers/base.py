@@ -62,6 +62,10 @@ class Tier(ABC):
     put, contains, get, batched_put, batched_get and close follow the storage interface of the seed: chunks in, chunks
     out, as tensors that belong to the caller. dst_device: where `get` puts them; RuntimeError if torch knows no such
     device.
+
+    kv_chunk: `[planes, layers, tokens, hidden]`, in the dtype of the spec: ValueError for another.
+
+    Every method raises BackendError in a child of the process that opened the tier.
     """
 
     name: str
@@ -116,7 +120,9 @@ class Tier(ABC):
         """Whether the tier says it holds `key`: a forecast, nothing is verified."""
 
     def get(self, key: ChunkKey) -> torch.Tensor | None:
-        """The verified chunk on `dst_device`, the caller's to keep, or None."""
+        """The verified chunk on `dst_device`, the caller's to keep, or None: `[planes, layers, tokens, hidden]`, in the
+        dtype of the spec.
+        """
         self._check_here()
         loaded = self._take(key)
         if loaded is None:
@@ -127,7 +133,10 @@ class Tier(ABC):
             loaded.release()
 
     def batched_put(self, keys_and_chunks: Iterable[tuple[ChunkKey, torch.Tensor]], blocking: bool = True) -> int:
-        """Keep several chunks; how many were stored (with blocking=False: how many were accepted)."""
+        """Keep several chunks; how many were stored (with blocking=False: how many were accepted).
+
+        keys_and_chunks: chunks of shape and dtype as `put` takes them.
+        """
         self._check_here()
         pending = []
         for key, tensor in keys_and_chunks:
@@ -137,7 +146,7 @@ class Tier(ABC):
         return sum(self._settled(token) for token in pending) if blocking else len(pending)
 
     def batched_get(self, keys: Iterable[ChunkKey]) -> Iterator[torch.Tensor | None]:
-        """`get` of each key, as the iterator is advanced."""
+        """`get` of each key, of its shape and dtype, as the iterator is advanced."""
         for key in keys:
             yield self.get(key)
 
