@@ -19,7 +19,7 @@ BENCHES = $(filter-out bench/lmcache_peer.py bench/lmcache_remote.py bench/codec
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup docs demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts wheels check-wheels check-matrix clean
+.PHONY: help setup docs demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts check-matrix dist check-wheels check-licences licences clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -89,16 +89,8 @@ bench-codec: $(READY) ## the codec's speed and sizes, beside copying and zstd, i
 contracts: $(READY) ## write docs/contracts from the conformance kit
 	$(BIN)/python -m kvloom_testkit.contracts docs/contracts
 
-wheels: $(READY) ## a wheel of every package, into dist/; a release has WITH_CUDA=ON
-	@rm -rf dist $(PACKAGES:=/build)
-	CMAKE_ARGS="$(CMAKE_CUDA)" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(PACKAGES:%=./%)
-	@ls dist
-
 check-matrix: ## what needs no torch, on Python 3.12 and 3.13, in fresh environments
 	@sh scripts/check_matrix.sh
-
-check-wheels: wheels ## install the wheels into a fresh environment and look for every plugin
-	sh scripts/check_wheels.sh "$(PYTHON)"
 
 # -- the comparison with LMCache has an environment of its own ---------------------------------------------------------
 
@@ -156,5 +148,28 @@ docs: $(READY) $(DOCS_READY) ## the documentation as a site, into site/: warning
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 	@$(BIN)/python scripts/docs_checked.py site
 
-clean: ## remove what was built and what tools cached; .venv, .venv-lmcache and .venv-vllm stay
+# -- and so has a release: RELEASING.md says what comes when ------------------------------------------------------------
+
+RELEASE := .venv-release
+RELEASE_READY := $(RELEASE)/.stamp-ready
+
+$(RELEASE_READY): scripts/release_requirements.txt constraints.txt
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python $(INSTALL) --requirement $<
+	@touch $@
+
+dist: $(RELEASE_READY) ## wheels and source archives of every package, into dist/; a release has WITH_CUDA=ON
+	CMAKE_ARGS="$(CMAKE_CUDA)" $(RELEASE)/bin/python scripts/dist.py $(PACKAGES)
+	$(RELEASE)/bin/python -m twine --no-color check --strict dist/*
+
+check-wheels: dist ## the wheels in fresh environments: each package alone, then all with every extra
+	sh scripts/check_wheels.sh "$(PYTHON)"
+
+check-licences: dist ## what the packages bring along must be under a licence that scripts/licences.toml accepts
+	@sh scripts/check_licences.sh "$(PYTHON)"
+
+licences: dist ## the same, and write docs/licences.md
+	@sh scripts/check_licences.sh "$(PYTHON)" --write
+
+clean: ## remove what was built and what tools cached; the .venv* stay
 	rm -rf dist demo-out site build .mypy_cache .ruff_cache .pytest_cache .hypothesis $(PACKAGES:=/build)

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Editable installs hide a missing entry point or module. So: the wheels in dist/ in an environment of their own, in
-# which every plugin of this repository must be listed as ok. check_wheels.sh PYTHON
+# Editable installs hide a missing entry point, module or requirement. So: the wheels in dist/ in environments of their own.
+# First the core alone, then each other package with nothing but what it asks for, then all together with every extra, where
+# nothing may be in conflict and what comes along must be under a licence that we accept. check_wheels.sh PYTHON
 set -eu
 python=$1
 plugins="builtin testkit $(ls plugins)"
@@ -9,13 +10,21 @@ trap 'rm -rf "$place"' EXIT
 
 scripts=$PWD/scripts
 sh scripts/make_venv.sh "$python" "$place/venv"
-"$place/venv/bin/python" -m pip install --quiet --constraint constraints.txt dist/*.whl
+bin=$place/venv/bin
+"$bin/python" -m pip install --quiet --constraint constraints.txt dist/kvloom-[0-9]*.whl
+"$bin/python" scripts/check_alone.py constraints.txt
+
+echo "Installing every package with every extra ..."
+"$bin/python" scripts/wheels.py >"$place/everything.txt"
+"$bin/python" -m pip install --quiet --constraint constraints.txt --requirement "$place/everything.txt"
+"$bin/python" -m pip check
+"$bin/python" scripts/licences.py
 
 cd "$place" # away from the sources
-"$place/venv/bin/kvloom" --help
-"$place/venv/bin/kvloom" plugins
-"$place/venv/bin/kvloom" plugins --json >listing.json
-"$place/venv/bin/python" - $plugins <<'PY'
+"$bin/kvloom" --help
+"$bin/kvloom" plugins
+"$bin/kvloom" plugins --json >listing.json
+"$bin/python" - $plugins <<'PY'
 import json
 import sys
 
@@ -26,4 +35,4 @@ PY
 
 mkdir new
 cd new
-sh "$scripts/check_new.sh" "$place/venv/bin"
+sh "$scripts/check_new.sh" "$bin"
