@@ -21,8 +21,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import wheels
 from build import ProjectBuilder
 from pyproject_hooks import quiet_subprocess_runner
+from trove_classifiers import classifiers
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
@@ -40,6 +42,8 @@ def main() -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         wrong = [line for lines in pool.map(release, map(Path, sys.argv[1:])) for line in lines]
     print("\n".join(sorted(path.name for path in DIST.iterdir())))
+    if changed := _git("status", "--porcelain").splitlines():
+        print(f"{len(changed)} files are not as they were committed: good enough to look at, not for a release")
     print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
     return 1 if wrong else 0
 
@@ -53,6 +57,7 @@ def release(package: Path) -> list[str]:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(package / name, copy / name)
         sources = {name for name in tracked(package) if name.split("/")[0] not in LEFT_OUT}
+        modules = {name.removeprefix("src/") for name in sources if name.startswith("src/")}
         archive = _build(copy, "sdist", DIST)
         with tarfile.open(archive) as opened:
             opened.extractall(place / "archive", filter="data")
@@ -62,10 +67,8 @@ def release(package: Path) -> list[str]:
         wrong = [
             *compare(archive.name, in_archive(archive), sources),
             *compare(wheel.name, in_wheel(wheel), in_wheel(twin)),
-            *compare(
-                wheel.name, pure(in_wheel(wheel)), {n.removeprefix("src/") for n in sources if n.startswith("src/")}
-            ),
-            *licence(wheel),
+            *compare(wheel.name, pure(in_wheel(wheel)), modules),
+            *metadata(wheel),
         ]
         publish(wheel)
     return wrong
@@ -107,9 +110,15 @@ def pure(names: set[str]) -> set[str]:
     return {name for name in names if ".dist-info/" not in name and not name.endswith((".so", ".dylib"))}
 
 
-def licence(wheel: Path) -> Iterator[str]:
+def metadata(wheel: Path) -> Iterator[str]:
+    """What an index, or a reader of its page, would take exception to."""
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in in_wheel(wheel)):
         yield f"{wheel.name}: the licence is missing"
+    about = wheels.metadata(wheel)
+    fields = ("Summary", "License-Expression", "Requires-Python", "Keywords", "Classifier", "Description-Content-Type")
+    yield from (f"{wheel.name}: its metadata has no {field}" for field in fields if not about[field])
+    unknown = set(about.get_all("Classifier") or []) - classifiers
+    yield from (f"{wheel.name}: no index knows the classifier {one!r}" for one in sorted(unknown))
 
 
 def _build(source: Path, kind: str, folder: Path) -> Path:
