@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import wheels
-from build import ProjectBuilder
+from build import BuildBackendException, ProjectBuilder
 from pyproject_hooks import quiet_subprocess_runner
 from trove_classifiers import classifiers
 
@@ -58,12 +58,12 @@ def release(package: Path) -> list[str]:
             shutil.copy2(package / name, copy / name)
         sources = {name for name in tracked(package) if name.split("/")[0] not in LEFT_OUT}
         modules = {name.removeprefix("src/") for name in sources if name.startswith("src/")}
-        archive = _build(copy, "sdist", DIST)
+        archive = _build(copy, "sdist", DIST, package=package)
         with tarfile.open(archive) as opened:
             opened.extractall(place / "archive", filter="data")
         (unpacked,) = (place / "archive").iterdir()
-        wheel = _build(unpacked, "wheel", place / "wheels")
-        twin = _build(copy, "wheel", place / "twin")
+        wheel = _build(unpacked, "wheel", place / "wheels", package=package)
+        twin = _build(copy, "wheel", place / "twin", package=package)
         wrong = [
             *compare(archive.name, in_archive(archive), sources),
             *compare(wheel.name, in_wheel(wheel), in_wheel(twin)),
@@ -121,12 +121,12 @@ def metadata(wheel: Path) -> Iterator[str]:
     yield from (f"{wheel.name}: no index knows the classifier {one!r}" for one in sorted(unknown))
 
 
-def _build(source: Path, kind: str, folder: Path) -> Path:
+def _build(source: Path, kind: str, folder: Path, *, package: Path) -> Path:
     try:
         return Path(ProjectBuilder(source, runner=quiet_subprocess_runner).build(kind, folder))
-    except subprocess.CalledProcessError as error:
-        said = error.output.decode(errors="replace") if error.output else ""
-        sys.exit(f"{said}\n{source.name}: no {kind} could be built")
+    except BuildBackendException as error:
+        said = getattr(error.exception, "output", b"").decode(errors="replace")
+        sys.exit(f"{said}\n{package}: no {kind} could be built")
 
 
 def _git(*arguments: str, cwd: Path = ROOT) -> str:
