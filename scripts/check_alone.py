@@ -1,4 +1,4 @@
-"""Each package with nothing but what it asks for: it must come in, be listed as ok, and leave nothing wanting.
+"""Each package with nothing but what it asks for: it must come in, be listed as ok, and each of its modules be imported.
 
     python scripts/check_alone.py CONSTRAINTS
 
@@ -23,6 +23,28 @@ from wheels import wheels
 
 CORE = "kvloom"
 LISTING = "from kvloom.cli.main import main; main()"
+OPTIONAL = {
+    "kvloom-blend": "vllm kvloom_connector_vllm",
+    "kvloom-connector-sglang": "sglang kvloom_testkit",
+    "kvloom-connector-transformers": "kvloom_testkit",
+    "kvloom-connector-vllm": "vllm prometheus_client kvloom_testkit",
+    "kvloom-serde-cachegen": "transformers",
+}
+"""What modules of a package may want that it does not ask for: an engine and what comes with it, an extra, the kit."""
+IMPORTING = """
+import importlib, pkgutil, sys
+
+package, *optional = sys.argv[1:]
+paths = importlib.import_module(package).__path__
+for found in pkgutil.walk_packages(paths, package + ".", onerror=lambda name: None):
+    if found.name.endswith(".__main__") or not found.module_finder.find_spec(found.name).origin.endswith(".py"):
+        continue
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] not in optional:
+            sys.exit(f"{found.name}: {error}")
+"""
 
 
 def main() -> int:
@@ -66,7 +88,8 @@ def looked_at(python: str, name: str) -> str | None:
     """What is wrong with a package in its environment."""
     word = name.replace("-", "_")
     plugin = {CORE: "builtin"}.get(name, word.removeprefix("kvloom_"))
-    if fault := run([python, "-I", "-c", f"import {word}"]) or run(pip(python, "check")):
+    importing = [python, "-I", "-c", IMPORTING, word, *OPTIONAL.get(name, "").split()]
+    if fault := run(importing) or run(pip(python, "check")):
         return fault
     listed = subprocess.run([python, "-I", "-c", LISTING, "plugins", "--json"], capture_output=True, text=True)
     if listed.returncode:
