@@ -1,4 +1,4 @@
-"""Each package with nothing but what it asks for: it must come in, be listed as ok, and each of its modules be imported.
+"""Each package with nothing but what it asks for: it must come in and be listed as ok, and its modules be imported.
 
     python scripts/check_alone.py CONSTRAINTS
 
