@@ -85,9 +85,11 @@ def test_requirements_admit_this_version_and_not_the_one_that_may_break_them() -
     breaking = Version(f"{version.major + 1}" if version.major else f"0.{version.minor + 1}")
     sources = {source for source, _ in ranges()}
     assert sources >= {*(plugin.name for plugin in PLUGINS), "testkit", "kvloom new", "docs/extend/versions.md"}
-    for source, asked in ranges():
-        assert version in asked, f"{source} asks for kvloom{asked}, and this is {version}"
-        assert breaking not in asked, f"{source} asks for kvloom{asked}, and {breaking} may be another interface"
+    assert [
+        f"{source} asks for {asked}, and this is {version}" for source, asked in ranges() if version not in asked
+    ] == []
+    loose = [f"{source} asks for {asked}: {breaking} may differ" for source, asked in ranges() if breaking in asked]
+    assert loose == []
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
