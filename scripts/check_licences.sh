@@ -10,5 +10,5 @@ trap 'rm -rf "$place"' EXIT
 sh scripts/make_venv.sh "$python" "$place/venv"
 echo "Installing every package with every extra ..."
 "$place/venv/bin/python" scripts/wheels.py >"$place/everything.txt"
-"$place/venv/bin/python" -m pip install --quiet --constraint constraints.txt --requirement "$place/everything.txt"
+"$place/venv/bin/python" -m pip install --quiet --no-compile --constraint constraints.txt --requirement "$place/everything.txt"
 "$place/venv/bin/python" scripts/licences.py "$@"

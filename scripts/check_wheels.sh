@@ -16,7 +16,7 @@ bin=$place/venv/bin
 
 echo "Installing every package with every extra ..."
 "$bin/python" scripts/wheels.py >"$place/everything.txt"
-"$bin/python" -m pip install --quiet --constraint constraints.txt --requirement "$place/everything.txt"
+"$bin/python" -m pip install --quiet --no-compile --constraint constraints.txt --requirement "$place/everything.txt"
 "$bin/python" -m pip check
 "$bin/python" scripts/licences.py
 
