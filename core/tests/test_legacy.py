@@ -159,6 +159,7 @@ def test_blending() -> None:
         ({"enable_p2p": True}, "lookup_url: enable_p2p needs Mooncake's master"),
         ({"enable_p2p": True, "lookup_url": "host"}, "lookup_url: enable_p2p needs Mooncake's master"),
         ({"enable_p2p": True, "lookup_url": "redis://h:1"}, "lookup_url: enable_p2p needs Mooncake's master"),
+        ({"enable_p2p": True, "lookup_url": "10.0.0.1:50051"}, "lookup_url: enable_p2p needs Mooncake's master"),
         ({"remote_url": "infinistore://h:1"}, "remote_url: no store for infinistore://; known: lm, redis"),
         ({"remote_url": "lm://h:1", "remote_serde": "kivi"}, "remote_serde: no serde 'kivi'; known: naive, fast"),
         ({"local_disk": True}, "local_disk: should be a directory, not True"),
@@ -184,6 +185,6 @@ def test_peers_become_a_pool() -> None:
     memory, pool = config.tiers
     assert memory.type == "memory" and pool.type == "mooncake"
     assert pool.model_extra == {"master": "10.0.0.1:50051", "segment": 2 << 30, "local_host": "10.0.0.2"}
-    alone = EngineConfig.from_defaults(enable_p2p=True, lookup_url="m:1").tiers[1]
+    alone = EngineConfig.from_defaults(enable_p2p=True, lookup_url="mooncake://m:1").tiers[1]
     assert alone.model_extra == {"master": "m:1", "segment": 5 << 30}
     assert [tier.type for tier in EngineConfig.from_defaults(lookup_url="m:1").tiers] == ["memory"]

@@ -146,13 +146,29 @@ def _blend(value: Any, fields: Fields, config: dict[str, Any]) -> None:
         }
 
 
+def mooncake_master(lookup_url: Any) -> str | None:
+    """`HOST:PORT` of `mooncake://HOST:PORT`; None for what is something else.
+
+    Without the scheme it is what it is in LMCache, such as a Redis: nobody there speaks Mooncake.
+    """
+    scheme, _, rest = str(lookup_url or "").strip().partition("://")
+    master = rest.rstrip("/")
+    host, _, port = master.rpartition(":")
+    plain = host and port.isdecimal() and not set("@/ ") & set(master)
+    return master if scheme.lower() == "mooncake" and plain else None
+
+
 def _pooled(value: Any, fields: Fields, config: dict[str, Any]) -> None:
     """LMCache's peers serve each other from their memory; here they do by Mooncake Store."""
     if not value:
         return
-    master, _, _ = str(fields["lookup_url"] or "").removeprefix("mooncake://").partition("/")
-    if not master or ":" not in master or ":/" in str(fields["lookup_url"]).removeprefix("mooncake://"):
-        raise ConfigError("lookup_url", "enable_p2p needs Mooncake's master here, such as 10.0.0.1:50051")
+    master = mooncake_master(fields["lookup_url"])
+    if master is None:
+        raise ConfigError(
+            "lookup_url",
+            "enable_p2p needs Mooncake's master, and LMCache's lookup server is none: start mooncake_master, and write "
+            "mooncake://HOST:PORT",
+        )
     host, _, _ = str(fields["distributed_url"] or "").rpartition("://")[2].rpartition(":")
     block = {"master": master, "segment": _gibibytes("max_local_cpu_size", fields)}
     _add_tier(config, type="mooncake", **block, **({"local_host": host} if host else {}))

@@ -46,15 +46,16 @@ def add(verbs: typer.Typer) -> None:
             fields |= import_environment(os.environ)
         if not fields:
             raise ConfigError(str(file or "--env"), "has no field of LMCache")
-        separator = None if tokenizer is None else _tokens(tokenizer, str(fields.get("blend_special_str", " # # ")))
+        separator = _separator(tokenizer, fields) if tokenizer and fields.get("enable_blending") is True else None
         done = import_config(fields, connector=connector, separator=separator)
         text = _yaml(done, file)
-        _check(text)
+        _check(done, text)
         if to is not None:
             _write(to, text)
         if as_json:
             rows = [{"field": row.field, "outcome": row.outcome, "text": row.text} for row in done.rows]
-            print(json.dumps({"config": done.config, "fields": rows, "complete": done.complete}, indent=2))
+            made = {"config": done.config, "fields": rows, "environment": done.environment, "complete": done.complete}
+            print(json.dumps(made, indent=2))
         elif to is None:
             print(text, end="")
         if not as_json:
@@ -72,7 +73,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(str(file), "is no text in UTF-8") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         raise ConfigError(str(file), f"is no YAML{f', line {where.line + 1}' if where else ''}") from None
     if tree is None:
@@ -89,15 +90,24 @@ def _write(to: Path, text: str) -> None:
         raise ConfigError(str(to), f"cannot be written: {error.strerror}") from None
 
 
-def _tokens(model: str, text: str) -> list[int]:
+def _separator(model: str, fields: Mapping[str, Any]) -> list[int]:
+    """The token ids of `blend_special_str`, as they are in the middle of a prompt: without a BOS."""
+    from kvloom.migration.fields import MAPPED
+
+    text = fields.get("blend_special_str", MAPPED["blend_special_str"])
+    if not isinstance(text, str) or not text:
+        raise ConfigError("blend_special_str", "should be the text that stands between passages")
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError("--tokenizer", "needs transformers: pip install transformers") from None
     try:
         tokens = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False).input_ids
-    except (OSError, ValueError) as error:
-        raise ConfigError("--tokenizer", f"{model}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of transformers, tokenizers, the hub, or the code that a model brings
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError("--tokenizer", f"{model}: {first}") from None
+    if not tokens:
+        raise ConfigError("blend_special_str", f"is no token of {model}; write another text, in prompts too")
     return [int(token) for token in tokens]
 
 
@@ -112,7 +122,8 @@ def _yaml(done: Imported, file: Path | None) -> str:
         names = done.sources.get(part)
         return [f"{indent}# {', '.join(dict.fromkeys(names))}"] if names else []
 
-    lines = [f"# From {file.name if file else 'LMCACHE_ variables'}."]
+    origin = " ".join(output.plain(file.name).split()) if file else "LMCACHE_ variables"
+    lines = [f"# From {origin}.", *(f"# Set {name}: {what}." for name, what in done.environment.items())]
     for name in _ORDER:
         if name not in done.config:
             continue
@@ -133,13 +144,13 @@ def _scalar(text: str) -> str:
     return text.removesuffix("...").strip()
 
 
-def _check(text: str) -> None:
-    """What was made is a configuration, whatever plugins are here. Raises ConfigError if it is not."""
+def _check(done: Imported, text: str) -> None:
+    """What is written says what was made. Raises ConfigError if it does not."""
     import yaml
 
     from kvloom.config import EngineConfig
 
-    EngineConfig.load(yaml.safe_load(text))
+    EngineConfig.load(done.tried(yaml.safe_load(text)))
 
 
 def _print(done: Imported) -> None:
@@ -152,8 +163,12 @@ def _print(done: Imported) -> None:
         if rows:
             output.say(f"{outcome} ({len(rows)})", stderr=True)
         for row in rows:
-            output.say(f"  {output.plain(row.field)}: {output.plain(row.text)}", stderr=True)
+            output.say(f"  {' '.join(row.field.split())}: {row.text}", stderr=True)
+    if done.environment:
+        output.say("to be set where it is used", stderr=True)
+    for name, what in done.environment.items():
+        output.say(f"  {name}: {what}", stderr=True)
     try:
-        resolve(EngineConfig.load(done.config), Registry.discover())
+        resolve(EngineConfig.load(done.tried()), Registry.discover())
     except ConfigError as error:
         output.say(f"not usable yet: {error}", stderr=True)

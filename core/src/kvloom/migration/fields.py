@@ -11,10 +11,9 @@ Outcome = Literal["mapped", "not needed", "no counterpart", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One field of the source, and what became of it."""
+    """One field of the source, and what became of it. Its value may be a secret, and is not in here."""
 
     field: str
-    value: Any
     outcome: Outcome
     text: str
     """Where it is now, or why it is nowhere."""
