@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 _ORDER = ("instance_id", "connector", "chunk_tokens", "save_decode_cache", "tiers", "blend", "observers")
 
+_MERGES = (
+    "these tokens are found where prompts are joined as token ids; in a text that is tokenised as a whole they merge "
+    "with what is beside them: choose a special token then"
+)
+
 
 def add(verbs: typer.Typer) -> None:
     @verbs.command("import")
@@ -46,8 +51,12 @@ def add(verbs: typer.Typer) -> None:
             fields |= import_environment(os.environ)
         if not fields:
             raise ConfigError(str(file or "--env"), "has no field of LMCache")
-        separator = _separator(tokenizer, fields) if tokenizer and fields.get("enable_blending") is True else None
+        separator, merges = None, False
+        if tokenizer and fields.get("enable_blending") is True:
+            separator, merges = _separator(tokenizer, fields)
         done = import_config(fields, connector=connector, separator=separator)
+        if merges:
+            done.note("blend_special_str", _MERGES)
         text = _yaml(done, file)
         _check(done, text)
         if to is not None:
@@ -90,8 +99,8 @@ def _write(to: Path, text: str) -> None:
         raise ConfigError(str(to), f"cannot be written: {error.strerror}") from None
 
 
-def _separator(model: str, fields: Mapping[str, Any]) -> list[int]:
-    """The token ids of `blend_special_str`, as they are in the middle of a prompt: without a BOS."""
+def _separator(model: str, fields: Mapping[str, Any]) -> tuple[list[int], bool]:
+    """The token ids of `blend_special_str` without a BOS, and whether they become others within a text."""
     from kvloom.migration.fields import MAPPED
 
     text = fields.get("blend_special_str", MAPPED["blend_special_str"])
@@ -102,13 +111,15 @@ def _separator(model: str, fields: Mapping[str, Any]) -> list[int]:
     except ImportError:
         raise ConfigError("--tokenizer", "needs transformers: pip install transformers") from None
     try:
-        tokens = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False).input_ids
+        read = AutoTokenizer.from_pretrained(model)
+        tokens, within = (read(one, add_special_tokens=False).input_ids for one in (text, f"one{text}Two"))
     except Exception as error:  # of transformers, tokenizers, the hub, or the code that a model brings
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError("--tokenizer", f"{model}: {first}") from None
     if not tokens:
         raise ConfigError("blend_special_str", f"is no token of {model}; write another text, in prompts too")
-    return [int(token) for token in tokens]
+    found = any(within[at : at + len(tokens)] == tokens for at in range(len(within)))
+    return [int(token) for token in tokens], not found
 
 
 def _yaml(done: Imported, file: Path | None) -> str:

@@ -33,6 +33,12 @@ class Imported:
     def tier(self, kind: str) -> dict[str, Any] | None:
         return next((block for block in self.config.get("tiers", ()) if block["type"] == kind), None)
 
+    def note(self, field: str, text: str) -> None:
+        """Add to what is said of a field, also of one that was left at its default."""
+        found = next((row for row in self.rows if row.field == field), Row(field, "mapped", "its default"))
+        new = Row(field, found.outcome, f"{found.text}; {text}")
+        self.rows = [new if row is found else row for row in self.rows] + [new] * (found not in self.rows)
+
     def tried(self, tree: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The configuration, or another tree of it, as if the variables of `environment` were set."""
         return {key: self._stood_in(child) for key, child in (self.config if tree is None else tree).items()}
