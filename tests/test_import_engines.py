@@ -172,3 +172,37 @@ def test_a_pool_of_peers_is_told_where_its_master_is() -> None:
     )
     pools = [kvloom.config.resolve(one, kvloom.Registry.discover()).tiers[1].backend for one in (config, ours)]
     assert pools[0] == pools[1] and pools[0] is not None and pools[0].config.segment == 5 << 30
+
+
+@pytest.mark.parametrize(
+    ("serializer", "taken"),
+    [
+        ("raw", True), ("torch", True), ("safetensors", True), ({"type": "cachegen", "mode": "lossless"}, True),
+        ("cachegen", False), ({"type": "torch", "dtype": "float16"}, False),
+    ],
+)  # fmt: skip
+def test_which_serializers_take_vllms_pages_as_they_are(serializer: Any, taken: bool, tmp_path: Path) -> None:
+    """As docs/use/vllm.md says of the connector `vllm`, and as the importer chooses `vllm_blob` by."""
+    pytest.importorskip("kvloom_connector_vllm")
+    pytest.importorskip("kvloom_serde_cachegen")
+    geometry = {"layers": 2, "block_tokens": 16, "page_elements": 64}
+    config = {
+        "chunk_tokens": 16, "connector": {"type": "vllm", "geometry": geometry},
+        "tiers": [{"type": "disk", "path": str(tmp_path / "kv"), "serializer": serializer}],
+    }  # fmt: skip
+    spec = kvloom.KVSpec("m", num_layers=2, num_kv_heads=1, head_size=2, dtype="float32")
+    pages = [torch.rand(4, 64) for _ in range(2)]
+    kept = [layer.clone() for layer in pages]
+    if not taken:
+        with pytest.raises(kvloom.ConfigError, match=r"takes KV_BLOB; the connector gives KV_PAGES"):
+            kvloom.Engine.open(config, spec)
+        return
+    tokens, where = torch.arange(32), {"pages": pages, "blocks": [3, 1], "first_block": 0}
+    with kvloom.Engine.open(config, spec) as engine:
+        engine.store(tokens, **where)
+        assert engine.flush(30)
+    for layer in pages:
+        layer.zero_()
+    with kvloom.Engine.open(config, spec) as engine:
+        assert engine.retrieve(tokens, **where).all()
+    assert all(torch.equal(new[[3, 1]], old[[3, 1]]) for new, old in zip(pages, kept, strict=True))

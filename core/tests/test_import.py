@@ -185,6 +185,34 @@ def test_blending_needs_the_separators_token_ids() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("asked", "written"), [("vllm", "transformers"), ("vllm_blob", "transformers"), ("plain", "plain")]
+)
+def test_a_file_that_blends_names_the_connector_that_blends(asked: str, written: str) -> None:
+    """KVLoomConnector refuses a block `blend`; KVLoomBlendConnector reads `connector: transformers`."""
+    fields = {"enable_blending": True, "remote_url": "redis://h:1", "remote_serde": "cachegen"}
+    done = import_config(fields, connector=asked, separator=[5])
+    (row,) = [row for row in done.rows if row.field == "enable_blending"]
+    assert done.config["connector"] == written
+    assert ("KVLoomBlendConnector" in row.text) is (asked != written)
+    assert import_config(fields, connector=asked).config["connector"] == {"vllm": "vllm_blob"}.get(asked, asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "setting", "expected"),
+    [
+        ("blend_recompute_ratios", 0.15, "recompute_ratio", 0.15),
+        ("blend_recompute_ratios", "0.2,0.3", "recompute_ratio", 0.2),
+        ("blend_check_layers", 1, "check_layers", [1]), ("blend_check_layers", "1, 2", "check_layers", [1, 2]),
+    ],
+)  # fmt: skip
+def test_numbers_for_blending_in_every_form_that_lmcache_takes(
+    name: str, value: Any, setting: str, expected: Any
+) -> None:
+    done = import_config({"enable_blending": True, name: value}, separator=[5])
+    assert done.config["blend"][setting] == expected
+
+
 def test_secrets_stay_where_they_are() -> None:
     done = import_config({"remote_url": "s3://b/kv", "extra_config": {"aws_secret_access_key": "geheim"}})
     assert "geheim" not in json.dumps(done.config) + "".join(row.text for row in done.rows)
