@@ -17,7 +17,7 @@ GiB = 1 << 30
 
 def main() -> None:
     config = EngineConfig.from_defaults(
-        chunk_size=128, local_cpu=True, max_local_cpu_size=2.0, local_disk="/tmp/kv", max_local_disk_size=20,
+        chunk_size=128, local_cpu=True, max_local_cpu_size=2.0, local_disk="/var/lib/kv", max_local_disk_size=20,
         remote_url="redis://127.0.0.1:6379", remote_serde="naive", save_decode_cache=True, enable_blending=True,
         blend_recompute_ratio=0.3, blend_min_tokens=64, enable_p2p=True, lookup_url="mooncake://127.0.0.1:50051",
         distributed_url="tcp://127.0.0.1:8200",
@@ -26,7 +26,7 @@ def main() -> None:
     assert config.chunk_tokens == 128 and config.save_decode_cache
     memory, disk, redis, mooncake = config.tiers
     assert isinstance(memory, MemoryBlock) and memory.capacity == 2 * GiB
-    assert isinstance(disk, StoredBlock) and disk.capacity == 20 * GiB and disk.settings["path"] == "/tmp/kv"
+    assert isinstance(disk, StoredBlock) and disk.capacity == 20 * GiB and disk.settings["path"] == "/var/lib/kv"
     assert isinstance(redis, StoredBlock) and redis.serializer.type == "raw"
     assert isinstance(mooncake, StoredBlock)
     peers = {"master": "127.0.0.1:50051", "local_host": "127.0.0.1", "segment": 2 * GiB}
