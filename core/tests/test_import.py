@@ -223,7 +223,8 @@ def test_secrets_stay_where_they_are() -> None:
     ("fields", "path"),
     [
         ({"chunk_size": "2"}, "chunk_size"), ({"chunk_size": True}, "chunk_size"), ({"local_cpu": "yes"}, "local_cpu"),
-        ({"max_local_cpu_size": "5GB"}, "max_local_cpu_size"), ({"max_local_cpu_size": 10**400}, "max_local_cpu_size"), ({"max_local_disk_size": -1}, "max_local_disk_size"),
+        ({"max_local_cpu_size": "5GB"}, "max_local_cpu_size"),
+        ({"max_local_cpu_size": 10**400}, "max_local_cpu_size"), ({"max_local_disk_size": -1}, "max_local_disk_size"),
         ({"local_disk": 3}, "local_disk"), ({"remote_url": 3}, "remote_url"), ({"extra_config": []}, "extra_config"),
         ({"local_cpu": False}, "local_cpu"), ({3: 4}, "3"), ({"blocking_timeout_secs": None}, "blocking_timeout_secs"),
         ({"remote_url": "redis://[h:1"}, "remote_url"),
