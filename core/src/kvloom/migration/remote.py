@@ -13,7 +13,6 @@ _SCHEMES = {word: word for word in STORES} | {"lm": "redis", "valkey": "redis", 
 _KEYS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
-    "gs": ("", "GOOGLE_APPLICATION_CREDENTIALS"),
 }
 """Where the clients of object stores look for user and password."""
 _LOST_QUERY = "what stands behind its '?' is not taken over; see the settings of the tier's plugin"
@@ -70,6 +69,8 @@ def _objects(draft: Draft, found: Address) -> dict[str, Any]:
     for name, what in zip(_KEYS.get(found.scheme, ("", "")), ("user", "password"), strict=True):
         if name and found.password:
             draft.secret(name, f"the {what} in remote_url")
+    if found.scheme == "gs" and found.password:
+        draft.secret("GOOGLE_APPLICATION_CREDENTIALS", "the path of a file with what logs in, instead of remote_url's")
     if found.scheme != "s3":
         return {"type": "fsspec", "url": literal(f"{found.scheme}://{found.place}{found.path}")}
     place = bucket(found)
