@@ -153,6 +153,12 @@ def test_a_store_without_a_plugin_takes_its_serde_with_it(serde: str) -> None:
     assert [rows[name][0] for name in ("remote_url", "remote_serde")] == ["no counterpart"] * 2 and not complete
 
 
+def test_a_serde_without_a_remote_store_packs_no_disk_there_and_none_here() -> None:
+    config, rows, complete = brought(local_disk="/kv", remote_serde="cachegen")
+    assert "serializer" not in config["tiers"][1] and complete and config["connector"] == "vllm"
+    assert "`serializer: cachegen` in the tier `disk`" in rows["remote_serde"][1]
+
+
 @pytest.mark.parametrize("url", ["redis://h:1", "h:1", "http://h:1", None])
 def test_the_lookup_server_of_lmcache_is_no_master_of_mooncake(url: str | None) -> None:
     config, rows, complete = brought(enable_p2p=True, lookup_url=url)

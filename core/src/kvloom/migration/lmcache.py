@@ -18,7 +18,13 @@ _LOCATIONS = {
     "localcpubackend": "memory", "localdiskbackend": "disk", "remotebackend": "redis", "s3backend": "fsspec",
 }  # fmt: skip
 _POLICIES = {"lru": "lru", "lfu": "tiny_lfu"}
-_NO_FIELDS = {"LMCACHE_CONFIG_FILE", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", "LMCACHE_FORCE_SKIP_SAVE"}
+_NO_FIELDS = {
+    "LMCACHE_CONFIG_FILE",
+    "LMCACHE_USE_EXPERIMENTAL",
+    "LMCACHE_LOG_LEVEL",
+    "LMCACHE_FORCE_SKIP_SAVE",
+    "LMCACHE_TRACK_USAGE",
+}
 """Variables that are read beside the configuration."""
 _TEXTS = {
     "local_disk", "remote_url", "remote_serde", "blend_special_str", "store_location", "lookup_url",

@@ -15,6 +15,7 @@ _KEYS = {
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
 """Where the clients of object stores look for user and password."""
+_PLAIN_DISK = "no remote store, and LMCache encodes nothing that it writes to its disk"
 _LOST_QUERY = "what stands behind its '?' is not taken over; see the settings of the tier's plugin"
 
 
@@ -29,6 +30,9 @@ def add_remote(draft: Draft) -> None:
     if not url:
         for name in ("remote_url", "remote_serde"):
             draft.say(name, "not needed", "no remote store")
+        serde = SERDES.get(draft.text("remote_serde") or None, "raw")
+        if serde != "raw" and draft.text("local_disk"):
+            draft.say("remote_serde", "not needed", f"{_PLAIN_DISK}; `serializer: {serde}` in the tier `disk` would")
         return
     found = address(url, field="remote_url")
     if found.scheme == "mooncakestore":
