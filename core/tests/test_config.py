@@ -295,3 +295,15 @@ def test_what_the_schema_lists_is_what_the_config_has(registry: Registry) -> Non
 def test_every_default_can_be_written_as_yaml() -> None:
     config = EngineConfig.load({"tiers": ["memory", "dict"], "blend": {}, "observers": ["log"]})
     assert EngineConfig.load(yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json")))) == config
+
+
+def test_every_key_of_the_schema_says_what_it_means() -> None:
+    schema = json_schema(Registry.discover())
+    assert schema["$defs"]["DiskBackend"]["properties"]["capacity"]["description"] == "How many bytes it may hold."
+    silent = [
+        f"{name}.{key}"
+        for name, model in (("file", schema), *schema["$defs"].items())
+        for key, about in model.get("properties", {}).items()
+        if key != "type" and not about.get("description")
+    ]
+    assert silent == []

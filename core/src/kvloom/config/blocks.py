@@ -123,6 +123,7 @@ class StoredBlock(Block):
     name: TierName = ""
     """What `search_range`, events and metrics call it; the type unless given."""
     serializer: SerializerBlock = SerializerBlock()
+    """How chunks are encoded: a word, or a block with settings."""
     write: Literal["through", "on_evict", "never"] = "through"
     """When chunks are written here: as they are stored, when memory lets go of them, or never (others fill it)."""
     capacity: Size | None = None
@@ -157,6 +158,7 @@ class MemoryBlock(Config):
 
     type: Literal["memory"] = "memory"
     name: TierName = "memory"
+    """What `search_range`, events and metrics call it."""
     capacity: Size = ByteSize(5 << 30)
     """How far the host pool may grow."""
     deadline: Seconds = 10.0
@@ -188,7 +190,9 @@ class BlendBlock(Open):
     """Blending: what merges, what finds, from which length of prompt on, and the settings of what merges."""
 
     executor: Word = "cacheblend"
+    """What decides which tokens are computed again, and merges the rest."""
     retriever: Block = Block(type="separator")
+    """What finds stored KV for the parts of a prompt: a word, or a block with settings."""
     min_tokens: NonNegativeInt = 256
     """Shorter prompts are computed as they would be without blending."""
 
@@ -209,3 +213,4 @@ class PluginsBlock(Config):
     only: tuple[Word, ...] | None = None
     """None of the others (the core's own always load)."""
     block: tuple[Word, ...] = ()
+    """All but these."""

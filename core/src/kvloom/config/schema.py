@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, Literal
@@ -21,6 +24,31 @@ class _Generator(GenerateJsonSchema):
         """What is parsed before it is checked may also be text, as in `deadline: 30s`."""
         inner = self.generate_inner(schema["schema"])
         return {"anyOf": [inner, {"type": "string"}]} if inner.get("type") == "number" else inner
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        """With what the source says of each key, which editors show."""
+        made = super().model_schema(schema)
+        said = dict(_said(schema["cls"]))
+        for name, about in made.get("properties", {}).items():
+            if name in said:
+                about.setdefault("description", said[name])
+        return made
+
+
+def _said(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """The string below each field of a model and of those that it is made from, the model's own last."""
+    for cls in reversed(model.__mro__):
+        if issubclass(cls, BaseModel) and cls is not BaseModel:
+            try:
+                (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+            except (OSError, TypeError, SyntaxError):  # made here, or by a plugin that has no source
+                continue
+            assert isinstance(node, ast.ClassDef)
+            for field, after in zip(node.body, node.body[1:], strict=False):
+                if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                    continue
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                    yield field.target.id, inspect.cleandoc(str(after.value.value))
 
 
 def json_schema(registry: Registry) -> dict[str, Any]:
@@ -46,12 +74,17 @@ def _blocks(
 ) -> dict[str, type[BaseModel]]:
     """For each type of `kind`, its settings and the core's keys in one model. word: the key that says which type."""
     blocks = {}
+    said = dict(_said(core)) if core else {}
     for type_, cls in registry.types(kind).items():
         owned: dict[str, Any] = {}
         for name, field in core.model_fields.items() if core else ():
             owned[name] = (str, type_) if name == "name" else (field.annotation, field)
         owned[word] = (Literal[type_], ...)
         blocks[type_] = create_model(cls.__name__, __base__=cls.Config, **(owned | fields))
+        for name, field in blocks[type_].model_fields.items():
+            if name in said and name not in cls.Config.model_fields:
+                field.description = said[name]
+        blocks[type_].model_rebuild(force=True)
     return blocks
 
 

@@ -24,8 +24,11 @@ class RedisConfig(Config):
     url: str
     """Where the server is. A password in it is moved to `password`."""
     username: str | None = None
+    """Of the login (ACL), where it is not the default user."""
     password: SecretStr | None = None
+    """Write `${env:NAME}`: a file is no place for it."""
     sentinel_username: str | None = None
+    """For the Sentinels themselves, as the password."""
     sentinel_password: SecretStr | None = None
     """For the Sentinels themselves, which have logins of their own."""
     prefix: str = "kvloom:"
@@ -41,8 +44,11 @@ class RedisConfig(Config):
     tls_ca: Path | None = None
     """Certificates of who is trusted; those of the system by default."""
     tls_cert: Path | None = None
+    """A certificate of ours, for servers that ask for one."""
     tls_key: Path | None = None
+    """The key of it."""
     tls_verify: bool = True
+    """Whether the server has to show a certificate that is trusted."""
 
     @model_validator(mode="before")
     @classmethod

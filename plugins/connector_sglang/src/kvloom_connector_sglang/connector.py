@@ -18,6 +18,7 @@ class Geometry(Config):
     """What a page is, and everything else that its bytes depend on; all of it reaches the fingerprint."""
 
     page_tokens: int = Field(ge=1)
+    """Tokens of a page."""
     page_elements: int = Field(ge=1)
     """Of one page in all layers, in elements of the KV's dtype."""
     identity: dict[str, str | int] = Field(default_factory=dict)

@@ -17,6 +17,7 @@ class PieceGeometry(Config):
     piece_bytes: list[int] = Field(min_length=1)
     """Of each rank, or of each layer of an engine's own host memory."""
     identity: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
+    """Layout, layers, and whatever else the adapter found."""
 
 
 class OffloadPagesConfig(Config):

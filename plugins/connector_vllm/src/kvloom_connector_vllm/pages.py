@@ -16,7 +16,9 @@ class Geometry(Config):
     """What a page is, and everything else that its bytes depend on; all of it reaches the fingerprint."""
 
     layers: int = Field(ge=1)
+    """That a chunk has pages of."""
     block_tokens: int = Field(ge=1)
+    """Tokens of the engine's block."""
     page_elements: int = Field(ge=1)
     """Of one block in one layer, in elements of the KV's dtype."""
     identity: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)

@@ -26,6 +26,7 @@ class ZmqEventsConfig(Config):
     replay_endpoint: str | None = None
     """Where subscribers ask for batches that they missed."""
     topic: str = ""
+    """The first part of every message, which subscribers may choose by."""
     block_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a block, as the router counts them; by default a chunk is one block."""
     hashes: Literal["int", "bytes"] = "int"
@@ -33,6 +34,7 @@ class ZmqEventsConfig(Config):
     salted: bool = False
     """Publish what is stored under a salt, too."""
     data_parallel_rank: int | None = Field(default=None, ge=0)
+    """Said in every batch, where an engine is one of several that share the work."""
     hwm: int = Field(default=100_000, ge=1)
     """Batches that may wait for one slow subscriber; it loses those beyond."""
     max_waiting: int = Field(default=100_000, ge=1)
@@ -40,6 +42,7 @@ class ZmqEventsConfig(Config):
     batch: int = Field(default=1024, ge=1)
     """Events in one message at most."""
     replay_batches: int = Field(default=10_000, ge=1)
+    """How many batches are kept, for subscribers that ask for what they missed."""
     remember: ByteSize = Field(default=ByteSize(64 << 20), ge=0)
     """Memory for the tokens of chunks that are stored later than they are named."""
 

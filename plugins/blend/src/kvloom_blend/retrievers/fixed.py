@@ -29,6 +29,7 @@ class FixedRetriever(PassageRetriever):
 
     class Config(PassageConfig):
         piece_tokens: int = Field(default=64, ge=16, le=4096)
+        """Tokens of a piece."""
         most_pieces: int = Field(default=1 << 20, ge=1)
         """How many pieces are remembered; the oldest are forgotten first."""
 
