@@ -138,15 +138,15 @@ bench-vllm: $(VLLM_READY) ## time to the first token: cold, vLLM's own prefix ca
 DOCS := .venv-docs
 DOCS_READY := $(DOCS)/.stamp-ready
 
-$(DOCS_READY): scripts/docs_requirements.txt
+$(DOCS_READY): scripts/docs/requirements.txt
 	@$(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
 docs: $(READY) $(DOCS_READY) ## the documentation as a site, into site/: warnings are errors
-	@$(BIN)/python scripts/docs_pages.py build/docs
+	@$(BIN)/python scripts/docs/pages.py build/docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
-	@$(BIN)/python scripts/docs_checked.py site
+	@$(BIN)/python scripts/docs/checked.py site
 
 # -- and so has a release: RELEASING.md says what comes when ------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A site that loads nothing from elsewhere: docs_checked.py SITE. Exit status 1 if it would."""
+"""A site that loads nothing from elsewhere: checked.py SITE. Exit status 1 if it would."""
 
 from __future__ import annotations
 

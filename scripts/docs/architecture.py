@@ -1,0 +1,107 @@
+"""The architecture page: the layers of the core as they import each other, and the way of two requests through them."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import flow
+
+import kvloom
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "core" / "src" / "kvloom"
+_TEXT = 'text-anchor="middle" font-family="sans-serif" font-size="14" fill="#1c2430"'
+_PAPER = '<rect width="100%" height="100%" fill="#fff"/>'
+
+
+def layers() -> list[set[str]]:
+    """As tests/test_layering.py holds the code to them, lowest first."""
+    tree = ast.parse((ROOT / "tests" / "test_layering.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "LAYERS":
+            found: list[set[str]] = ast.literal_eval(node.value)
+            return found
+    raise AssertionError("no LAYERS in tests/test_layering.py")
+
+
+def imports() -> Counter[tuple[str, str]]:
+    """How often each part of the core imports each other one."""
+    counted: Counter[tuple[str, str]] = Counter()
+    for file in CORE.rglob("*.py"):
+        part = file.relative_to(CORE).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvloom."):
+                counted[part, node.module.split(".")[1]] += 1
+            elif isinstance(node, ast.ImportFrom) and node.module == "kvloom":
+                for name in node.names:
+                    counted[part, kvloom._HOME.get(name.name, name.name).split(".")[0]] += 1
+    return counted
+
+
+def made() -> dict[str, str]:
+    ways = {f"{verb}.svg": flow.drawing(verb, calls) for verb, calls in flow.requests().items()}
+    return {"architecture.md": PAGE, "layers.svg": drawing(), **ways}
+
+
+PAGE = """# Architecture
+
+## The way of a request
+
+Drawn from two requests that were watched: a line down is a part of kvloom, an arrow a call of one by another, the first
+of its kind. What is dashed happens on threads of the tier, while others go on. The tiers are memory and a disk with
+the serializer `cachegen`; chunks are of 32 tokens.
+
+`store` returns once the KV is copied; it is encoded, sealed and written behind the caller's back:
+
+![what store does](store.svg)
+
+`retrieve`, where memory has nothing: blobs are verified while they are read, decoded, and written to the engine's KV in
+order; in the end they are in memory, too:
+
+![what retrieve does](retrieve.svg)
+
+A part that hangs or fails ends at its deadline as a miss: [reliability](docs/reliability.md).
+
+## Layers
+
+Imports go one way, from the bottom up; `tests/test_layering.py` says so. The drawing is made from the code: a box is a
+part of `kvloom`, a line an import from one layer into another, the thicker the more of them.
+
+![the layers of the core](layers.svg)
+
+Plugins stand beside all of this: they use what `kvloom.__all__` names ([public names](reference/api.md)), and
+the core's own parts in `builtin` come in by the same door. Decisions have dates in
+[design](docs/design/README.md).
+"""
+
+
+def drawing() -> str:
+    """An SVG of the layers, lowest at the bottom."""
+    wide, high, gap = 150, 34, 30
+    rows = [sorted(layer) for layer in layers()]
+    most = max(len(row) for row in rows)
+    width, height = most * (wide + 12) + 40, len(rows) * (high + gap) + 20
+    places: dict[str, tuple[float, float]] = {}
+    for number, row in enumerate(reversed(rows)):
+        left = (width - len(row) * (wide + 12)) / 2
+        for at, part in enumerate(row):
+            places[part] = left + at * (wide + 12) + 6, 10 + number * (high + gap)
+    lines, boxes = [], []
+    for (user, used), count in sorted(imports().items()):
+        if user in places and used in places and places[user][1] < places[used][1]:
+            (x1, y1), (x2, y2) = places[user], places[used]
+            stroke = min(4.0, 0.5 + count / 6)
+            lines.append(
+                f'<line x1="{x1 + wide / 2:.0f}" y1="{y1 + high:.0f}" x2="{x2 + wide / 2:.0f}" y2="{y2:.0f}" '
+                f'stroke="#8a97a6" stroke-opacity="0.45" stroke-width="{stroke:.1f}"/>'
+            )
+    for part, (x, y) in places.items():
+        boxes.append(
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="{wide}" height="{high}" rx="6" fill="#eef3f9" stroke="#3b6ea5"/>'
+            f'<text x="{x + wide / 2:.0f}" y="{y + 22:.0f}" {_TEXT}>{part}</text>'
+        )
+    inside = f"<title>kvloom's layers</title>{_PAPER}{''.join(lines)}{''.join(boxes)}"
+    view = f"0 0 {width:.0f} {height:.0f}"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{view}" role="img">{inside}</svg>\n'
