@@ -241,28 +241,6 @@ def test_every_row_works_or_says_why_it_is_nothing() -> None:
     assert len(rows()) == len(table_lines)
 
 
-def without_example(text: str) -> list[int]:
-    """The lines of tables above which, since the table before, there is neither code nor a link to an example.
-
-    Code on the page is run by `test_python_blocks_run`, and so is that of linked pages; examples by their own tests.
-    """
-    found, since = [], 0
-    for table in re.finditer(r"^\| (?:LMCache|vLLM) \|.*$", text, re.MULTILINE):
-        above, since = text[since : table.start()], table.end()
-        links = re.findall(r"\]\(\.\./(examples/[\w./]+)\)", above)
-        if "```python" not in above and not any((ROOT / link).is_file() for link in links):
-            found.append(text.count("\n", 0, table.start()) + 1)
-    return found
-
-
-def test_every_table_has_an_example() -> None:
-    text = MIGRATION.read_text(encoding="utf-8")
-    assert len(re.findall(r"^\|---\|---\|---\|$", text, re.MULTILINE)) == 11
-    assert without_example(text) == []
-    assert without_example("[gone](../examples/gone.yaml)\n| LMCache | kvloom | status |\n") == [2]
-    assert without_example("```python\n```\n| LMCache |\n| `a` | b | works |\n\n| LMCache |\n") == [6]
-
-
 @pytest.mark.parametrize("row", [row for row in rows() if row["status"] == "works"], ids=lambda row: row["name"])
 def test_what_works_can_be_imported(row: re.Match[str]) -> None:
     references = REFERENCE.findall(row["kvloom"])

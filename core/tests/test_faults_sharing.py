@@ -11,7 +11,7 @@ import torch
 from core_support import CHUNK, SPEC, Gate, Shelf, kv_of, tokens_of
 from faults_support import KV, MEMORY, SHELF, TOKENS, Open, chunk_names, count, filled, retrieve
 
-from kvloom import BackendError, Tier, chain
+from kvloom import BackendError, Buffers, Tier, chain
 
 # -- one request's trouble is not another's ----------------------------------------------------------------------------
 
@@ -114,6 +114,30 @@ def test_a_purge_that_failed_says_so_and_forgets_nothing(open_engine: Open, verb
 
 
 def test_a_late_write_does_not_bring_back_what_was_cleared(open_engine: Open, gate: Gate) -> None:
+    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    shelf = Shelf.shelves["default"]
+    shelf.before = lambda verb, key: gate(verb, key) if verb == "put" and not key.startswith("spec") else None
+    engine.store(TOKENS[:4], kv=KV)
+    while not gate.waiting:
+        pass
+    engine.clear()
+    gate.open()
+    while engine.tiers["shelf"].abandoned_calls:
+        pass
+    assert engine.flush(20) and not shelf.blobs and engine.lookup(TOKENS).tokens == 0
+
+
+def test_a_write_that_fails_once_it_is_there_does_not_bring_back_what_was_cleared(
+    open_engine: Open, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = Shelf.put
+
+    def put_and_fail(shelf: Shelf, key: str, blob: Buffers) -> None:
+        put(shelf, key, blob)
+        if not key.startswith("spec"):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Shelf, "put", put_and_fail)
     engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
     shelf = Shelf.shelves["default"]
     shelf.before = lambda verb, key: gate(verb, key) if verb == "put" and not key.startswith("spec") else None

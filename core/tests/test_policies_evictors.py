@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -100,6 +101,31 @@ def test_a_right_that_is_lost_is_noticed(open_engine: Open, monkeypatch: pytest.
     assert engine.health().tiers[0].evicts
     town.holder = Shelf.__new__(Shelf)
     assert eventually(lambda: not engine.health().tiers[0].evicts)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_round_that_is_under_way_at_the_close_takes_no_right_after_it(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    town = Town()
+    town.install(monkeypatch)
+    hold = Shelf.hold
+
+    def slowly(shelf: Shelf, name: str) -> bool:
+        if any(key.startswith("spec/") for key in list(shelf._blobs)):  # nothing else is to be written as it opens
+            gate("hold", name)
+        return hold(shelf, name)
+
+    def close(shelf: Shelf) -> None:
+        town.holder = None
+
+    monkeypatch.setattr(Shelf, "hold", slowly)
+    monkeypatch.setattr(Shelf, "close", close)
+    engine = open_engine(SHELF | {"capacity": "1MiB"})
+    assert eventually(lambda: gate.waiting)
+    threading.Timer(0.2, gate.open).start()
+    engine.close()
+    assert town.holder is None
 
 
 @pytest.mark.usefixtures("hurried")

@@ -33,6 +33,8 @@ class Site:
     """What no tier serves when it is older; None if one does."""
     expires: bool = False
     """Memory has a ttl: what is pinned goes too."""
+    closing: bool = False
+    """All of memory goes."""
     pins: dict[str, int] = field(default_factory=dict)
     """How often something was done to a key that may pin or unpin it."""
     pinned: dict[str, int] = field(default_factory=dict)
@@ -287,7 +289,7 @@ class Client(LayerVerbs):
             self._stir(keys)
 
     def _check_pins(self) -> None:
-        if self.site.expires:
+        if self.site.expires or self.site.closing:
             return
         before = dict(self.site.pinned)
         held = {one.key for one in peek.held_chunks(self.engine)}

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import kvloom.background
 import kvloom.engine
 import kvloom.events
 import kvloom.memory.pool
+import kvloom.moving
 import kvloom.runtime
 import kvloom.task
 import kvloom.tiers
@@ -61,7 +63,8 @@ def _changes() -> list[tuple[ModuleType, list[tuple[FunctionType, CodeType, Code
 def _modules() -> list[ModuleType]:
     tiers = [part for part in vars(kvloom.tiers).values() if inspect.ismodule(part)]
     memory = [part for part in vars(kvloom.memory).values() if inspect.ismodule(part)]
-    found = [*tiers, *memory, kvloom.runtime, kvloom.task, kvloom.engine, kvloom.events]
+    core = [kvloom.runtime, kvloom.task, kvloom.engine, kvloom.background, kvloom.moving, kvloom.events]
+    found = [*tiers, *memory, *core]
     by_name = {module.__name__: module for module in found if module.__name__.rpartition(".")[2] not in _WHOLE}
     return [by_name[name] for name in sorted(by_name)]
 

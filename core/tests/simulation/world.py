@@ -375,6 +375,7 @@ class World:
 
     def close(self, house: House) -> None:
         """A process ends as it should."""
+        house.site.closing = True
         with self.oracle.operation("close", house.process.name, house.site.allowance) as op:
             for engine in reversed(house.site.engines):
                 engine.close()

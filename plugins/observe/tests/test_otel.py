@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvloom import ConfigError
 from kvloom_observe.otel import OpenTelemetryObserver
 
 
@@ -143,6 +144,15 @@ def test_a_collector_that_is_not_there_keeps_nobody(tmp_path: Path) -> None:
         engine.store(tokens_of(8), kv=kv_of(8))
         assert engine.retrieve(tokens_of(8), kv=kv_of(8)).all()
     assert not [thread for thread in set(threading.enumerate()) - before if "pages" not in thread.name]
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "collector:4318", "http://collector:4318", "http:///v1/traces", ""])
+def test_what_no_collector_answers_at_is_refused_at_the_start(tmp_path: Path, endpoint: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"observers\.0\.endpoint: .*write http://collector:4318/v1/traces"),
+        opened(tmp_path, {"type": "opentelemetry", "endpoint": endpoint}),
+    ):
+        pass
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class BlobWriter:
         victims = self._ledger.admit(key, pages_of(nbytes), chain)
         if victims is None:
             return Written(nbytes, fits=False, kept=False)
-        self._put(key, framed, victims, pages_of(nbytes))
+        self._put(key, framed, victims, pages_of(nbytes), removed)
         if removed():
             self._retract(key, pages_of(nbytes))
             return Written(nbytes, fits=True, kept=False)
@@ -86,7 +86,9 @@ class BlobWriter:
         )
         return envelope.seal(description, serializer.encode(chunk), self._protection)
 
-    def _put(self, key: ChunkKey, framed: Buffers, victims: Sequence[Victim], nbytes: int) -> None:
+    def _put(
+        self, key: ChunkKey, framed: Buffers, victims: Sequence[Victim], nbytes: int, removed: Callable[[], bool]
+    ) -> None:
         try:
             try:
                 self._upkeep.put(key, framed, victims)
@@ -95,7 +97,10 @@ class BlobWriter:
                     raise
                 self._backend.put(str(key), framed)
         except BaseException:
-            self._reconsider(key, nbytes, Fidelity.UNKNOWN)
+            if removed():  # and it may be there all the same
+                self._retract(key, nbytes)
+            else:
+                self._reconsider(key, nbytes, Fidelity.UNKNOWN)
             raise
 
     def _retract(self, key: ChunkKey, nbytes: int) -> None:

@@ -293,7 +293,7 @@ class StoredTier(Tier):
         self._writes.close(self._runtime.now() + self.deadline)
         if self._record is not None:
             self._record.wait()
-        self.upkeep.last_record()
+        self.upkeep.finish()
         self.calls.close()
 
     # -- state ---------------------------------------------------------------------------------------------------------

@@ -78,18 +78,25 @@ class Upkeep:
             self._keep_on()
 
     def close(self) -> None:
+        """Begin no round any more; `finish` waits for the one under way."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def last_record(self) -> None:
-        """Leave behind what went, once nothing is written any more; waits a deadline at most."""
-        if self.evicts and self._ledger.departed.news:
-            try:
-                self._record_at = 0.0
-                self._calls.chore("record", self._keep_record, seconds=self._calls.deadline).wait()
-            except BackendError as error:
-                self._calls.report("record", error)
+    def finish(self) -> None:
+        """After `close`, once nothing is written any more: leave behind what went.
+
+        Waits a deadline at most for a round under way, and one for the record. A round that went on while the backend
+        is closed could take the right to evict again, and keep it for as long as the process lives.
+        """
+        if self._round is None:
+            return
+        try:
+            self._calls.chore("record", self._keep_last_record, seconds=self._calls.deadline).result()
+        except DeadlineExceeded as error:
+            self._calls.report("record", error)
+        except Exception:  # told of where it was raised
+            return
 
     # -- making room ---------------------------------------------------------------------------------------------------
 
@@ -226,6 +233,8 @@ class Upkeep:
             self._calls.report("upkeep", error)
 
     def _tidy(self) -> None:
+        if self._closed:
+            return
         if self._bounded and self._backend.shared:
             # Asked again by who has it, too: the right goes with the directory if that is removed.
             held = self._backend.hold(EVICT)
@@ -263,6 +272,11 @@ class Upkeep:
         if self._ledger.departed.news and self._runtime.now() >= self._record_at:
             self._record_at = self._runtime.now() + RECORD_SECONDS
             self._backend.put(RECORD, [self._ledger.departed.record()])
+
+    def _keep_last_record(self) -> None:
+        if self.evicts and self._ledger.departed.news:
+            self._record_at = 0.0
+            self._keep_record()
 
     def _list(self) -> None:
         began = self._runtime.now()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from kvloom import Config, Event, KVSpec, Observer, Request, Step, Watched
 
@@ -26,6 +27,16 @@ class OpenTelemetryConfig(Config):
     """Tell of lookups, too."""
     timeout: float = Field(default=2.0, gt=0, le=60)
     """Seconds for a batch to be sent, and for `close`."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _takes_spans(cls, value: str | None) -> str | None:
+        """The exporter would find out at its first batch, and say so in a log alone."""
+        if value is not None:
+            parts = urlsplit(value)
+            if parts.scheme not in ("http", "https") or not parts.hostname or not parts.path.strip("/"):
+                raise ValueError(f"{value!r} is not where OTLP goes by HTTP: write http://collector:4318/v1/traces")
+        return value
 
 
 class OpenTelemetryObserver(Observer):
