@@ -39,6 +39,12 @@ def count(engine: Engine, name: str) -> int:
     return sum(totals.count for key, totals in engine.counters().items() if key.name == name)
 
 
+def misses(engine: Engine) -> dict[str, int]:
+    """Chunks that were asked for and not given, by reason."""
+    counters = engine.counters().items()
+    return {key.reason: totals.chunks for key, totals in counters if key.name == "missed" and not key.tier}
+
+
 def later_version(blob: bytes) -> bytes:
     data = bytearray(blob)
     struct.pack_into("<H", data, 8, 9)

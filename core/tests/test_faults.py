@@ -10,7 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 from core_support import Gate, Shelf, kv_of, matches, tokens_of
-from faults_support import DAMAGE, KV, MEMORY, SHELF, TOKENS, Open, chunk_names, count, filled, later_version, retrieve
+from faults_support import (
+    DAMAGE,
+    KV,
+    MEMORY,
+    SHELF,
+    TOKENS,
+    Open,
+    chunk_names,
+    count,
+    filled,
+    later_version,
+    misses,
+    retrieve,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +40,7 @@ def test_a_damaged_blob_is_a_counted_miss_and_is_replaced(
     names = chunk_names(engine)
     shelf._blobs[names[at]] = damage(shelf._blobs[names[at]], shelf._blobs[names[3 - at]])
     assert retrieve(engine) == [True] * at + [False] * (4 - at)
-    assert count(engine, "corrupt") == 1 and count(engine, "missed") == 1
+    assert count(engine, "corrupt") == 1 and misses(engine) == {"corrupt": 1, "behind a miss": 3 - at}
     assert names[at] not in shelf._blobs, "what is corrupt is removed"
     engine.store(TOKENS, kv=KV)
     assert engine.flush(20)
@@ -71,7 +84,8 @@ def test_a_later_version_is_a_miss_and_stays(open_engine: Open) -> None:
     name = chunk_names(engine)[1]
     shelf._blobs[name] = later_version(shelf._blobs[name])
     assert retrieve(engine) == [True, False, False, False]
-    assert count(engine, "corrupt") == 0 and count(engine, "missed") == 2
+    assert count(engine, "corrupt") == 0
+    assert [reason.partition(":")[0] for reason in misses(engine)] == ["unreadable", "behind a miss"]
     assert name in shelf._blobs
 
 

@@ -46,7 +46,7 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
     assert told["saved"] == {"tokens": 48, "prefill_tokens_per_second": 24.0, "seconds": 2.0}
     memory, disk = told["tiers"]
     assert (memory["served_tokens"], disk["served_tokens"]) == (32, 16) and disk["read_seconds"]["p50"] > 0
-    assert told["missed"] == {"in no tier": 4} and told["evicted"]["capacity"] > 0
+    assert told["missed"] == {"in no tier": 4, "behind a miss": 12} and told["evicted"]["capacity"] > 0
     hottest = told["prefixes"][0]
     assert (hottest["tokens"], hottest["hits"], hottest["saved_tokens"]) == (16, 2, 32)
     assert sum(told["series"]["1"]["served"]) == sum(told["series"]["10"]["served"]) == 48

@@ -55,6 +55,7 @@ def test_a_scrape_tells_what_happened(tmp_path: Path) -> None:
     assert value(told, "kvloom_requests_total", verb="retrieve", outcome="all") == 3
     assert value(told, "kvloom_requests_total", verb="retrieve", outcome="none") == 1
     assert value(told, "kvloom_missed_tokens_total", reason="in no tier") == 4
+    assert value(told, "kvloom_missed_tokens_total", reason="behind a miss") == 12, "all of 16 that were asked for"
     assert value(told, "kvloom_source_tokens_total", tier="disk") == 16
     assert value(told, "kvloom_source_tokens_total", tier="memory") == 32
     assert value(told, "kvloom_codec_kv_bytes_total", tier="disk", codec="torch", way="encode") == 160 * 256

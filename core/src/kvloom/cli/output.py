@@ -54,8 +54,9 @@ def console(*, stderr: bool = False) -> Console:
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
 ) -> None:
-    """right: the columns that hold numbers."""
+    """right: the columns that hold numbers. As wide as the terminal; where there is none, a row is a line."""
     from rich import box
+    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
@@ -63,7 +64,11 @@ def print_table(
         table.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=index == 0)
     for row in rows:
         table.add_row(*(plain(cell, most=_CELL_CHARS) for cell in row))
-    console().print(table)
+    screen = console()
+    if not screen.is_terminal:
+        whole = Measurement.get(screen, screen.options.update(max_width=1 << 16), table)
+        screen.width = max(screen.width, whole.maximum)
+    screen.print(table)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from kvloom.events import EventBus
 from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.chain import Chain
+from kvloom.tiers.fetcher import BEHIND
 from kvloom.tiers.layered import LayerFetch, Part
 from kvloom.tiers.stack import Stack
 from kvloom.types import ChunkKey, Segment
@@ -239,6 +240,8 @@ class Loading:
             seconds = self._runtime.now() - began
             self._events.emit(Event("retrieved", "", num_tokens, count, nbytes, seconds))
         if count < len(self._segments):
-            lost = self._segments[count]
-            reason = "in no tier" if self._prefix.count(0) == count else "part-way"
-            self._events.emit(Event("missed", tokens=lost.end - lost.start, chunks=1, reason=reason))
+            lost, *behind = self._segments[count:]
+            fetcher = self._stack.fetcher
+            whole = self._prefix.count(0) == count
+            fetcher.missed([lost], fetcher.why(lost.key, self._visit) if whole else "part-way")
+            fetcher.missed(behind, BEHIND)

@@ -19,6 +19,9 @@ from kvloom.tiers.stored import StoredTier
 from kvloom.tiers.visit import Visit
 from kvloom.types import ChunkKey, Segment
 
+BEHIND = "behind a miss"
+"""Why what comes after the first chunk that is nowhere is not given: it was not looked at."""
+
 Runs = Generator[list[tuple[Segment, Loaded]], None, None]
 
 
@@ -120,6 +123,21 @@ class Fetcher:
                 loaded.release()
             for arrival in started:
                 arrival.give_up()
+            rest = [arrival.segment for arrival in (*started, *waiting)]
+            self.missed(rest, "given up" if visit.given_up else BEHIND)
+
+    def why(self, key: ChunkKey, visit: Visit) -> str:
+        """Why a chunk was not to be had."""
+        if visit.given_up:
+            return "given up"
+        silent = any(tier.name in visit.lost or tier.calls.reading.open for tier in self.stored)
+        return visit.misses.get(key) or ("no answer" if silent else "in no tier")
+
+    def missed(self, segments: Sequence[Segment], reason: str) -> None:
+        """Say that these were asked for and not given."""
+        if segments:
+            num_tokens = sum(segment.end - segment.start for segment in segments)
+            self._events.emit(Event("missed", tokens=num_tokens, chunks=len(segments), reason=reason))
 
     def _window(self, arrival: _Arrival, shape: Shape) -> int:
         """How many chunks may be on their way at once: their buffers must fit beside each other."""
@@ -153,8 +171,7 @@ class Fetcher:
                 return loaded
             self._start(arrival, shape, visit)
         if arrival.loaded is None:
-            num_tokens = arrival.segment.end - arrival.segment.start
-            self._events.emit(Event("missed", tokens=num_tokens, chunks=1, reason="in no tier"))
+            self.missed([arrival.segment], self.why(arrival.segment.key, visit))
         else:
             self._from_memory([arrival.segment], visit)
         return arrival.loaded

@@ -190,11 +190,11 @@ class Loads:
                     on_wait=partial(self.flights.starve, key), record=record,
                 )  # fmt: skip
             except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
-                self._miss(key, num_tokens, error, since=known_since)
+                self._miss(key, num_tokens, error, visit, since=known_since)
                 return None
             except CorruptBlobError as error:
                 if attempt == 2:
-                    self._discard(key, num_tokens, error, since=known_since)
+                    self._discard(key, num_tokens, error, visit, since=known_since)
                 continue
             if arrived is None:
                 self._ledger.forget_absent(key, since=known_since)
@@ -212,7 +212,7 @@ class Loads:
             return loaded
         return None
 
-    def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, *, since: int) -> None:
+    def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, visit: Visit, *, since: int) -> None:
         reason = "no room in memory"
         if isinstance(error, UnreadableBlobError):
             reason = f"unreadable: {error}"
@@ -221,9 +221,11 @@ class Loads:
         elif isinstance(error, ExpiredBlobError):
             reason = "expired"
             self._delete_one(key, reason)
+        visit.misses[key] = reason
         self._events.emit(Event("missed", self._name, tokens=num_tokens, chunks=1, reason=reason))
 
-    def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError, *, since: int) -> None:
+    def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError, visit: Visit, *, since: int) -> None:
+        visit.misses[key] = "corrupt"
         self._events.emit(Event("corrupt", self._name, tokens=num_tokens, chunks=1, reason=str(error)))
         distant = self._backend.shared and (self._backend.bounded or self._backend.one_by_one)
         if self._deletes and distant:

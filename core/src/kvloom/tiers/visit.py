@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.chain import NO_CHAIN, Chain
+from kvloom.types import ChunkKey
 
 
 class Visit:
@@ -29,6 +30,8 @@ class Visit:
         """When to stop waiting, unless something arrives before."""
         self.lost: set[str] = set()
         """Names of the tiers not to be asked again."""
+        self.misses: dict[ChunkKey, str] = {}
+        """Of chunks that a tier has and that are of no use: why. Of those that others read at the time, not always."""
         self.given_up = False
         self._wake: Callable[[], None] | None = None
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 
 _WORDS = {
-    "missed": ("in no tier", "part-way", "expired", "no room in memory", "unreadable"),
+    "missed": (
+        "in no tier", "behind a miss", "no answer", "given up", "part-way", "expired", "corrupt", "unreadable",
+        "no room in memory",
+    ),
     "evicted": ("capacity", "quota", "expired", "removed"),
     "tier_paused": ("reading", "writing"),
     "tier_resumed": ("reading", "writing"),

@@ -114,7 +114,8 @@ class View:
             }
             if series:
                 told["series"] = {str(step): self._series.columns(step) for step in (1, 10)}
-        told["missed"] = _sums(counters, "missed", "tokens")
+        whole = {key: totals for key, totals in counters.items() if key.name != "missed" or not key.tier}
+        told["missed"] = _sums(whole, "missed", "tokens")  # a tier's miss is none if the next tier has the chunk
         told["evicted"] = _sums(counters, "evicted", "chunks")
         told["dropped"] = _sums(counters, "dropped", "chunks")
         return told

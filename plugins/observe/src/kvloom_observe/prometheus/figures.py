@@ -101,7 +101,7 @@ def _counted(key: CounterKey, totals: Totals) -> Iterator[tuple[Metric, Labels, 
     elif name == "stored":
         yield m.WRITTEN_CHUNKS, (tier,), totals.chunks
         yield m.WRITTEN_BYTES, (tier,), totals.bytes
-    elif name == "missed":
+    elif name == "missed" and not tier:  # a tier's: the next one may have had it
         yield m.MISSED_TOKENS, (reason,), totals.tokens
     elif name == "promoted":
         yield m.PROMOTED_CHUNKS, (tier,), totals.chunks
