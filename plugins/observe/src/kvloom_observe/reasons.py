@@ -6,7 +6,14 @@ import re
 
 _WORDS = {
     "missed": (
-        "in no tier", "behind a miss", "no answer", "given up", "part-way", "expired", "corrupt", "unreadable",
+        "in no tier",
+        "behind a miss",
+        "no answer",
+        "given up",
+        "part-way",
+        "expired",
+        "corrupt",
+        "unreadable",
         "no room in memory",
     ),
     "evicted": ("capacity", "quota", "expired", "removed"),
