@@ -19,7 +19,7 @@ CORE = ROOT / "core/src/kvloom"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 LAYERS = (
-    {"errors", "masking", "types"},
+    {"errors", "installing", "masking", "types"},
     {"protection"},
     {"contracts"},
     {"hookspecs", "verbs"},

@@ -333,7 +333,7 @@ def test_what_is_no_model(given: Given, problem: str) -> None:
         ("[]", "should be a KVSpec or a model's config.json"),
         ("{}", "no 'num_hidden_layers' in it; say --layers, --kv-heads, --head-size and --dtype instead"),
         ('{"num_hidden_layers": 2}', "no 'num_attention_heads' in it; say --layers"),
-        ('{"num_layers": 0, "head_size": 3}', "KVSpec.__init__|missing"),
+        ('{"num_layers": 0, "head_size": 3}', "no field 'model'; say --layers"),
     ],
 )
 def test_files_that_are_no_model(tmp_path: Path, text: str, problem: str) -> None:

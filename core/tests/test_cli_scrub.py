@@ -322,7 +322,7 @@ def test_a_store_that_hangs_does_not_hang_the_command(rack: Path, verb: str) -> 
 def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = tmp_path / "engine.yaml"
-    config.write_text(f"tiers: [{{type: disk, path: {tmp_path}/file/store}}]\n")
+    config.write_text(f"tiers: [{{type: disk, path: {tmp_path}/file}}]\n")
     assert run("scrub", config, status=2).err.startswith("kvloom: tiers.0: path: cannot write to")
 
 

@@ -312,12 +312,17 @@ BROKEN = {
     '{"timestamp": 1, "input_length": 512, "hash_ids": [true]}': "hash_ids",
     '{"timestamp": 1, "input_length": 512, "hash_ids": {}}': "hash_ids",
     '{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2]}': "2 blocks of 512 are more than 512 tokens",
+    '{"timestamp": 1, "input_length": 1024, "hash_ids": [1]}': "1 blocks of 512 are fewer than 1024 tokens",
+    f'{{"timestamp": 1, "input_length": {10**40}, "hash_ids": []}}': "input_length: should be a number of tokens",
+    '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "verb": "fly"}': "verb",
+    '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "chunk_tokens": 0}': "chunk_tokens",
+    '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "served": {"memory": -5}}': "served",
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "verb": "fly", "salt": 0}': "verb",
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "first": 2, "salt": 0}': "first",
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "chunk_tokens": 0, "salt": 0}': "chunk_tokens",
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "verb": "save", "copied": "1"}': "copied",
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "verb": "save", "copied": -1}': "copied",
-    "[" * 100_000: "",
+    "[" * 100_000: "nested too deeply",
     "\udcff": "not",
 }
 
@@ -332,7 +337,7 @@ def test_broken_lines_are_counted_and_passed_over(tmp_path: Path, line: str) -> 
     assert (result["trace"]["lines"], result["trace"]["broken"]) == (3, 1)
     assert result["trace"]["first_broken"][0]["line"] == 2 and BROKEN[line] in result["trace"]["first_broken"][0]["why"]
     printed = run("trace", "replay", trace, tmp_path / "kv.yaml", *KIB)
-    assert "1 broken lines were passed over: line 2: " in printed.err
+    assert "1 of 3 lines are no requests, and were passed over:\n  line 2: " in printed.err
     trace.write_bytes(line.encode(errors="surrogateescape") + b"\n")
     assert "none of 1 lines is a request" in replay(trace, tmp_path / "kv.yaml", *KIB, status=1)
 

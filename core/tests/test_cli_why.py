@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -109,6 +110,30 @@ def test_a_time_to_live_that_passed_is_said_before_and_after_the_blob_goes(tmp_p
         assert eventually(lambda: not blobs_in(tmp_path / "kv"))
     (why,) = reasons(path, tokens)
     assert verdicts(path, tokens) == ["expired"] * 2 and why.startswith("disk: expired, and removed ")
+
+
+def test_chunks_of_another_size_are_told(tmp_path: Path) -> None:
+    tokens = fill(config(tmp_path), 4)
+    path = config(tmp_path, name="other.yaml")
+    path.write_text(path.read_text().replace(f'"chunk_tokens": {CHUNK}', f'"chunk_tokens": {2 * CHUNK}'))
+    prompt, spec = tmp_path / "tokens.json", tmp_path / "spec.json"
+    prompt.write_text(json.dumps(tokens))
+    spec.write_text(SPEC.to_json())
+    printed = run("why", path, "--tokens", prompt, "--spec", spec).out
+    assert f"are chunks of {CHUNK} tokens, and this configuration makes them of {2 * CHUNK}" in printed
+    assert "are chunks of" not in run("why", config(tmp_path), "--tokens", prompt, "--spec", spec).out
+
+
+def test_a_directory_that_is_not_there_is_said_and_not_made(tmp_path: Path) -> None:
+    path = config(tmp_path, path=str(tmp_path / "elsewhere"))
+    (tmp_path / "tokens.json").write_text("[1]")
+    (tmp_path / "spec.json").write_text(SPEC.to_json())
+    for verb in (
+        ["why", path, "--tokens", tmp_path / "tokens.json", "--spec", tmp_path / "spec.json"],
+        ["scrub", path],
+    ):
+        assert f"tiers.0.path: there is no '{tmp_path}/elsewhere'" in run(*verb, status=2).err
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def flip(file: Path, at: int) -> None:
@@ -330,7 +355,19 @@ def test_a_damaged_record_is_none() -> None:
         ("[true]", "{}", "tokens.json: should be a JSON list of token ids"),
         ("[4294967296]", "{}", "tokens.json: should be a JSON list of token ids"),
         ("[1]", '{"model": "x"}', "spec.json: should be what KVSpec.to_json() gives: "),
-        ("[1]", "[]", "spec.json: should be what KVSpec.to_json() gives: "),
+        ("[1]", "[]", "spec.json: should be what KVSpec.to_json() gives: it is a list, not an object"),
+        (
+            "[1]",
+            '{"spec": {"modell": "x"}}',
+            "spec.json: should be what KVSpec.to_json() gives: unknown field 'modell'",
+        ),
+        ("[1]", '{"model": "x"}', "spec.json: should be what KVSpec.to_json() gives: no field 'num_layers'"),
+        (
+            "[1]",
+            '{"model": "x", "num_layers": 1e30, "num_kv_heads": 1, "head_size": 8, "dtype": "int8"}',
+            "spec.json: should be what KVSpec.to_json() gives: KVSpec.num_layers must be a whole number",
+        ),
+        ("[" * 100_000, "{}", "tokens.json: not JSON that anybody writes: nested too deeply"),
         ("[1]", None, "spec.json: cannot be read: No such file or directory"),
     ],
 )
@@ -378,4 +415,7 @@ def test_a_fingerprint_is_told_from_the_others(tmp_path: Path) -> None:
     printed = " ".join(run("why", path, "--fingerprint", old[:8]).out.split())
     assert f"fingerprint {old}" in printed and other in printed
     assert 'model is "other" there' in printed and 'revision is "abc" there, "old" here' in printed
+    shutil.rmtree(tmp_path / "kv/spec")
+    fill(path, 1, replace(SPEC, revision="old"))
+    assert "the tiers have records of no other" in run("why", path, "--fingerprint", old[:8]).out
     assert "0 records begin with 'ffff'" in run("why", path, "--fingerprint", "ffff", status=2).err

@@ -232,7 +232,7 @@ def test_all_that_is_too_small_for_a_chunk_is_listed() -> None:
         ({"connector": {"type": "plain", "page": 1}}, "connector.page: unknown key; known: type"),
         (
             {"tokens": "radix"},
-            "tokens.type: no tokens of type 'radix'; known: chunked; pip install kvloom-tokens-radix",
+            "tokens.type: no tokens of type 'radix'; known: chunked; pip install ",
         ),
         ({"observers": ["log", {"type": "log", "level": "loud"}]}, "observers.1.level: should be 'debug', 'info'"),
         ({"plugins": {"only": ["bultin"]}}, "plugins.only.0: no plugin 'bultin' is installed; there are: builtin,"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import stat
 import time
 from importlib.metadata import EntryPoint
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvloom import ConfigError, Registry
-from kvloom.checkup import installed, machine, tiers
+from kvloom.checkup import installed, machine, parts, tiers
 from kvloom.checkup.finding import Finding
 from kvloom.cli.main import app
 
@@ -50,6 +51,33 @@ def test_a_table_for_people() -> None:
     said = CliRunner().invoke(app(), ["doctor"])
     assert said.exit_code == 0 and said.stdout.splitlines()[-1].endswith(" 0 problems")
     assert "  ok       builtin: " in said.stdout
+
+
+def test_observers_are_made_and_engines_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "kv.yaml"
+
+    def found(observer: str, connector: str = "plain") -> tuple[int, Finding]:
+        config.write_text(
+            f"connector: {connector}\ntiers: [{{type: memory, capacity: 1MiB}}]\nobservers: [{observer}]\n"
+        )
+        code, findings = doctor(str(config))
+        return code, of(findings, "observer")[0]
+
+    trace = tmp_path / "trace.jsonl"
+    code, ours = found(f"{{type: trace, path: {trace}}}")
+    assert (code, ours.verdict) == (0, "ok") and not trace.exists()
+    code, ours = found(f"{{type: trace, path: {tmp_path}}}")
+    assert (code, ours.verdict) == (1, "problem") and "observers.0: path: " in ours.text and "directory" in ours.text
+    pytest.importorskip("kvloom_observe")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, ours = found(f"{{type: prometheus, port: {taken.getsockname()[1]}}}")
+    assert (code, ours.verdict) == (0, "note") and "unless it is the engine" in ours.text
+    code, ours = found(f"{{type: live, path: {tmp_path}/no/s}}")
+    assert (code, ours.verdict) == (1, "problem") and f"there is no directory {tmp_path}/no" in ours.text
+    monkeypatch.setattr(parts, "find_spec", lambda name: None)
+    config.write_text("connector: transformers\ntiers: [{type: memory, capacity: 1MiB}]\n")
+    (said,) = of(doctor(str(config))[1], "connector")
+    assert said.verdict == "note" and "transformers is not installed here" in said.text
 
 
 def test_each_tier_is_tried_and_nothing_is_left(tmp_path: Path) -> None:

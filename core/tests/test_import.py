@@ -53,10 +53,6 @@ def test_the_example_gives_exactly_the_file_beside_it(tmp_path: Path) -> None:
             {"tiers": [{"type": "disk", "path": "/kv", "capacity": "2GiB"}]},
         ),
         (
-            {"local_cpu": False, "remote_url": "lm://h:65432", "remote_serde": None},
-            {"tiers": [{"type": "redis", "url": "redis://h:65432", "serializer": "raw"}]},
-        ),
-        (
             {"local_cpu": False, "remote_url": "redis-sentinel://a:1,b:2/m"},
             {"tiers": [{"type": "redis", "url": "redis+sentinel://a:1,b:2/m", "serializer": "raw"}]},
         ),
@@ -249,6 +245,8 @@ def test_values_that_cannot_be_are_named(fields: dict[str, Any], path: str) -> N
     [
         ("", "no field"),
         ("a: [", "is no YAML, line"),
+        ("a: !!python/name:x", "has a tag that plain YAML has not, line 1"),
+        ("chunk_size: 1\nchunk_size: 2", "chunk_size is given twice, in lines 1 and 2"),
         ("- 1", "should be a mapping"),
         ("\xff", "UTF-8"),
         (None, "cannot be read"),
@@ -285,6 +283,25 @@ def test_the_environment_goes_over_the_file(tmp_path: Path, monkeypatch: pytest.
 def test_a_variable_that_is_no_yaml_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^LMCACHE_CHUNK_SIZE: is no YAML$"):
         import_environment({"LMCACHE_CHUNK_SIZE": "a: ["})
+
+
+def test_the_file_itself_is_not_written_over(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("chunk_size: 16\n")
+    error = invoke(str(file), "-o", str(tmp_path / "." / "lmcache.yaml")).exception
+    assert isinstance(error, ConfigError) and "is LMCache's file" in str(error)
+    assert file.read_text() == "chunk_size: 16\n"
+
+
+def test_lmcaches_own_server_has_no_counterpart(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("local_cpu: false\nremote_url: lm://h:65432\nremote_serde: null\n")
+    said = invoke(str(file), "--json")
+    assert said.exit_code == 0
+    tiers = json.loads(said.stdout)["config"]["tiers"]
+    assert tiers == [{"type": "redis", "url": "redis://h:65432", "serializer": "raw"}]
+    strict = invoke(str(file), "--strict")
+    assert strict.exit_code == 1 and "run a Redis at this address" in strict.stderr
 
 
 @pytest.mark.parametrize("to", [".", "no/such.yaml"])

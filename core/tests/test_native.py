@@ -57,7 +57,7 @@ def test_a_missing_library_says_where_and_what_to_do(package: Path) -> None:
     with pytest.raises(PluginError) as caught:
         native.load("kvloom_made_here", "total")
     assert f"no libtotal{SUFFIX} in {package}" in str(caught.value)
-    assert "pip install --force-reinstall --no-deps kvloom-made-here" in str(caught.value)
+    assert "pip install kvloom-made-here --force-reinstall --no-deps" in str(caught.value)
 
 
 def test_a_file_that_is_no_library_says_so(package: Path) -> None:

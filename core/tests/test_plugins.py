@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import quote
 
 import pytest
 
-from kvloom import Observer, PluginError, Registry, StorageBackend, hookimpl, hookspecs
+from kvloom import Observer, PluginError, Registry, StorageBackend, hookimpl, hookspecs, installing
 from kvloom.config import Block, StoredBlock
 from kvloom.config.blocks import BlendBlock, SerializerBlock
 from kvloom.plugins import KINDS
@@ -116,8 +119,56 @@ def test_hints_for_a_missing_type(install: Install) -> None:
     registry = discover(install("plain", kvloom_storage_backends=lambda: [backend("shelf")]))
     with pytest.raises(PluginError, match=r"^no backend of type 'shelv'; known: shelf; did you mean 'shelf'\?$"):
         registry.get("backend", "shelv")
-    with pytest.raises(PluginError, match=r"^no serializer of type 'cachegen'; known: none; pip install kvloom-serde-"):
+    with pytest.raises(
+        PluginError, match=r"^no serializer of type 'cachegen'; known: none; pip install .*serde.cachegen"
+    ):
         registry.get("serializer", "cachegen")
+
+
+def test_what_an_extra_would_bring_is_said_with_the_command(install: Install) -> None:
+    class Watcher(Observer):
+        type = "watcher"
+        extras: ClassVar[dict[str, str]] = {"nosuchmodule.inside": "watch", "json": "other"}
+
+        def on_event(self, event: object) -> None: ...
+
+    registry = discover(install("mine", kvloom_observers=lambda: [Watcher]))
+    assert registry.lacks("observer", "watcher").startswith("needs nosuchmodule.inside: pip install ")
+    assert registry.lacks("observer", "watcher").rstrip("'").endswith("[watch]") and not registry.lacks(
+        "observer", "log"
+    )
+    Watcher.extras = {"json": "other"}
+    assert not registry.lacks("observer", "watcher")
+
+
+@pytest.mark.parametrize(
+    ("url", "dist", "extra", "command"),
+    [
+        ("file://{clone}/core", "kvloom-backend-disk", "", "pip install '{clone}/plugins/backend_disk'"),
+        ("file://{clone}/core", "kvloom-observe", "otel", "pip install '{clone}/plugins/observe[otel]'"),
+        ("file://{clone}/core", "kvloom", "protect", "pip install '{clone}/core[protect]'"),
+        ("file://{clone}/core", "kvloom-elsewhere", "", "pip install kvloom-elsewhere"),
+        ("file://{clone}/gone/core", "kvloom-observe", "", "pip install kvloom-observe"),
+        ("https://example.org/kvloom.whl", "kvloom-observe", "otel", "pip install 'kvloom-observe[otel]'"),
+        (None, "kvloom-observe", "", "pip install kvloom-observe"),
+    ],
+)
+def test_how_to_install_says_what_works_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None, dist: str, extra: str, command: str
+) -> None:
+    clone = tmp_path / "a clone"
+    for folder in ("core", "plugins/backend_disk", "plugins/observe"):
+        (clone / folder).mkdir(parents=True)
+        (clone / folder / "pyproject.toml").touch()
+    noted = None if url is None else json.dumps({"url": url.format(clone=quote(str(clone)))})
+
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return noted
+
+    monkeypatch.setattr(installing.metadata, "distribution", lambda name: Installed())
+    assert installing.pip_install(dist, extra) == command.format(clone=clone)
 
 
 def test_blocking_wins_over_only_and_reaches_the_core(install: Install) -> None:

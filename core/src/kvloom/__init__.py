@@ -21,6 +21,7 @@ _HOME = {
     "Changes": "tiers.held",
     "EngineConfig": "config",
     "Registry": "plugins",
+    "pip_install": "installing",
     "Tier": "tiers",
     **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
     **dict.fromkeys(["StorageBackend", "Sink", "join"], "contracts.storage"),
@@ -134,6 +135,7 @@ if TYPE_CHECKING:
     from kvloom.errors import UnreadableBlobError as UnreadableBlobError
     from kvloom.hookspecs import hookimpl as hookimpl
     from kvloom.index import Index as Index
+    from kvloom.installing import pip_install as pip_install
     from kvloom.keys import chain as chain
     from kvloom.keys import fingerprint as fingerprint
     from kvloom.keys import int32_tokens as int32_tokens

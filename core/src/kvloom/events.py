@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,12 +37,19 @@ Callers = Sequence[tuple[Observer, object]]
 """What each observer that sees requests said as one began."""
 
 
+Blamed = Callable[[], AbstractContextManager[None]]
+"""What is raised within is said with the place in the configuration."""
+
+
 class EventBus:
     """Where everything that happens to KV is reported."""
 
-    def __init__(self, observers: Sequence[Observer], runtime: Runtime) -> None:
-        """Takes the observers over: `close` closes them."""
+    def __init__(
+        self, observers: Sequence[Observer], runtime: Runtime, *, blamed: Sequence[Blamed] | None = None
+    ) -> None:  # fmt: skip
+        """Takes the observers over: `close` closes them. blamed: for each, within what it begins to watch."""
         self._observers = tuple(observers)
+        self._blamed = tuple(blamed) if blamed is not None else (nullcontext,) * len(self._observers)
         self._runtime = runtime
         self._changed = runtime.condition()
         self._sums: dict[tuple[str, str, str], list[float]] = {}
@@ -95,8 +103,9 @@ class EventBus:
 
     def watch(self, engine: Watched) -> None:
         """Have the observers watch an engine. Raises what they raise."""
-        for observer in self._observers:
-            observer.watch(engine)
+        for observer, blamed in zip(self._observers, self._blamed, strict=True):
+            with blamed():
+                observer.watch(engine)
 
     def callers(self) -> Callers:
         """What the observers want to remember of the thread that calls this."""

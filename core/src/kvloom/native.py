@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvloom.errors import PluginError
+from kvloom.installing import pip_install
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +35,12 @@ def load(package: str, name: str) -> ctypes.CDLL:
     spec = importlib.util.find_spec(package)
     places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
     if not places:
-        raise PluginError(f"{package}: not an installed package; pip install {dist}")
+        raise PluginError(f"{package}: not an installed package; {pip_install(dist)}")
     file = next((file for place in places if (file := place / f"lib{name}{_SUFFIX}").is_file()), None)
     if file is None:
         raise PluginError(
             f"{package}: no lib{name}{_SUFFIX} in {places[0]}: it was installed without its compiled part; "
-            f"install a C++ compiler, then pip install --force-reinstall --no-deps {dist}"
+            f"install a C++ compiler, then {pip_install(dist)} --force-reinstall --no-deps"
         )
     try:
         return ctypes.CDLL(str(file))

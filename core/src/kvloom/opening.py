@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from kvloom.blending import Blending
 from kvloom.config import EngineConfig, resolve
@@ -19,6 +20,12 @@ from kvloom.tiers.build import asked_only, build_stack
 from kvloom.tiers.stack import Stack
 from kvloom.types import KVSpec
 
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
 Source = str | Path | Mapping[str, Any] | EngineConfig
 
 
@@ -53,20 +60,23 @@ def open_parts(config: Source, spec: KVSpec, *, role: str, registry: Registry | 
     registry = registry or Registry.discover(only=config.plugins.only, block=config.plugins.block)
     resolved = resolve(config, registry)
     choices = resolved.tiers if moves else asked_only(resolved.tiers)
-    connector = resolved.connector.make(spec)
-    tokens = resolved.tokens.make(spec)
-    layout = Layout(connector.format, spec.torch_dtype, connector.shape)
-    blending = Blending.make(resolved.blend, spec) if resolved.blend and moves else None
     told = [choice for choice in resolved.observers if moves or not choice.cls.sees_chunks]
-    events = EventBus([choice.make(spec) for choice in told], runtime)
-    try:
+    with ExitStack() as made:
+
+        def kept(part: T) -> T:
+            made.callback(part.close)
+            return part
+
+        connector = kept(resolved.connector.make(spec))
+        tokens = kept(resolved.tokens.make(spec))
+        layout = Layout(connector.format, spec.torch_dtype, connector.shape)
+        blending = kept(Blending.make(resolved.blend, spec)) if resolved.blend and moves else None
+        observers = [kept(choice.make(spec)) for choice in told]
+        events = kept(EventBus(observers, runtime, blamed=[choice.blamed for choice in told]))
         stack = build_stack(
             choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
             events=events, runtime=runtime, exact_only=config.exact, moves=moves,
         )  # fmt: skip
-    except BaseException:
-        for part in (connector, tokens, events, *((blending,) if blending else ())):
-            part.close()
-        raise
+        made.pop_all()
     others = () if moves else tuple((one, resolved.tokens.make(one)) for one in spec.other_ranks())
     return Parts(config, spec, stack, connector, tokens, events, runtime, registry, blending, others)

@@ -8,6 +8,7 @@ classes when their kind is first asked for.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import pluggy
 
 from kvloom import hookspecs
 from kvloom.errors import PluginError
+from kvloom.installing import pip_install
 
 if TYPE_CHECKING:
     import typer
@@ -104,6 +106,8 @@ _FIRST_PARTY = {
     ("blend executor", "hybrid"): "kvloom-blend",
     ("blend executor", "none"): "kvloom-blend",
     ("blend executor", "question_attention"): "kvloom-blend",
+    ("observer", "events_zmq"): "kvloom-events-zmq",
+    ("observer", "live"): "kvloom-observe",
     ("observer", "opentelemetry"): "kvloom-observe",
     ("observer", "prometheus"): "kvloom-observe",
 }
@@ -181,6 +185,14 @@ class Registry:
             )
         return providers[0][1]
 
+    def lacks(self, kind: str, type: str) -> str:
+        """What of an extra instances of this class need and is not installed, with the remedy; empty if nothing."""
+        for plugin, cls in self._provided(kind):
+            for module, extra in getattr(cls, "extras", {}).items() if cls.type == type else ():
+                if not _is_there(module):
+                    return f"needs {module}: {pip_install(plugin.dist, extra)}"
+        return ""
+
     def types(self, kind: str) -> dict[str, type[Any]]:
         """Every class of `kind` that can be used, by type, sorted."""
         provided = [cls for _, cls in self._provided(kind)]
@@ -211,7 +223,7 @@ class Registry:
             parts.append(f"not loaded: {', '.join(absent)}")
         dist = _FIRST_PARTY.get((kind, type))
         if dist is not None and dist not in {plugin.dist for plugin in self._plugins}:
-            parts.append(f"pip install {dist}")
+            parts.append(pip_install(dist))
         elif close := get_close_matches(type, known, n=1):
             parts.append(f"did you mean {close[0]!r}?")
         return "; ".join(parts)
@@ -354,6 +366,13 @@ def _no_defaults(manager: pluggy.PluginManager, module: object) -> None:
                 raise pluggy.PluginValidationError(
                     module, f"{caller.name} gives {implementation.kwargnames[0]!r} a default value; remove it"
                 )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def _installed() -> Iterator[metadata.EntryPoint]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from kvloom.errors import ConfigError, UnreadableBlobError
+from kvloom.installing import pip_install
 from kvloom.masking import looks_like_a_key
 from kvloom.types import Buffer
 
@@ -220,7 +221,8 @@ def _require_cryptography() -> None:
     try:
         _cryptography()
     except ImportError as error:
-        raise ConfigError("", "signing and encrypting need cryptography: pip install 'kvloom[protect]'") from error
+        remedy = pip_install("kvloom", "protect")
+        raise ConfigError("", f"signing and encrypting need cryptography: {remedy}") from error
 
 
 def _key_id(key: bytes) -> bytes:

@@ -21,6 +21,8 @@ Buffers = Sequence[Buffer]
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 """What KV may be made of, in torch's names."""
 
+_MOST = 1 << 31
+
 EXACT = "exact"
 """The fidelity of KV that equals, bit for bit, what the engine computed."""
 
@@ -196,8 +198,12 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_size", "world_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"KVSpec.{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value < _MOST:
+                raise ValueError(f"KVSpec.{name} must be a whole number of at least 1, not {value!r}")
+        for name in ("model", "revision", "kv_quantization"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"KVSpec.{name} must be a string, not {getattr(self, name)!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"KVSpec.dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.kv_planes not in (1, 2):

@@ -66,22 +66,22 @@ def test_the_socket_is_the_users_alone_and_goes_with_the_engine(tmp_path: Path, 
 def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, runtime: Path) -> None:
     runtime.mkdir()
     runtime.chmod(0o777)
-    with pytest.raises(OSError, match="not a directory of this user's alone"):
+    with pytest.raises(ConfigError, match=r"observers\.0: .*not a directory of this user's alone"):
         opened(tmp_path, "live")
     runtime.rmdir()
     runtime.symlink_to(tmp_path)
-    with pytest.raises(OSError, match="not a directory of this user's alone"):
+    with pytest.raises(ConfigError, match=r"observers\.0: .*not a directory of this user's alone"):
         opened(tmp_path, "live")
 
 
 def test_paths_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="too long for a socket"):
+    with pytest.raises(ConfigError, match=r"observers\.0: .*too long for a socket"):
         opened(tmp_path, {"type": "live", "path": str(tmp_path / ("x" * 120))})
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match="no socket"):
+    with pytest.raises(ConfigError, match=r"observers\.0: .*no socket"):
         opened(tmp_path, {"type": "live", "path": str(tmp_path / "file")})
     with opened(tmp_path, {"type": "live", "path": str(tmp_path / "s")}):
-        with pytest.raises(OSError, match="another engine's"):
+        with pytest.raises(ConfigError, match=r"observers\.0: .*another engine's"):
             opened(tmp_path / "2", {"type": "live", "path": str(tmp_path / "s")})
         assert sockets.ask(tmp_path / "s")
     assert (tmp_path / "file").read_text() == "mine"

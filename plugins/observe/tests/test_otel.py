@@ -157,5 +157,5 @@ def test_what_no_collector_answers_at_is_refused_at_the_start(tmp_path: Path, en
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ImportError, match=r"pip install 'kvloom-observe\[otel\]'"):
+    with pytest.raises(ImportError, match=r"pip install .*observe\[otel\]'"):
         OpenTelemetryObserver(OpenTelemetryObserver.Config())

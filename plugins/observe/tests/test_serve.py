@@ -74,7 +74,11 @@ def test_the_page_the_snapshot_and_nothing_else(tmp_path: Path) -> None:
             status == 200 and told["requests"]["served_tokens"] == 48 and told["series"]["1"]["at"] and not told["why"]
         )
         assert ask(page, "/../secrets")[0] == 404 and ask(page, "/static/page.js")[0] == 404
-        assert ask(page, "/why.json", "POST", "{}")[0] == 404 and ask(page, "/", "PUT")[0] == 501
+        assert ask(page, "/why.json", "POST", "{}")[0] == 404
+        for method in ("PUT", "DELETE", "OPTIONS"):
+            status, told, headers = ask(page, "/", method)
+            assert status == 501 and "Unsupported" in told["error"] and headers["Content-Security-Policy"]
+        assert ask(page, "/page.js", "HEAD")[:2] == (200, "")
 
 
 def test_pages_of_others_get_no_answer(tmp_path: Path) -> None:
@@ -94,9 +98,13 @@ def test_why_was_it_a_miss(tmp_path: Path) -> None:
         assert status == 200 and [one["verdict"] for one in told["chunks"]] == ["hit"] * 4 + ["never stored"]
         assert told["chunks"][0]["tiers"] == ["disk"] and told["leading_tokens"] == 16
         wrong = (json.dumps({"tokens": one}) for one in ("x", [1.5], [-1]))
-        for bad in ("[", "{}", '{"tokens": [1], "salts": [3]}', *wrong):
+        for bad in ("[", "[" * 100_000, "{}", '{"tokens": {"1": 2}}', '{"tokens": [100000000000000000000000]}', *wrong):
             status, told, _ = ask(page, "/why.json", "POST", bad, **json_type)
-            assert status == 400 and told["error"]
+            assert (status, told["error"]) == (400, "tokens: a JSON list of token ids")
+        for bad in ('{"tokens": [1], "salts": [3]}', '{"tokens": [1], "salts": "abc"}'):
+            status, told, _ = ask(page, "/why.json", "POST", bad, **json_type)
+            assert (status, told["error"]) == (400, "salts: a JSON list of strings")
+        assert ask(page, "/snapshot.json", "POST", body)[1] == {"error": "there is no such question; POST /why.json"}
         assert ask(page, "/why.json", "POST", body)[0] == 400
 
 
@@ -106,7 +114,7 @@ def test_an_engine_that_goes_away_is_said(tmp_path: Path) -> None:
         assert ask(page, "/snapshot.json")[0] == 200
         engine.close()
         status, told, _ = ask(page, "/snapshot.json")
-        assert status == 503 and told["error"]
+        assert status == 503 and str(tmp_path) in told["error"] and "start one with" in told["error"]
 
 
 def test_a_port_in_use_and_half_of_a_question(tmp_path: Path) -> None:
@@ -115,6 +123,10 @@ def test_a_port_in_use_and_half_of_a_question(tmp_path: Path) -> None:
         assert f"port {page.port}" in str(said.exception) and "--port" in str(said.exception)
         half = CliRunner().invoke(app(), ["serve", "--config", str(tmp_path / "kv.yaml")]).exception
         assert isinstance(half, ConfigError)
+        there, gone = str(tmp_path / "kv.yaml"), str(tmp_path / "gone")
+        for config, spec in ((gone, str(tmp_path / "spec.json")), (there, gone)):
+            said = CliRunner().invoke(app(), ["serve", "--port", "0", "--config", config, "--spec", spec])
+            assert isinstance(said.exception, ConfigError) and gone in str(said.exception)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -39,7 +40,7 @@ def test_a_frame_has_the_tiers_the_hit_rate_and_the_hottest_prefix(tmp_path: Pat
         named = top("mine", "--json")
     text = said.output
     assert said.exit_code == 0 and "mine: tiny" in text and "75.0% of 64 tokens in 4 requests" in text
-    assert "48 tokens of prefill, 2 s at 24 tokens/s" in text and "in no tier 4 tokens" in text
+    assert "48 tokens of prefill, 2.00 s at 24 tokens/s" in text and "in no tier 4 tokens" in text
     assert [line.split()[:2] for line in text.splitlines() if line.startswith(("memory", "disk"))] == [
         ["memory", "ok"],
         ["disk", "ok"],
@@ -63,6 +64,32 @@ def test_which_engine(tmp_path: Path) -> None:
         assert isinstance(error, ConfigError) and "name one: one-" in str(error) and "two-" in str(error)
         assert "two: tiny" in top("two", "--once").output
         assert "no engine 'three' runs" in str(top("three", "--once").exception)
+    assert "asked for by http://" in str(top("ftp://one", "--once").exception)
+
+
+def test_the_socket_of_a_dead_engine(tmp_path: Path) -> None:
+    path = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    (tmp_path / "file").touch()
+    for place, words in (
+        (path, "its engine has ended"),
+        (tmp_path / "file", "no socket"),
+        (tmp_path / "x", "no engine is"),
+    ):
+        for verb in (["top", "--once"], ["serve", "--port", "0"]):
+            error = CliRunner().invoke(app(), [*verb, str(place)]).exception
+            assert isinstance(error, BackendError) and words in str(error) and str(error).count(str(place)) == 1
+
+
+def test_who_stops_reading_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
+    with opened(tmp_path, "live"):
+        command = [sys.executable, "-m", "kvloom", "top", "--once", "--json"]
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+        os.close(writer)
+    assert "kvloom-" not in done.stderr and done.returncode == 1
 
 
 class Else(BaseHTTPRequestHandler):
@@ -88,7 +115,7 @@ def test_what_is_no_engine_of_kvloom(tmp_path: Path) -> None:
         server.server_close()
     for word in (f"http://127.0.0.1:{free_port()}/metrics", str(tmp_path / "nobody.sock")):
         error = top(word, "--once").exception
-        assert isinstance(error, BackendError) and "\n" not in str(error)
+        assert isinstance(error, BackendError) and "\n" not in str(error) and str(error).count(word) == 1
 
 
 def test_on_a_terminal_it_goes_on_without_the_engine_until_ctrl_c(tmp_path: Path) -> None:

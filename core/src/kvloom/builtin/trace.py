@@ -57,6 +57,8 @@ class TraceObserver(Observer):
         self._file: int | None = None
         self._ended = False
         self._left_bytes = int(config.max_bytes)
+        if self.path.is_dir():
+            raise ValueError(f"path: {self.path} is a directory; name a file in it")
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
             raise ValueError(f"path: {self.path.parent} is no directory that can be written to; make it")
         self.lines = 0

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvloom.checkup.finding import Finding, note, ok, problem
+from kvloom.installing import pip_install
 from kvloom.plugins import Registry
 
 PYTHON = ((3, 11), (3, 13))
@@ -99,7 +100,7 @@ def _compiled(registry: Registry) -> Iterator[Finding]:
             try:
                 ctypes.CDLL(str(file))
             except OSError as error:
-                text = f"{error}; pip install --force-reinstall --no-deps {status.dist}"
+                text = f"{error}; {pip_install(status.dist)} --force-reinstall --no-deps"
                 yield problem("compiled", f"{status.dist} {file.name}", text)
             else:
                 yield ok("compiled", f"{status.dist} {file.name}", "loads")

@@ -46,6 +46,8 @@ def add(verbs: typer.Typer) -> None:
 
         if file is None and not env:
             raise ConfigError("LMCACHE.yaml", "name the file, or take the environment with --env")
+        if file is not None and to is not None and file.resolve() == to.resolve():
+            raise ConfigError("--output", f"{to} is LMCache's file; name another")
         fields = {} if file is None else _read(file)
         if env:
             fields |= import_environment(os.environ)
@@ -76,15 +78,24 @@ def add(verbs: typer.Typer) -> None:
 def _read(file: Path) -> dict[str, Any]:
     import yaml
 
+    from kvloom.config.problems import dotted
+    from kvloom.config.sources import repeated
+
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        twice = next(repeated(node), None) if node else None
+        tree = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(str(file), "is no text in UTF-8") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        where = getattr(error, "problem_mark", None)
-        raise ConfigError(str(file), f"is no YAML{f', line {where.line + 1}' if where else ''}") from None
+        where, tag = getattr(error, "problem_mark", None), isinstance(error, yaml.constructor.ConstructorError)
+        text = "has a tag that plain YAML has not" if tag else "is no YAML"  # and no word of what stands there
+        raise ConfigError(str(file), f"{text}{f', line {where.line + 1}' if where else ''}") from None
+    if twice is not None:
+        raise ConfigError(str(file), f"{dotted(twice[0])} is {twice[1]}")
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):

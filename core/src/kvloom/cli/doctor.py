@@ -1,4 +1,4 @@
-"""`kvloom doctor`: is everything here that is needed, does it fit together, and does each tier work?"""
+"""`kvloom doctor`: is everything here that is needed, does it fit together, and does each tier and observer work?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def add(commands: typer.Typer, registry: Registry) -> None:
     @commands.command("doctor")
     def doctor(
         file: Annotated[
-            Path | None, typer.Argument(metavar="[FILE]", help="A configuration: its tiers are tried, too.")
+            Path | None,
+            typer.Argument(metavar="[FILE]", help="A configuration: its tiers and observers are tried, too."),
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
@@ -51,8 +52,9 @@ def _findings(registry: Registry, resolved: object) -> Iterator[Finding]:
     yield from installed.looked_at(registry)
     yield from machine.looked_at()
     if resolved is not None:
-        from kvloom.checkup import tiers
+        from kvloom.checkup import parts, tiers
 
+        yield from parts.looked_at(resolved)  # type: ignore[arg-type]
         yield from tiers.looked_at(resolved)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -217,6 +218,17 @@ def envelope_header(store: Store, name: str) -> envelope.Header | None:
         if not backend.get_range(name, 0, page):
             raise CorruptBlobError("the blob is cut short")
     return envelope.parse(page, key=name, protection=store.choice.protection)
+
+
+def chunk_tokens_of(opened: Sequence[Store], fingerprint: str) -> int | None:
+    """How many tokens are in a chunk of this model that the tiers hold; None if they hold none that can be read."""
+    for store in opened:
+        for entry in store.entries(f"{fingerprint}/"):
+            with suppress(BackendError):
+                header = store.ask(partial(envelope_header, store, entry.key))
+                return None if header is None else header.description.num_tokens
+            break
+    return None
 
 
 # -- under other names -------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 from typing import Annotated
 
@@ -51,12 +53,24 @@ def app(*, listing: bool = False) -> typer.Typer:
 def main() -> None:
     """Run it. Exit status: 1 for an error, 2 for one in the configuration or the command line."""
     try:
-        app(listing=all(word.startswith("-") for word in sys.argv[1:]))()
+        try:
+            app(listing=all(word.startswith("-") for word in sys.argv[1:]))()
+        finally:
+            sys.stdout.flush()
     except KVLoomError as error:
-        from kvloom.cli import output
-
-        output.say(f"kvloom: {error}", stderr=True)
+        _say(str(error))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:  # such as a full disk behind stdout: what is left in its buffer has nowhere to go
+        _say(f"{error.filename or 'output'}: {error.strerror or error}")
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _say(problem: str) -> None:
+    from kvloom.cli import output
+
+    output.say(f"kvloom: {problem}", stderr=True)
 
 
 def _print_version(wanted: bool) -> None:

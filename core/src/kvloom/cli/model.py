@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,17 +50,32 @@ def read_json(path: Path) -> Any:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(str(path), f"not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(str(path), "not JSON that anybody writes: nested too deeply") from None
 
 
 def read_spec(path: Path) -> KVSpec:
     """The spec in a file: what `KVSpec.to_json()` gives, or a tier's record. Raises ConfigError with the path."""
-    from kvloom.types import KVSpec
-
     value = read_json(path)
     try:
-        return KVSpec(**value.get("spec", value))
-    except (AttributeError, TypeError, ValueError) as error:
+        return spec_from(value.get("spec", value) if isinstance(value, dict) else value)
+    except (TypeError, ValueError) as error:
         raise ConfigError(str(path), f"should be what KVSpec.to_json() gives: {error}") from None
+
+
+def spec_from(value: Any) -> KVSpec:
+    """From its fields. Raises ValueError or TypeError that names the one that is wrong."""
+    from kvloom.types import KVSpec
+
+    if not isinstance(value, dict):
+        raise TypeError(f"it is a {type(value).__name__}, not an object with a field for each property")
+    known = {one.name: one for one in fields(KVSpec)}
+    if strangers := [name for name in value if name not in known]:
+        raise ValueError(f"unknown field {strangers[0]!r}")
+    needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
+    if lacking := [name for name in needed if name not in value]:
+        raise ValueError(f"no field {lacking[0]!r}")
+    return KVSpec(**value)
 
 
 def recorded(

@@ -79,7 +79,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         resolved, known = _resolved(path)
         reports = []
         for choice in stored(resolved, tier):
-            with opened(choice) as store:
+            with opened(choice, made=False) as store:
                 reader = Reader(store, _serializers(choice) if known else None, action, threads)
                 reports.append(_scrubbed(reader))
         if as_json:

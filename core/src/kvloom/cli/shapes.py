@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloom.cli.model import read_json
+from kvloom.cli.model import read_json, spec_from
 from kvloom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ class Given:
     kv_heads: int | None = None
     head_size: int | None = None
     dtype: str | None = None
+    option: str = "--model"
+    """What `model` was given with, and what to say in its place."""
+    instead: str = "--layers, --kv-heads, --head-size and --dtype"
 
 
 def spec_of(given: Given) -> KVSpec:
@@ -38,32 +41,30 @@ def spec_of(given: Given) -> KVSpec:
     said = {name: value for name, value in {**numbers, "dtype": given.dtype}.items() if value is not None}
     try:
         if given.model is not None:
-            return replace(_of_model(given.model), **said)  # type: ignore[arg-type]
+            return replace(_of_model(given.model, given), **said)  # type: ignore[arg-type]
         if None in numbers.values():
-            raise ConfigError("--model", "give a model, or all of --layers, --kv-heads and --head-size")
+            raise ConfigError(given.option, "give a model, or all of --layers, --kv-heads and --head-size")
         return KVSpec(**{"model": "given", "dtype": "bfloat16", **said})  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError("--model", str(error)) from None
+        raise ConfigError(given.option, str(error)) from None
 
 
-def _of_model(model: str) -> KVSpec:
-    from kvloom.types import KVSpec
-
-    path = _file_of(model)
+def _of_model(model: str, given: Given) -> KVSpec:
+    path = _file_of(model, given.option)
     value = read_json(path)
     if not isinstance(value, dict):
         raise ConfigError(str(path), "should be a KVSpec or a model's config.json")
     value = value.get("spec", value)
     try:
-        return KVSpec(**(value if "head_size" in value and "num_layers" in value else _fields(model, value)))
+        return spec_from(value if "head_size" in value and "num_layers" in value else _fields(model, value))
     except (KeyError, TypeError, ValueError) as error:
         problem = f"no {error} in it" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(str(path), f"{problem}; say --layers, --kv-heads, --head-size and --dtype instead") from None
+        raise ConfigError(str(path), f"{problem}; say {given.instead} instead") from None
 
 
-def _file_of(model: str) -> Path:
+def _file_of(model: str, option: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         path /= "config.json"
@@ -76,7 +77,7 @@ def _file_of(model: str) -> Path:
     except (ImportError, ValueError):  # not installed; no name that the hub could have
         cached = None
     if not isinstance(cached, str):
-        raise ConfigError("--model", f"{model!r} is no file and no directory, and not in the hub's cache; download it")
+        raise ConfigError(option, f"{model!r} is no file and no directory, and not in the hub's cache; download it")
     return Path(cached)
 
 

@@ -78,7 +78,7 @@ def _summary(choice: TierChoice) -> Summary:
     assert choice.backend is not None
     summary = Summary(choice.name, choice.backend.cls.type, choice.capacity, state="not opened")
     try:
-        with opened(choice) as store:
+        with opened(choice, made=False) as store:
             summary.state = "failed"
             _ask(store, summary)
             _count(store, summary)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvloom.errors import BackendError, ConfigError
@@ -103,9 +104,18 @@ def chunk_key(text: str) -> ChunkKey | None:
 
 
 @contextmanager
-def opened(choice: TierChoice, spec: KVSpec | None = None, *, threads: int = 1) -> Iterator[Store]:
-    """One stored tier. Raises ConfigError if it cannot be opened, BackendError if that takes too long."""
+def opened(
+    choice: TierChoice, spec: KVSpec | None = None, *, threads: int = 1, made: bool = True
+) -> Iterator[Store]:  # fmt: skip
+    """One stored tier. Raises ConfigError if it cannot be opened, BackendError if that takes too long.
+
+    made: a directory that is not there is made; else that is an error, as it is for who only looks.
+    """
     assert choice.backend is not None
+    place = getattr(choice.backend.config, "path", None)
+    if not made and isinstance(place, Path) and not place.expanduser().exists():
+        text = f"there is no {str(place)!r}: nothing was stored there yet, or it is written otherwise"
+        raise ConfigError(f"{choice.path}.path", text)
     make, seconds = choice.backend.make, choice.deadline
     workers = Workers(RUNTIME, name=f"tier {choice.name}", threads=threads)
     backend: StorageBackend = workers.run(lambda: make(spec), seconds=seconds)
@@ -120,11 +130,11 @@ def opened(choice: TierChoice, spec: KVSpec | None = None, *, threads: int = 1) 
 
 @contextmanager
 def stores(
-    resolved: Resolved, spec: KVSpec | None = None, *, only: str | None = None, threads: int = 1
+    resolved: Resolved, spec: KVSpec | None = None, *, only: str | None = None, threads: int = 1, made: bool = True
 ) -> Iterator[list[Store]]:
     """The stored tiers, in order, or the one that is called `only`. ConfigError if there is none to look into."""
     with ExitStack() as stack:
-        yield [stack.enter_context(opened(one, spec, threads=threads)) for one in stored(resolved, only)]
+        yield [stack.enter_context(opened(one, spec, threads=threads, made=made)) for one in stored(resolved, only)]
 
 
 def at_once(

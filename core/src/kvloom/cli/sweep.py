@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from kvloom.replay.stored import Stored
 
 NO_LIMIT = "without limits"
+_MOST_BYTES = 1 << 40
+"""Of one token: no model comes near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +96,22 @@ def runs(configs: Sequence[Path], options: Options) -> list[Run]:
     from kvloom.cli.config import load
     from kvloom.cli.shapes import Given, spec_of
 
-    spec = None if options.spec is None else spec_of(Given(model=options.spec))
+    if options.spec is not None and options.bytes_per_token is not None:
+        raise ConfigError("--bytes-per-token", "is said by --spec, too; give one of them")
+    if not 0 < (1 if options.bytes_per_token is None else options.bytes_per_token) < _MOST_BYTES:
+        raise ConfigError("--bytes-per-token", f"should be more than 0 and less than {_MOST_BYTES}")
+    by_size = Given(model=options.spec, option="--spec", instead="--bytes-per-token")
+    spec = None if options.spec is None else spec_of(by_size)
     found = []
     named = _short_names(configs)
     plans: list[TierPlan] = []
+    tiers: set[str] = set()
     for path in configs:
         config, resolved = load(path)
         known = {tier.name for tier in resolved.tiers}
         if strangers := sorted(options.capacities.keys() - known):
             raise ConfigError("--capacity", f"{path} has no tier {strangers[0]!r}; it has: {', '.join(sorted(known))}")
+        tiers |= known
         for sizes in product(*options.capacities.values()):
             tried = dict(zip(options.capacities, sizes, strict=True))
             changed = replace(
@@ -114,6 +124,11 @@ def runs(configs: Sequence[Path], options: Options) -> list[Run]:
             )  # fmt: skip
             engine = Replay(plans, chunk_tokens=config.chunk_tokens, tenants=options.tenants)
             found.append(Run(named[path], tried, engine, tuple(_notes(plans, options.tenants))))
+    if strangers := sorted(options.ratios.keys() - tiers):
+        raise ConfigError("--ratio", f"there is no tier {strangers[0]!r}; there are: {', '.join(sorted(tiers))}")
+    limited = {name for run in found for plan in run.replay.plans for name in plan.quota or {}}
+    if strangers := sorted(options.tenants.keys() - limited):
+        raise ConfigError("--salt", f"no tier has a quota for {strangers[0]!r}")
     first = found[0].replay
     all_of_it = TierPlan(
         "everything", "dict", None, first.plans[0].stored_bytes, first.plans[0].moved_bytes, first.plans[0].landed_bytes
@@ -217,15 +232,21 @@ def _pairs(options: Sequence[str], option: str, example: str) -> list[tuple[str,
 # -- the chart ---------------------------------------------------------------------------------------------------------
 
 
+def check_chart(path: Path) -> None:
+    """Before hours of replaying. Raises ConfigError."""
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError("--chart", f"{path.name!r} should end in .png or .svg")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--chart", "matplotlib is not installed; pip install matplotlib, or leave --chart out")
+
+
 def draw(found: Sequence[Run], path: Path) -> None:
     """Hit rate against capacity, or beside each other by tier if there is one run of each. Raises ConfigError."""
-    try:
-        import matplotlib
+    import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError("--chart", "matplotlib is not installed; pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     *tried, ceiling = found
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     _curves(axes, tried) if tried[0].capacities and len(tried) > 1 else _bars(axes, tried)

@@ -80,8 +80,8 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         from kvloom.cli import sweep
         from kvloom.replay import Trace
 
-        if chart is not None and chart.suffix not in (".png", ".svg"):
-            raise ConfigError("--chart", f"{chart.name!r} should end in .png or .svg")
+        if chart is not None:
+            sweep.check_chart(chart)
         options = sweep.Options(
             spec=spec, bytes_per_token=bytes_per_token, capacities=sweep.capacities(capacity or []),
             ratios=sweep.numbers(ratio or [], "--ratio"), tenants=sweep.integers(salt or [], "--salt"),
@@ -90,13 +90,13 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         source = Trace(trace, block_tokens=block_tokens)
         seconds = sweep.replay(source, runs)
         _check(source, runs)
-        if chart is not None:
-            sweep.draw(runs, chart)
         about = _about(source, runs[0], seconds)
         if as_json:
             print(json.dumps({"trace": about, "runs": [run.result() for run in runs]}, indent=2))
         else:
             _print(about, runs)
+        if chart is not None:
+            sweep.draw(runs, chart)
 
 
 # -- recording ---------------------------------------------------------------------------------------------------------
@@ -218,8 +218,12 @@ def _print(about: dict[str, Any], runs: Sequence[Run]) -> None:
         for note in run.notes:
             output.say(f"{run.label}: {note}")
     if about["broken"]:
-        some = "; ".join(f"line {one['line']}: {one['why']}" for one in about["first_broken"])
-        output.say(f"{about['broken']:,} broken lines were passed over: {some}", stderr=True)
+        share = f"{about['broken']:,} of {about['lines']:,} lines"
+        output.say(f"{share} are no requests, and were passed over:", stderr=True)
+        for one in about["first_broken"]:
+            output.say(f"  line {one['line']}: {one['why']}", stderr=True)
+        if about["broken"] > len(about["first_broken"]):
+            output.say("  ...", stderr=True)
     if about["late"]:
         output.say(f"{about['late']:,} lines were too far out of order and were taken as they came", stderr=True)
 

@@ -57,26 +57,31 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Say of each chunk of a prompt where it is stored, or why not: evicted, expired, corrupt, another's ..."""
-        from kvloom.cli.fates import Question, fates
+        from kvloom.cli.fates import GONE, NEVER, Question, chunk_tokens_of, fates
         from kvloom.cli.store import stores
 
         config, resolved = load(file)
         if fingerprint is not None:
-            with stores(resolved, None) as opened:
+            with stores(resolved, None, made=False) as opened:
                 _print_differences(opened, fingerprint)
             return
         prompt = _prompt(tokens, text, tokenizer)
         given = None if spec is None else read_spec(spec)
-        with stores(resolved, given) as opened:
+        with stores(resolved, given, made=False) as opened:
             keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
             salts = tuple(salt) if salt else (config.salt,)
             found = fates(opened, Question(keys, prompt, salts, exact=config.exact, verify=verify))
+            nowhere = bool(found) and found[0].verdict in (NEVER, GONE) and resolved.tokens.cls.type == "chunked"
+            there = chunk_tokens_of(opened, keys.fingerprint) if nowhere else None
         if as_json:
             print(json.dumps(_as_json(found, keys, len(prompt)), indent=2))
         else:
             _print(
                 found, keys.fingerprint, len(prompt), config.chunk_tokens, in_memory=len(opened) < len(resolved.tiers)
             )
+            if there not in (None, config.chunk_tokens):
+                sizes = f"chunks of {there} tokens, and this configuration makes them of {config.chunk_tokens}"
+                output.say(f"what the tiers hold of this model are {sizes} (chunk_tokens)")
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------
@@ -136,6 +141,9 @@ def _print_differences(opened: Sequence[Store], asked: str) -> None:
         (name, record["spec"].get("model", ""), "; ".join(differences(record["identity"], mine["identity"])))
         for name, record in sorted(records.items())
     ]
+    if not rows:
+        output.say(f"fingerprint {known[0]}: the tiers have records of no other")
+        return
     output.print_table(f"fingerprint {known[0]}", ("other", "model", "differs in"), rows)
 
 

@@ -192,6 +192,8 @@ class _Pass:
         config = Config()
         try:
             cls = self._registry.get(kind, type)
+            if lacking := self._registry.lacks(kind, type):
+                self.problems.append((at_type, lacking))
             config = cls.Config.model_validate(settings)
         except PluginError as error:
             self.problems.append((at_type, str(error)))

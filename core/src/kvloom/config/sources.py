@@ -27,7 +27,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        repeated = list(_repeated(node, (), set())) if node else []
+        twice = list(repeated(node)) if node else []
         tree = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
@@ -37,8 +37,8 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(str(path), f"not YAML: {' '.join(str(error).split())}") from None
     except ValueError as error:
         raise ConfigError(repr(str(path)), f"cannot be read: {error}; name a file") from None
-    if repeated:
-        (first, problem), *rest = repeated
+    if twice:
+        (first, problem), *rest = twice
         raise ConfigError(dotted(first), "\n".join([problem, *(f"{dotted(key)}: {text}" for key, text in rest)]))
     if tree is None:
         return {}
@@ -47,8 +47,12 @@ def read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _repeated(node: yaml.Node, at: KeyPath, seen: set[int]) -> Iterator[Problem]:
+def repeated(node: yaml.Node) -> Iterator[Problem]:
     """YAML lets the last of two equal keys win; that hides mistakes."""
+    yield from _repeated(node, (), set())
+
+
+def _repeated(node: yaml.Node, at: KeyPath, seen: set[int]) -> Iterator[Problem]:
     if id(node) in seen:
         return
     seen.add(id(node))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import builtins
 import re
 from abc import ABC
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -55,6 +56,9 @@ class Component(ABC):
     type: ClassVar[str]
     """The word that users write in YAML."""
     Config: ClassVar[builtins.type[_Config]] = _Config
+    extras: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Modules that instances import and that only an extra of the distribution installs, with the name of the extra. If
+    one is not there, the configuration is refused before anything is opened, with how to install it."""
 
     def __init__(self, config: _Config, spec: KVSpec | None = None) -> None:
         self.config = config

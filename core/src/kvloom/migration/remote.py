@@ -51,7 +51,8 @@ def add_remote(draft: Draft) -> None:
     draft.say("remote_serde", "mapped", f"the `serializer` of the tier `{kind}`", part=f"tiers/{kind}")
     tier["serializer"] = _serde(draft)
     if found.scheme == "lm":
-        draft.say("remote_url", "mapped", "LMCache's own server has no counterpart: run a Redis at this address")
+        text = "LMCache's own server is none that kvloom speaks to: run a Redis at this address, for the tier `redis`"
+        draft.say("remote_url", "no counterpart", text)
     if found.query:
         draft.row("remote_url.query", "no counterpart", _LOST_QUERY)
     if found.password and found.scheme in ("mooncakestore", "fs", "file"):

@@ -1,6 +1,6 @@
 """Reading a trace: one request a line, as `kvloom trace record` and Mooncake's public traces have it.
 
-    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
+    {"timestamp": 27482, "input_length": 1300, "output_length": 52, "hash_ids": [46, 47, 48]}
 
 `timestamp` is in milliseconds. A hash id stands for a block of tokens and all before it, so that equal ids are equal
 prefixes. kvloom's own lines have more: `chunk_tokens`, `verb`, `salt`, `first`, `served`, `copied`.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -101,7 +101,7 @@ class Trace:
             self.lines += 1
             try:
                 yield _line(text, self.block_tokens or BLOCK_TOKENS)
-            except (ValueError, TypeError, RecursionError) as error:
+            except (ValueError, TypeError) as error:
                 self._broke(number, str(error))
 
     def _broke(self, number: int, why: str) -> None:
@@ -140,33 +140,43 @@ def _line(text: bytes, block_tokens: int) -> Line:
         raise ValueError("not UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("not JSON that anybody writes: nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"should be an object, not {type(value).__name__}")
     get = value.get
     stamp, length, ids = get("timestamp"), get("input_length"), get("hash_ids")
     if not isinstance(stamp, int | float) or stamp is True or stamp is False or not abs(stamp) < 1e15:  # NaN is not
         raise ValueError("timestamp: should be milliseconds")
-    if type(length) is not int or length < 0:
-        raise ValueError("input_length: should be a number of tokens")
+    if type(length) is not int or not 0 <= length < _MOST_TOKENS:
+        raise ValueError(f"input_length: should be a number of tokens, fewer than {_MOST_TOKENS}")
     if type(ids) is not list or not set(map(type, ids)) <= _INTEGERS:
         raise ValueError("hash_ids: should be a list of whole numbers")
-    if len(value) > 4:  # more than Mooncake's fields
+    own = len(value) > 3 + ("output_length" in value)  # more than Mooncake's fields
+    if own:
         block_tokens = get("chunk_tokens", block_tokens)
         if type(block_tokens) is not int or block_tokens < 1:
             raise ValueError("chunk_tokens: should be a number of tokens")
     if (len(ids) - 1) * block_tokens >= max(length, 1):
         raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are more than {length} tokens")
-    if len(value) <= 4:
+    if not own:
+        if len(ids) < length // block_tokens:
+            raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are fewer than {length} tokens")
         return _new((stamp / 1000, length, ids, block_tokens, "", 0, 0, _NOTHING, 0))
     return _new((stamp / 1000, length, ids, block_tokens, *_own(value, len(ids))))
 
 
 _INTEGERS = {int}
+_MOST_TOKENS = 1 << 31
 _NOTHING: dict[str, int] = {}
 
 
 def _new(fields: tuple[Any, ...]) -> Line:
     return tuple.__new__(Line, fields)
+
+
+def _are_counts(numbers: Collection[Any]) -> bool:
+    return set(map(type, numbers)) <= _INTEGERS and min(numbers, default=0) >= 0
 
 
 def _own(value: dict[str, Any], blocks: int) -> tuple[str, int, int, dict[str, int], int]:
@@ -178,7 +188,7 @@ def _own(value: dict[str, Any], blocks: int) -> tuple[str, int, int, dict[str, i
         raise ValueError("salt: should be a whole number")
     if type(first) is not int or not 0 <= first <= blocks:
         raise ValueError("first: should be the number of a block")
-    if served is not None and not (isinstance(served, dict) and set(map(type, served.values())) <= _INTEGERS):
+    if served is not None and not (isinstance(served, dict) and _are_counts(served.values())):
         raise ValueError("served: should be tokens by tier")
     copied = value.get("copied")
     if copied is not None and (type(copied) is not int or copied < 0):

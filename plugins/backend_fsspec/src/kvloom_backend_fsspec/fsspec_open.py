@@ -8,6 +8,7 @@ import netrc
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvloom import pip_install
 from kvloom_backend_fsspec.config import Config, Place
 
 _EXTRAS = {
@@ -40,7 +41,7 @@ def open_fs(place: Place, config: Config) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(config.url, **settings)
     except ImportError as error:
         extra = _EXTRAS.get(place.scheme)
-        remedy = f"pip install 'kvloom-backend-fsspec[{extra}]'" if extra else str(error)
+        remedy = pip_install("kvloom-backend-fsspec", extra) if extra else str(error)
         raise ImportError(f"url: {place.scheme}:// needs another package: {remedy}") from error
     if hasattr(fs, "retries"):
         fs.retries = config.retries + 1

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from kvloom import pip_install
 from kvloom_backend_fsspec.config import OBSTORE_SCHEMES, Config
 
 
@@ -58,8 +59,8 @@ def _aws_files(options: dict[str, Any]) -> dict[str, Any]:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         raise ImportError(
-            "to read ~/.aws, boto3 is needed: pip install 'kvloom-backend-fsspec[aws]', or set AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY"
+            f"to read ~/.aws, boto3 is needed: {pip_install('kvloom-backend-fsspec', 'aws')}, or set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ) from None
     session = boto3.session.Session()
     if session.region_name and not {"region", "aws_region"} & set(options):

@@ -37,17 +37,19 @@ def top(
 
     source = find(engine)
     try:
-        console = Console(highlight=False)
+        told = source.read(False)
+    except (OSError, ValueError) as error:
+        raise BackendError(str(error)) from None
+    console = Console(highlight=False)
+    try:
         if as_json:
-            print(json.dumps(source.read(False)))
+            print(json.dumps(told))
         elif once or not sys.stdout.isatty():
-            frame(source.read(False), console)
+            frame(told, console)
         else:
-            watch(source, console, every=every)
+            watch(source, told, console, every=every)
     except KeyboardInterrupt:
         raise typer.Exit from None
-    except (OSError, ValueError) as error:
-        raise BackendError(f"{source.name}: {error}") from None
 
 
 def serve(
@@ -60,14 +62,22 @@ def serve(
     spec: Annotated[Path | None, typer.Option(metavar="SPEC.json", help="The model, as `kvloom why` takes it.")] = None,
 ) -> None:
     """A page that shows an engine, with plots over time; for this machine alone unless --host says otherwise."""
-    from kvloom import BackendError, ConfigError
+    from kvloom import BackendError, ConfigError, EngineConfig
 
     from .serve.server import Page
     from .sources import find
 
     if (config is None) is not (spec is None):
         raise ConfigError("--config, --spec", "give both, or neither")
+    if config is not None and spec is not None:
+        EngineConfig.from_file(config)  # what is wrong with it is said now, and not in a browser
+        if not spec.is_file():
+            raise ConfigError("--spec", f"{spec} is not there; write engine.spec.to_json() into it")
     source = find(engine)
+    try:
+        source.read(False)
+    except (OSError, ValueError) as error:
+        raise BackendError(str(error)) from None
     try:
         page = Page(source, host, port, config=config, spec=spec)
     except OSError as error:

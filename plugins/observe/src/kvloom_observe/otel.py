@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from kvloom import Config, Event, KVSpec, Observer, Request, Step, Watched
+from kvloom import Config, Event, KVSpec, Observer, Request, Step, Watched, pip_install
 
 _VERBS = ("lookup",)
 """Told of only if `lookups` is set."""
@@ -34,7 +35,8 @@ class OpenTelemetryConfig(Config):
         """The exporter would find out at its first batch, and say so in a log alone."""
         if value is not None:
             parts = urlsplit(value)
-            if parts.scheme not in ("http", "https") or not parts.hostname or not parts.path.strip("/"):
+            host = parts.hostname if parts.port is None or parts.port > 0 else None  # ValueError for no port at all
+            if parts.scheme not in ("http", "https") or not host or not parts.path.strip("/"):
                 raise ValueError(f"{value!r} is not where OTLP goes by HTTP: write http://collector:4318/v1/traces")
         return value
 
@@ -45,13 +47,14 @@ class OpenTelemetryObserver(Observer):
     type = "opentelemetry"
     sees_requests = True
     Config = OpenTelemetryConfig
+    extras: ClassVar[Mapping[str, str]] = {"opentelemetry.sdk": "otel"}
 
     def __init__(self, config: OpenTelemetryConfig, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
         try:
             from opentelemetry import context, trace
         except ImportError:
-            raise ImportError("needs opentelemetry-sdk: pip install 'kvloom-observe[otel]'") from None
+            raise ImportError(f"needs opentelemetry-sdk: {pip_install('kvloom-observe', 'otel')}") from None
         self._settings = config
         self._current = context.get_current
         self._trace = trace
@@ -125,7 +128,8 @@ def _provider(config: OpenTelemetryConfig) -> Any:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
     except ImportError:
-        raise ImportError("needs opentelemetry-sdk and an OTLP exporter: pip install 'kvloom-observe[otel]'") from None
+        remedy = pip_install("kvloom-observe", "otel")
+        raise ImportError(f"needs opentelemetry-sdk and an OTLP exporter: {remedy}") from None
     resource = Resource.create({"service.name": config.service_name})
     provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(config.sample), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=config.timeout)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvloom import ConfigError
+from kvloom import ConfigError, pip_install
 
 from .live import sockets
 
 Read = Callable[[bool], dict[str, Any]]
-"""Gives a snapshot, with columns to plot or without. Raises OSError or ValueError."""
+"""Gives a snapshot, with columns to plot or without. Raises OSError or ValueError that names the place."""
 
 
 class Source:
@@ -31,6 +32,8 @@ def find(word: str | None) -> Source:
     """
     if word is not None and word.startswith(("http://", "https://")):
         return Source(word, lambda series: scrape(word))
+    if word is not None and "://" in word:
+        raise ConfigError("ENGINE", f"{word!r}: metrics are asked for by http:// or https://")
     if word is not None and "/" in word:
         return _socket(Path(word).expanduser())
     running = sockets.running()
@@ -45,7 +48,18 @@ def find(word: str | None) -> Source:
 
 
 def _socket(path: Path) -> Source:
-    return Source(path.stem, lambda series: sockets.ask(path, series=series))
+    def read(series: bool) -> dict[str, Any]:
+        try:
+            return sockets.ask(path, series=series)
+        except FileNotFoundError:
+            raise OSError(f"{path}: no engine is there, or it has ended; start one with `observers: [live]`") from None
+        except ConnectionRefusedError:
+            text = "nobody answers: its engine has ended, or it is no socket; start one with `observers: [live]`"
+            raise OSError(f"{path}: {text}") from None
+        except OSError as error:
+            raise OSError(f"{path}: {error.strerror or error}") from None
+
+    return Source(path.stem, read)
 
 
 def scrape(url: str) -> dict[str, Any]:
@@ -53,7 +67,8 @@ def scrape(url: str) -> dict[str, Any]:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
-        raise ConfigError("ENGINE", "a URL needs prometheus-client: pip install 'kvloom-observe[prometheus]'") from None
+        remedy = pip_install("kvloom-observe", "prometheus")
+        raise ConfigError("ENGINE", f"a URL needs prometheus-client: {remedy}") from None
     try:
         with urllib.request.urlopen(url, timeout=5.0) as answer:
             text = answer.read().decode()
@@ -85,7 +100,7 @@ def _snapshot(families: dict[str, Any]) -> dict[str, Any]:
     def by(label: str, name: str, ending: str = "_total") -> dict[str, int]:
         sums: dict[str, int] = {}
         for labels, value in rows(name, ending):
-            sums[labels[label]] = sums.get(labels[label], 0) + int(value)
+            sums[labels[label]] = sums.get(labels[label], 0) + (int(value) if math.isfinite(value) else 0)
         return sums
 
     asked, served = by("verb", "kvloom_requested_tokens"), by("verb", "kvloom_served_tokens")

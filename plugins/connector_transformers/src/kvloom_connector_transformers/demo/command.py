@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvloom import pip_install
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -129,7 +131,7 @@ def _run(console: Console, job: Job, out: Path) -> bool:
         draw_chart(result, out / "ttft.png")
         console.print(f"chart: {out / 'ttft.png'}")
     except ImportError:
-        console.print("no chart: pip install 'kvloom-connector-transformers[demo]'", style="yellow")
+        console.print(f"no chart: {pip_install('kvloom-connector-transformers', 'demo')}", style="yellow")
     if not job.parameters:
         console.print(
             "A model this small prefills fast; --size medium shows the factor where prefill is real work.",

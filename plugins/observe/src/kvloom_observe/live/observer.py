@@ -35,6 +35,8 @@ class LiveObserver(Observer):
     def __init__(self, config: LiveConfig, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
         self._settings = config
+        if config.path is not None and not config.path.expanduser().parent.is_dir():
+            raise ValueError(f"path: there is no directory {config.path.expanduser().parent}; make it")
         self.view = View(prefill_tokens_per_second=config.prefill_tokens_per_second)
         self._server: _Server | None = None
 

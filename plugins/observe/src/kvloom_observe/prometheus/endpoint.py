@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 from wsgiref.simple_server import WSGIServer
+
+from kvloom import pip_install
 
 from . import metrics as m
 from .figures import Figures, Sample
@@ -22,16 +25,16 @@ class Endpoint:
             from prometheus_client import CollectorRegistry
             from prometheus_client.exposition import start_wsgi_server
         except ImportError:
-            raise ImportError("needs prometheus-client: pip install 'kvloom-observe[prometheus]'") from None
+            raise ImportError(f"needs prometheus-client: {pip_install('kvloom-observe', 'prometheus')}") from None
         self.figures: list[Figures] = []
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         try:
             served = start_wsgi_server(port, addr=host, registry=self._registry)
         except OSError as error:
-            raise OSError(
-                error.errno, f"port {port} of {host}: {error.strerror or error}; set another `port`"
-            ) from None
+            other = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+            text = f"port {port} of {host}: {error.strerror or error}; set another `{other}`"
+            raise OSError(error.errno, text) from None
         self._server: WSGIServer = served[0]
         self._thread: threading.Thread = served[1]
         self.port: int = self._server.server_port

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import Field
 
 from kvloom import Config, Event, KVSpec, Observer, Request, Watched
@@ -23,6 +26,7 @@ class PrometheusObserver(Observer):
     type = "prometheus"
     sees_requests = True
     Config = PrometheusConfig
+    extras: ClassVar[Mapping[str, str]] = {"prometheus_client": "prometheus"}
 
     def __init__(self, config: PrometheusConfig, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)

@@ -68,6 +68,9 @@ class _Answer(BaseHTTPRequestHandler):
     def page(self) -> _Server:
         return cast(_Server, self.server)
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         if not self._is_ours():
             return
@@ -89,22 +92,32 @@ class _Answer(BaseHTTPRequestHandler):
         """A question with a body; nothing is changed by it."""
         if not self._is_ours():
             return
-        length = int(self.headers.get("Content-Length") or 0)
-        if urlsplit(self.path).path != "/why.json" or self.page.config is None:
+        text = self.headers.get("Content-Length") or ""
+        length = int(text) if text.isdecimal() else 0
+        if urlsplit(self.path).path != "/why.json":
+            self._json(404, {"error": "there is no such question; POST /why.json"})
+        elif self.page.config is None:
             self._json(404, {"error": "start it with --config and --spec"})
         elif not 0 < length <= _MOST_BYTES or self.headers.get("Content-Type") != "application/json":
             self._json(400, {"error": 'send JSON: {"tokens": [...], "salts": [...]}'})
         else:
             self._json(*self._why(self.rfile.read(length)))
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses by itself, such as other methods, is said as everything else is."""
+        self.close_connection = True
+        self._json(code, {"error": message or "not understood"})
+
     def _why(self, body: bytes) -> tuple[int, dict[str, Any]]:
         try:
             asked = json.loads(body)
             tokens, salts = asked["tokens"], asked.get("salts", [])
-            if not all(type(token) is int for token in tokens) or not all(isinstance(salt, str) for salt in salts):
+            if type(tokens) is not list or not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
                 raise TypeError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return 400, {"error": "tokens: a JSON list of token ids"}
+        if type(salts) is not list or not all(isinstance(salt, str) and "\0" not in salt for salt in salts):
+            return 400, {"error": "salts: a JSON list of strings"}
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(tokens, file)
             file.flush()
@@ -146,7 +159,8 @@ class _Answer(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
         """A page that asks once a second would fill the screen."""

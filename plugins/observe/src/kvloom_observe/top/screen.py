@@ -82,7 +82,8 @@ def _saved(told: dict[str, Any]) -> str:
     saved = told["saved"]
     text = f"saved     {saved['tokens']:,} tokens of prefill"
     if saved["seconds"] is not None:
-        return f"{text}, {saved['seconds']:,.0f} s at {saved['prefill_tokens_per_second']:,.0f} tokens/s"
+        digits = 0 if saved["seconds"] >= 10 else 2
+        return f"{text}, {saved['seconds']:,.{digits}f} s at {saved['prefill_tokens_per_second']:,.0f} tokens/s"
     return f"{text} (with `prefill_tokens_per_second` in the block `live`: seconds, too)"
 
 

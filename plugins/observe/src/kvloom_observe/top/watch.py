@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def watch(source: Source, console: Console, *, every: float) -> None:
-    """Until Ctrl-C. An engine that goes away is waited for."""
+def watch(source: Source, told: dict[str, Any], console: Console, *, every: float) -> None:
+    """Until Ctrl-C. An engine that goes away is waited for. told: what it says now."""
     from rich.live import Live
 
-    told, before = source.read(False), None
+    before = None
     with Live(screen(told), console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             live.update(screen(told, before, note=""), refresh=True)

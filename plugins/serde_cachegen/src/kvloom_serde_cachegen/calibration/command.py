@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom import KVLoomError
+from kvloom import KVLoomError, pip_install
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def calibrate(
         import kvloom_connector_transformers.identity  # noqa: F401
     except ImportError as error:
         raise KVLoomError(
-            f"calibrating needs transformers ({error}): pip install 'kvloom-serde-cachegen[calibrate]'"
+            f"calibrating needs transformers ({error}): {pip_install('kvloom-serde-cachegen', 'calibrate')}"
         ) from None
     from kvloom_serde_cachegen.calibration.calibrating import Limits
 
