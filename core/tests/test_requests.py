@@ -10,7 +10,7 @@ import pytest
 import torch
 from core_support import CHUNK, CHUNK_BYTES, SPEC, Gate, Shelf, Witness, kv_of, tokens_of
 
-from kvloom import Engine, Registry, Request
+from kvloom import ConfigError, Engine, Registry, Request
 from kvloom.events import QUEUE_REQUESTS, EventBus
 from kvloom.runtime import SystemRuntime
 
@@ -166,7 +166,7 @@ def test_an_observer_that_cannot_watch_keeps_the_engine_from_opening(registry: R
     before = set(threading.enumerate())
     observers = [{"type": "witness", "refuses": True}]
     config = {"chunk_tokens": CHUNK, "connector": "plain", "tiers": [MEMORY], "observers": observers}
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(ConfigError, match=r"observers\.0: .*in use"):
         Engine.open(config, SPEC, registry=registry)
     left = [thread.name for thread in threading.enumerate() if thread not in before]
     assert not [name for name in left if "pages" not in name]

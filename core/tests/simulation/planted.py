@@ -233,7 +233,7 @@ PLANTS: dict[Plant, Planted] = {
     lost_wake_up: Planted(("past deadline", "deadlock", "no progress"), 2000),
     double_free: Planted(("double free", "memory reused"), 2007),
     abandoned_memory_reused_at_once: Planted(("late write",), 2002),
-    late_write_resurrects: Planted(("resurrected", "served after removal"), 2008),
+    late_write_resurrects: Planted(("resurrected", "served after removal"), 2045),
     deadline_not_enforced: Planted(("past deadline", "deadlock"), 2000),
     deadline_for_each_call: Planted(("past deadline",), 2000),
     expired_is_served: Planted(("served expired",), 2041),

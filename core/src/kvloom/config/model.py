@@ -48,7 +48,7 @@ class EngineConfig(BaseModel):
 
     instance_id: Word = "kvloom"
     """What observers call this engine: the label `engine` of metrics."""
-    chunk_tokens: Annotated[int, Field(ge=1), BeforeValidator(no_bool)] = 256
+    chunk_tokens: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(no_bool)] = 256
     """Tokens per chunk: the unit that is kept, found and moved."""
     tokens: Block = Block(type="chunked")
     """How sequences are cut into chunks: a word, or a block with settings."""
