@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from glob import glob
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -64,7 +65,8 @@ def fill(config: Path, count: int, spec: KVSpec = SPEC, *, first: int = 0, salt:
 
 def blobs_in(root: Path) -> list[Path]:
     """The files of chunks below a disk store, in the order of their depth."""
-    files = [path for path in root.glob("*/*/+??/*-*") if path.is_file()]
+    found = map(Path, glob(str(root / "*/*/+??/*-*")))  # which, unlike Path.glob, bears directories that go meanwhile
+    files = [path for path in found if path.is_file()]
     return sorted(files, key=lambda path: int(path.name.partition("-")[0]))
 
 
