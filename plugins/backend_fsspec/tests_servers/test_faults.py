@@ -142,7 +142,7 @@ def test_a_bad_network(
     fault: str, rgw: CephRGW, open_engine: Callable[..., Engine], proxied: TcpProxy, tally: Tally
 ) -> None:
     served = Served()
-    store(open_engine(rgw.endpoint))
+    serves_again(open_engine(rgw.endpoint), Served())
     for name, value in NETWORKS[fault].items():
         setattr(proxied.answers, name, value)
     # Bytes are counted from the beginning of a connection: a new engine makes new ones.
