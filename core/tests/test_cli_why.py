@@ -19,7 +19,7 @@ from cli_support import CHUNK, SPEC, Rack, blobs_in, fill, rack_installed, run
 from policies_support import eventually
 
 from kvloom import Engine, KVSpec
-from kvloom.tiers.departed import MOST, RECORD, Departed, parse
+from kvloom.tiers.departed import RECORD
 
 BLOB_BYTES = 8192
 """Of one chunk: a page of header and a page of payload."""
@@ -121,6 +121,7 @@ def test_chunks_of_another_size_are_told(tmp_path: Path) -> None:
     spec.write_text(SPEC.to_json())
     printed = run("why", path, "--tokens", prompt, "--spec", spec).out
     assert f"are chunks of {CHUNK} tokens, and this configuration makes them of {2 * CHUNK}" in printed
+    assert ask(path, tokens)["stored_chunk_tokens"] == CHUNK
     assert "are chunks of" not in run("why", config(tmp_path), "--tokens", prompt, "--spec", spec).out
 
 
@@ -284,64 +285,6 @@ def test_memory_cannot_be_seen_and_it_says_so(rack: Path) -> None:
     ask(rack, [0, 1, 2, 3])
     prompt, spec = rack.with_name("tokens.json"), rack.with_name("spec.json")
     assert "own memory is not seen" in run("why", rack, "--tokens", prompt, "--spec", spec).out
-
-
-# -- the record --------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    """As much of a runtime as the record asks for."""
-
-    def __init__(self) -> None:
-        import threading
-
-        self.time = 1000.0
-        self.lock = threading.Lock
-
-    def wall(self) -> float:
-        return self.time
-
-
-def test_the_record_is_bounded_and_says_from_when_it_is_complete() -> None:
-    clock = Clock()
-    departed = Departed(clock)  # type: ignore[arg-type]
-    digests = [number.to_bytes(8, "big") + bytes(24) for number in range(MOST + 10)]
-    for number, digest in enumerate(digests):
-        clock.time = 1000.0 + number
-        departed.note([digest], "capacity")
-    assert departed.news
-    record = departed.record()
-    assert not departed.news and len(record) < 512 << 10
-    found = parse(record)
-    assert found is not None
-    assert (found.since, found.until) == (1009.0, clock.time), "what went before the oldest row may be missing"
-    assert found.of(digests[9]) is None and found.of(digests[10]) is not None
-    last = found.of(digests[-1])
-    assert last is not None and (last.when, last.reason) == (clock.time, "capacity")
-
-
-def test_a_record_goes_on_in_the_next_process() -> None:
-    clock = Clock()
-    old, new = Departed(clock), Departed(clock)  # type: ignore[arg-type]
-    old.note([b"a" * 32, b"b" * 32], "quota")
-    clock.time = 2000.0
-    new.note([b"c" * 32, b"b" * 32], "expired")
-    new.restore(old.record())
-    found = parse(new.record())
-    assert found is not None and found.since == 1000.0
-    assert {name: (row.when, row.reason) for name, row in found.rows.items()} == {
-        b"a" * 8: (1000.0, "quota"), b"b" * 8: (2000.0, "expired"), b"c" * 8: (2000.0, "expired"),
-    }  # fmt: skip
-
-
-def test_a_damaged_record_is_none() -> None:
-    departed = Departed(Clock())  # type: ignore[arg-type]
-    departed.note([b"a" * 32], "capacity")
-    record = departed.record()
-    assert parse(record) is not None
-    for at in range(len(record)):
-        assert parse(record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]) is None
-    assert parse(b"") is None and parse(record[:-1]) is None and parse(record + record[-13:]) is None
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

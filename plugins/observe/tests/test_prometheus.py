@@ -230,6 +230,13 @@ def test_all_that_is_exposed_was_declared_and_the_docs_have_each(tmp_path: Path)
         assert f"| `{name}` | {', '.join(metric.labels) or '–'} | {metric.help} |" in text
 
 
+def test_an_engine_that_does_not_open_gives_its_port_back(tmp_path: Path) -> None:
+    port = free_port()
+    with pytest.raises(ConfigError, match=r"observers\.1: path: there is no directory"):
+        opened(tmp_path, {"type": "prometheus", "port": port}, {"type": "live", "path": str(tmp_path / "no/s")})
+    socket.create_server(("127.0.0.1", port)).close()
+
+
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"pip install .*observe\[prometheus\]'"):

@@ -89,7 +89,7 @@ def test_who_stops_reading_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
         os.close(reader)
         done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
         os.close(writer)
-    assert "kvloom-" not in done.stderr and done.returncode == 1
+    assert not done.stderr and done.returncode == 1
 
 
 class Else(BaseHTTPRequestHandler):

@@ -61,7 +61,8 @@ def main() -> None:
         _say(str(error))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except OSError as error:  # such as a full disk behind stdout: what is left in its buffer has nowhere to go
-        _say(f"{error.filename or 'output'}: {error.strerror or error}")
+        if not isinstance(error, BrokenPipeError):  # who read it has seen enough
+            _say(f"{error.filename or 'output'}: {error.strerror or error}")
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

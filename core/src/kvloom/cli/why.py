@@ -74,7 +74,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
             nowhere = bool(found) and found[0].verdict in (NEVER, GONE) and resolved.tokens.cls.type == "chunked"
             there = chunk_tokens_of(opened, keys.fingerprint) if nowhere else None
         if as_json:
-            print(json.dumps(_as_json(found, keys, len(prompt)), indent=2))
+            print(json.dumps({**_as_json(found, keys, len(prompt)), "stored_chunk_tokens": there}, indent=2))
         else:
             _print(
                 found, keys.fingerprint, len(prompt), config.chunk_tokens, in_memory=len(opened) < len(resolved.tiers)
