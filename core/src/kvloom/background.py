@@ -20,19 +20,22 @@ MOST_TASKS = 1024
 class Background:
     """The tasks of one engine that are not over yet."""
 
-    def __init__(self, events: EventBus, runtime: Runtime) -> None:
+    def __init__(self, engine: object, events: EventBus, runtime: Runtime) -> None:
+        self._engine = engine  # what is under way keeps it, so that somebody closes it before the process ends
         self.workers = Workers(runtime, name="kvloom-engine", threads=4)
         self.loaders = Workers(runtime, name="kvloom-load", threads=4)
         """Of their own: a load that somebody waits for does not queue behind saves that wait for room."""
         self._events = events
         self._runtime = runtime
-        self._tasks: dict[Task, None] = {}
+        self._tasks: dict[Task, bool] = {}
+        """Each with whether it is ahead of its use."""
 
     def start(
         self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: Record, *,
-        awaited: bool = False,
+        awaited: bool = False, ahead: bool = False,
     ) -> Task:  # fmt: skip
-        """Begin `work`, which gives a bool for each segment. awaited: somebody waits for it.
+        """Begin `work`, which gives a bool for each segment. awaited: somebody waits for it. ahead: it is of no
+        use once the engine is closed.
 
         With `MOST_TASKS` under way it is over at once, with nothing moved, and counted as dropped.
         """
@@ -43,7 +46,7 @@ class Background:
             task.run(lambda _: torch.zeros(len(segments), dtype=torch.bool))
             record.end()
             return task
-        self._tasks[task] = None
+        self._tasks[task] = ahead
 
         def run() -> None:
             task.run(work)
@@ -58,9 +61,12 @@ class Background:
             task.inherited(error)
 
     def close(self, seconds: float, error: BaseException) -> None:
-        """Wait for what is under way, so many seconds for each kind; the rest is given up with `error`."""
+        """Do every save and wait for loads under way, so many seconds for each; the rest is given up with `error`."""
+        for task, ahead in tuple(self._tasks.items()):
+            if ahead:
+                task.cancel()
         self.loaders.close(seconds)
-        self.workers.close(seconds)
+        self.workers.close(seconds, finish=True)
         for task in tuple(self._tasks):
             task.cancel()
             task.fail(error)

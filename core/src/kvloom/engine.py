@@ -72,7 +72,7 @@ class Engine(Index):
         super().__init__(parts)
         self._parts = parts
         self._owner = owner
-        self._background = Background(parts.events, parts.runtime)
+        self._background = Background(self, parts.events, parts.runtime)
         self._by_layer: weakref.WeakSet[Loading | Storing] = weakref.WeakSet()
         self._siblings: list[weakref.ref[Engine]] = []
         identity = keying.identity(self.spec, self.connector.format, self.connector.representation)
@@ -140,6 +140,7 @@ class Engine(Index):
             if sibling is not None:
                 sibling.close()
         self._closed = True
+        self._not_at_exit()
         for handle in tuple(self._by_layer):
             handle.close()
         self._background.close(self._stack.deadline, BackendError("the engine was closed"))
@@ -276,7 +277,7 @@ class Engine(Index):
         record = self._record("prefetch", whole, first, tokens)
         work = partial(self._mover.warm, segments=whole[first:], chain=Chain(keys), record=record)
         self._check_open()
-        return self._background.start(whole[first:], work, record)
+        return self._background.start(whole[first:], work, record, ahead=True)
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
         """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -67,15 +67,20 @@ class Index:
         self._runtime = parts.runtime
         self._closed = False
         self._gone = ""
+        self._not_at_exit: Callable[[], None] = lambda: None
         opened(self)
 
     def _told_of(self) -> Self:
-        """Called once, when it is open: have the observers watch it. Closes it, and raises what they raise."""
+        """Called once, when it is open: have the observers watch it. Closes it, and raises what they raise.
+
+        At the latest it is closed when the process ends.
+        """
         try:
             self._events.watch(_View(self))
         except BaseException:
             self.close()
             raise
+        self._not_at_exit = self._runtime.at_exit(self.close)
         return self
 
     def inherited(self, pid: int) -> None:
@@ -87,6 +92,7 @@ class Index:
         """Give everything back. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._not_at_exit()
             for component in (self.connector, self._tokens, *self._others):
                 component.close()
             self._stack.close()

@@ -6,6 +6,7 @@ seeded schedule replays a run.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -63,6 +64,12 @@ class Runtime(Protocol):
     def spawn(self, run: Callable[[], None], *, name: str, low_priority: bool = False) -> Thread:
         """Run in a daemon thread: a call that never returns must not keep the process alive."""
 
+    def at_exit(self, close: Callable[[], None]) -> Callable[[], None]:
+        """Have `close` called when this process ends; what is returned takes that back.
+
+        A daemon thread that is in torch when the interpreter goes away would take the process down with SIGABRT.
+        """
+
 
 class SystemRuntime:
     """The real one."""
@@ -92,6 +99,16 @@ class SystemRuntime:
         thread = threading.Thread(target=run_nicely if low_priority else run, name=name, daemon=True)
         thread.start()
         return thread
+
+    def at_exit(self, close: Callable[[], None]) -> Callable[[], None]:
+        pid = os.getpid()
+
+        def close_here() -> None:
+            if os.getpid() == pid:
+                close()
+
+        atexit.register(close_here)
+        return lambda: atexit.unregister(close_here)
 
 
 class Heir(Protocol):
@@ -264,18 +281,24 @@ class Workers:
         """`submit` and `result` in one."""
         return self.submit(function, seconds=seconds).result()
 
-    def close(self, timeout: float) -> None:
-        """Cancel what has not begun and wait up to `timeout` seconds for the rest."""
+    def close(self, timeout: float, *, finish: bool = False) -> None:
+        """Cancel what has not begun and wait up to `timeout` seconds for the rest. finish: begin it, until then."""
+        until = self._runtime.now() + timeout
         with self._changed:
             self._closed = True
-            for call in self._queue:
-                call._state = "cancelled"
-                call._function = None
-            self._queue.clear()
+            if not finish:
+                self._cancel_queued()
             self._changed.notify_all()
-        until = self._runtime.now() + timeout
         for thread in self._started:
             thread.join(max(0.0, until - self._runtime.now()))
+        with self._changed:
+            self._cancel_queued()
+
+    def _cancel_queued(self) -> None:
+        for call in self._queue:
+            call._state = "cancelled"
+            call._function = None
+        self._queue.clear()
 
     def _give_up(self, call: Call[Any]) -> bool:
         value = None

@@ -434,3 +434,6 @@ class SimRuntime:
         fiber = self.scheduler.spawn(self.process, run, name)
         self.scheduler.point()
         return fiber
+
+    def at_exit(self, close: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None  # a simulated process is killed, or closes what it has opened

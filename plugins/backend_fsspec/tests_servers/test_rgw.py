@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,21 +31,36 @@ class TestRGW(BackendConformance):
 def test_a_range_of_what_others_replace_meanwhile_is_read(
     rgw: CephRGW, new_bucket: Callable[..., str], s3: Any
 ) -> None:
-    backend, done = s3(rgw, new_bucket(rgw), retries=0), threading.Event()
-    backend.put("k", [bytes(2000)])
+    backend = s3(rgw, new_bucket(rgw), retries=0)
+    with written_over(backend, "k", writers=2):
+        for _ in range(200):  # one in five of them is answered with status 500
+            assert backend.get_range("k", 7, memoryview(bytearray(100)))
+
+
+def test_what_others_replace_meanwhile_is_deleted(rgw: CephRGW, new_bucket: Callable[..., str], s3: Any) -> None:
+    backend = s3(rgw, new_bucket(rgw), retries=6)
+    with written_over(backend, "k", writers=1):
+        for _ in range(60):  # one in five of them is answered with UnknownError for the object
+            backend.delete("k")
+
+
+@contextlib.contextmanager
+def written_over(backend: StorageBackend, key: str, *, writers: int) -> Iterator[None]:
+    """Meanwhile so many threads put a blob again and again."""
+    done = threading.Event()
 
     def replace() -> None:
         while not done.is_set():
-            backend.put("k", [bytes(2000)])
+            backend.put(key, [bytes(2000)])
 
-    writers = [threading.Thread(target=replace) for _ in range(2)]
-    for writer in writers:
-        writer.start()
+    backend.put(key, [bytes(2000)])
+    threads = [threading.Thread(target=replace) for _ in range(writers)]
+    for thread in threads:
+        thread.start()
     try:
-        for _ in range(200):  # one in five of them is answered with status 500
-            assert backend.get_range("k", 7, memoryview(bytearray(100)))
+        yield
     finally:
         done.set()
-        for writer in writers:
-            writer.join()
+        for thread in threads:
+            thread.join()
         backend.close()

@@ -84,7 +84,7 @@ class Pages:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        if self._pinned and self._thread is not None:
+        if self._thread is not None:
             self._thread.join(10.0)
 
     def _to_pin(self) -> bool:

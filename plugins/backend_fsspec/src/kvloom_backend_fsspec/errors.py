@@ -9,6 +9,7 @@ from kvloom_backend_fsspec.config import Place
 _MAX_CHARS = 300
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist", "ContainerNotFound")
 _BEYOND = ("416 ", "InvalidRange", "Requested range was invalid", "range started at")
+_NOT_THIS_ONE = re.compile(r"DeleteObjects request failed for key .*\(code: (UnknownError|InternalError)\)")
 _CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 # A presigned or SAS query could be in a URL that a server quotes.
 _QUERY = re.compile(r"(?<=\S)\?[^\s>]*")
@@ -72,3 +73,11 @@ def says_no_bucket(text: str) -> bool:
 def is_beyond_the_end(text: str) -> bool:
     """Whether a range was asked for that begins where the object has ended."""
     return any(sign in text.partition("\n")[0] for sign in _BEYOND)
+
+
+def failed_for_one(text: str) -> bool:
+    """Whether a server that answered a request to delete could not delete one of the objects: try again.
+
+    Ceph says so for what is replaced meanwhile: every second time beside two writers.
+    """
+    return _NOT_THIS_ONE.search(text) is not None

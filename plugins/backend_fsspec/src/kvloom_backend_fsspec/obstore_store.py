@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any, TypeVar
 
 from kvloom import BackendError, CorruptBlobError, Sink
 from kvloom_backend_fsspec.config import Config
-from kvloom_backend_fsspec.errors import explained, is_beyond_the_end, says_no_bucket
+from kvloom_backend_fsspec.errors import explained, failed_for_one, is_beyond_the_end, says_no_bucket
 from kvloom_backend_fsspec.native import native
 from kvloom_backend_fsspec.obstore_client import client_of
 from kvloom_backend_fsspec.store import Listed
@@ -20,6 +20,7 @@ PART_BYTES = 8 << 20
 _PIECE_BYTES = 256 << 10
 _PAGE = 1000
 _PARTS_AT_ONCE = 4
+_PAUSE_SECONDS = 0.02
 _SERVER_FAILED = "500 Internal Server Error"
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class ObstoreStore:
         self._errors = self._native.exceptions
         self._place = config.place
         self._parts = min(_PARTS_AT_ONCE, config.threads)
+        self._timeout, self._retries = config.timeout, config.retries
         self._large = False
         self._local = self._place.scheme == "file"
         try:
@@ -160,13 +162,22 @@ class ObstoreStore:
             return None
 
     def delete(self, names: Sequence[str]) -> None:
-        if not self._local and len(names) > 1:
+        at_once = [list(names)] if not self._local and len(names) > 1 else names
+        for each in at_once:
             with contextlib.suppress(FileNotFoundError):
-                self._ask(lambda: self._native.delete(self._client, list(names)))
-            return
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                self._ask(partial(self._native.delete, self._client, name))
+                self._delete(each)
+
+    def _delete(self, names: list[str] | str) -> None:
+        """One request, again if it failed for one of the objects alone, which obstore does not repeat."""
+        until = time.monotonic() + self._timeout
+        for attempt in range(self._retries + 1):
+            try:
+                return self._ask(lambda: self._native.delete(self._client, names))
+            except BackendError as error:
+                pause = _PAUSE_SECONDS * 2**attempt
+                if not failed_for_one(str(error)) or attempt == self._retries or time.monotonic() + pause > until:
+                    raise
+                time.sleep(pause)
 
     def list(self, directory: str) -> Iterator[Listed]:
         with self._explaining():

@@ -1,0 +1,103 @@
+"""A process that ends, with an engine closed or not: it ends well, and what was accepted is kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from core_support import Gate, Shelf, kv_of, tokens_of
+
+from kvloom import Engine, KVSpec
+
+SPEC = KVSpec(model="m", num_layers=8, num_kv_heads=8, head_size=64, dtype="float32")
+PROMPTS = 6
+PROGRAM = f"""
+import sys, time, torch
+from kvloom import Engine, KVSpec
+
+spec = KVSpec.from_json({SPEC.to_json()!r})
+tokens, kv = torch.arange(1600), torch.ones(2, 8, 1600, 512)
+
+def opened(path, **tier):
+    tiers = ["memory", {{"type": "disk", "path": path, "deadline": "60s"}} | tier]
+    return Engine.open({{"connector": "plain", "chunk_tokens": 16, "tiers": tiers}}, spec)
+
+def saving(engine):
+    for prompt in range({PROMPTS}):
+        engine.save(engine.segments(tokens + prompt), kv=kv)
+    return engine
+"""
+
+
+def run(program: str, path: Path) -> float:
+    """How long it took, in seconds. It must not fail, or say a word."""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", PROGRAM + program, path], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "engine = saving(opened(sys.argv[1]))",
+        "saving(opened(sys.argv[1]))",
+        "saving(opened(sys.argv[1])).close()",
+        "engine = opened(sys.argv[1]); saving(engine.sibling(spec))",
+    ],
+    ids=["left open", "forgotten", "closed", "a sibling"],
+)
+def test_what_was_accepted_is_there_afterwards(tmp_path: Path, end: str) -> None:
+    run(end, tmp_path)
+    config = {"connector": "plain", "chunk_tokens": 16, "tiers": [{"type": "disk", "path": str(tmp_path)}]}
+    with Engine.open(config, SPEC) as engine:
+        assert [engine.lookup(torch.arange(1600) + prompt).tokens for prompt in range(PROMPTS)] == [1600] * PROMPTS
+
+
+def test_a_closed_engine_has_no_threads(tmp_path: Path) -> None:
+    for _ in range(20):
+        tiers = [{"type": "memory", "capacity": "1GiB"}, {"type": "disk", "path": str(tmp_path)}]
+        Engine.open({"connector": "plain", "tiers": tiers}, SPEC).close()
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvloom")] == []
+
+
+def test_a_store_that_hangs_keeps_nobody(tmp_path: Path) -> None:
+    run(
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        """
+import logging, threading
+from importlib.metadata import EntryPoint, entry_points
+from core_support import Shelf
+from kvloom import Registry
+
+logging.disable()
+mine = EntryPoint("core_support", "core_support", "kvloom.v1")
+registry = Registry.discover(entry_points=[*entry_points(group="kvloom.v1", name="builtin"), mine])
+config = {"connector": "plain", "tiers": ["memory", {"type": "shelf", "deadline": "200ms"}]}
+engine = saving(Engine.open(config, spec, registry=registry))
+Shelf.shelves["default"].before = lambda verb, key: threading.Event().wait()
+""",
+        tmp_path,
+    )
+
+
+def test_a_prefetch_does_not_keep_a_save_from_being_done(open_engine: Callable[..., Engine], gate: Gate) -> None:
+    shelf = {"type": "shelf", "deadline": "2s"}
+    with open_engine(shelf) as engine:
+        for first in range(8):
+            engine.store(tokens_of(16) + first, kv=kv_of(16))
+    engine = open_engine({"type": "memory", "capacity": "1MiB"}, shelf)
+    Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    prefetches = [engine.prefetch(tokens_of(16) + first) for first in range(8)]
+    while not gate.waiting:
+        pass
+    save = engine.save(engine.segments(tokens_of(16) + 8), kv=kv_of(16))
+    engine.close()
+    assert save.result(0.0).all()
+    assert all(task.done and task.cancelled for task in prefetches)
