@@ -89,7 +89,7 @@ Shelf.shelves["default"].before = lambda verb, key: threading.Event().wait()
 
 
 def test_a_prefetch_does_not_keep_a_save_from_being_done(open_engine: Callable[..., Engine], gate: Gate) -> None:
-    shelf = {"type": "shelf", "deadline": "2s"}
+    shelf = {"type": "shelf", "deadline": "20s"}
     with open_engine(shelf) as engine:
         for first in range(8):
             engine.store(tokens_of(16) + first, kv=kv_of(16))
@@ -99,6 +99,7 @@ def test_a_prefetch_does_not_keep_a_save_from_being_done(open_engine: Callable[.
     while not gate.waiting:
         pass
     save = engine.save(engine.segments(tokens_of(16) + 8), kv=kv_of(16))
+    threading.Timer(2.0, gate.open).start()
     engine.close()
     assert save.result(0.0).all()
     assert all(task.done and task.cancelled for task in prefetches)
