@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from core_support import Gate, Shelf, kv_of, tokens_of
+from policies_support import count
 
-from kvloom import Engine, KVSpec
+from kvloom import BackendError, Engine, KVSpec
 
 SPEC = KVSpec(model="m", num_layers=8, num_kv_heads=8, head_size=64, dtype="float32")
 PROMPTS = 6
@@ -103,3 +104,16 @@ def test_a_prefetch_does_not_keep_a_save_from_being_done(open_engine: Callable[.
     engine.close()
     assert save.result(0.0).all()
     assert all(task.done and task.cancelled for task in prefetches)
+
+
+def test_saves_for_which_there_is_no_time_are_counted(
+    open_engine: Callable[..., Engine], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine({"type": "memory", "capacity": "1MiB"}, {"type": "shelf", "deadline": "100ms"})
+    monkeypatch.setattr(engine._stack.keeper, "keep", lambda *_: gate("keep", ""))
+    saves = [engine.save(engine.segments(tokens_of(16) + first), kv=kv_of(16)) for first in range(12)]
+    engine.close()
+    for save in saves:
+        with pytest.raises(BackendError, match="closed"):
+            save.result(0.0)
+    assert count(engine, "dropped", "closed before it was stored") == 4 * (12 - engine._background.workers.threads)

@@ -197,7 +197,8 @@ def test_hanging_reads_end_at_the_deadline_and_are_bounded(open_engine: Open, ga
     until = time.monotonic() + 20
     while not engine.health().ok and time.monotonic() < until:
         engine.lookup(TOKENS)
-    assert retrieve(engine) == [True] * 4, "the tier is back"
+    while retrieve(engine) != [True] * 4:
+        assert time.monotonic() < until, "the tier is back"
 
 
 def test_a_late_read_never_lands_in_memory_that_has_a_new_owner(open_engine: Open, gate: Gate) -> None:
@@ -233,8 +234,11 @@ def test_hanging_writes_never_hold_the_caller_past_its_deadline(open_engine: Ope
         got = torch.zeros_like(KV)
         mask = engine.retrieve(tokens_of(16, seed), kv=got)
         assert matches(got, kv_of(16, seed), mask)
-    engine.store(TOKENS, kv=KV)
-    assert engine.flush(20) and engine.lookup(TOKENS, ["shelf"]).tokens == 16, "writing goes on"
+    until = time.monotonic() + 20
+    while engine.lookup(TOKENS, ["shelf"]).tokens < 16:
+        assert time.monotonic() < until, "writing goes on"
+        engine.store(TOKENS, kv=KV)
+        assert engine.flush(20)
 
 
 def test_capacity_holds_and_tails_go_before_heads(open_engine: Open) -> None:

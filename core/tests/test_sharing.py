@@ -139,15 +139,15 @@ def test_a_frozen_store_costs_each_call_one_deadline_and_then_none(
 ) -> None:
     with open_engine(SHELF) as engine:
         engine.store(TOKENS, kv=KV)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "200ms"})
+    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
     Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb in verbs else None
     slow = 0
     for _ in range(12):
         began = time.monotonic()
         assert not engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).any()
         took = time.monotonic() - began
-        assert took < 0.2 + 0.5
-        slow += took > 0.15
+        assert took < 0.5 + 1.0, "not one for each of the four chunks"
+        slow += took > 0.4
     assert 1 <= slow <= 6
     health = engine.health()
     (shelf,) = (tier for tier in health.tiers if tier.name == "shelf")

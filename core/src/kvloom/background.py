@@ -29,6 +29,8 @@ class Background:
         self._runtime = runtime
         self._tasks: dict[Task, bool] = {}
         """Each with whether it is ahead of its use."""
+        self._waiting: dict[Task, Event] = {}
+        """Saves that have not begun, with what is told if they never do."""
 
     def start(
         self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: Record, *,
@@ -40,15 +42,19 @@ class Background:
         With `MOST_TASKS` under way it is over at once, with nothing moved, and counted as dropped.
         """
         task = Task(self._runtime)
+        num_tokens = sum(segment.end - segment.start for segment in segments)
         if len(self._tasks) >= MOST_TASKS:
-            num_tokens = sum(segment.end - segment.start for segment in segments)
             self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(segments), reason="too many tasks"))
             task.run(lambda _: torch.zeros(len(segments), dtype=torch.bool))
             record.end()
             return task
         self._tasks[task] = ahead
+        if not awaited and not ahead:
+            reason = "closed before it was stored"
+            self._waiting[task] = Event("dropped", tokens=num_tokens, chunks=len(segments), reason=reason)
 
         def run() -> None:
+            self._waiting.pop(task, None)
             task.run(work)
             self._tasks.pop(task, None)
 
@@ -67,6 +73,8 @@ class Background:
                 task.cancel()
         self.loaders.close(seconds)
         self.workers.close(seconds, finish=True)
+        for event in tuple(self._waiting.values()):
+            self._events.emit(event)
         for task in tuple(self._tasks):
             task.cancel()
             task.fail(error)
