@@ -100,6 +100,7 @@ _FIRST_PARTY = {
     ("blend retriever", "separator"): "kvloom-blend",
     ("blend retriever", "explicit"): "kvloom-blend",
     ("blend retriever", "fixed"): "kvloom-blend",
+    ("blend retriever", "content"): "kvloom-blend",
     ("blend executor", "cacheblend"): "kvloom-blend",
     ("blend executor", "epic"): "kvloom-blend",
     ("blend executor", "full"): "kvloom-blend",

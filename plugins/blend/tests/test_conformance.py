@@ -18,7 +18,13 @@ from kvloom_blend.executors import (
     NoneExecutor,
     QuestionAttentionExecutor,
 )
-from kvloom_blend.retrievers import ExplicitRetriever, FixedRetriever, PassageRetriever, SeparatorRetriever
+from kvloom_blend.retrievers import (
+    ContentRetriever,
+    ExplicitRetriever,
+    FixedRetriever,
+    PassageRetriever,
+    SeparatorRetriever,
+)
 from kvloom_blend.testing import Library, explicit
 from kvloom_testkit import ExecutorConformance, RetrieverConformance
 from kvloom_testkit.subjects import SPEC
@@ -77,6 +83,7 @@ def retriever(
 TestSeparator = retriever(SeparatorRetriever, (7,), separator=7)
 TestSeparatorOfSeveral = retriever(SeparatorRetriever, (7, 8, 7), separator=(7, 8, 7), in_context=False)
 TestFixed = retriever(FixedRetriever, piece_tokens=32)
+TestContent = retriever(ContentRetriever, piece_tokens=16)
 
 
 class TestExplicit(RetrieverConformance):

@@ -84,7 +84,7 @@ def test_collisions_are_no_matches(engine: Any) -> None:
         engine.save(retriever.in_context(known), cache=cache).result()
         retriever.learn(known)
         shuffled = torch.cat([known[:16].flip(0), known[16:].flip(0)])
-        assert retriever._candidates(shuffled, 0, ""), "the hashes were to collide"
+        assert retriever.candidates(shuffled, 0, ""), "the hashes were to collide"
         assert not retriever.new_request(shuffled, torch.tensor([0, 32])).result(0).valid_mask.any()
         prompt = torch.cat([known[:16].flip(0), known])
         mask = retriever.new_request(prompt, torch.tensor([0, 48])).result(0).valid_mask

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from .content import ContentRetriever
 from .explicit import ExplicitRetriever
 from .fixed import FixedRetriever
 from .passages import Passage, PassageRetriever
 from .separator import SeparatorRetriever
 
-RETRIEVERS = (SeparatorRetriever, ExplicitRetriever, FixedRetriever)
+RETRIEVERS = (SeparatorRetriever, ExplicitRetriever, FixedRetriever, ContentRetriever)
 
 __all__ = [
     "RETRIEVERS",
+    "ContentRetriever",
     "ExplicitRetriever",
     "FixedRetriever",
     "Passage",
