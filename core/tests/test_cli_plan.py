@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture
 def rack(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "rack.yaml"
-    path.write_text(f"chunk_tokens: {CHUNK}\ntiers: [memory, {{type: rack, deadline: 500ms}}]\n")
+    path.write_text(f"chunk_tokens: {CHUNK}\ntiers: [memory, {{type: rack, deadline: 1s}}]\n")
     with rack_installed(tmp_path):
         yield path
 

@@ -27,7 +27,7 @@ def racks(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "racks.yaml"
     path.write_text(
         f"chunk_tokens: {CHUNK}\n"
-        "tiers: [{type: rack, deadline: 1s}, {type: rack, name: other, label: two, capacity: 1MiB}]\n"
+        "tiers: [{type: rack, deadline: 3s}, {type: rack, name: other, label: two, capacity: 1MiB}]\n"
     )
     with rack_installed(tmp_path):
         fill(path, 3)

@@ -248,7 +248,7 @@ def racks(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "racks.yaml"
     path.write_text(
         f"chunk_tokens: {CHUNK}\n"
-        "tiers: [{type: rack, deadline: 1s}, {type: rack, name: deep, label: two, deadline: 1s}]\n"
+        "tiers: [{type: rack, deadline: 2s}, {type: rack, name: deep, label: two, deadline: 2s}]\n"
     )
     with rack_installed(tmp_path):
         fill(path, 12)

@@ -261,7 +261,7 @@ def test_a_store_that_another_process_uses_is_looked_into_all_the_same(tmp_path:
 @pytest.fixture
 def rack(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "rack.yaml"
-    path.write_text(f"chunk_tokens: {CHUNK}\ntiers: [{{type: memory}}, {{type: rack, deadline: 1s}}]\n")
+    path.write_text(f"chunk_tokens: {CHUNK}\ntiers: [{{type: memory}}, {{type: rack, deadline: 3s}}]\n")
     with rack_installed(tmp_path):
         yield path
 

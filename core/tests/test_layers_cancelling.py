@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("ranges")
 @pytest.mark.parametrize("how", ["cancel", "close", "leave", "engine"])
 def test_what_is_cancelled_never_writes_afterwards(open_engine: Open, ranges: Ranges, gate: Gate, how: str) -> None:
     fill(open_engine)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"}, spec=DEEP)
+    engine = open_engine(MEMORY, SHELF | {"deadline": "3s"}, spec=DEEP)
     ranges.before = lambda key, offset: gate("range", key) if layer_at(offset) >= 3 else None
     got = torch.zeros_like(KV)
     loading = engine.retrieve_layer(TOKENS, kv=got)

@@ -213,7 +213,7 @@ def test_the_kth_read_that_fails_never_gives_wrong_kv(open_engine: Open, ranges:
 
 def test_a_hanging_store_ends_the_prefix_at_the_deadline(open_engine: Open, ranges: Ranges, gate: Gate) -> None:
     fill(open_engine)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "1s"}, spec=DEEP)
+    engine = open_engine(MEMORY, SHELF | {"deadline": "3s"}, spec=DEEP)
     bad = names_of(engine)[2]
     ranges.before = lambda key, offset: gate("range", key) if key == bad and layer_at(offset) >= 3 else None
     got = torch.zeros_like(KV)

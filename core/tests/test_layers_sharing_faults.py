@@ -93,7 +93,7 @@ def test_a_whole_load_reads_again_what_arrived_badly(open_engine: Open, ranges: 
 
 def test_all_who_share_a_call_that_hangs_give_up_in_time(open_engine: Open, ranges: Ranges, gate: Gate) -> None:
     fill(open_engine)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "1s"}, spec=DEEP)
+    engine = open_engine(MEMORY, SHELF | {"deadline": "3s"}, spec=DEEP)
     bad = names_of(engine)[2]
     ranges.before = lambda key, offset: gate("range", key) if key == bad and layer_at(offset) >= 3 else None
     kv = [torch.zeros_like(KV) for _ in range(2)]
@@ -103,7 +103,7 @@ def test_all_who_share_a_call_that_hangs_give_up_in_time(open_engine: Open, rang
         masks = [mask for _, mask in loading]
         assert chunks_in(masks) == [4, 4, 4, 2, 2, 2] and right(got, KV, masks)
         loading.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 15
     assert engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).all(), "others begin anew"
     before = [one.clone() for one in kv]
     gate.open()

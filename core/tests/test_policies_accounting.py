@@ -97,7 +97,7 @@ def removed_while_it_was_written(engine: Engine, gate: Gate) -> tuple[Shelf, Cal
 def test_what_was_removed_while_it_was_written_is_deleted_as_soon_as_that_works(
     open_engine: Open, gate: Gate, bound: dict[str, str]
 ) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "200ms"} | bound)
+    engine = open_engine(MEMORY, SHELF | {"deadline": "1s"} | bound)
     shelf, mend = removed_while_it_was_written(engine, gate)
     time.sleep(0.1)
     assert len(shelf.blobs) == 1
@@ -107,7 +107,7 @@ def test_what_was_removed_while_it_was_written_is_deleted_as_soon_as_that_works(
 
 
 def test_what_was_stored_again_after_it_was_removed_stays(open_engine: Open, gate: Gate) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "200ms", "capacity": "1MiB"})
+    engine = open_engine(MEMORY, SHELF | {"deadline": "1s", "capacity": "1MiB"})
     shelf, mend = removed_while_it_was_written(engine, gate)
     tier: Any = engine.tiers["shelf"]
     (segment,) = engine.segments(tokens_of(4, 1))

@@ -207,6 +207,7 @@ def main() -> None:
     print("| traffic | pieces | " + " | ".join(columns) + " |")
     print("|---|---|" + "---:|" * len(columns))
     for name, make in WORKLOADS.items():
+        traffic.chance = np.random.default_rng(SEED)
         prompts = [torch.tensor(each) for each in make(traffic)]
         total, limit = sum(map(len, prompts)), possible(prompts)
         for setup in SETUPS:

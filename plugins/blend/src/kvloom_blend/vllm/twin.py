@@ -32,9 +32,7 @@ class Twin:
         self.model: BlendedModel = blended(model, config)
         if not isinstance(self.model.retriever, PassageRetriever):
             self.model.close()
-            text = (
-                f"{self.model.retriever.type!r} does not say what is stored; use separator, explicit, fixed or content"
-            )
+            text = f"{self.model.retriever.type!r} does not say what is stored; use separator, explicit or content"
             raise ConfigError("blend.retriever", text)
         self._retriever = self.model.retriever
 
