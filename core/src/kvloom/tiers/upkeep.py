@@ -11,7 +11,7 @@ from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, DeadlineExceeded
 from kvloom.events import EventBus
-from kvloom.runtime import Call, Runtime
+from kvloom.runtime import Call, Runtime, Thread
 from kvloom.tiers.calls import Calls
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.departed import MAX_RECORD_BYTES, RECORD
@@ -66,6 +66,7 @@ class Upkeep:
         self._closed = False
         self._owed: OrderedDict[ChunkKey, None] = OrderedDict()
         self._keeps_time = False
+        self._thread: Thread | None = None
         self._record_at = 0.0
         self._restored = False
         self.evicts = bounded and (not backend.shared or self._elected())
@@ -89,6 +90,8 @@ class Upkeep:
         Waits a deadline at most for a round under way, and one for the record. A round that went on while the backend
         is closed could take the right to evict again, and keep it for as long as the process lives.
         """
+        if self._thread is not None:
+            self._thread.join(self._calls.deadline)
         if self._round is None:
             return
         try:
@@ -202,7 +205,7 @@ class Upkeep:
         with self._changed:
             begun, self._keeps_time = self._keeps_time, True
         if not begun:
-            self._runtime.spawn(self._keep_time, name=f"kvloom-{self.name}-upkeep")
+            self._thread = self._runtime.spawn(self._keep_time, name=f"kvloom-{self.name}-upkeep")
 
     def _keep_time(self) -> None:
         while True:
