@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 import transformers
-from blend import measure, study_task, task
+from blend import chunking, measure, study_task, task
 from blend.task import IGNORED, Shape
 
 MODELS = Path(task.__file__).parent / "models"
@@ -221,3 +221,15 @@ def test_the_model_needs_what_blending_recomputes() -> None:
     assert right("EPIC 15%") < 0.5
     assert right("deviation of V, second layer, 15%") > 0.97
     assert right("the same, not rotated, 15%") < 0.7
+
+
+@pytest.mark.parametrize("setup", ["fixed 32", "content 32"])
+def test_pieces_of_a_text_that_was_edited_are_counted(setup: str) -> None:
+    text = torch.randint(0, 5000, (1000,), generator=torch.Generator().manual_seed(1))
+    edited = torch.cat([text[:400], text[410:]])
+    once, again = (chunking.measured(setup, prompts) for prompts in ([text], [text, edited]))
+    assert once.reused == 0 < once.stored <= 1000
+    assert 600 < again.reused <= 990 and again.runs >= 2
+    assert chunking.possible([text, edited]) == 990
+    alone = chunking.measured(setup, [text, edited], servers=2)
+    assert alone.reused == (again.reused if setup == "content 32" else 0)
