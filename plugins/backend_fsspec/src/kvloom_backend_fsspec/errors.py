@@ -76,8 +76,8 @@ def is_beyond_the_end(text: str) -> bool:
 
 
 def failed_for_one(text: str) -> bool:
-    """Whether a server that answered a request to delete could not delete one of the objects: try again.
+    """Whether a server that answered a request to delete could not delete one of the objects.
 
-    Ceph says so for what is replaced meanwhile: every second time beside two writers.
+    Ceph says so for what is replaced meanwhile, in up to half of the requests, and never if it is asked for one alone.
     """
     return _NOT_THIS_ONE.search(text) is not None

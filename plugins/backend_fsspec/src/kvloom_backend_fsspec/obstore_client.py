@@ -11,8 +11,11 @@ from kvloom import pip_install
 from kvloom_backend_fsspec.config import OBSTORE_SCHEMES, Config
 
 
-def client_of(module: Any, config: Config) -> Any:
-    """A client of obstore's. Raises its errors, ValueError or ImportError if the settings cannot work."""
+def client_of(module: Any, config: Config, *, bulk_delete: bool = True) -> Any:
+    """A client of obstore's. Raises its errors, ValueError or ImportError if the settings cannot work.
+
+    Without `bulk_delete` it deletes by S3's DeleteObject, which every server knows.
+    """
     place, options = config.place, dict(config.options)
     if place.scheme == "file":
         if options:
@@ -34,6 +37,8 @@ def client_of(module: Any, config: Config) -> Any:
     }
     kind = OBSTORE_SCHEMES[place.scheme]
     if kind == "s3":
+        if not bulk_delete:
+            options["disable_bulk_delete"] = "true"
         return module._store.S3Store(place.host, config=options, **shared, **_aws_files(options))
     if kind == "gs":
         return module._store.GCSStore(place.host, config=options, **shared)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ PART_BYTES = 8 << 20
 _PIECE_BYTES = 256 << 10
 _PAGE = 1000
 _PARTS_AT_ONCE = 4
-_PAUSE_SECONDS = 0.02
 _SERVER_FAILED = "500 Internal Server Error"
 T = TypeVar("T")
 
@@ -33,11 +32,11 @@ class ObstoreStore:
         self._errors = self._native.exceptions
         self._place = config.place
         self._parts = min(_PARTS_AT_ONCE, config.threads)
-        self._timeout, self._retries = config.timeout, config.retries
         self._large = False
         self._local = self._place.scheme == "file"
         try:
             self._client = client_of(self._native, config)
+            self._alone = client_of(self._native, config, bulk_delete=False)
         except self._errors.UnknownConfigurationKeyError as error:
             raise ValueError(
                 f"options: {_first_line(error)}; the settings are obstore's of {self._place.scheme}://"
@@ -162,22 +161,18 @@ class ObstoreStore:
             return None
 
     def delete(self, names: Sequence[str]) -> None:
-        at_once = [list(names)] if not self._local and len(names) > 1 else names
-        for each in at_once:
-            with contextlib.suppress(FileNotFoundError):
-                self._delete(each)
-
-    def _delete(self, names: list[str] | str) -> None:
-        """One request, again if it failed for one of the objects alone, which obstore does not repeat."""
-        until = time.monotonic() + self._timeout
-        for attempt in range(self._retries + 1):
+        if len(names) > 1 and not self._local:
             try:
-                return self._ask(lambda: self._native.delete(self._client, names))
+                self._ask(lambda: self._native.delete(self._client, list(names)))
+                return
+            except FileNotFoundError:
+                pass  # of one; of the others nothing is known
             except BackendError as error:
-                pause = _PAUSE_SECONDS * 2**attempt
-                if not failed_for_one(str(error)) or attempt == self._retries or time.monotonic() + pause > until:
+                if not failed_for_one(str(error)):
                     raise
-                time.sleep(pause)
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._ask(functools.partial(self._native.delete, self._alone, name))
 
     def list(self, directory: str) -> Iterator[Listed]:
         with self._explaining():
