@@ -53,12 +53,12 @@ test-full: $(SERVERS_READY) ## the slow tests
 	$(BIN)/python -m pytest -m slow core/tests
 	$(BIN)/python -m pytest -m slow -n logical --maxprocesses 8 --dist loadfile testkit/tests plugins/*/tests plugins/*/tests_servers tests
 
-$(SERVERS_READY): $(READY) scripts/servers_requirements.txt
-	@sh scripts/servers.sh
+$(SERVERS_READY): $(READY) scripts/servers_requirements.txt scripts/servers.sh
+	@sh scripts/servers.sh $(VENV)
 	@$(BIN)/python $(INSTALL) --requirement scripts/servers_requirements.txt
 	@touch $@
 
-test-servers: $(SERVERS_READY) ## real servers, started here: Redis, Ceph's S3 gateway, Mooncake, WebDAV, Prometheus
+test-servers: $(SERVERS_READY) ## real servers, started here: Redis, Ceph's S3 gateway, Azurite, Mooncake, WebDAV, SFTP, Prometheus
 	$(BIN)/python -m pytest -m "not slow" -n $(or $(WORKERS),2) --dist loadfile $(wildcard plugins/*/tests_servers)
 
 fuzz: $(READY) ## the native codec's fuzzer for MINUTES=10, with a sanitizer build

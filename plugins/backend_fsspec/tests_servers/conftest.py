@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,18 @@ from typing import Any
 import pytest
 
 from kvloom_backend_fsspec.backend import FsspecBackend
-from kvloom_backend_fsspec.testing import ACCESS_KEY, SECRET_KEY, CephRGW, MotoServer, Server, WebDavServer, s3_client
+from kvloom_backend_fsspec.testing import (
+    ACCESS_KEY,
+    AZURE_KEY,
+    SECRET_KEY,
+    AzuriteServer,
+    CephRGW,
+    MotoServer,
+    Server,
+    SshServer,
+    WebDavServer,
+    s3_client,
+)
 
 Open = Callable[..., FsspecBackend]
 
@@ -27,6 +40,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
         patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
         patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
         yield
 
 
@@ -52,6 +66,26 @@ def webdav() -> Iterator[WebDavServer]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     with WebDavServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[AzuriteServer]:
+    if not shutil.which("azurite-blob", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"):
+        pytest.skip("Azurite is not installed (npm install --global azurite)")
+    if importlib.util.find_spec("azure") is None:
+        pytest.skip("azure-storage-blob is not installed")
+    with AzuriteServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sshd() -> Iterator[SshServer]:
+    if shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        pytest.skip("OpenSSH's server is not installed (apt-get install openssh-server)")
+    if importlib.util.find_spec("paramiko") is None:
+        pytest.skip("paramiko is not installed")
+    with SshServer() as server:
         yield server
 
 
@@ -99,6 +133,18 @@ def s3() -> Open:
         )
 
     return s3
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Call it with the counts of what was done: they are printed behind the results."""
+    name = request.function.__name__
+
+    def add(**counts: int) -> None:
+        for what, number in counts.items():
+            request.node.user_properties.append(("counted", (f"{name}: {what.replace('_', ' ')}", number)))
+
+    return add
 
 
 @pytest.fixture

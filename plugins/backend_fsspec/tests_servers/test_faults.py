@@ -40,18 +40,6 @@ class Served:
 
 
 @pytest.fixture
-def tally(request: pytest.FixtureRequest) -> Tally:
-    """Call it with the counts of what was done: they are printed behind the results."""
-    name = request.function.__name__
-
-    def add(**counts: int) -> None:
-        for what, number in counts.items():
-            request.node.user_properties.append(("counted", (f"{name}: {what.replace('_', ' ')}", number)))
-
-    return add
-
-
-@pytest.fixture
 def bucket(rgw: CephRGW, new_bucket: Callable[..., str]) -> str:
     return new_bucket(rgw)
 

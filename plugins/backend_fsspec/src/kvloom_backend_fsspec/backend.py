@@ -53,7 +53,7 @@ class FsspecBackend(StorageBackend):
 
     def identity(self) -> str | None:
         place, options = self._settings.place, self._settings.options
-        kind = OBSTORE_SCHEMES.get(place.scheme, place.scheme)
+        kind = "sftp" if self._settings.by_sftp else OBSTORE_SCHEMES.get(place.scheme, place.scheme)
         endpoint = next((str(options[name]) for name in options if "endpoint" in name or name == "base_url"), "")
         if kind in ("file", "local"):
             return f"file:{os.path.realpath('/' + place.prefix)}"
@@ -197,4 +197,4 @@ class ProcessFsspecBackend(FsspecBackend):
 def _class_for(config: FsspecConfig) -> type[FsspecBackend]:
     if config.place.scheme == "memory":
         return ProcessFsspecBackend
-    return ExclusiveFsspecBackend if config.by_obstore else FsspecBackend
+    return ExclusiveFsspecBackend if config.by_obstore or config.by_sftp else FsspecBackend

@@ -15,6 +15,8 @@ from kvloom import Duration
 OBSTORE_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "file": "file"}
 """What obstore serves, by one word for each kind of store."""
 
+SFTP_SCHEMES = ("sftp", "ssh")
+
 STANDARD_PLACES = (
     "credentials come from the standard places only: the environment (AWS_ACCESS_KEY_ID, "
     "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, ...), ~/.aws, ~/.ssh, ~/.netrc, or the machine's role"
@@ -50,7 +52,7 @@ class Config(BaseConfig):
     options: Mapping[str, Any] = {}
     """Settings of the store's client (`endpoint`, `region`, ...); no credentials."""
     driver: Literal["auto", "obstore", "fsspec"] = "auto"
-    """`auto`: obstore where it serves the scheme, else fsspec's own implementation."""
+    """`auto`: obstore where it serves the scheme, paramiko for SFTP, else fsspec's own implementation."""
     timeout: Duration = Field(default=5.0, gt=0, le=600)
     """Seconds for one request: of at most 8 MiB where obstore serves, or one blob."""
     connect_timeout: Duration = Field(default=1.0, gt=0, le=600)
@@ -87,6 +89,10 @@ class Config(BaseConfig):
     def _can_work(self) -> Config:
         if self.driver == "obstore" and self.place.scheme not in OBSTORE_SCHEMES:
             raise ValueError(f"driver: obstore has no {self.place.scheme}://; use `driver: auto`")
+        if self.driver == "fsspec" and self.by_sftp:
+            raise ValueError(
+                "driver: fsspec's own SFTP does not come back once its connection was lost; use `driver: auto`"
+            )
         for name in ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "azure_endpoint", "base_url"):
             if name in self.options and not _ENDPOINT.match(str(self.options[name])):
                 raise ValueError(f"options.{name}: is no URL; write https://host:port, with its scheme")
@@ -101,6 +107,11 @@ class Config(BaseConfig):
     def place(self) -> Place:
         """What the URL names."""
         return place_of(self.url)
+
+    @property
+    def by_sftp(self) -> bool:
+        """Whether paramiko is the client."""
+        return self.place.scheme in SFTP_SCHEMES
 
     @property
     def by_obstore(self) -> bool:

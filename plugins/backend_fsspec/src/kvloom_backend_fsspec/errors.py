@@ -8,7 +8,7 @@ from kvloom_backend_fsspec.config import Place
 
 _MAX_CHARS = 300
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist", "ContainerNotFound")
-_BEYOND = ("416 ", "InvalidRange", "Requested range was invalid", "range started at")
+_BEYOND = ("416 ", "InvalidRange", "Requested range was invalid", "range started at", "Wanted range starting at")
 _NOT_THIS_ONE = re.compile(r"DeleteObjects request failed for key .*\(code: (UnknownError|InternalError)\)")
 _CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 # A presigned or SAS query could be in a URL that a server quotes.
@@ -20,6 +20,17 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
         ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthenticationFailed"),
         "the credentials are not the store's: set others in the environment, or give the machine a role",
     ),
+    (
+        ("not found in known_hosts",),
+        "its key is not known: see that it is the server's, and add what `ssh-keyscan` prints to ~/.ssh/known_hosts, "
+        "or to a file of its own: `options: {known_hosts: file}`",
+    ),
+    (("Host key for server",), "it has another key than known_hosts says: is it still the same server?"),
+    (
+        ("Authentication failed", "No authentication methods", "Permission denied (publickey"),
+        "it takes none of the keys: put one into ~/.ssh or the agent, or set `options: {key_filename: file}`",
+    ),
+    (("size mismatch in put",), "it did not take all of it: is its disk full?"),
     (("QuotaExceeded", "507 "), "the store is full: raise its quota, or set `capacity` below it"),
     (
         ("AccessDenied", "403 Forbidden", "PermissionDenied", "Permission denied"),

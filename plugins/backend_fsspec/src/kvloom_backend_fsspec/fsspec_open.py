@@ -6,16 +6,14 @@ import contextlib
 import importlib
 import netrc
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvloom import pip_install
 from kvloom_backend_fsspec.config import Config, Place
 
 _EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az",
-    "sftp": "sftp", "ssh": "sftp", "webdav": "webdav", "dav": "webdav",
+    "webdav": "webdav", "dav": "webdav",
 }  # fmt: skip
-_SFTP = ("sftp", "ssh")
 _WEBDAV = ("webdav", "dav")
 
 
@@ -36,8 +34,6 @@ def open_fs(place: Place, config: Config) -> tuple[Any, str]:
         settings = {"skip_instance_cache": True, **_defaults(place, config), **config.options}
         if place.scheme in _WEBDAV:
             return fsspec.filesystem("webdav", **settings), ""
-        if place.scheme in _SFTP:
-            return _sftp(place, config, settings), "/"
         fs, path = fsspec.core.url_to_fs(config.url, **settings)
     except ImportError as error:
         extra = _EXTRAS.get(place.scheme)
@@ -46,20 +42,6 @@ def open_fs(place: Place, config: Config) -> tuple[Any, str]:
     if hasattr(fs, "retries"):
         fs.retries = config.retries + 1
     return fs, path[: len(path) - len(place.prefix)] if place.prefix else f"{path.rstrip('/')}/"
-
-
-def _sftp(place: Place, config: Config, settings: dict[str, Any]) -> Any:
-    """By paramiko, also where a package has registered another implementation for the scheme."""
-    from fsspec.implementations.sftp import SFTPFileSystem
-
-    host = urlsplit(f"//{place.host}")
-    if host.port is not None:
-        settings["port"] = host.port
-    if host.username is not None:
-        settings["username"] = host.username
-    fs = SFTPFileSystem(host.hostname, **settings)
-    fs.ftp.get_channel().settimeout(config.timeout)
-    return fs
 
 
 def _defaults(place: Place, config: Config) -> dict[str, Any]:
@@ -75,9 +57,6 @@ def _defaults(place: Place, config: Config) -> dict[str, Any]:
                 "response_checksum_validation": "when_required",
             },
         }
-    if place.scheme in _SFTP:
-        waits = {"timeout": config.connect_timeout, "banner_timeout": config.timeout, "auth_timeout": config.timeout}
-        return {"channel_timeout": config.timeout, **waits}
     if place.scheme in _WEBDAV:
         httpx = importlib.import_module("httpx")
         return {
@@ -99,14 +78,9 @@ def _from_netrc(host: str) -> tuple[str, str] | None:
 
 def close_fs(fs: Any) -> None:
     """Give back its connections and threads, whichever of these it has."""
-    for give_back in (_close_sftp, _close_webdav, _close_session):
+    for give_back in (_close_webdav, _close_session):
         with contextlib.suppress(Exception):
             give_back(fs)
-
-
-def _close_sftp(fs: Any) -> None:
-    fs.ftp.close()
-    fs.client.close()
 
 
 def _close_webdav(fs: Any) -> None:

@@ -23,7 +23,7 @@ _WHOLE_AT_ONCE = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "ad
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _TAGS = ("ETag", "etag", "e_tag")
 _NO_DIRECTORY = ("ResourceConflict", "ResourceNotFound")  # what webdav4 says of a directory that is not there
-_MEMORY = threading.Lock()  # fsspec's memory looks a file up twice while it lists
+_MEMORY, _NO_TURN = threading.Lock(), contextlib.nullcontext()
 _READS = 8
 """How often a file is read that is replaced each time."""
 _PAUSE_SECONDS = 0.1
@@ -48,7 +48,8 @@ class FsspecStore:
         self._making = threading.Lock()
         self._whole = place.scheme in _WHOLE_AT_ONCE
         self._directories: set[str] = set()
-        self._turn = _turn(place.scheme)
+        # fsspec's memory looks a file up twice while it lists.
+        self._turn: contextlib.AbstractContextManager[Any] = _MEMORY if place.scheme == "memory" else _NO_TURN
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
@@ -175,13 +176,6 @@ class FsspecStore:
         raise AssertionError("not reached")
 
 
-def _turn(scheme: str) -> contextlib.AbstractContextManager[Any]:
-    """Held by who asks, where only one may at a time: threads of one SFTP client take each other's answers."""
-    if scheme == "memory":
-        return _MEMORY
-    return threading.Lock() if scheme in ("sftp", "ssh") else contextlib.nullcontext()
-
-
 def _is_a_servers(error: BaseException) -> bool:
     """Whether a server that was reached has failed (5xx)."""
     status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", 0)
@@ -217,9 +211,7 @@ def _is_about(answer: Any, now: dict[str, Any]) -> bool:
 
 def _rename(fs: Any, draft: str, path: str) -> None:
     """Over what is there, in one step."""
-    if hasattr(fs, "ftp") and hasattr(fs.ftp, "posix_rename"):
-        fs.ftp.posix_rename(draft, path)
-    elif "webdav" in _protocols(fs):
+    if "webdav" in _protocols(fs):
         fs.client.move(draft, path, overwrite=True)
     else:
         fs.mv(draft, path)

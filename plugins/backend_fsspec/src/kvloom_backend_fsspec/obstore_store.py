@@ -13,7 +13,7 @@ from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained, failed_for_one, is_beyond_the_end, says_no_bucket
 from kvloom_backend_fsspec.native import native
 from kvloom_backend_fsspec.obstore_client import client_of
-from kvloom_backend_fsspec.store import Listed
+from kvloom_backend_fsspec.store import Listed, Memory
 
 PART_BYTES = 8 << 20
 """One request carries at most so much, so that its timeout means something for a blob of any size."""
@@ -62,7 +62,7 @@ class ObstoreStore:
         return True
 
     def get(self, name: str) -> bytes | None:
-        memory = _Memory()
+        memory = Memory()
         return memory.data if self.read(name, memory) else None
 
     def read(self, name: str, sink: Sink) -> bool:
@@ -161,7 +161,7 @@ class ObstoreStore:
             return None
 
     def delete(self, names: Sequence[str]) -> None:
-        if len(names) > 1 and not self._local:
+        if len(names) > 1:
             try:
                 self._ask(lambda: self._native.delete(self._client, list(names)))
                 return
@@ -206,24 +206,6 @@ class ObstoreStore:
 
 class _BeyondTheEnd(BackendError):
     """A range that begins where there is nothing any more."""
-
-
-class _Memory:
-    """A sink of its own memory."""
-
-    def __init__(self) -> None:
-        self._room = bytearray()
-
-    def reserve(self, num_bytes: int) -> memoryview:
-        self._room = bytearray(num_bytes)
-        return memoryview(self._room)
-
-    def filled(self, num_bytes: int) -> None:
-        pass
-
-    @property
-    def data(self) -> Any:
-        return self._room
 
 
 def _first_line(error: BaseException) -> str:

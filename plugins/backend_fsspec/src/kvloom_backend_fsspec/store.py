@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvloom import Sink
 
@@ -53,12 +53,34 @@ class ObjectStore(Protocol):
         """Give back what is held."""
 
 
+class Memory:
+    """A sink of its own memory."""
+
+    def __init__(self) -> None:
+        self._room = bytearray()
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        self._room = bytearray(num_bytes)
+        return memoryview(self._room)
+
+    def filled(self, num_bytes: int) -> None:
+        pass
+
+    @property
+    def data(self) -> Any:
+        return self._room
+
+
 def open_store(config: Config) -> ObjectStore:
     """A client of this process's. Raises ValueError or ImportError with the remedy if the settings cannot work."""
     if config.by_obstore:
         from kvloom_backend_fsspec.obstore_store import ObstoreStore
 
         return ObstoreStore(config)
+    if config.by_sftp:
+        from kvloom_backend_fsspec.sftp_store import SftpStore
+
+        return SftpStore(config)
     from kvloom_backend_fsspec.fsspec_store import FsspecStore
 
     return FsspecStore(config)
