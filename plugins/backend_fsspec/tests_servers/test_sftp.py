@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom import BackendError, ConfigError, Engine, KVSpec, StorageBackend
+from kvloom import BackendError, ConfigError, CorruptBlobError, Engine, KVSpec, StorageBackend
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.testing import SshServer
 from kvloom_testkit import BackendConformance
@@ -33,6 +33,33 @@ class TestSftp(BackendConformance):
     @pytest.fixture
     def make(self, sshd: SshServer, here: Path) -> Callable[[], StorageBackend]:
         return lambda: FsspecBackend(FsspecBackend.Config(**settings(sshd, here)))
+
+
+def test_an_empty_file_is_a_corrupt_blob_and_no_fault_of_the_server(sshd: SshServer, here: Path) -> None:
+    backend = FsspecBackend(FsspecBackend.Config(**settings(sshd, here)))
+    backend.put("key", [b"blob"])
+    logins = (sshd.directory / "sshd.out").read_text().count("Accepted publickey")
+    (here / "kv" / "key=kv").write_bytes(b"")
+    for _ in range(3):
+        with pytest.raises(CorruptBlobError, match="an empty file"):
+            backend.get("key")
+    assert (sshd.directory / "sshd.out").read_text().count("Accepted publickey") == logins
+    backend.close()
+
+
+def test_a_server_that_does_not_answer_is_given_up(sshd: SshServer, here: Path, proxied: TcpProxy) -> None:
+    (here / "known_hosts").write_text(sshd.known_hosts.read_text().replace(str(sshd.port), str(proxied.port)))
+    place = settings(sshd, here, port=proxied.port, options={"known_hosts": str(here / "known_hosts")})
+    backend = FsspecBackend(FsspecBackend.Config(timeout=0.5, **place))
+    backend.put("key", [b"blob"])
+    proxied.answers.black_hole = True
+    began = time.monotonic()
+    with pytest.raises(BackendError, match="it did not answer in time"):
+        backend.get("key")
+    assert time.monotonic() - began < HANGS_SECONDS
+    proxied.answers.black_hole = False
+    assert backend.get("key") == b"blob"
+    backend.close()
 
 
 def refused(tier: dict[str, Any]) -> str:

@@ -54,7 +54,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
         ("InvalidContentType", "CorruptMessage", "WRONG_VERSION_NUMBER", "wrong version number"),
         "it does not speak TLS: is `endpoint` right?",
     ),
-    (("timed out", "TimedOut"), "it did not answer in time: is it up? Else raise `timeout`"),
+    (("timed out", "TimedOut", "TimeoutError"), "it did not answer in time: is it up? Else raise `timeout`"),
     (
         ("error sending request", "Connection refused", "ConnectError", "Unable to connect"),
         "it cannot be reached: is it up, and are host and port right?",
@@ -64,8 +64,8 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 
 def explained(error: BaseException, place: Place) -> str:
     """One line: which store, what it said, what to do."""
-    text = str(error)
-    said = _QUERY.sub("?...", text.partition("\n")[0])[:_MAX_CHARS].strip() or type(error).__name__
+    text = str(error) or type(error).__name__
+    said = _QUERY.sub("?...", text.partition("\n")[0])[:_MAX_CHARS].strip()
     if code := _CODE.search(text):
         said = f"{said.partition(': <?xml')[0]} ({code[1]})"
     return f"{place.scheme}://{place.host}: {said}" + (f"; {remedy}" if (remedy := remedy_of(text)) else "")

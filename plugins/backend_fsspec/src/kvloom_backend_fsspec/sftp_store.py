@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvloom import BackendError, CorruptBlobError, Sink, pip_install
+from kvloom import BackendError, CorruptBlobError, KVLoomError, Sink, pip_install
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained
 from kvloom_backend_fsspec.names import Names
@@ -140,7 +140,7 @@ class SftpStore:
             try:
                 with self._connection() as connection:
                     return call(connection.sftp)
-            except BackendError:
+            except KVLoomError:
                 raise
             except Exception as error:
                 pause = _PAUSE_SECONDS * 2**attempt
@@ -159,19 +159,24 @@ class SftpStore:
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[_Connection]:
-        """One for the caller alone; closed if anything fails meanwhile, as answers may still be on their way."""
+        """One for the caller alone; closed if the server or the way fails, as answers may still come."""
         if not self._turns.take(_WAITS * self._timeout):
             raise BackendError(f"{self._place.scheme}://{self._place.host}: timed out: all connections are busy")
         try:
             connection = self._idle.pop() if self._idle else self._connect()
             try:
                 yield connection
+            except KVLoomError:  # of who has no room, or verifies: no answer is outstanding
+                self._idle.append(connection)
+                raise
             except BaseException:
                 connection.close()
                 raise
-            self._idle.append(connection)
-            if self._closed:
-                self._forget()
+            else:
+                self._idle.append(connection)
+            finally:
+                if self._closed:
+                    self._forget()
         finally:
             self._turns.give()
 
