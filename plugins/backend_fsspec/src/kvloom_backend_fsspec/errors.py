@@ -65,7 +65,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 def explained(error: BaseException, place: Place) -> str:
     """One line: which store, what it said, what to do."""
     text = str(error) or type(error).__name__
-    said = _QUERY.sub("?...", text.partition("\n")[0])[:_MAX_CHARS].strip()
+    said = _QUERY.sub("?...", text.partition("\n")[0])[:_MAX_CHARS].strip() or type(error).__name__
     if code := _CODE.search(text):
         said = f"{said.partition(': <?xml')[0]} ({code[1]})"
     return f"{place.scheme}://{place.host}: {said}" + (f"; {remedy}" if (remedy := remedy_of(text)) else "")
