@@ -121,12 +121,7 @@ def test_options_that_the_store_does_not_have() -> None:
         opened(url="file:///srv/kv", options={"colour": "blue"})
 
 
-def test_sftp_has_options_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^options: sftp:// has no colour, port; it has .*key_filename, known_hosts"):
-        opened(url="sftp://host/kv", options={"colour": "blue", "port": 23})
-    for name in ("key_filename", "known_hosts"):
-        with pytest.raises(ValueError, match=rf"^options\.{name}: there is no file .*/missing"):
-            opened(url="sftp://host/kv", options={name: f"{tmp_path}/missing"})
+def test_fsspecs_own_sftp_is_not_offered() -> None:
     assert "use `driver: auto`" in problem(url="sftp://host/kv", driver="fsspec")
 
 
@@ -150,11 +145,7 @@ def test_a_missing_extra_is_named(scheme: str, module: str, extra: str, monkeypa
 
 
 def test_what_a_scheme_claims() -> None:
-    kinds = {
-        "file:///srv/kv": ExclusiveFsspecBackend,
-        "sftp://host/kv": ExclusiveFsspecBackend,
-        "memory://kv": ProcessFsspecBackend,
-    }
+    kinds = {"file:///srv/kv": ExclusiveFsspecBackend, "memory://kv": ProcessFsspecBackend}
     assert {url: type(opened(url=url)) for url in kinds} == kinds
     assert type(opened(url="file:///srv/kv", driver="fsspec")) is FsspecBackend
     assert (ProcessFsspecBackend.persistent, ProcessFsspecBackend.shared, FsspecBackend.bounded) == (
@@ -191,7 +182,6 @@ def test_one_bucket_has_one_identity_for_each_endpoint() -> None:
     one = identity("s3://bucket/kv", "https://one")
     assert one == identity("s3a://bucket/kv/", "https://one/")
     assert one not in (identity("s3://bucket/kv", "https://two"), identity("s3://bucket/kv2", "https://one"))
-    assert opened(url="sftp://me@host/kv").identity() == opened(url="ssh://me@host/kv/").identity()
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))

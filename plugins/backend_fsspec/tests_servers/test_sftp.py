@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvloom import BackendError, ConfigError, CorruptBlobError, Engine, KVSpec, StorageBackend
-from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_backend_fsspec.backend import ExclusiveFsspecBackend, FsspecBackend
 from kvloom_backend_fsspec.testing import SshServer
 from kvloom_testkit import BackendConformance
 from kvloom_testkit.faults import TcpProxy
@@ -29,10 +29,36 @@ def settings(sshd: SshServer, directory: Path, *, port: int | None = None, **mor
     return {"url": f"sftp://127.0.0.1:{port or sshd.port}{directory}/kv", "options": options, **more}
 
 
+@pytest.fixture(autouse=True)
+def has_paramiko() -> None:
+    pytest.importorskip("paramiko")
+
+
 class TestSftp(BackendConformance):
     @pytest.fixture
     def make(self, sshd: SshServer, here: Path) -> Callable[[], StorageBackend]:
         return lambda: FsspecBackend(FsspecBackend.Config(**settings(sshd, here)))
+
+
+def opened(url: str, **options: str) -> FsspecBackend:
+    return FsspecBackend(FsspecBackend.Config(url=url, options=options))
+
+
+def test_it_has_options_of_its_own(here: Path) -> None:
+    with pytest.raises(ValueError, match=r"^options: sftp:// has no colour, port; it has .*key_filename, known_hosts"):
+        opened("sftp://host/kv", colour="blue", port="23")
+    for name in ("key_filename", "known_hosts"):
+        with pytest.raises(ValueError, match=rf"^options\.{name}: there is no file .*/missing"):
+            opened("sftp://host/kv", **{name: f"{here}/missing"})
+
+
+def test_one_place_has_one_identity_and_opening_asks_nothing() -> None:
+    one = opened("sftp://me@host/kv")
+    assert one.identity() == opened("ssh://me@host/kv/").identity()
+    assert one.identity() != opened("sftp://you@host/kv").identity()
+    assert isinstance(one, ExclusiveFsspecBackend)
+    one.close()
+    one.close()
 
 
 def test_an_empty_file_is_a_corrupt_blob_and_no_fault_of_the_server(sshd: SshServer, here: Path) -> None:
