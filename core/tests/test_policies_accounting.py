@@ -117,6 +117,23 @@ def test_what_was_stored_again_after_it_was_removed_stays(open_engine: Open, gat
     assert len(shelf.blobs) == 1 and tier.contains(segment.key) and count(engine, "evicted") == 0
 
 
+def test_what_goes_while_it_is_put_again_is_expected_by_nobody(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF | {"capacity": BLOB_BYTES})
+    shelf = Shelf.shelves["default"]
+    tier: Any = engine.tiers["shelf"]
+    gates = {"put": Gate(), "delete": Gate()}
+    shelf.before = lambda verb, key: gates[verb](verb, key) if verb in gates and key[:5] != "spec/" else None
+    chunks = [(engine.segments(tokens_of(4, seed))[0].key, kv_of(4, seed)) for seed in (1, 2)]
+    assert tier.batched_put(chunks, blocking=False) == 2
+    assert eventually(lambda: gates["put"].waiting == 2), "there is room for one, and two are admitted"
+    gates["put"].open()
+    assert eventually(lambda: gates["delete"].waiting), "one of them goes right after it was written"
+    tier.batched_put(chunks, blocking=False)  # of what is still under way, that stands for it
+    gates["delete"].open()
+    assert engine.flush(20)
+    assert len(tier.ledger.names()) == len(tier.ledger) == len(shelf.blobs) <= 1
+
+
 def test_a_removal_that_fails_half_way_leaves_what_is_there_counted(open_engine: Open) -> None:
     engine = open_engine({"type": "shelf", "capacity": "1MiB"})
     tokens = tokens_of(16)

@@ -42,6 +42,7 @@ class Desk:
     def __init__(self) -> None:
         self.clock = Clock()
         self.lost: list[str] = []
+        self.accepted: list[ChunkKey] = []
         self.gate = threading.Event()
         self.workers = Workers(self.clock, name="test-write", threads=1)
         self.queue = WriteQueue(
@@ -57,7 +58,7 @@ class Desk:
             return True
 
         loaded: Any = chunk
-        return self.queue.submit(key, store, loaded, until=self.clock.now())
+        return self.queue.submit(key, store, loaded, until=self.clock.now(), accepted=lambda: self.accepted.append(key))
 
 
 @pytest.fixture
@@ -72,6 +73,7 @@ def test_a_write_of_what_is_being_written_stands_for_both(desk: Desk) -> None:
     first, second = Chunk(), Chunk()
     write = desk.submit(A, first)
     assert desk.submit(A, second) is write and second.releases == 1 and first.releases == 0
+    assert desk.accepted == [A]
     desk.gate.set()
     assert desk.queue.wait(write, desk.clock.now() + 1) and first.releases == 1 and not desk.lost
 
@@ -81,6 +83,7 @@ def test_what_there_is_no_room_for_is_given_back(desk: Desk) -> None:
     write = desk.submit(A, large)
     assert write is not None, "one at a time goes, however large"
     assert desk.submit(B, more) is None and more.releases == 1 and not desk.queue.pending(B)
+    assert desk.accepted == [A]
     desk.gate.set()
     assert desk.queue.wait(write, desk.clock.now() + 1) and desk.queue.waiting_bytes == 0
 

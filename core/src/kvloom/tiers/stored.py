@@ -200,9 +200,9 @@ class StoredTier(Tier):
             loaded.release()
             self._on_lost(key, chunk, "the tier is paused")
             return None
-        self.ledger.expect(key, chain)
         store = self.calls.judged("put", partial(self._store, key, loaded, since, chain, record), self.calls.writing)
-        write = self._writes.submit(key, store, loaded, until=until, record=record)
+        accepted = partial(self.ledger.expect, key, chain)
+        write = self._writes.submit(key, store, loaded, until=until, accepted=accepted, record=record)
         if write is None:
             self._on_lost(key, chunk, "the write queue is full")
         return write

@@ -73,15 +73,17 @@ class WriteQueue:
         return not self._open or self._bytes + nbytes <= self._max_bytes
 
     def submit(
-        self, key: ChunkKey, store: Callable[[], bool], loaded: Loaded, *, until: float, record: Record = NO_RECORD
-    ) -> Write | None:
+        self, key: ChunkKey, store: Callable[[], bool], loaded: Loaded, *, until: float, accepted: Callable[[], None],
+        record: Record = NO_RECORD,
+    ) -> Write | None:  # fmt: skip
         """Queue a write, waiting for room until `until`; None (the chunk released) if there was none.
 
-        A write of the same key that is under way stands for this one.
+        A write of the same key that is under way stands for this one. accepted: called before the write can begin, and
+        only if no other stands for it: that one may have done already what it does to the ledger.
         """
         write = Write(key, loaded, record=record)
         record.hold()
-        same = self._admit(write, until)
+        same = self._admit(write, until, accepted)
         if same is not write:
             record.release()
             loaded.release()
@@ -94,7 +96,7 @@ class WriteQueue:
             return None
         return write
 
-    def _admit(self, write: Write, until: float) -> Write | None:
+    def _admit(self, write: Write, until: float, accepted: Callable[[], None]) -> Write | None:
         """The write that is now under way under this key, or None if there was no room by `until`."""
         while True:
             self._expire()
@@ -103,6 +105,7 @@ class WriteQueue:
                 if same is not None:
                     return same
                 if self.has_room(write.loaded.chunk.nbytes):
+                    accepted()
                     self._open[write.key] = write
                     self._bytes += write.loaded.chunk.nbytes
                     return write
