@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -122,7 +123,12 @@ def test_on_a_terminal_it_goes_on_without_the_engine_until_ctrl_c(tmp_path: Path
     engine = opened(tmp_path, "live", instance_id="mine")
     busy(engine)
     leader, follower = pty.openpty()
-    command = [sys.executable, "-c", "from kvloom.cli.main import main; main()", "top", "--every", "0.2"]
+    program = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a shell\n"
+        "from kvloom.cli.main import main; main()"
+    )
+    command = [sys.executable, "-c", program, "top", "--every", "0.2"]
     child = subprocess.Popen(
         command, stdin=follower, stdout=follower, stderr=follower, env={**os.environ, "TERM": "xterm"}
     )
@@ -141,7 +147,7 @@ def test_on_a_terminal_it_goes_on_without_the_engine_until_ctrl_c(tmp_path: Path
         until(b"75.0%")
         engine.close()
         until(b"gone:")
-        child.send_signal(2)
+        child.send_signal(signal.SIGINT)
         assert child.wait(30) == 0
         while select.select([leader], [], [], 0.2)[0]:
             try:
