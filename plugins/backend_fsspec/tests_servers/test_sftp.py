@@ -52,6 +52,23 @@ def test_it_has_options_of_its_own(here: Path) -> None:
             opened("sftp://host/kv", **{name: f"{here}/missing"})
 
 
+def test_a_port_that_cannot_be_is_said_to_be_the_urls() -> None:
+    for port in ("99999", "ssh"):
+        with pytest.raises(ValueError, match=r"^url: Port "):
+            opened(f"sftp://host:{port}/kv")
+
+
+def test_a_directory_that_cannot_be_made_is_named(sshd: SshServer, here: Path) -> None:
+    (here / "kv").write_text("a file")
+    backend = FsspecBackend(FsspecBackend.Config(**settings(sshd, here)))
+    with pytest.raises(ValueError, match=rf"^url: cannot write: .*the directory {here}/kv\S* cannot be made"):
+        backend.check_writable()
+    with pytest.raises(BackendError, match=rf"the directory {here}/kv\S* cannot be made"):
+        backend.put("key", [b"blob"])
+    assert backend.get("key") is None
+    backend.close()
+
+
 def test_one_place_has_one_identity_and_opening_asks_nothing() -> None:
     one = opened("sftp://me@host/kv")
     assert one.identity() == opened("ssh://me@host/kv/").identity()

@@ -261,8 +261,12 @@ def _login(config: Config) -> tuple[dict[str, Any], Sequence[str | None]]:
     known = options.pop("known_hosts", None)
     system = Path("/etc/ssh/ssh_known_hosts")
     host = urlsplit(f"//{config.place.host}")
+    try:
+        port = host.port or 22
+    except ValueError as error:
+        raise ValueError(f"url: {error}") from None
     login = {
-        "hostname": host.hostname, "port": host.port or 22, "username": host.username,
+        "hostname": host.hostname, "port": port, "username": host.username,
         "timeout": config.connect_timeout, "banner_timeout": config.timeout, "auth_timeout": config.timeout,
         "channel_timeout": config.timeout,
     }  # fmt: skip
@@ -288,8 +292,9 @@ def _make(sftp: Any, directory: str) -> None:
     _make(sftp, directory.rpartition("/")[0])
     try:
         sftp.mkdir(f"/{directory}")
-    except OSError:
-        sftp.stat(f"/{directory}")  # another one made it, or this says what is wrong
+    except OSError as error:
+        if _size(sftp, directory) is None:  # else another one made it
+            raise OSError(f"the directory /{directory} cannot be made: {error}") from error
 
 
 def _read(sftp: Any, name: str, sink: Sink) -> bool:
