@@ -1,15 +1,24 @@
-"""What tests have counted is printed behind the results, also where several processes run them."""
+"""Reports of a test run: counts that tests leave, and processor time and memory of each test.
+
+Both work under pytest-xdist: a worker attaches them to its reports, the main process collects them.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
+COSTS_FILE = os.environ.get("KVLOOM_TEST_COSTS")
+
 
 class _Counts:
-    """A plugin of the process that prints: tests leave them in `user_properties`, as
-    `("counted", (what, number))` or `("said", line)`."""
+    """Prints what tests leave in `user_properties`: `("counted", (what, number))` or `("said", line)`."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -33,5 +42,52 @@ class _Counts:
             terminalreporter.write_line(line)
 
 
+class _Costs:
+    """Appends a line of JSON for each test to the file that KVLOOM_TEST_COSTS names; scripts/test_costs.py prints them.
+
+    Processor seconds include child processes that ended, and fixtures, which the first test to use one pays for.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._began = 0.0
+        self._wall: Counter[str] = Counter()
+
+    @staticmethod
+    def _processor_seconds() -> float:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        self._began = self._processor_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.when == "teardown":
+            cost = {
+                "test": f"{item.path.relative_to(Path(__file__).parent)}::{item.nodeid.partition('::')[2]}",
+                "processor": self._processor_seconds() - self._began,
+                "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            }
+            report.user_properties.append(("cost", cost))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._wall[report.nodeid] += report.duration  # set-up, call, teardown
+        cost = next((value for name, value in report.user_properties if name == "cost"), None)
+        if cost is None or "PYTEST_XDIST_WORKER" in os.environ:  # a worker's reports reach the main process too
+            return
+        line = {**cost, "wall": self._wall.pop(report.nodeid)}
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Counts())
+    if COSTS_FILE:
+        config.pluginmanager.register(_Costs(Path(COSTS_FILE)))
