@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from children_support import Ended, forked
 
 import kvloom
 from kvloom import PluginError, Registry, plugins
+from kvloom.cli.main import main
 from kvloom.plugins import PluginStatus
 
 FIXTURES = Path(__file__).parent / "fixtures/plugins"
@@ -42,14 +44,14 @@ def statuses(registry: Registry) -> dict[str, PluginStatus]:
     return {status.name: status for status in registry.statuses()}
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from kvloom.cli.main import main; main()", *arguments],
-        env=os.environ | {"PYTHONPATH": str(FIXTURES), "COLUMNS": "200"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def command(*arguments: str) -> Ended:
+    def work() -> None:
+        sys.path.insert(0, str(FIXTURES))
+        sys.argv = ["kvloom", *arguments]
+        os.environ["COLUMNS"] = "200"
+        main()
+
+    return forked(work)
 
 
 @pytest.mark.usefixtures("installed")
@@ -205,20 +207,20 @@ def test_help_survives_every_broken_plugin_and_loads_no_torch_or_pydantic() -> N
 
 def test_a_plugins_verb_works() -> None:
     done = command("dust")
-    assert (done.returncode, done.stdout) == (0, "dusted\n")
+    assert (done.status, done.out) == (0, "dusted\n")
 
 
 def test_plugins_lists_every_state() -> None:
     done = command("plugins", "--json")
-    assert done.returncode == 0, done.stderr
-    listed = {status["name"]: status for status in json.loads(done.stdout)}
+    assert done.status == 0, done.err
+    listed = {status["name"]: status for status in json.loads(done.out)}
     assert listed["shelf"]["provides"] == [["backend", "shelf"]]
     assert (listed["faulty_commands"]["state"], listed["faulty_commands"]["reason"]) == (
         "broken",
         "commands: RuntimeError: no verbs today",
     )
     assert listed["faulty_verb"]["reason"] == "commands: the verb 'plugins' is taken"
-    table = command("plugins").stdout
+    table = command("plugins").out
     assert "No module named 'nosuchmodule'" in table
     assert "written for kvloom.v2" in table
 
@@ -227,13 +229,13 @@ def test_an_installed_plugin_can_be_configured_and_a_broken_one_is_explained(tmp
     file = tmp_path / "engine.yaml"
     only = "plugins: {only: [shelf, faulty_hook, faulty_missing]}\n"
     file.write_text(only + "tiers: [memory, {type: shelf, path: /x}]\n")
-    assert command("config", "check", str(file)).returncode == 0
+    assert command("config", "check", str(file)).status == 0
     file.write_text(only + "tiers: [memory, {type: shelf, pth: /x}, {type: greedy}]\n")
     done = command("config", "check", str(file))
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[:2] == [
+    assert done.status == 2
+    assert done.err.splitlines()[:2] == [
         "kvloom: tiers.1.path: missing; it has no default",
         "tiers.1.pth: unknown key; did you mean 'path'?",
     ]
-    assert "tiers.2.type: no backend of type 'greedy'; known: dict, shelf; not loaded: " in done.stderr
-    assert "faulty_hook (broken: OSError: no shelf in the house)" in done.stderr
+    assert "tiers.2.type: no backend of type 'greedy'; known: dict, shelf; not loaded: " in done.err
+    assert "faulty_hook (broken: OSError: no shelf in the house)" in done.err

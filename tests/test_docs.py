@@ -119,7 +119,18 @@ def test_example_runs_again_and_again(example: Path, place: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in of("python")}), ids=name)
+LONG = {ROOT / "docs/use/size.md", ROOT / "docs/use/blend.md", ROOT / "plugins/connector_transformers/README.md"}
+"""Pages whose examples serve for a while, or run a model."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page in LONG else [])
+        for page in sorted({block.page for block in of("python")})
+    ],
+    ids=name,
+)
 def test_python_blocks_run(page: Path, place: Path) -> None:
     """In order and in one namespace, as somebody who reads along would type them."""
     namespace: dict[str, Any] = {"__name__": "__main__"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pytest
+import torch
 from core_support import CHUNK, SPEC, Gate, Shelf, Watcher, Witness
 from hypothesis import settings
 from layers_support import STEP, Ranges
@@ -16,8 +19,19 @@ from kvloom import Engine, KVSpec, Registry
 from kvloom.runtime import SystemRuntime
 from kvloom.tiers import upkeep
 
-settings.register_profile("kvloom", deadline=None, max_examples=60)
+settings.register_profile("kvloom", deadline=None, max_examples=int(os.environ.get("KVLOOM_EXAMPLES", 25)))
 settings.load_profile("kvloom")
+
+# Several processes run tests at a time, and OpenMP's threads of one spin while another's work. Also in what they start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Collecting garbage skips torch and the tests: it is cheap, and frees closed engines often."""
+    gc.collect()
+    gc.freeze()
+    gc.collect()
 
 
 @pytest.fixture

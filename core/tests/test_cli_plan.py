@@ -355,6 +355,7 @@ def test_half_an_estimate_is_refused(config: Path) -> None:
     assert refused == "kvloom: --flops, --params: one says nothing without the other\n"
 
 
+@pytest.mark.slow
 def test_the_real_command(config: Path) -> None:
     script = "from kvloom.cli.main import main; main()"
     command = [sys.executable, "-c", script, "plan", config, *NUMBERS, "--json"]

@@ -330,6 +330,7 @@ def test_a_tier_that_is_not_there_is_said(root: Path, blobs: Blobs) -> None:
     assert "no stored tier is called 'x'; there are: disk" in run("scrub", root, "--tier", "x", status=2).err
 
 
+@pytest.mark.slow
 def test_the_real_command(root: Path, blobs: Blobs) -> None:
     flip(blobs[0], 4200)
     command = [sys.executable, "-c", "from kvloom.cli.main import main; main()", "scrub", str(root), "--json"]

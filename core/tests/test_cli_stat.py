@@ -106,6 +106,7 @@ def test_stores_that_nobody_holds(racks: Path, tmp_path: Path, monkeypatch: pyte
     assert evicts(racks) == "owner"
 
 
+@pytest.mark.slow
 def test_the_real_command_with_a_store_that_hangs(tmp_path: Path) -> None:
     """Python must be able to exit while a thread of the backend waits for ever."""
     (tmp_path / "hangs.py").write_text(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from children_support import forked
 from cli_support import CHUNK, SPEC, run
 
 from kvloom import Engine, KVSpec
@@ -166,11 +167,11 @@ with kvloom.Engine.open(config, spec) as engine:
 
 def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    done = subprocess.run([sys.executable, "-c", FULL, trace], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "[1]\n"), done.stderr
+    done = forked(lambda: exec(FULL.replace("sys.argv[1]", repr(str(trace))), {}))
+    assert (done.status, done.out) == (0, "[1]\n"), done.err
     source = Trace(trace)
     assert 0 < len(list(source.requests())) < 18 and source.broken == 0
-    assert "recording ends after" in done.stderr
+    assert "recording ends after" in done.err
 
 
 def test_recording_stops_at_the_length_that_was_asked_for(tmp_path: Path) -> None:

@@ -368,6 +368,7 @@ def test_without_memory_there_is_nothing_to_warm(tmp_path: Path, fast: Path) -> 
         kvloom.warm(engine, lines(tmp_path / "p", {"tokens": [1]}))
 
 
+@pytest.mark.slow
 def test_the_name_stays_a_function_whatever_is_imported_first() -> None:
     code = (
         "import kvloom.warming, kvloom; from kvloom import warm; assert callable(kvloom.warm) and warm is kvloom.warm"
@@ -375,6 +376,7 @@ def test_the_name_stays_a_function_whatever_is_imported_first() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_real_command(config: Path, prompts: Path) -> None:
     script = "from kvloom.cli.main import main; main()"
     command = [sys.executable, "-c", script, "warm", prompts, "--config", config, "--into", "fast", "--json"]

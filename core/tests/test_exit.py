@@ -5,25 +5,25 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from children_support import ended
 from core_support import Gate, Shelf, kv_of, tokens_of
 from policies_support import count
 
 from kvloom import BackendError, Engine, KVSpec
 
 SPEC = KVSpec(model="m", num_layers=8, num_kv_heads=8, head_size=64, dtype="float32")
-PROMPTS = 6
+PROMPTS = 3
 PROGRAM = f"""
 import sys, time, torch
 from kvloom import Engine, KVSpec
 
 spec = KVSpec.from_json({SPEC.to_json()!r})
-tokens, kv = torch.arange(1600), torch.ones(2, 8, 1600, 512)
+tokens, kv = torch.arange(800), torch.ones(2, 8, 800, 512)
 
 def opened(path, **tier):
     tiers = ["memory", {{"type": "disk", "path": path, "deadline": "60s"}} | tier]
@@ -34,45 +34,14 @@ def saving(engine):
         engine.save(engine.segments(tokens + prompt), kv=kv)
     return engine
 """
-
-
-def run(program: str, path: Path) -> float:
-    """How long it took, in seconds. It must not fail, or say a word."""
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", PROGRAM + program, path], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
-    return time.monotonic() - began
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        "engine = saving(opened(sys.argv[1]))",
-        "saving(opened(sys.argv[1]))",
-        "saving(opened(sys.argv[1])).close()",
-        "engine = opened(sys.argv[1]); saving(engine.sibling(spec))",
-    ],
-    ids=["left open", "forgotten", "closed", "a sibling"],
-)
-def test_what_was_accepted_is_there_afterwards(tmp_path: Path, end: str) -> None:
-    run(end, tmp_path)
-    config = {"connector": "plain", "chunk_tokens": 16, "tiers": [{"type": "disk", "path": str(tmp_path)}]}
-    with Engine.open(config, SPEC) as engine:
-        assert [engine.lookup(torch.arange(1600) + prompt).tokens for prompt in range(PROMPTS)] == [1600] * PROMPTS
-
-
-def test_a_closed_engine_has_no_threads(tmp_path: Path) -> None:
-    others = set(threading.enumerate())
-    for _ in range(20):
-        tiers = [{"type": "memory", "capacity": "1GiB"}, {"type": "disk", "path": str(tmp_path)}]
-        Engine.open({"connector": "plain", "tiers": tiers}, SPEC).close()
-        assert [thread.name for thread in threading.enumerate() if thread not in others] == []
-
-
-def test_a_store_that_hangs_keeps_nobody(tmp_path: Path) -> None:
-    run(
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        """
+ENDS = {
+    "left open": "engine = saving(opened(sys.argv[1]))",
+    "forgotten": "saving(opened(sys.argv[1]))",
+    "closed": "saving(opened(sys.argv[1])).close()",
+    "a sibling": "engine = opened(sys.argv[1]); saving(engine.sibling(spec))",
+}
+HANGING_STORE = f"""
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 import logging, threading
 from importlib.metadata import EntryPoint, entry_points
 from core_support import Shelf
@@ -81,12 +50,43 @@ from kvloom import Registry
 logging.disable()
 mine = EntryPoint("core_support", "core_support", "kvloom.v1")
 registry = Registry.discover(entry_points=[*entry_points(group="kvloom.v1", name="builtin"), mine])
-config = {"connector": "plain", "tiers": ["memory", {"type": "shelf", "deadline": "200ms"}]}
+config = {{"connector": "plain", "tiers": ["memory", {{"type": "shelf", "deadline": "200ms"}}]}}
 engine = saving(Engine.open(config, spec, registry=registry))
 Shelf.shelves["default"].before = lambda verb, key: threading.Event().wait()
-""",
-        tmp_path,
-    )
+"""
+
+
+def is_there(path: Path) -> None:
+    config = {"connector": "plain", "chunk_tokens": 16, "tiers": [{"type": "disk", "path": str(path)}]}
+    with Engine.open(config, SPEC) as engine:
+        assert [engine.lookup(torch.arange(800) + prompt).tokens for prompt in range(PROMPTS)] == [800] * PROMPTS
+
+
+def test_what_was_accepted_is_there_afterwards_and_a_store_that_hangs_keeps_nobody(tmp_path: Path) -> None:
+    programs = [(PROGRAM + end, tmp_path / name) for name, end in ENDS.items()]
+    *kept, hanging = ended(*programs, (PROGRAM + HANGING_STORE,))
+    assert hanging == (0, "", "")
+    for name, end in zip(ENDS, kept, strict=True):
+        assert end == (0, "", ""), name
+        is_there(tmp_path / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [*ENDS, "a store that hangs"])
+def test_a_process_that_was_not_forked_ends_like_that_too(tmp_path: Path, end: str) -> None:
+    program = PROGRAM + ENDS.get(end, HANGING_STORE)
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    if end in ENDS:
+        is_there(tmp_path)
+
+
+def test_a_closed_engine_has_no_threads(tmp_path: Path) -> None:
+    others = set(threading.enumerate())
+    for _ in range(5):
+        tiers = [{"type": "memory", "capacity": "1GiB"}, {"type": "disk", "path": str(tmp_path)}]
+        Engine.open({"connector": "plain", "tiers": tiers}, SPEC).close()
+        assert [thread.name for thread in threading.enumerate() if thread not in others] == []
 
 
 def test_a_prefetch_does_not_keep_a_save_from_being_done(open_engine: Callable[..., Engine], gate: Gate) -> None:
@@ -100,7 +100,7 @@ def test_a_prefetch_does_not_keep_a_save_from_being_done(open_engine: Callable[.
     while not gate.waiting:
         pass
     save = engine.save(engine.segments(tokens_of(16) + 8), kv=kv_of(16))
-    threading.Timer(2.0, gate.open).start()
+    threading.Timer(0.3, gate.open).start()
     engine.close()
     assert save.result(0.0).all()
     assert all(task.done and task.cancelled for task in prefetches)

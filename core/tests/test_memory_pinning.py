@@ -188,7 +188,7 @@ def test_without_a_pinner_there_are_no_slabs() -> None:
     pool.close()
 
 
-@given(size=st.integers(0, 1 << 40), piece=st.integers(0, 1 << 30))
+@given(size=st.integers(0, 5000 * SLAB), piece=st.integers(0, 10 * SLAB))
 def test_slabs_are_long_enough_for_what_is_put_into_them(size: int, piece: int) -> None:
     size = size // PAGE * PAGE
     ends = pages._slab_ends(size, piece)

@@ -1,10 +1,9 @@
-"""What `test_read_only.py` has a process do that is not root: `only_reading.py read|ask|write DIRECTORY`."""
+"""What `test_read_only.py` has a process do that is not root."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 import torch
@@ -47,8 +46,8 @@ def write(path: str, registry: Registry) -> object:
     return "opened"
 
 
-def main() -> None:
-    what, path = sys.argv[1:]
+def main(what: str, path: str) -> None:
+    """what: read, ask or write."""
     registry = Registry.discover()  # while the packages can be read
     if os.getuid() == 0:
         os.setgid(NOBODY)
@@ -57,7 +56,3 @@ def main() -> None:
         print(json.dumps({"read": read, "ask": ask, "write": write}[what](path, registry)))
     except ConfigError as error:
         print(json.dumps(str(error)))
-
-
-if __name__ == "__main__":
-    main()

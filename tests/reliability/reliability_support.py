@@ -73,10 +73,11 @@ def retrieved(engine: Engine, tokens: torch.Tensor, want: torch.Tensor, **option
 
 def eventually(true: Callable[[], Any], what: str, seconds: float = GENEROUS_SECONDS) -> None:
     """Wait until `true()`; fails if that takes unreasonably long."""
-    until = time.monotonic() + seconds
+    until, pause = time.monotonic() + seconds, 0.002
     while not true():
         assert time.monotonic() < until, f"never came: {what}"
-        time.sleep(0.002)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.05)
 
 
 def events(engine: Engine, name: str) -> int:

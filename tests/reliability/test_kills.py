@@ -58,7 +58,7 @@ def kill(path: Path, times: int, tally: Callable[..., None]) -> None:
 
 
 def test_killed_while_storing(store_path: Path, tally: Callable[..., None]) -> None:
-    kill(store_path, 6, tally)
+    kill(store_path, 3, tally)
 
 
 @pytest.mark.slow

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import only_reading
 import pytest
+from children_support import forked
 from only_reading import KV, SPEC, TOKENS, config
 
 from kvloom import ConfigError, Engine
@@ -38,10 +38,9 @@ def store() -> Iterator[Path]:
 
 def as_nobody(what: str, path: Path) -> Any:
     """What `only_reading.py` says, of a process that permissions stop."""
-    script = Path(__file__).with_name("only_reading.py")
-    done = subprocess.run([sys.executable, script, what, path], capture_output=True, text=True, timeout=120)
-    assert not done.returncode, done.stderr
-    return json.loads(done.stdout)
+    done = forked(lambda: only_reading.main(what, str(path)))
+    assert not done.status, done.err
+    return json.loads(done.out)
 
 
 def test_who_only_reads_gets_all_there_is(store: Path) -> None:

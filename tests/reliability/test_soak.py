@@ -26,7 +26,7 @@ def run(path: Path, seconds: float, tally: Callable[..., None]) -> str:
 
 
 def test_mixed_load_for_a_moment(tmp_path: Path, tally: Callable[..., None]) -> None:
-    run(tmp_path, 5, tally)
+    run(tmp_path, 3, tally)
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_a_flush_is_over_although_others_go_on_storing(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         try:
-            assert all(engine.flush(GENEROUS_SECONDS) for _ in range(50))
+            assert all(engine.flush(GENEROUS_SECONDS) for _ in range(20))
         finally:
             done.set()
             for thread in threads:

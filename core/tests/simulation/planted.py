@@ -228,21 +228,21 @@ class Planted(NamedTuple):
 
 
 PLANTS: dict[Plant, Planted] = {
-    checksum_not_checked: Planted(("wrong bytes",), 2000),
+    checksum_not_checked: Planted(("wrong bytes",), 2013),
     eviction_of_a_leased_buffer: Planted(("wrong bytes", "memory reused"), 2000),
     lost_wake_up: Planted(("past deadline", "deadlock", "no progress"), 2000),
     double_free: Planted(("double free", "memory reused"), 2007),
     abandoned_memory_reused_at_once: Planted(("late write",), 2002),
     late_write_resurrects: Planted(("resurrected", "served after removal"), 2045),
     deadline_not_enforced: Planted(("past deadline", "deadlock"), 2000),
-    deadline_for_each_call: Planted(("past deadline",), 2000),
+    deadline_for_each_call: Planted(("past deadline",), 2007),
     expired_is_served: Planted(("served expired",), 2041),
-    removal_not_counted: Planted(("accounts",), 2000),
+    removal_not_counted: Planted(("accounts",), 2006),
     capacity_ignored_by_writes: Planted(("over a bound",), 2000),
     everybody_evicts: Planted(("evictors",), 2013),
-    pinned_is_evicted: Planted(("lost pin",), 2001),
+    pinned_is_evicted: Planted(("lost pin",), 2004),
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
-    layer_not_checked: Planted(("wrong bytes",), 130),
+    layer_not_checked: Planted(("wrong bytes",), 136),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
 }
