@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
+
+# Tensors in tests are small: a second thread of torch's adds two thirds of the processor time, which it spends waiting.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class _Counts:
