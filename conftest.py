@@ -37,5 +37,14 @@ class _Counts:
             terminalreporter.write_line(line)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Requirements that a class of the kit's names in `slow` are: a variant's, which start a process each."""
+    for item in items:
+        for requirement in getattr(getattr(item, "cls", None), "slow", ()):
+            if item.name.startswith(f"test_{requirement}_"):
+                item.add_marker("slow")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Counts())

@@ -19,33 +19,31 @@ def maker(**settings: Any) -> Callable[[], CacheGenSerializer]:
     return lambda: CacheGenSerializer(CacheGenSerializer.Config.model_validate(settings), SPEC)
 
 
-class _SameBitstream(SerializerConformance):
-    """A mode of the codec whose blobs another process decodes by the code that it decodes those of `step` by."""
-
-    @pytest.mark.slow
-    def test_S11_another_process_decodes_it(self, opened, tmp_path):
-        super().test_S11_another_process_decodes_it(opened, tmp_path)
-
-
 class TestStep(SerializerConformance):
     @pytest.fixture
     def make(self) -> Callable[[], CacheGenSerializer]:
         return maker()
 
 
-class TestSmall(_SameBitstream):
+class TestSmall(SerializerConformance):
+    slow = ("S11",)
+
     @pytest.fixture
     def make(self) -> Callable[[], CacheGenSerializer]:
         return maker(quality="small", codec_gate=False, threads=1)
 
 
-class TestLossless(_SameBitstream):
+class TestLossless(SerializerConformance):
+    slow = ("S11",)
+
     @pytest.fixture
     def make(self) -> Callable[[], CacheGenSerializer]:
         return maker(mode="lossless")
 
 
-class TestBins(_SameBitstream):
+class TestBins(SerializerConformance):
+    slow = ("S11",)
+
     @pytest.fixture
     def make(self) -> Callable[[], CacheGenSerializer]:
         return maker(mode="cachegen")
