@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 COSTS_FILE = os.environ.get("KVLOOM_TEST_COSTS")
+# Tensors in tests are small: a second thread of torch's adds two thirds of the processor time, which it spends waiting.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class _Counts:
@@ -85,6 +87,15 @@ class _Costs:
         line = {**cost, "wall": self._wall.pop(report.nodeid)}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Requirements that a class of the kit's names in `slow` are: a variant's, which start a process each."""
+    for item in items:
+        for requirement in getattr(getattr(item, "cls", None), "slow", ()):
+            if item.name.startswith(f"test_{requirement}_"):
+                item.add_marker("slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ class TestDisk(BackendConformance):
         return lambda: DiskBackend(DiskBackend.Config(path=tmp_path))
 
 
+@pytest.mark.slow  # the same code but for how bytes move, which test_transfer and test_crash cover both ways
 class TestDiskPastThePageCache(BackendConformance):
     @pytest.fixture
     def make(self, direct_path: Path) -> Callable[[], StorageBackend]:

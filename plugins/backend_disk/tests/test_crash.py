@@ -48,7 +48,7 @@ def test_killed_while_writing(direct_path: Path, open_backend: Any, direct: str)
     rng = random.Random(1)
     blobs = [stamped(rng.randbytes(256) * rng.randrange(1, 40_000)) for _ in range(9)]
     backend = open_backend(direct_path, direct)
-    for _ in range(15):
+    for _ in range(8):
         started = fork.Event()
         child = fork.Process(target=write_until_killed, args=(backend, blobs, started))
         child.start()
@@ -137,7 +137,7 @@ def test_a_process_that_nobody_has_waited_for_is_dead(tmp_path: Path, open_backe
 def put_and_get(backend: Any, seed: int) -> None:
     rng = random.Random(seed)
     keys = [f"fp/-/{i}-{i:02x}{'00' * 31}" for i in range(3)]
-    for _ in range(250):
+    for _ in range(120):
         key = rng.choice(keys)
         if rng.random() < 0.1:
             backend.delete_many([key])

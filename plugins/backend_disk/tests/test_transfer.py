@@ -30,7 +30,7 @@ TO_NEXT_PAGE = -1
 gaps = st.one_of(st.just(0), st.just(0), st.sampled_from([4096, TO_NEXT_PAGE, 1, 64, 4095]))
 buffers = st.lists(st.tuples(gaps, lengths, st.sampled_from(["view", "readonly", "bytes", "bytearray"])), max_size=12)
 every = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 

@@ -19,6 +19,7 @@ class TestFilesByObstore(BackendConformance):
         return lambda: FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv"))
 
 
+@pytest.mark.slow  # a driver that nobody is given unasked
 class TestFilesByFsspec(BackendConformance):
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], StorageBackend]:

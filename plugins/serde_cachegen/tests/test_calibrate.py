@@ -19,7 +19,6 @@ from kvloom_serde_cachegen import kvloom_add_commands
 from kvloom_serde_cachegen.calibration.command import JUDGED, _break_even
 from kvloom_serde_cachegen.profile import Profile
 
-MORE = Path(__file__).with_name("profiles.py")
 PYLM = Path(__file__).parents[3] / "evals/pylm/weights"
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("kvloom_connector_transformers") is None, reason="there is no connector for transformers"
@@ -71,7 +70,7 @@ def tier(**settings: Any) -> dict[str, Any]:
 
 @needs_transformers
 def test_a_profile_and_its_verdicts_let_an_engine_start(calibrate: Callable[..., Result], model: Path) -> None:
-    done = calibrate("--text", __file__, MORE, "--verify", "--max-kl", "9", "--max-dnll", "9",
+    done = calibrate("--text", __file__, "--tokens", 1500, "--verify", "--max-kl", "9", "--max-dnll", "9",
                      "--min-top1", "0")  # fmt: skip
     assert done.exit_code == 0, done.output
     assert [line.split()[0] for line in done.output.splitlines() if "passed" in line] == list(JUDGED)
@@ -90,7 +89,8 @@ def test_a_profile_and_its_verdicts_let_an_engine_start(calibrate: Callable[...,
 
 @needs_transformers
 def test_a_codec_that_fails_is_written_down_as_such(calibrate: Callable[..., Result], model: Path) -> None:
-    done = calibrate("--text", __file__, MORE, "--verify", "--max-kl", "0", "--out", "here")
+    few = ("--tokens", 500, "--no-klt", "--codec", "step/.75")
+    done = calibrate("--text", __file__, "--verify", *few, "--max-kl", "0", "--out", "here")
     assert done.exit_code == 0, done.output
     assert not any(verdict.passed for verdict in Profile.load(Path("here")).verdicts.values())
     with pytest.raises(ConfigError, match=r"step/0\.75 failed on little.*kl 0, "):
@@ -99,11 +99,11 @@ def test_a_codec_that_fails_is_written_down_as_such(calibrate: Callable[..., Res
 
 @needs_transformers
 def test_steps_may_be_chosen(calibrate: Callable[..., Result]) -> None:
-    done = calibrate("--text", __file__, "--verify", "--codec", "step/.60", "--codec", "klt/1")
+    done = calibrate("--text", __file__, "--tokens", 500, "--verify", "--codec", "step/.60", "--codec", "klt/1")
     assert done.exit_code == 0, done.output
     assert set(Profile.load(Path("little.kvprofile")).verdicts) == {"step/0.6", "klt/1"}
     for wrong in ("step", "step/x", "step/-1", "lossless/0.5", "klt/0.5"):
-        done = calibrate("--text", __file__, "--verify", "--no-klt", "--codec", wrong)
+        done = calibrate("--text", __file__, "--tokens", 500, "--verify", "--no-klt", "--codec", wrong)
         assert done.exit_code == 2 and "--codec" in done.output
 
 

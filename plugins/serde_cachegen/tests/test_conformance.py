@@ -26,18 +26,24 @@ class TestStep(SerializerConformance):
 
 
 class TestSmall(SerializerConformance):
+    slow = ("S11",)
+
     @pytest.fixture
     def make(self) -> Callable[[], CacheGenSerializer]:
         return maker(quality="small", codec_gate=False, threads=1)
 
 
 class TestLossless(SerializerConformance):
+    slow = ("S11",)
+
     @pytest.fixture
     def make(self) -> Callable[[], CacheGenSerializer]:
         return maker(mode="lossless")
 
 
 class TestBins(SerializerConformance):
+    slow = ("S11",)
+
     @pytest.fixture
     def make(self) -> Callable[[], CacheGenSerializer]:
         return maker(mode="cachegen")

@@ -45,7 +45,7 @@ def on(codec: ctypes.CDLL) -> str:
 
 
 shapes = st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 40), st.integers(1, 150))
-few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @few
@@ -146,7 +146,10 @@ def test_tiles_of_many_tokens_and_channels(codec: ctypes.CDLL, on: str, mode: Mo
     assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, mode, profile=how.profile)))
 
 
-OPAQUE = [torch.int8, torch.uint8, torch.int32, torch.float64, torch.bfloat16, torch.float8_e5m2]
+OPAQUE = [
+    torch.int8, torch.float64, torch.bfloat16,
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.uint8, torch.int32, torch.float8_e5m2)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", OPAQUE, ids=str)
@@ -203,7 +206,7 @@ def test_bad_streams_are_refused_where_the_processor_refuses_them(codec: ctypes.
     how = settings_for(mode, kv)
     (stream,) = streams.encode(kv, how, start=0)
     blobs = [bytes(stream)]
-    for place in range(len(stream)):
+    for place in (*range(96), *range(96, len(stream), 5)):  # the header and tables, and some of the rest
         spoilt = bytearray(stream)
         spoilt[place] ^= 1 << place % 8
         blobs += [bytes(spoilt)] if place % 2 else [bytes(stream[:place])]

@@ -63,7 +63,7 @@ def decoded(blob: Any, kv: torch.Tensor, mode: Mode, which: int = -1, profile: A
 shapes = st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 300), st.integers(1, 300))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(shapes, st.sampled_from(DTYPES), st.sampled_from(OF_THEIR_OWN), st.integers(1, 130), st.integers(0, 10**6))
 def test_every_processor_writes_and_reads_the_same(
     shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, band: int, seed: int
@@ -81,7 +81,7 @@ def test_every_processor_writes_and_reads_the_same(
 small = st.tuples(st.integers(1, 2), st.just(1), st.integers(1, 40), st.integers(1, 70))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(small, st.sampled_from(DTYPES), st.sampled_from(OF_THEIR_OWN), st.floats(0.05, 3.0), st.integers(0, 10**6))
 def test_who_reads_the_document_decodes_the_same(
     shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, step: float, seed: int
@@ -202,7 +202,7 @@ def test_what_is_cut_short_is_refused(mode: Mode) -> None:
     (stream,) = streams.encode(kv, how, start=5)
     blob = bytes(stream)
     assert outcome(blob, kv, how) is not None
-    short = [blob[:length] for length in range(len(blob))]
+    short = [blob[:length] for length in (*range(64), *range(64, len(blob), 3))]
     assert all(outcome(each, kv, how) is None for each in [*short, blob + b"\0", blob + bytes(4)])
 
 
@@ -215,7 +215,7 @@ def test_flipped_bits_do_no_harm(mode: Mode, dtype: torch.dtype) -> None:
     (stream,) = streams.encode(kv, how, start=5)
     blob = bytearray(stream)
     whole = outcome(bytes(blob), kv, how)
-    for place in range(len(blob)):
+    for place in (*range(64), *range(64, len(blob), 3)):
         for bit in range(8) if place < 64 else (place % 8,):
             blob[place] ^= 1 << bit
             made = outcome(bytes(blob), kv, how)
@@ -223,7 +223,7 @@ def test_flipped_bits_do_no_harm(mode: Mode, dtype: torch.dtype) -> None:
             blob[place] ^= 1 << bit
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=400), st.sampled_from(list(Mode)), st.booleans())
 def test_random_bytes_do_no_harm(noise: bytes, mode: Mode, plausible: bool) -> None:
     kv = torch.zeros((2, 1, 3, 40), dtype=torch.bfloat16)

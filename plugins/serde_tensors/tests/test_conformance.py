@@ -22,6 +22,8 @@ class TestTorch(SerializerConformance):
 
 
 class TestTorchCast(SerializerConformance):
+    slow = ("S11",)
+
     @pytest.fixture
     def make(self) -> Callable[[], TensorSerializer]:
         return maker(TorchSerializer, dtype="float16")
@@ -34,6 +36,8 @@ class TestSafetensors(SerializerConformance):
 
 
 class TestSafetensorsCast(SerializerConformance):
+    slow = ("S11",)
+
     @pytest.fixture
     def make(self) -> Callable[[], TensorSerializer]:
         return maker(SafetensorsSerializer, dtype="float8_e4m3fn")

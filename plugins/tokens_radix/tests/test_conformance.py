@@ -19,6 +19,8 @@ class TestRadix(TokensConformance):
 
 
 class TestRadixWithDefaults(TokensConformance):
+    slow = ("T09",)
+
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], RadixTokenDatabase]:
         places = iter(range(1000))

@@ -39,7 +39,7 @@ def test_a_key_is_the_same_however_the_tokens_before_are_cut() -> None:
     assert not {each.key for each in here[:2]} & {each.key for each in there}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_keys_of_different_trees_are_equal_only_for_the_same_tokens(data: st.DataObject) -> None:
     databases = [radix(chunk_tokens=16, min_tokens=2) for _ in range(3)]
@@ -230,7 +230,7 @@ def leading(one: list[int], other: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_what_was_stored_is_hit_in_full_and_never_less_than_in_whole_chunks(data: st.DataObject) -> None:
     config = {

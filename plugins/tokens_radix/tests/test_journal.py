@@ -72,7 +72,7 @@ def test_only_asking_writes_nothing(tmp_path: Path) -> None:
     assert not journals(tmp_path)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data(), memory=st.sampled_from([6_000, 1 << 20]))
 def test_changes_done_again_make_the_same_tree(data: st.DataObject, memory: int) -> None:
     tree, again = Tree(Rules(8, 2), memory), Tree(Rules(8, 2), memory)

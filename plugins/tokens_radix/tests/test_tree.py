@@ -29,7 +29,7 @@ def branching(draw: st.DrawFn, most: int = 12) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(rules=RULES, learnt=branching(), asked=branching(4))
 def test_the_tree_cuts_as_the_model_does(
     rules: Rules, learnt: list[tuple[int, ...]], asked: list[tuple[int, ...]]
@@ -43,7 +43,7 @@ def test_the_tree_cuts_as_the_model_does(
             assert tree.cut("", packed(other)) == model.cut(other)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(rules=RULES, learnt=branching(20))
 def test_what_was_stored_stays_cut_as_it_was(rules: Rules, learnt: list[tuple[int, ...]]) -> None:
     tree = Tree(rules, 1 << 20)
@@ -55,7 +55,7 @@ def test_what_was_stored_stays_cut_as_it_was(rules: Rules, learnt: list[tuple[in
             assert tree.cut("", packed(earlier)) == its_ends
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(rules=RULES, learnt=branching(20), asked=branching(4), memory=st.sampled_from([4_000, 8_000, 1 << 20]))
 def test_segments_are_whole_neither_short_nor_long(
     rules: Rules, learnt: list[tuple[int, ...]], asked: list[tuple[int, ...]], memory: int
@@ -112,13 +112,13 @@ def test_a_sequence_longer_than_the_memory_is_known_from_its_start() -> None:
 
 @pytest.mark.parametrize("kind", ["many short", "few long", "many salts", "growing"])
 def test_memory_stays_within_bounds(kind: str) -> None:
-    memory, chance = 2 << 20, Random(3)
+    memory, chance = 512 << 10, Random(3)
     tree = Tree(Rules(256), memory)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         talk: tuple[int, ...] = ()
-        for number in range(3000 if kind != "few long" else 60):
+        for number in range(750 if kind != "few long" else 15):
             if kind == "growing":
                 talk = () if number % 40 == 0 else talk
                 talk = (*talk, *chance.choices(range(50_000), k=60))
