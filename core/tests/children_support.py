@@ -19,6 +19,7 @@ LONGEST_SECONDS = 240
 LAUNCHER = f"""
 import json, os, signal, sys
 import torch, kvloom.engine
+kvloom.Registry.discover()  # imports what a child would
 folder, jobs = json.load(sys.stdin)
 children = {{}}
 for number, job in enumerate(jobs):

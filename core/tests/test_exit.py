@@ -17,16 +17,16 @@ from policies_support import count
 from kvloom import BackendError, Engine, KVSpec
 
 SPEC = KVSpec(model="m", num_layers=8, num_kv_heads=8, head_size=64, dtype="float32")
-PROMPTS = 3
+PROMPTS = 2
 PROGRAM = f"""
 import sys, time, torch
 from kvloom import Engine, KVSpec
 
 spec = KVSpec.from_json({SPEC.to_json()!r})
-tokens, kv = torch.arange(800), torch.ones(2, 8, 800, 512)
+tokens, kv = torch.arange(320), torch.ones(2, 8, 320, 512)
 
 def opened(path, **tier):
-    tiers = ["memory", {{"type": "disk", "path": path, "deadline": "60s"}} | tier]
+    tiers = [{{"type": "memory", "capacity": "64MiB"}}, {{"type": "disk", "path": path, "deadline": "60s"}} | tier]
     return Engine.open({{"connector": "plain", "chunk_tokens": 16, "tiers": tiers}}, spec)
 
 def saving(engine):
@@ -59,7 +59,7 @@ Shelf.shelves["default"].before = lambda verb, key: threading.Event().wait()
 def is_there(path: Path) -> None:
     config = {"connector": "plain", "chunk_tokens": 16, "tiers": [{"type": "disk", "path": str(path)}]}
     with Engine.open(config, SPEC) as engine:
-        assert [engine.lookup(torch.arange(800) + prompt).tokens for prompt in range(PROMPTS)] == [800] * PROMPTS
+        assert [engine.lookup(torch.arange(320) + prompt).tokens for prompt in range(PROMPTS)] == [320] * PROMPTS
 
 
 def test_what_was_accepted_is_there_afterwards_and_a_store_that_hangs_keeps_nobody(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_it_gives_what_retrieve_gives(open_engine: Open, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_it_gives_what_retrieve_gives_at_length(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:

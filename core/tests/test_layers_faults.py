@@ -229,16 +229,17 @@ def test_a_hanging_store_ends_the_prefix_at_the_deadline(open_engine: Open, rang
     assert chunks_in(masks) == [4] * LAYERS and right(got, KV, masks), "the tier is back"
 
 
+@pytest.mark.slow
 def test_no_wait_takes_longer_than_the_deadline_however_slow_each_read_is(open_engine: Open, ranges: Ranges) -> None:
     """No single read is late, but all of them together are."""
     tokens, kv = tokens_of(160), deep_kv(160)
     fill(open_engine, tokens=tokens, kv=kv)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "1s"}, spec=DEEP)
-    ranges.before = lambda key, offset: time.sleep(0.1)
+    engine = open_engine(MEMORY, SHELF | {"deadline": "2s"}, spec=DEEP)
+    ranges.before = lambda key, offset: time.sleep(0.4)
     got = torch.zeros_like(kv)
     began = time.monotonic()
     with engine.retrieve_layer(tokens, kv=got) as loading:
         first = loading.wait(0)
-        assert time.monotonic() - began < 2.5, "all of layer 0 takes 3 s"
+        assert time.monotonic() - began < 8, "all of layer 0 takes 12 s"
         masks = [first, *(loading.wait(layer) for layer in range(1, LAYERS))]
     assert chunks_in(masks)[0] < 40 and right(got, kv, masks)

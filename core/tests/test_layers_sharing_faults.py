@@ -245,10 +245,10 @@ def mixed_load(open_engine: Open, *, seconds: float, capacity: str) -> None:
 
 @pytest.mark.parametrize("capacity", ["40KiB", "1MiB"])
 def test_all_verbs_at_once(open_engine: Open, capacity: str) -> None:
-    mixed_load(open_engine, seconds=1.5, capacity=capacity)
+    mixed_load(open_engine, seconds=0.8, capacity=capacity)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", ["24KiB", "40KiB", "100KiB", "1MiB"])
 def test_all_verbs_at_once_for_long(open_engine: Open, capacity: str) -> None:
-    mixed_load(open_engine, seconds=30, capacity=capacity)
+    mixed_load(open_engine, seconds=15, capacity=capacity)

@@ -349,14 +349,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
 @pytest.mark.slow
 class TestLedgerMachineLong(LedgerMachine.TestCase):
     settings = settings(
-        max_examples=3000, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from random import Random
 
 import pytest
+from simulation.fibers import Process, Scheduler, SimRuntime
 
 from kvloom import BackendError, DeadlineExceeded
 from kvloom.runtime import SystemRuntime, Workers
@@ -21,25 +24,35 @@ def workers():
 SOON, LATER = 0.05, 30.0
 
 
+def in_virtual_time(work: Callable[[SimRuntime, Workers], None]) -> None:
+    scheduler = Scheduler("workers")
+    runtime = SimRuntime(scheduler, Process("mine"), Random(0))
+    try:
+        scheduler.run(lambda: work(runtime, Workers(runtime, name="test", threads=2)))
+    finally:
+        scheduler.end()
+
+
 def test_results_and_errors_come_back(workers: Workers) -> None:
     assert workers.run(lambda: 7, seconds=LATER) == 7
     with pytest.raises(ZeroDivisionError):
         workers.run(lambda: 1 // 0, seconds=LATER)
 
 
-def test_an_overdue_call_is_abandoned_and_bounded(workers: Workers) -> None:
-    gate = threading.Event()
-    for abandoned in (1, 2):
-        with pytest.raises(DeadlineExceeded):
-            workers.run(gate.wait, seconds=SOON)
-        assert workers.abandoned == abandoned
-    assert workers.stuck
-    with pytest.raises(BackendError, match="held by calls past their deadline"):
-        workers.submit(lambda: 1)
-    gate.set()
-    while workers.stuck:
-        SystemRuntime.sleep(0.001)
-    assert workers.run(lambda: 3, seconds=LATER) == 3, "open again once one has returned"
+def test_an_overdue_call_is_abandoned_and_bounded() -> None:
+    def work(runtime: SimRuntime, workers: Workers) -> None:
+        for abandoned in (1, 2):
+            with pytest.raises(DeadlineExceeded):
+                workers.run(lambda: runtime.sleep(LATER), seconds=SOON)
+            assert workers.abandoned == abandoned
+        assert workers.stuck
+        with pytest.raises(BackendError, match="held by calls past their deadline"):
+            workers.submit(lambda: 1)
+        runtime.sleep(LATER)
+        assert not workers.stuck
+        assert workers.run(lambda: 3, seconds=LATER) == 3, "open again once one has returned"
+
+    in_virtual_time(work)
 
 
 def test_a_queued_call_that_is_given_up_never_runs(workers: Workers) -> None:
@@ -103,7 +116,11 @@ def test_a_cancelled_call_is_not_overdue_and_its_result_is_discarded(workers: Wo
     assert discarded == [7, 7]
 
 
-def test_waiting_in_the_queue_does_not_use_up_the_time_to_run(workers: Workers) -> None:
-    calls = [workers.submit(lambda: SystemRuntime.sleep(0.15), seconds=0.25) for _ in range(3)]
-    for call in calls:
-        call.result()
+def test_waiting_in_the_queue_does_not_use_up_the_time_to_run() -> None:
+    def work(runtime: SimRuntime, workers: Workers) -> None:
+        calls = [workers.submit(lambda: runtime.sleep(0.15), seconds=0.25) for _ in range(3)]
+        for call in calls:
+            call.result()
+        assert 0.3 <= runtime.now() < 0.4, "the third waited, and ran"
+
+    in_virtual_time(work)

@@ -133,21 +133,22 @@ def test_waiting_for_a_claim_ends_in_time() -> None:
 # -- a frozen store costs a caller one deadline, then nothing ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verbs", [("contains", "get", "put"), ("get",), ("contains",)], ids="+".join)
 def test_a_frozen_store_costs_each_call_one_deadline_and_then_none(
     open_engine: Open, gate: Gate, verbs: tuple[str, ...]
 ) -> None:
     with open_engine(SHELF) as engine:
         engine.store(TOKENS, kv=KV)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
+    engine = open_engine(MEMORY, SHELF | {"deadline": "2s"})
     Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb in verbs else None
     slow = 0
     for _ in range(12):
         began = time.monotonic()
         assert not engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).any()
         took = time.monotonic() - began
-        assert took < 0.5 + 1.0, "not one for each of the four chunks"
-        slow += took > 0.4
+        assert took < 2 + 4, "not one for each of the four chunks"
+        slow += took > 1.6
     assert 1 <= slow <= 6
     health = engine.health()
     (shelf,) = (tier for tier in health.tiers if tier.name == "shelf")

@@ -149,7 +149,7 @@ def test_a_server_that_hangs_and_wakes(engine: Engine, server: ServerProcess, ta
 def test_a_server_that_hangs_and_wakes_again_and_again(
     engine: Engine, server: ServerProcess, tally: Callable[..., None]
 ) -> None:
-    hang(engine, server, 30, tally)
+    hang(engine, server, 15, tally)
 
 
 def test_a_server_that_dies_and_comes_back_empty(engine: Engine, server: ServerProcess) -> None:

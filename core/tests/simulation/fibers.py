@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -124,6 +124,8 @@ class Scheduler:
         self._lowest = 0.0
         self._atomic = False
         self._countdown = self._draw_countdown()
+        self.tick = itertools.chain.from_iterable(self._ticks()).__next__
+        """Called at every point of choice: whether the running thread is interrupted there."""
 
     # -- what the world does with it -----------------------------------------------------------------------------------
 
@@ -205,8 +207,13 @@ class Scheduler:
 
     def point(self) -> None:
         """Somebody else may run now."""
-        self._countdown -= 1
-        if self._countdown <= 0 and not self._atomic and not self.ending:
+        if self.tick():
+            self.interrupted()
+
+    def interrupted(self) -> None:
+        """What to do when `tick` says so."""
+        self._countdown = 1
+        if not self._atomic and not self.ending:
             self._countdown = self._draw_countdown()
             stall = self.temper.stall_seconds
             if stall and self.rng.random() < 0.05:
@@ -251,6 +258,12 @@ class Scheduler:
         fiber.done = True
         for joiner in fiber.joiners:
             self.wake(joiner)
+
+    def _ticks(self) -> Iterator[Iterable[bool]]:
+        """Of `_countdown` calls of `tick` the last says yes. An iterator in C, because a run asks all the time."""
+        while True:
+            yield itertools.repeat(False, self._countdown - 1)
+            yield (True,)
 
     def _draw_countdown(self) -> int:
         return 1 + int(self.rng.expovariate(1 / self.temper.between_preemptions))
@@ -332,7 +345,8 @@ class SimLock:
 
     def __enter__(self) -> bool:
         scheduler = self._scheduler
-        scheduler.point()
+        if scheduler.tick():
+            scheduler.interrupted()
         if self._owner is not None:
             self._wait()
         self._owner = scheduler.current
@@ -344,7 +358,8 @@ class SimLock:
         self._owner = None
         if self._waiters:
             self._pass_on()
-        self._scheduler.point()
+        if self._scheduler.tick():
+            self._scheduler.interrupted()
 
     def _wait(self) -> None:
         scheduler = self._scheduler
@@ -410,8 +425,10 @@ class SimRuntime:
         self._rng = rng
 
     def now(self) -> float:
-        self.scheduler.point()
-        return self.scheduler.time
+        scheduler = self.scheduler
+        if scheduler.tick():
+            scheduler.interrupted()
+        return scheduler.time
 
     def wall(self) -> float:
         return EPOCH + self.scheduler.time

@@ -1,12 +1,13 @@
 """Threads that may be interrupted before any statement of the core, not only where it takes a lock.
 
-The functions of a module get the code that they would have if `point()` stood before each of their statements, and
-get their own back afterwards.
+The functions of a module get the code that they would have if `Scheduler.point()` stood before each of their
+statements, and get their own back afterwards.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -23,7 +24,9 @@ import kvloom.runtime
 import kvloom.task
 import kvloom.tiers
 
-_POINT = "__simulation_point__"
+_TICK, _INTERRUPTED = "__simulation_tick__", "__simulation_interrupted__"
+_POINT = ast.parse(f"if {_TICK}(): {_INTERRUPTED}()").body[0]
+"""`Scheduler.point`, without a call of a function in Python where nothing happens."""
 _OUTSIDE = ("SystemRuntime", "TimedSerializer")
 _WHOLE = ("rows", "rings", "sketch", "tenants", "ages", "listing", "recency", "unsaid", "extents", "timed", "build")
 """Modules of plain data, used under the lock of whoever owns it: their callers are interrupted before and after."""
@@ -47,8 +50,10 @@ class _Points(ast.NodeTransformer):
         result: list[ast.stmt] = []
         for statement in statements:
             if not isinstance(statement, ast.Global | ast.Nonlocal | ast.Pass):
-                call = ast.Expr(ast.Call(ast.Name(_POINT, ast.Load()), [], []))
-                result.append(ast.copy_location(call, statement))
+                point = copy.deepcopy(_POINT)
+                for part in ast.walk(point):
+                    ast.copy_location(part, statement)
+                result.append(point)
             self._into(statement)
             result.append(statement)
         return result
@@ -104,10 +109,10 @@ def _functions(owner: Any) -> Iterator[FunctionType]:
 
 
 @contextmanager
-def anywhere(point: Callable[[], None]) -> Iterator[None]:
-    """While this lasts, the core calls `point` before each of its statements."""
+def anywhere(tick: Callable[[], bool], interrupted: Callable[[], None]) -> Iterator[None]:
+    """While this lasts, the core calls `tick` before each of its statements, and `interrupted` if that says so."""
     for module, changes in _changes():
-        vars(module)[_POINT] = point
+        vars(module).update({_TICK: tick, _INTERRUPTED: interrupted})
         for function, _, code in changes:
             function.__code__ = code
     try:
@@ -116,4 +121,5 @@ def anywhere(point: Callable[[], None]) -> Iterator[None]:
         for module, changes in _changes():
             for function, own, _ in changes:
                 function.__code__ = own
-            vars(module).pop(_POINT, None)
+            for name in (_TICK, _INTERRUPTED):
+                vars(module).pop(name, None)

@@ -237,7 +237,9 @@ class World:
         violation = None
         try:
             with (
-                interrupts.anywhere(self.scheduler.point) if self.scheduler.temper.anywhere else nullcontext(),
+                interrupts.anywhere(self.scheduler.tick, self.scheduler.interrupted)
+                if self.scheduler.temper.anywhere
+                else nullcontext(),
                 peek.constants(self.plan.pace),
                 peek.told_of_progress(self.oracle.arrived, self.oracle.ended),
             ):
