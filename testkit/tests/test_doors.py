@@ -10,20 +10,25 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvloom import Config, ConfigError, Event
-from kvloom_testkit import checking
+from kvloom.cli.main import main
+from kvloom_testkit import checking, hanging, report, subjects
+from kvloom_testkit.mutants.observer import ClosesOnce
 from kvloom_testkit.reference.backend import DirectoryBackend
 from kvloom_testkit.reference.connector import SlotsConnector
 from kvloom_testkit.reference.observer import CountingObserver
 from kvloom_testkit.subjects import Subject
 
 HEAD = """
-import time
+import signal
 
 import pytest
 from kvloom import Config, Event
@@ -40,29 +45,62 @@ class Base(ObserverConformance):
 """
 
 
-def run(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_mine.py").write_text(HEAD + text)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+@dataclass(frozen=True)
+class Done:
+    """What a command said, and its exit status."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from kvloom.cli.main import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """A session of pytest in this process, on one module of tests.
+
+    Not by `pytester`, which makes each session import anew what the one before has imported.
+    """
+
+    def run(text: str, *arguments: str) -> Done:
+        (tmp_path / "pytest.ini").write_text("[pytest]\n")
+        (tmp_path / "test_mine.py").write_text(HEAD + text)
+        monkeypatch.chdir(tmp_path)
+        for name in ("test_mine", "conftest", "kvloom_testkit.installed"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib", "--basetemp=tmp"]
+        status = pytest.main([*quiet, *arguments])
+        return Done(int(status), *capsys.readouterr())
+
+    return run
 
 
-def test_a_subclass_runs_them_all(tmp_path: Path) -> None:
-    done = run(tmp_path, "class TestMine(Base):\n    pass\n")
+@pytest.fixture
+def kvloom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command, in this process."""
+
+    def kvloom(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["kvloom", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return kvloom
+
+
+Run = Callable[..., Done]
+
+
+def test_a_subclass_runs_them_all(run: Run) -> None:
+    done = run("class TestMine(Base):\n    pass\n")
     assert done.returncode == 0 and "8 passed" in done.stdout
 
 
 @pytest.mark.parametrize(
     "how", ["test_O06_closing_twice_is_fine = None", "def test_O06_closing_twice_is_fine(self): pass"]
 )
-def test_nothing_is_left_out_in_silence(tmp_path: Path, how: str) -> None:
+def test_nothing_is_left_out_in_silence(run: Run, how: str) -> None:
     line = how.format(name="test_O06_closing_twice_is_fine")
-    done = run(tmp_path, f"class TestMine(Base):\n    {line}\n")
+    done = run(f"class TestMine(Base):\n    {line}\n")
     assert done.returncode != 0 and "passed" not in done.stdout
     assert "overrides test_O06_closing_twice_is_fine" in done.stdout + done.stderr
 
@@ -74,21 +112,21 @@ def test_nothing_is_left_out_in_silence(tmp_path: Path, how: str) -> None:
         "class TestMine(Base):\n    pass\n\n\nTestMine.test_O06_closing_twice_is_fine = lambda self: None\n",
     ],
 )
-def test_nothing_takes_the_place_of_a_requirement(tmp_path: Path, how: str) -> None:
-    done = run(tmp_path, how)
+def test_nothing_takes_the_place_of_a_requirement(run: Run, how: str) -> None:
+    done = run(how)
     assert done.returncode != 0 and "is not the kit's" in done.stdout + done.stderr
 
 
-def test_only_the_kit_and_make_skip(tmp_path: Path) -> None:
+def test_only_the_kit_and_make_skip(run: Run) -> None:
     skips = "    @pytest.fixture(autouse=True)\n    def later(self):\n        pytest.skip('later')\n"
-    done = run(tmp_path, f"class TestMine(Base):\n{skips}")
+    done = run(f"class TestMine(Base):\n{skips}")
     assert "8 errors" in done.stdout and "skipped from outside of the kit: later" in done.stdout
     makes = "    @pytest.fixture\n    def make(self):\n        return lambda: pytest.skip('no server')\n"
-    assert "8 skipped" in run(tmp_path, f"class TestMine(Base):\n{makes}").stdout
+    assert "8 skipped" in run(f"class TestMine(Base):\n{makes}").stdout
 
 
-def test_no_class_is_skipped(tmp_path: Path) -> None:
-    done = run(tmp_path, "@pytest.mark.skip(reason='later')\nclass TestMine(Base):\n    pass\n")
+def test_no_class_is_skipped(run: Run) -> None:
+    done = run("@pytest.mark.skip(reason='later')\nclass TestMine(Base):\n    pass\n")
     assert done.returncode != 0 and "is marked to be skipped" in done.stdout + done.stderr
 
 
@@ -116,34 +154,34 @@ class Once(ObserverConformance):
         ("skip(reason='no')", "overrides test_O06"),
     ],
 )
-def test_an_excuse_has_a_reason(tmp_path: Path, mark: str, said: str) -> None:
+def test_an_excuse_has_a_reason(run: Run, mark: str, said: str) -> None:
     body = f"    @pytest.mark.{mark}\n    def test_O06_closing_twice_is_fine(self):\n        pass\n"
-    done = run(tmp_path, f"{ONCE}class TestMine(Once):\n{body}")
+    done = run(f"{ONCE}class TestMine(Once):\n{body}")
     assert said in done.stdout + done.stderr
 
 
-def test_an_excuse_that_is_none_any_more_is_a_failure(tmp_path: Path) -> None:
+def test_an_excuse_that_is_none_any_more_is_a_failure(run: Run) -> None:
     """Whatever its body says: it is the kit's test that runs."""
     mark = "    @pytest.mark.xfail(reason='once', strict=False)\n"
     body = mark + "    def test_O06_closing_twice_is_fine(self): assert False\n"
-    done = run(tmp_path, f"class TestMine(Base):\n{body}")
+    done = run(f"class TestMine(Base):\n{body}")
     assert "1 failed" in done.stdout and "XPASS(strict)" in done.stdout
 
 
 @pytest.mark.parametrize("where", ["class", "module", "hook"])
-def test_nothing_is_excused_from_outside(tmp_path: Path, where: str) -> None:
+def test_nothing_is_excused_from_outside(run: Run, tmp_path: Path, where: str) -> None:
     if where == "hook":
         hook = "def pytest_collection_modifyitems(items):\n    [item.add_marker(pytest.mark.xfail) for item in items]\n"
         (tmp_path / "conftest.py").write_text("import pytest\n\n\n" + hook)
     above = {"class": "@pytest.mark.xfail(reason='later', strict=True)\n", "hook": "",
              "module": "pytestmark = pytest.mark.xfail(reason='later', strict=True)\n\n\n"}[where]  # fmt: skip
-    done = run(tmp_path, f"{above}class TestMine(Base):\n    pass\n")
+    done = run(f"{above}class TestMine(Base):\n    pass\n")
     assert done.returncode != 0 and "is marked xfail from outside" in done.stdout + done.stderr
 
 
-def test_what_requirements_are_built_on_stays(tmp_path: Path) -> None:
+def test_what_requirements_are_built_on_stays(run: Run) -> None:
     body = "    @pytest.fixture\n    def opened(self):\n        return None\n"
-    done = run(tmp_path, f"class TestMine(Base):\n{body}")
+    done = run(f"class TestMine(Base):\n{body}")
     assert done.returncode != 0 and "overrides opened" in done.stdout + done.stderr
 
 
@@ -156,35 +194,50 @@ def test_what_requirements_are_built_on_stays(tmp_path: Path) -> None:
         ("lambda one=CountingObserver(Config()): one", "make() returned the same instance twice"),
     ],
 )
-def test_a_make_that_makes_nothing_is_said_once(tmp_path: Path, made: str, said: str) -> None:
+def test_a_make_that_makes_nothing_is_said_once(run: Run, made: str, said: str) -> None:
     mine = f"    @pytest.fixture\n    def make(self):\n        return {made}\n"
-    done = run(tmp_path, f"class TestMine(ObserverConformance):\n{mine}", "-rN")
+    done = run(f"class TestMine(ObserverConformance):\n{mine}", "-rN")
     assert "8 errors" in done.stdout and said in done.stdout, done.stdout
     assert done.stdout.count("make() does not give a component, as was said") == 7
 
 
+TIME_IS_UP = "signal.raise_signal(signal.SIGALRM)"
+"""What the limit does when it is reached: no test waits for it."""
+
+
 @pytest.mark.parametrize("verb", ["on_event", "close"])
-def test_who_hangs_fails(tmp_path: Path, verb: str) -> None:
-    hanging = f"class Hanging(CountingObserver):\n    def {verb}(self, *event):\n        time.sleep(1000)\n\n\n"
+def test_who_hangs_fails(run: Run, verb: str) -> None:
+    hanging = f"class Hanging(CountingObserver):\n    def {verb}(self, *event):\n        {TIME_IS_UP}\n\n\n"
     mine = "class TestMine(Base):\n    @pytest.fixture\n    def make(self):\n        return lambda: Hanging(Config())\n"
-    done = run(tmp_path, hanging + mine, "-k", "O02", "--kvloom-seconds=1")
-    assert done.returncode == 1 and "still not done after 1 s" in done.stdout
+    done = run(hanging + mine, "-k", "O02", "--kvloom-seconds=77")
+    assert done.returncode == 1 and "still not done after 77 s" in done.stdout
 
 
-def test_an_installed_component_under_pytest(tmp_path: Path) -> None:
-    done = run(tmp_path, "", "--kvloom", "observer:log", "--kvloom-set", "level=debug")
+def test_the_limit_is_one_of_time() -> None:
+    class HangError(Exception):
+        pass
+
+    def hang() -> None:
+        raise HangError
+
+    with pytest.raises(HangError), hanging.in_time(0.01, hang):
+        threading.Event().wait(600)
+
+
+def test_an_installed_component_under_pytest(run: Run) -> None:
+    done = run("", "--kvloom", "observer:log", "--kvloom-set", "level=debug")
     assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout
-    wrong = run(tmp_path, "", "--kvloom", "observer:log", "--kvloom-set", "level=loud")
+    wrong = run("", "--kvloom", "observer:log", "--kvloom-set", "level=loud")
     assert wrong.returncode == 4 and "observer log: level: Input should be" in wrong.stderr
 
 
-def test_a_table_by_requirement() -> None:
+def test_a_table_by_requirement(kvloom: Run) -> None:
     done = kvloom("check", "observer", "log")
     assert done.returncode == 0
     assert "O06  ok" in done.stdout and done.stdout.endswith("observer log: 8 met, 0 not met, 0 skipped\n")
 
 
-def test_the_same_as_json_and_only_some() -> None:
+def test_the_same_as_json_and_only_some(kvloom: Run) -> None:
     rows = json.loads(kvloom("check", "backend", "dict", "--only", "b01,B21", "--json").stdout)
     assert [(row["id"], row["outcome"]) for row in rows] == [("B01", "met"), ("B21", "skipped")]
     assert rows[1]["reason"] == "DictBackend does not claim persistent"
@@ -202,7 +255,7 @@ def test_the_same_as_json_and_only_some() -> None:
         (["bakend", "dict"], "no kind 'bakend'; there are backend, connector, serializer, tokens, retriever, executor"),
     ],
 )
-def test_what_cannot_be_checked_is_said(arguments: list[str], said: str) -> None:
+def test_what_cannot_be_checked_is_said(kvloom: Run, arguments: list[str], said: str) -> None:
     done = kvloom("check", *arguments)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
@@ -220,22 +273,36 @@ def test_who_cannot_be_opened_is_not_tested() -> None:
 def test_who_hangs_while_opening_is_named() -> None:
     class Hanging(DirectoryBackend):
         def __init__(self, config: Config, spec: object = None) -> None:
-            threading.Event().wait(1000)
+            signal.raise_signal(signal.SIGALRM)  # the limit is reached
 
-    first, *others = checking.check(Subject("backend", "hanging", Hanging, {"path": "{tmp}"}), seconds=0.2)
-    assert "still not done after 0.2 s" in first.reason
+    first, *others = checking.check(Subject("backend", "hanging", Hanging, {"path": "{tmp}"}), seconds=77)
+    assert "still not done after 77 s" in first.reason
     assert {row.reason for row in others} == {"Failed: make() does not give a component, as was said"}
 
 
 class Stuck(CountingObserver):
     def on_event(self, event: Event) -> None:
-        threading.Event().wait(1000)
+        os.kill(os.getpid(), signal.SIGALRM)  # the limit is reached
+        threading.Event().wait(600)
 
 
 def test_after_three_that_hang_the_others_are_not_tried() -> None:
-    rows = checking.check(Subject("observer", "stuck", Stuck), seconds=3.0)
+    rows = checking.check(Subject("observer", "stuck", Stuck))
     outcomes = [row.outcome for row in rows]
     assert outcomes.count("not met") == 3 and "not tried" in outcomes
+
+
+class CannotBeStopped(CountingObserver):
+    def on_event(self, event: Event) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        threading.Event().wait(600)
+
+
+def test_who_cannot_be_interrupted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "_GRACE_SECONDS", 0.0)
+    rows = checking.check(Subject("observer", "cannot_be_stopped", CannotBeStopped), only=["O01"], seconds=0.05)
+    assert [(row.id, row.outcome) for row in rows] == [("O01", "not met")]
+    assert "still not done after 0.05 s" in rows[0].reason
 
 
 class Leaves(CountingObserver):
@@ -254,6 +321,23 @@ def test_who_ends_the_process_is_caught(tmp_path: Path, monkeypatch: pytest.Monk
     rows = checking.check(Subject("observer", "leaves", Leaves), only=["O01", "O06"])
     assert [row.outcome for row in rows] == ["not met", "met"]
     assert rows[0].reason == "the process ended with status 0"
+
+
+def test_what_happens_behind_a_test_is_said_once_and_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the test itself has passed, or has hung before."""
+
+    def run_and_leave(*arguments: Any) -> None:
+        _run(*arguments)
+        os._exit(3)
+
+    _run = checking._run
+    monkeypatch.setattr(checking, "_run", run_and_leave)
+    told: list[checking.Result] = []
+    checking.check(Subject("observer", "kit_counting", CountingObserver), only=["O01", "O02"], tell=told.append)
+    assert [(row.id, row.outcome, row.reason) for row in told] == [
+        ("O01", "met", ""),
+        ("O02", "not met", "the process ended with status 3"),
+    ]
 
 
 class Changes(CountingObserver):
@@ -292,25 +376,21 @@ def test_a_harness_is_looked_for_before_anything_is_tested(tmp_path: Path, monke
         Subject("connector", "lost", SlotsConnector).harness()
 
 
-def test_a_requirement_that_is_not_met_is_explained(tmp_path: Path) -> None:
+def test_a_requirement_that_is_not_met_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With what, why, the usual cause, and what was seen; and the exit status is 1."""
-    program = (
-        "import sys\n"
-        "from kvloom_testkit import checking, report, subjects\n"
-        "from kvloom_testkit.mutants.observer import ClosesOnce\n"
-        "subjects.choose = lambda *_: [subjects.Subject('observer', 'once', ClosesOnce)]\n"
-        "sys.exit(report.run('observer', 'once', [], [], 60.0, as_json=False))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    for said in (
+    monkeypatch.setattr(subjects, "choose", lambda *_: [Subject("observer", "once", ClosesOnce)])
+    assert report.run("observer", "once", [], [], 60.0, as_json=False) == 1
+    said = capsys.readouterr().out
+    for expected in (
         "O06  FAIL",
         "Why: an engine that fails",
         "Usually: the second",
         "Here: AttributeError",
         "7 met, 1 not met",
     ):
-        assert said in done.stdout
+        assert expected in said
 
 
 def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ class _Session:
 
     def _follow(self, lines: IO[str]) -> Iterator[_Outcome]:
         current, came = "", set[str]()
+        last: _Outcome | None = None  # not said yet: what happens at the end of the process is its test's doing
         while True:
             ready, _, _ = select.select([lines], [], [], 2 * self._seconds + _GRACE_SECONDS)
             line = lines.readline() if ready else None
@@ -120,9 +121,12 @@ class _Session:
                 break
             message = json.loads(line)
             current = message.get("begins", current)
+            if last is not None:
+                yield last
+                last = None
             if "id" in message:
                 came.add(message["id"])
-                yield message["id"], message["outcome"], message["reason"]
+                last = message["id"], message["outcome"], message["reason"]
             if "done" in message:
                 yield from ((each, "not met", "the test did not run") for each in self._wanted if each not in came)
                 return
@@ -169,6 +173,7 @@ def _run(
     for cls in conformance_of(subject.kind).__mro__:
         if cls.__module__ != "kvloom_testkit.conformance" and cls.__module__.startswith("kvloom_testkit."):
             sys.modules.pop(cls.__module__, None)
+    sys.modules.pop("kvloom_testkit.installed", None)  # it has the tests of what was chosen when it was imported
     subjects.chosen[:] = [subject]
     try:
         settings = str(INSTALLED.with_name("check.ini"))
