@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 from core_support import CHUNK, Shelf, kv_of, tokens_of
-from faults_support import SHELF
+from faults_support import SHELF, later_version
 
 from kvloom import Buffers, Chunk, CorruptBlobError, Engine, LaterVersionError, UnreadableBlobError, envelope
 from kvloom.builtin.raw import RawSerializer
@@ -204,3 +204,36 @@ def test_nearby_a_corrupt_blob_is_deleted(open_engine: Callable[..., Engine]) ->
     assert retrieved(engine) == 0
     head = engine.segments(TOKENS)[0].key
     assert str(head) not in Shelf.shelves["default"].blobs
+
+
+def test_no_text_of_a_blob_is_counted_by(open_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
+    """Nor any number: what is counted together is the same however many blobs say something else each."""
+    caplog.set_level("INFO", logger="kvloom")
+    engine = open_engine(SHELF)
+    engine.store(TOKENS, kv=KV)
+    assert engine.flush()
+    key = str(engine.segments(TOKENS)[0].key)
+    blobs = Shelf.shelves["default"]._blobs
+    good = blobs[key]
+
+    def reasons(number: int) -> set[tuple[str, str]]:
+        for bad in (
+            forged(good, serializer=f"strange\n{number}"),
+            forged(good, fidelity=f"strange/{number}"),
+            good[: 4100 + number],
+            good[:100],
+            good + bytes((number + 1) << 17),
+            good[:-1] + b"?",
+            later_version(good),
+        ):
+            blobs[key] = bad
+            engine = open_engine(SHELF, exact=True)
+            retrieved(engine)
+            found.update((one.name, one.reason) for one in engine.counters())
+        return set(found)
+
+    found: set[tuple[str, str]] = set()
+    assert reasons(0) == reasons(1)
+    assert not [reason for _, reason in found if "strange" in reason or any(map(str.isdigit, reason))]
+    said = [line for line in caplog.messages if "strange" in line]
+    assert said and not [line for line in said if "\n" in line], "it is said in the log, escaped"
