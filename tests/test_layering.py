@@ -22,6 +22,7 @@ LAYERS = (
     {"errors", "installing", "masking", "types"},
     {"protection"},
     {"contracts"},
+    {"bounded"},
     {"hookspecs", "verbs"},
     {"plugins"},
     {"config", "legacy", "migration"},

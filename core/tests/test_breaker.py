@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvloom import CorruptBlobError
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.contracts.component import Config
 from kvloom.events import EventBus
@@ -108,5 +109,43 @@ def test_a_probe_asks_for_all_that_serving_needs(clock: Clock, broken: str, monk
         assert calls.paused
         calls._probe.wait()
         assert not calls.paused
+    finally:
+        calls.close()
+
+
+def test_what_lies_where_a_probe_looks_keeps_nothing_paused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def special(self: DictBackend, key: str) -> None:
+        raise CorruptBlobError("not a regular file")
+
+    asked: list[str] = []
+    monkeypatch.setattr(DictBackend, "get", special)
+    monkeypatch.setattr(DictBackend, "put", lambda self, key, blob: asked.append(key))
+    calls = Calls("dict", DictBackend(Config()), EventBus((), clock), clock, deadline=10.0)
+    monkeypatch.setattr(clock, "random", iter([0.5, 0.25, 0.5, 0.125] * 9).__next__, raising=False)
+    try:
+        for breaker in (calls.reading, calls.writing):
+            for _ in range(FAILURES):
+                calls.failed("read", OSError(5, "Input/output error"), breaker)
+            clock.time = breaker.probe_at
+        assert calls.paused and calls._probe is not None
+        calls._probe.wait()
+        assert not calls.paused
+        calls.try_writing()
+        assert not calls.writing.open and asked[0] not in ("probe", "spec/probe"), "nobody can foresee it"
+    finally:
+        calls.close()
+
+
+def test_what_a_call_finds_in_a_store_is_not_held_against_it(clock: Clock) -> None:
+    calls = Calls("dict", DictBackend(Config()), EventBus((), clock), clock, deadline=10.0)
+
+    def found() -> None:
+        raise CorruptBlobError("not a regular file")
+
+    try:
+        for _ in range(2 * FAILURES):
+            with pytest.raises(CorruptBlobError):
+                calls.judged("put", found, calls.writing)()
+        assert not calls.writing.open
     finally:
         calls.close()

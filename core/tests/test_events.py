@@ -190,3 +190,15 @@ def test_the_log_observer_writes_facts_and_marks_trouble(caplog: pytest.LogCaptu
         ("DEBUG", "stored tier=disk chunks=1 tokens=256 bytes=4096 seconds=0.500000"),
         ("WARNING", "corrupt tier=disk reason=checksum"),
     ]
+
+
+def test_reasons_are_few_and_short_whatever_is_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.events.MOST_COUNTERS", 10)
+    bus = bus_of()
+    for number in range(50):
+        bus.emit(Event("missed", "disk", reason=f"text {number}", chunks=1))
+        bus.emit(Event("corrupt", "disk", reason="x" * 1_000_000, chunks=1))
+    counters = bus.counters()
+    assert len(counters) <= 12 and max(len(key.reason) for key in counters) < 80
+    assert sum(totals.chunks for totals in counters.values()) == 100, "nothing goes uncounted"
+    assert counters[CounterKey("corrupt", "disk", "other")].count == 50

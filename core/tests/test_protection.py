@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from layers_support import DEEP, MEMORY, SHELF
 from layers_support import KV as DEEP_KV
 
-from kvloom import ConfigError, CorruptBlobError, Engine, UnreadableBlobError, envelope
+from kvloom import ConfigError, CorruptBlobError, Engine, LaterVersionError, UnreadableBlobError, envelope
 from kvloom.protection import Protection
 
 Open = Callable[..., Engine]
@@ -285,3 +285,35 @@ def test_no_key_in_a_repr() -> None:
         repr(envelope.parse(memoryview(framed(SIGN)), key=KEY, protection=SIGN)),
     ):
         assert ONE.hex() not in text and repr(ONE)[2:20] not in text and base64.b64encode(ONE).decode() not in text
+
+
+@pytest.mark.parametrize(("version", "flags"), [(1, 0), (3, 0), (1, 4), (3, 1), (2, 0x101), (65535, 65535)])
+def test_what_nobody_signed_has_no_say(open_engine: Open, keys: Callable[..., str], version: int, flags: int) -> None:
+    """Of a version or with flags that are not known here, it is written over like any other."""
+    ours = SHELF | {"protect": {"mode": "sign", "keys": keys(ONE)}}
+    with open_engine(ours) as engine:
+        engine.store(TOKENS, kv=KV)
+    blobs = Shelf.shelves["default"]._blobs
+    for name in [name for name in blobs if not name.startswith("spec")]:
+        forged = bytearray(b"".join(envelope.seal(envelope.Description("", "", (), "", "", 0, ""), [])))
+        struct.pack_into("<HH", forged, 8, version, flags)
+        forged[40:56] = bytes(16)
+        forged[40:56] = xxhash.xxh3_128_digest(forged)
+        blobs[name] = bytes(forged)
+    engine = open_engine(ours)
+    assert retrieved(engine) == 0 and not count(engine, "corrupt") and not count(engine, "tier_error")
+    engine.store(TOKENS, kv=KV)
+    assert engine.flush(20) and retrieved(open_engine(ours)) == 16
+
+
+def test_a_later_version_that_was_signed_with_our_key_is_left_alone() -> None:
+    about = envelope.Description("k", "raw", (1,), "uint8", "kv_blob", 1, "exact")
+    protection = Protection("sign", [ONE])
+    blob = bytearray(b"".join(envelope.seal(about, [b"x"], protection)))
+    struct.pack_into("<H", blob, 8, 3)
+    blob[40:56] = blob[96:112] = bytes(16)
+    *_, key_id, nonce, _ = envelope._FIXED.unpack_from(blob)
+    blob[96:112] = protection.open(1, key_id, nonce).header_tag(bytes(blob[:4096]))
+    blob[40:56] = xxhash.xxh3_128_digest(blob[:4096])
+    with pytest.raises(LaterVersionError):
+        envelope.unseal(blob, key="k", protection=protection)

@@ -60,6 +60,7 @@ _HOME = {
         ],
         "types",
     ),
+    "get_at_most": "bounded",
     **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
     **dict.fromkeys(
         [
@@ -96,6 +97,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from kvloom import envelope as envelope
     from kvloom import native as native
+    from kvloom.bounded import get_at_most as get_at_most
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor
     from kvloom.contracts.blend import BlendOutput as BlendOutput

@@ -36,10 +36,21 @@ VERSION = 2
 PLAIN_VERSION = 1
 """What is not signed is written so that every release can read it."""
 ALIGN_BYTES = 4096
-MAX_HEADER_BYTES = 1 << 24
 
 _FIXED = struct.Struct("<8sHHIIIQ8x16s16s24s16s")
 _ROW = struct.Struct("<Q16s")
+
+MAX_DESCRIPTION_BYTES = 16 << 10
+"""The longest description, canonical JSON. One without `params` has some 400 bytes."""
+MAX_BRACKETS = 256
+"""Lists and mappings in a description, at most: nothing in it is nested deeper than that."""
+MAX_BUFFERS = 4096
+"""Buffers of one blob, at most: 1,024 layers of two planes with two buffers each."""
+MAX_HEADER_BYTES = -(-(_FIXED.size + MAX_DESCRIPTION_BYTES + _ROW.size * MAX_BUFFERS) // ALIGN_BYTES) * ALIGN_BYTES
+"""The longest header: 116 KiB."""
+_MOST_TEXT = 1024
+"""Characters of one text of a description."""
+_MOST_NUMBER = 1 << 53
 _CHECKSUM_AT = 40
 _TAG_AT = 96
 
@@ -105,9 +116,15 @@ class _Checksum:
 def seal(description: Description, buffers: Sequence[Buffer], protection: Protection | None = None) -> Buffers:
     """The framed blob: a page-aligned header, then `buffers` as they are: nothing is copied.
 
-    Of a blob that is encrypted they are copies, good until this thread seals the next one.
+    Of a blob that is encrypted they are copies, good until this thread seals the next one. Raises ValueError if no
+    reader would take the header: see `MAX_DESCRIPTION_BYTES`, `MAX_BRACKETS` and `MAX_BUFFERS`.
     """
     views = [memoryview(buffer).cast("B") for buffer in buffers]
+    text = canonical_json({name: getattr(description, name) for name in Description.__slots__}).encode()
+    if len(text) > MAX_DESCRIPTION_BYTES or _brackets(text) > MAX_BRACKETS:
+        raise ValueError(f"serializer {description.serializer}: its params make a header longer than any reader takes")
+    if len(views) > MAX_BUFFERS:
+        raise ValueError(f"serializer {description.serializer}: {len(views)} buffers; a blob has at most {MAX_BUFFERS}")
     blob_key = None if protection is None else protection.begin()
     if blob_key is None:
         digests = [xxhash.xxh3_128_digest(view) for view in views]
@@ -115,7 +132,6 @@ def seal(description: Description, buffers: Sequence[Buffer], protection: Protec
     else:
         views, digests = blob_key.sealed(views)
         version, flags, key_id, nonce = VERSION, blob_key.flags, blob_key.key_id, blob_key.nonce
-    text = canonical_json({name: getattr(description, name) for name in Description.__slots__}).encode()
     length = _FIXED.size + len(text) + _ROW.size * len(views)
     header_bytes = -(-length // ALIGN_BYTES) * ALIGN_BYTES
     header = mmap.mmap(-1, header_bytes)  # the cheapest page-aligned zeros there are
@@ -152,13 +168,12 @@ def parse(data: memoryview, *, key: str, protection: Protection | None = None) -
     """
     if len(data) < _FIXED.size:
         return None
-    magic, version, flags, header_bytes, text_bytes, count, payload_bytes, checksum, key_id, nonce, tag = (
-        _FIXED.unpack_from(data)
-    )
+    magic, version, flags, header_bytes, text_bytes, count, payload_bytes, checksum, *_ = _FIXED.unpack_from(data)
     if magic != MAGIC:
         raise CorruptBlobError("byte 0: not a kvloom blob")
     table_at = _FIXED.size + text_bytes
-    if not (table_at + _ROW.size * count <= header_bytes <= MAX_HEADER_BYTES and header_bytes % ALIGN_BYTES == 0):
+    fits = table_at + _ROW.size * count <= header_bytes <= MAX_HEADER_BYTES and header_bytes % ALIGN_BYTES == 0
+    if not fits or text_bytes > MAX_DESCRIPTION_BYTES or count > MAX_BUFFERS:
         raise CorruptBlobError("byte 12: impossible header sizes")
     if len(data) < header_bytes:
         return None
@@ -168,18 +183,13 @@ def parse(data: memoryview, *, key: str, protection: Protection | None = None) -
     state.update(data[_CHECKSUM_AT + 16 : header_bytes])
     if state.digest() != checksum:
         raise CorruptBlobError(f"byte {_CHECKSUM_AT}: header checksum")
+    # Where blobs are signed, nothing that is not has a say: it is not even a later version's.
+    blob_key = None if protection is None else _signed(data[:header_bytes], protection, version, flags)
     if version > VERSION:
         raise LaterVersionError(f"format version {version}; this process reads up to {VERSION}")
     if flags & ~(SIGNED | ENCRYPTED):
         raise LaterVersionError(f"flags {flags:#x}")
-    blob_key = None
-    if protection is not None:
-        blob_key = protection.open(flags, key_id, nonce)
-        zeroed = (data[:_CHECKSUM_AT], bytes(16), data[_CHECKSUM_AT + 16 : _TAG_AT], bytes(TAG_BYTES))
-        expected = blob_key.header_tag(*zeroed, data[_TAG_AT + TAG_BYTES : header_bytes])
-        if not hmac.compare_digest(expected, tag):
-            raise CorruptBlobError(f"byte {_TAG_AT}: not written by who has the key")
-    elif flags:
+    if flags and blob_key is None:
         raise UnreadableBlobError("it is signed, and this tier has no key: give it `protect`")
     description = _describe(bytes(data[_FIXED.size : table_at]))
     if description.key != key:
@@ -191,14 +201,47 @@ def parse(data: memoryview, *, key: str, protection: Protection | None = None) -
     return Header(description, lengths, tuple(row[1] for row in rows), header_bytes, payload_bytes, blob_key)
 
 
+def _signed(header: memoryview, protection: Protection, version: int, flags: int) -> BlobKey:
+    """The key that signed a header. Raises CorruptBlobError or UnreadableBlobError if none of ours did."""
+    *_, key_id, nonce, tag = _FIXED.unpack_from(header)
+    blob_key = protection.open(flags, key_id, nonce)
+    zeroed = (header[:_CHECKSUM_AT], bytes(16), header[_CHECKSUM_AT + 16 : _TAG_AT], bytes(TAG_BYTES))
+    expected = blob_key.header_tag(*zeroed, header[_TAG_AT + TAG_BYTES :])
+    if hmac.compare_digest(expected, tag):
+        return blob_key
+    if version > VERSION:  # which may sign in another way: it is not ours to delete
+        raise UnreadableBlobError(f"format version {version}, and not signed as this process signs")
+    raise CorruptBlobError(f"byte {_TAG_AT}: not written by who has the key")
+
+
 def _describe(text: bytes) -> Description:
-    # The checksum was right, so this is what was written: what it does not say in our words is not damage. Fields that
-    # are not known here are a later release's, which may add what an older one can do without.
+    # The checksum was right, so this is what was written. Fields that are not known here are a later release's, which
+    # may add what an older one can do without; it gives none of these another type without another version.
     try:
+        if _brackets(text) > MAX_BRACKETS:
+            raise ValueError("nested too deeply")
         fields = {name: value for name, value in json.loads(text).items() if name in Description.__slots__}
-        return Description(**{**fields, "shape": tuple(fields["shape"])})
+        description = Description(**{**fields, "shape": tuple(fields["shape"])})
+        _check_types(description)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise LaterVersionError("a description that this process cannot read") from error
+        raise UnreadableBlobError("a description that this process cannot read") from error
+    return description
+
+
+def _brackets(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{")
+
+
+def _check_types(about: Description) -> None:
+    """Raise TypeError unless every field is what it should be: nothing else may be compared, hashed or kept."""
+    texts = (about.key, about.serializer, about.dtype, about.format, about.fidelity)
+    numbers = (*about.shape, about.num_tokens, about.written, 0 if about.start is None else about.start)
+    if not all(type(text) is str and len(text) <= _MOST_TEXT for text in texts):
+        raise TypeError("a field that is no short text")
+    if not all(type(number) is int and 0 <= number < _MOST_NUMBER for number in numbers):
+        raise TypeError("a field that is no whole number")
+    if type(about.params) is not dict:
+        raise TypeError("params that are no mapping")
 
 
 class Verifier:

@@ -6,10 +6,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from kvloom.contracts.observer import ChunkEvent, CounterKey, Event, Observer, Request, Totals, Watched
+from kvloom.contracts.observer import ChunkEvent, CounterKey, Event, EventName, Observer, Request, Totals, Watched
 from kvloom.runtime import opened
 from kvloom.types import ChunkKey
 
@@ -24,6 +25,11 @@ QUEUE_REQUESTS = 1024
 """How many requests may, each with the keys of its chain."""
 CHUNK_EVENT_BYTES = 64 << 20
 """How much of keys and tokens may."""
+MOST_COUNTERS = 4096
+"""Sums that are kept apart; many times what there is for ten tiers."""
+MOST_REASON_CHARS = 80
+OTHER = "other"
+_NAMES = frozenset(get_args(EventName)) | {"observer_error", "observer_lost"}
 GATHER_SECONDS = 0.02
 """How long observers are left asleep once something has happened: the verb that did it is not to share its processor,
 nor the interpreter's lock, with them."""
@@ -78,7 +84,12 @@ class EventBus:
         self._closed = True
 
     def emit(self, event: Event) -> None:
-        """Count, and queue for the observers. Never waits for them, never raises because of one."""
+        """Count, and queue for the observers. Never waits for them, never raises because of one.
+
+        A reason is one of few words: a longer text, which may be new each time, becomes `other`.
+        """
+        if len(event.reason) > MOST_REASON_CHARS:
+            event = replace(event, reason=OTHER)
         with self._changed:
             self._count(event.name, event.tier, event.reason, event)
             if self._thread is None or self._closed:
@@ -182,6 +193,9 @@ class EventBus:
 
     def _count(self, name: str, tier: str, reason: str, event: Event | None = None) -> None:
         sums = self._sums.get((name, tier, reason))
+        if sums is None and len(self._sums) >= MOST_COUNTERS:
+            name, tier, reason = name if name in _NAMES else OTHER, "", OTHER
+            sums = self._sums.get((name, tier, reason))
         if sums is None:
             sums = self._sums[name, tier, reason] = [0, 0, 0, 0, 0.0]
         sums[0] += 1

@@ -92,7 +92,7 @@ class Protection:
 
     def open(self, flags: int, key_id: bytes, nonce: bytes) -> BlobKey:
         """For a blob that says this of itself. Raises UnreadableBlobError if none of the keys is that one."""
-        if not flags & SIGNED:
+        if not flags & SIGNED or flags >> 8:  # more flags than go into the key's derivation
             raise UnreadableBlobError("it is not signed, and this tier takes signed blobs only")
         if key_id not in self._keys:
             raise UnreadableBlobError(f"it was signed with another key ({key_id.hex()[:8]}...)")

@@ -24,7 +24,7 @@ from simulation.ending import Ending, House
 from simulation.fibers import Process, Scheduler, SimRuntime, Violation
 from simulation.oracle import Allowance, LeakWatch, Oracle
 from simulation.store import Client as StoreClient
-from simulation.store import Faults, SimStore
+from simulation.store import Faults, Guard, SimStore
 
 _VERBS = {
     "store": 22.0, "retrieve": 30.0, "lookup": 12.0, "prefetch": 7.0, "load": 5.0, "save": 4.0, "pin": 2.0,
@@ -307,7 +307,7 @@ class World:
 
     def _connect(self, name: str) -> StoreClient:
         process, clients, guards = self._opening
-        clients[name] = StoreClient(self.stores[name], process, lambda: guards[0])
+        clients[name] = StoreClient(self.stores[name], process, lambda: guards[0] if guards else Guard())
         return clients[name]
 
     def open(self, name: str) -> House:

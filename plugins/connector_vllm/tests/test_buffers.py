@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import struct
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from buffers_support import NOTHING, CreatingDict, directory, ids, lookup, mark, put_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvloom
-from kvloom import BackendError, Buffers, DeadlineExceeded
-from kvloom_connector_vllm import buffer_room
+from kvloom import BackendError, Buffers, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
+from kvloom_backend_disk.backend import DiskBackend
+from kvloom_connector_vllm import buffer_blobs, buffer_room
 from kvloom_connector_vllm.buffers import KVLookupBuffer
 
 # -- taking ------------------------------------------------------------------------------------------------------------
@@ -264,3 +268,37 @@ def test_a_backend_that_was_given_stays_open() -> None:
         put_in(buffer, [1], mark=3)
     assert backend.closed == 0
     assert mark(lookup(backend).drop_select(None, None)) == 3
+
+
+# -- what others put there ---------------------------------------------------------------------------------------------
+
+
+def test_an_entry_that_is_longer_than_the_buffer_is_not_read(tmp_path: Path) -> None:
+    backend = DiskBackend(DiskBackend.Config(path=tmp_path))
+    buffer = lookup(backend)
+    put_in(buffer, [1, 2])
+    (file,) = tmp_path.glob("*/entry/+*/*")
+    head = file.read_bytes()
+    os.truncate(file, 1 << 43)
+    assert buffer.drop_select(None, None) == NOTHING and buffer.counts()["corrupt"] == 1
+
+    put_in(buffer, [1, 2])
+    (file,) = tmp_path.glob("*/entry/+*/*")
+    header = bytearray(file.read_bytes()[:4096])  # whose tensors of tokens are of terabytes
+    at = 112 + struct.unpack_from("<I", header, 16)[0]
+    struct.pack_into("<Q", header, 24, 1 << 43)
+    for number in range(5):
+        struct.pack_into("<Q", header, at + 24 * number, 0 if number else 1 << 43)
+    header[40:56] = bytes(16)
+    header[40:56] = xxhash.xxh3_128_digest(bytes(header))
+    file.write_bytes(header)
+    os.truncate(file, 1 << 43)
+    assert buffer.drop_select(ids(1, 2), None) == NOTHING and buffer.counts()["corrupt"] == 2
+    assert "failed" not in buffer.counts() and len(head) > 4096
+
+
+@pytest.mark.parametrize("shape", [[1 << 50], [10**30], [2] * 100, "1000", [-1, -1], None, {}])
+def test_the_shape_that_an_entry_says_takes_no_memory(shape: object) -> None:
+    described = {"dtype": "uint8", "shape": shape}
+    with pytest.raises((CorruptBlobError, UnreadableBlobError)):
+        buffer_blobs._tensor(described, memoryview(b"x"))

@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from kvloom import Buffer, StorageBackend
+from kvloom import Sink, StorageBackend
 from kvloom_backend_disk.backend import DiskBackend
 from kvloom_connector_vllm.buffers import KVLookupBuffer
 from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
@@ -63,10 +63,10 @@ def die_reading(kind: str, path: Path) -> None:
     """Be killed between the claim and the entry."""
 
     class Deadly(BACKENDS[kind]):  # type: ignore[misc]
-        def get(self, key: str) -> Buffer | None:
+        def get_into(self, key: str, sink: Sink) -> bool:
             if "/entry/" in key:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super().get(key)  # type: ignore[no-any-return]
+            return super().get_into(key, sink)  # type: ignore[no-any-return]
 
     buffer = KVLookupBuffer(Deadly(Deadly.Config(path=path)), capacity=2**20)
     buffer.drop_select(None, None)

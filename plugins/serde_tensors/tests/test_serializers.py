@@ -297,3 +297,57 @@ def test_bytes_beside_the_archive_are_corrupt(beside: tuple[bytes, bytes]) -> No
         make(TorchSerializer).decode([beside[0] + blob + beside[1]], like(chunk))
     with pytest.raises(CorruptBlobError):
         make(TorchSerializer).decode([blob, blob], like(chunk))
+
+
+# -- archives that say one thing and hold another ----------------------------------------------------------------------
+
+
+def rebuilt(blob: bytes, method: int = zipfile.ZIP_STORED, **members: bytes | None) -> bytes:
+    """The archive with other members: `data_pkl` for `data.pkl`; None leaves one out."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(blob)) as source, zipfile.ZipFile(archive, "w") as target:
+        for name in source.namelist():
+            content = members.get(name.partition("/")[2].replace(".", "_").replace("/", "_"), source.read(name))
+            if content is not None:
+                target.writestr(name, content, compress_type=method if "/data/" in name else zipfile.ZIP_STORED)
+    return archive.getvalue()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_nothing_is_inflated(method: int) -> None:
+    blob = saved(torch.zeros(SPEC.blob_shape(3)))
+    make(TorchSerializer).decode([rebuilt(blob)], random_chunk())
+    refuse(TorchSerializer, rebuilt(blob, method), "not stored as it is")
+
+
+def test_a_storage_is_no_longer_than_its_bytes() -> None:
+    """torch.load makes one as long as the pickle says, over whatever lies behind the bytes that there are."""
+    tensor = torch.zeros(SPEC.blob_shape(3))
+    blob = saved(tensor)
+    for content in (b"", bytes(8), bytes(tensor.nbytes - 1), bytes(tensor.nbytes + 1), None):
+        refuse(TorchSerializer, rebuilt(blob, data_0=content))
+    refuse(TorchSerializer, rebuilt(blob, byteorder=b"big"), "byte order")
+    view = torch.zeros(2 * tensor.numel())[tensor.numel() :].view(tensor.shape)
+    for other in (view, tensor.expand(SPEC.blob_shape(3)).transpose(0, 1), torch.zeros(()).expand(tensor.shape)):
+        refuse(TorchSerializer, saved(other))
+
+
+def test_a_pickle_says_what_a_tensor_is_and_no_more() -> None:
+    blob = saved(torch.zeros(SPEC.blob_shape(3)))
+    (name,) = (name for name in zipfile.ZipFile(io.BytesIO(blob)).namelist() if name.endswith("data.pkl"))
+    pickled = zipfile.ZipFile(io.BytesIO(blob)).read(name)
+    for other in (
+        pickled.replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"),
+        pickled.replace(b"FloatStorage", b"nothing"),
+        pickled[:2] + b"(" * 5_000 + pickled[2:],
+        pickled[:-1] + b"0.",
+        b"",
+        b".",
+    ):
+        refuse(TorchSerializer, rebuilt(blob, data_pkl=other))
+
+
+def test_a_long_header_of_safetensors_is_not_parsed() -> None:
+    blob = saved(torch.zeros(SPEC.blob_shape(3)), SafetensorsSerializer)
+    header = blob[8 : 8 + int.from_bytes(blob[:8], "little")].ljust(5_000)
+    refuse(SafetensorsSerializer, len(header).to_bytes(8, "little") + header + blob[-1024:], "header of more")

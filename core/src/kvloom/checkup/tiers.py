@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvloom.bounded import get_at_most
 from kvloom.checkup.finding import Finding, note, ok, problem
 from kvloom.checkup.machine import available_bytes
 from kvloom.cli import output
@@ -61,7 +62,7 @@ def _written(store: Store, key: str, blob: bytes) -> Finding:
     if store.choice.write != "never":
         store.ask(lambda: backend.put(key, [blob]))
         written = RUNTIME.now()
-        found = store.ask(lambda: backend.get(key))
+        found = store.ask(lambda: get_at_most(backend, key, len(blob)))
         read = RUNTIME.now()
         if found is None or bytes(found) != blob:
             what = "is gone" if found is None else "came back with other bytes"

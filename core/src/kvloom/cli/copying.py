@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvloom import envelope
 from kvloom.cli.store import RUNTIME, Store, said
+from kvloom.cli.verify import Landing
 from kvloom.errors import CorruptBlobError, UnreadableBlobError
 
 if TYPE_CHECKING:
@@ -91,12 +93,11 @@ class Copier:
 def _verified(source: Store, key: str) -> tuple[envelope.Header, memoryview] | None:
     """The blob, or None. Only what is corrupt twice is called so: it may have been replaced while it was read."""
     for attempt in (1, 2):
-        blob = source.backend.get(key)
-        if blob is None:
-            return None
+        landing = Landing(key, mmap.mmap(-1, mmap.PAGESIZE), source.choice.protection, decrypt=False)
         try:
-            header, _ = envelope.unseal(blob, key=key, protection=source.choice.protection, decrypt=False)
-            return header, memoryview(blob).cast("B")
+            if not source.backend.get_into(key, landing):
+                return None
+            return landing.finish(), landing.content
         except CorruptBlobError:
             if attempt == 2:
                 raise

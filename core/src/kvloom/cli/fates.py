@@ -199,9 +199,8 @@ class _Tier:
         return _Said(GONE, "never stored, or evicted: there is no record of that")
 
     def _read_departures(self) -> Departures | None:
-        backend = self.store.backend
-        record = self.store.ask(lambda: backend.get(RECORD))
-        return None if record is None or len(record) > MAX_RECORD_BYTES else parse(bytes(record))
+        record = self.store.ask(lambda: self.store.record(RECORD, MAX_RECORD_BYTES))
+        return None if record is None else parse(bytes(record))
 
 
 def envelope_header(store: Store, name: str) -> envelope.Header | None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvloom.cli.verify import Examiner, Finding
     from kvloom.config import Resolved, TierChoice
 
+_HOLES_BYTES = 64 << 10
+"""Of a file with holes, so much more is copied to quarantine than twice what it takes up."""
 _CALLS = 6
 """Calls of the backend for one blob, at most; each may take the tier's deadline."""
 _SHOWN = 20
@@ -155,24 +157,25 @@ def _findings(reader: Reader, report: Report) -> Iterator[Finding]:
 
     store = reader.store
     examiner = Examiner(store.backend, reader.serializers, store.choice.protection)
-    calls = ((key, partial(_treated, reader, examiner, key)) for key in _keys(store, report))
+    calls = ((key, partial(_treated, reader, examiner, key, most)) for key, most in _keys(store, report))
     for key, finding in at_once(calls, seconds=_CALLS * store.choice.deadline, threads=reader.threads):
         yield Finding(key, Verdict.FAILED, reason=said(finding)) if isinstance(finding, Exception) else finding
 
 
-def _keys(store: Store, report: Report) -> Iterator[str]:
+def _keys(store: Store, report: Report) -> Iterator[tuple[str, int]]:
+    """The keys of blobs, each with how much of it a copy may take up."""
     from kvloom.cli.store import PROBES, QUARANTINE, RECORDS, chunk_key
 
     for entry in store.entries():
         if chunk_key(entry.key) is not None:
-            yield entry.key
+            yield entry.key, 2 * entry.bytes + _HOLES_BYTES
         elif not entry.key.startswith((RECORDS, QUARANTINE, PROBES)):
             report.foreign += 1
 
 
-def _treated(reader: Reader, examiner: Examiner, key: str) -> Finding:
+def _treated(reader: Reader, examiner: Examiner, key: str, most: int) -> Finding:
     from kvloom.cli.store import said
-    from kvloom.cli.verify import Verdict, put_aside
+    from kvloom.cli.verify import Verdict
 
     finding = examiner.examine(key)
     if finding.verdict is not Verdict.CORRUPT:
@@ -180,8 +183,7 @@ def _treated(reader: Reader, examiner: Examiner, key: str) -> Finding:
     if reader.keeps:
         return replace(finding, action="kept")
     try:
-        store, copy = reader.store, reader.action == "quarantine"
-        done = put_aside(store.backend, key, copy=copy, protection=store.choice.protection)
+        done = examiner.put_aside(key, copy=reader.action == "quarantine", most=most)
         return replace(finding, action=done)
     except Exception as error:
         return replace(finding, action=f"kept: {said(error)}")

@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvloom.errors import BackendError, ConfigError
+from kvloom.bounded import get_at_most
+from kvloom.errors import BackendError, ConfigError, CorruptBlobError, UnreadableBlobError
 from kvloom.runtime import Call, SystemRuntime, Workers
 from kvloom.types import ChunkKey, Entry
 
@@ -73,13 +74,19 @@ class Store:
         found = {}
         for entry in self.entries(RECORDS):
             name = entry.key
-            if entry.bytes > _RECORD_BYTES:
+            if entry.bytes > _RECORD_BYTES:  # which says little: a file with holes takes up less than it is long
                 continue
-            blob = self.ask(lambda name=name: self.backend.get(name))  # type: ignore[misc]
-            record = _parsed(bytes(blob)) if blob is not None and len(blob) <= _RECORD_BYTES else None
+            blob = self.ask(lambda name=name: self.record(name, _RECORD_BYTES))  # type: ignore[misc]
+            record = None if blob is None else _parsed(bytes(blob))
             if record is not None:
                 found[name.removeprefix(RECORDS).removesuffix(".json")] = record
         return found
+
+    def record(self, name: str, most: int) -> bytes | bytearray | None:
+        """A small record, None if there is none or something else lies there. Calls the backend."""
+        with contextlib.suppress(CorruptBlobError, UnreadableBlobError):
+            return get_at_most(self.backend, name, most)
+        return None
 
     @contextmanager
     def errors(self) -> Iterator[None]:

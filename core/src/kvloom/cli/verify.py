@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import mmap
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from kvloom import envelope
 from kvloom.cli.store import QUARANTINE, said
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from kvloom.protection import Protection
 
 MAX_BLOB_BYTES = 1 << 30
-"""A blob beyond this is not read: memory stays within this for each thread."""
+"""A blob beyond this is not read: memory stays within this for each thread, whatever is done with what is found."""
 
 
 class Verdict(enum.Enum):
@@ -45,8 +47,8 @@ class Finding:
     """What was done about a corrupt one: quarantined, deleted, kept, replaced (or removed: by an engine, meanwhile)."""
 
 
-class _TooLong(Exception):
-    pass
+class TooLongError(BackendError):
+    """A blob of more bytes than are read here."""
 
 
 class Examiner:
@@ -64,8 +66,7 @@ class Examiner:
     def examine(self, key: str) -> Finding:
         """Judge a blob. Only what is corrupt twice is called so: it may have been replaced while it was read."""
         for _ in range(2):
-            buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, mmap.PAGESIZE)
-            landing = Landing(key, buffer, self._protection)
+            landing = Landing(key, self._take(), self._protection)
             try:
                 if not self._backend.get_into(key, landing):
                     finding = Finding(key, Verdict.GONE)
@@ -77,9 +78,8 @@ class Examiner:
             except UnreadableBlobError as error:
                 finding = Finding(key, Verdict.UNREADABLE, landing.num_bytes, str(error))
                 break
-            except _TooLong:
-                text = f"{landing.num_bytes} bytes, more than is read here ({MAX_BLOB_BYTES})"
-                finding = Finding(key, Verdict.UNREADABLE, reason=text)
+            except TooLongError as error:
+                finding = Finding(key, Verdict.UNREADABLE, reason=str(error))
                 break
             except Exception as error:
                 finding = Finding(key, Verdict.FAILED, reason=said(error))
@@ -87,6 +87,17 @@ class Examiner:
             finally:
                 self._buffers.append(landing.buffer)
         return finding
+
+    def put_aside(self, key: str, *, copy: bool, most: int) -> str:
+        """`put_aside`, in memory that was used before."""
+        content = Content(self._take())
+        try:
+            return put_aside(self._backend, key, content, copy=copy, most=most, protection=self._protection)
+        finally:
+            self._buffers.append(content.buffer)
+
+    def _take(self) -> mmap.mmap:
+        return self._buffers.pop() if self._buffers else mmap.mmap(-1, mmap.PAGESIZE)
 
     def _judge(self, key: str, header: envelope.Header) -> Finding:
         num_bytes = header.header_bytes + header.payload_bytes
@@ -96,26 +107,49 @@ class Examiner:
         return Finding(key, Verdict.OK, num_bytes)
 
 
-class Landing:
-    """Where a backend puts a blob: memory that may be used again, verified as it fills."""
+class Content:
+    """Where a backend puts what lies at a key, whatever it is: memory that may be used again."""
 
-    def __init__(self, key: str, buffer: mmap.mmap, protection: Protection | None = None) -> None:
+    max_bytes = MAX_BLOB_BYTES
+
+    def __init__(self, buffer: mmap.mmap) -> None:
         self.buffer = buffer
-        self._protection = protection
         self.num_bytes = 0
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        self.num_bytes = num_bytes
+        if num_bytes > self.max_bytes:
+            raise TooLongError(f"{num_bytes} bytes, more than is read here ({self.max_bytes})")
+        if num_bytes > len(self.buffer):
+            self.buffer = mmap.mmap(-1, num_bytes)
+        return self.content
+
+    def filled(self, num_bytes: int) -> None:
+        """The first `num_bytes` bytes have arrived."""
+
+    @property
+    def content(self) -> memoryview:
+        return memoryview(self.buffer)[: self.num_bytes]
+
+
+class Landing(Content):
+    """Where a backend puts a blob: verified as it fills."""
+
+    def __init__(
+        self, key: str, buffer: mmap.mmap, protection: Protection | None = None, *, decrypt: bool = True
+    ) -> None:  # fmt: skip
+        """decrypt: as `envelope.Verifier` takes it."""
+        super().__init__(buffer)
+        self._protection = protection
+        self._decrypt = decrypt
         self._key = key
         self._verifier: envelope.Verifier | None = None
 
     def reserve(self, num_bytes: int) -> memoryview:
-        self.num_bytes = num_bytes
         if num_bytes == 0:
             raise CorruptBlobError("an empty blob")
-        if num_bytes > MAX_BLOB_BYTES:
-            raise _TooLong
-        if num_bytes > len(self.buffer):
-            self.buffer = mmap.mmap(-1, num_bytes)
-        view = memoryview(self.buffer)[:num_bytes]
-        self._verifier = envelope.Verifier(view, key=self._key, protection=self._protection)
+        view = super().reserve(num_bytes)
+        self._verifier = envelope.Verifier(view, key=self._key, protection=self._protection, decrypt=self._decrypt)
         return view
 
     def filled(self, num_bytes: int) -> None:
@@ -129,22 +163,26 @@ class Landing:
         return self._verifier.finish()
 
     def payload(self, header: envelope.Header) -> memoryview:
-        return memoryview(self.buffer)[header.header_bytes : self.num_bytes]
+        return self.content[header.header_bytes :]
 
 
-def put_aside(backend: StorageBackend, key: str, *, copy: bool, protection: Protection | None) -> str:
+def put_aside(
+    backend: StorageBackend, key: str, content: Content, *, copy: bool, most: int, protection: Protection | None
+) -> str:
     """Delete a corrupt blob, with `copy` after a copy of it is under `quarantine/`; what was done, in a word.
 
-    What is there is compared with what was judged right before it goes. A version that is written in that very moment
-    may go with it, which makes a miss; none is served wrong. Raises BackendError with what is in the way.
+    most: how many bytes of it are copied, from its beginning: what has holes takes up less than it is long, and the
+    copy has none. What is there is compared with what was judged right before it goes. A version that is written in
+    that very moment may go with it, which makes a miss; none is served wrong. Raises BackendError with what is in the
+    way.
     """
     try:
-        before = _content(backend.get, key)
-        if before is None or _sound(before, key, protection):
+        if not backend.get_into(key, content) or _sound(content.content, key, protection):
             return "replaced"
+        before = xxhash.xxh3_128_digest(content.content)
         if copy:
-            backend.put(QUARANTINE + key, [before])
-        if _content(backend.get, key) != before:
+            backend.put(QUARANTINE + key, [content.content[:most]])
+        if not backend.get_into(key, content) or xxhash.xxh3_128_digest(content.content) != before:
             return "replaced"
         backend.delete_many([key])
     except CorruptBlobError as error:  # the store has no bytes to give
@@ -154,12 +192,7 @@ def put_aside(backend: StorageBackend, key: str, *, copy: bool, protection: Prot
     return "quarantined" if copy else "deleted"
 
 
-def _content(get: Callable[[str], bytes | bytearray | memoryview | None], key: str) -> bytes | None:
-    blob = get(key)
-    return None if blob is None else bytes(blob)
-
-
-def _sound(blob: bytes, key: str, protection: Protection | None) -> bool:
+def _sound(blob: memoryview, key: str, protection: Protection | None) -> bool:
     """Good, or nothing that may be judged here."""
     try:
         envelope.unseal(blob, key=key, protection=protection, decrypt=False)

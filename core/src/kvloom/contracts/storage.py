@@ -16,10 +16,17 @@ def join(blob: Buffers) -> bytes:
 
 
 class Sink(Protocol):
-    """Where `get_into` puts a blob: the caller's memory, page-aligned."""
+    """Where `get_into` puts a blob: the caller's memory, page-aligned.
+
+    A sink may have `max_bytes`: it refuses what is longer. A backend whose client reads a blob before it says how long
+    it is asks for the length first then, so that nobody has it take more memory than that.
+    """
 
     def reserve(self, num_bytes: int) -> memoryview:
-        """Writable memory for the whole blob. Raises BackendError if there is no room: let it pass."""
+        """Writable memory for the whole blob, asked for before any of it is read.
+
+        Raises BackendError if there is no room, CorruptBlobError if no such blob is that long: let it pass.
+        """
 
     def filled(self, num_bytes: int) -> None:
         """The first `num_bytes` bytes have arrived: the core verifies them while they are in the processor's cache."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
+from kvloom.bounded import get_at_most, one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, DeadlineExceeded
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime, Workers
 from kvloom.tiers.breaker import Breaker
@@ -18,10 +20,11 @@ from kvloom.tiers.visit import Visit
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PROBE_KEY = "probe"
-"""What a store is asked for to find out whether it answers. Nobody stores it."""
-WRITE_PROBE_KEY = "spec/probe"
-"""What is written and deleted to find out whether it can be written: among the records, which count for nothing."""
+PROBE_KEY = "probe-"
+"""The beginning of what a store is asked for to find out whether it answers. Nobody stores it."""
+WRITE_PROBE_KEY = "spec/probe-"
+"""Of what is written and deleted to find out whether it can be written: among the records, which count for nothing."""
+_PROBE_BYTES = 4096
 
 
 class NoRoomError(BackendError):
@@ -42,6 +45,7 @@ class Calls:
         self._backend = backend
         self._events = events
         self._now = runtime.now
+        self._random = runtime.random
         self.reads = Workers(runtime, name=f"kvloom-{name}-read", threads=backend.threads)
         self.questions = Workers(runtime, name=f"kvloom-{name}-ask", threads=min(2, backend.threads))
         self.writes = Workers(runtime, name=f"kvloom-{name}-write", threads=min(2, backend.threads))
@@ -86,8 +90,10 @@ class Calls:
 
         def ask() -> None:
             began = self._now()
-            self._backend.contains(PROBE_KEY)
-            self._backend.get(PROBE_KEY)
+            key = self._unforeseen(PROBE_KEY)
+            self._backend.contains(key)
+            with suppress(CorruptBlobError, UnreadableBlobError):  # an answer, whatever lies there
+                get_at_most(self._backend, key, _PROBE_BYTES)
             if self._now() - began <= self.deadline:
                 self._resumed(self.reading.answered(), "reading")
 
@@ -99,9 +105,14 @@ class Calls:
     def try_writing(self) -> None:
         """Find out whether a store that could not be written can be again, if that is due. On the caller's thread."""
         if self.writing.open and not self.paused and self.writing.take_probe():
-            self._backend.put(WRITE_PROBE_KEY, [b"probe"])
-            self._backend.delete(WRITE_PROBE_KEY)
+            key = self._unforeseen(WRITE_PROBE_KEY)
+            self._backend.put(key, [b"probe"])
+            self._backend.delete(key)
             self._resumed(self.writing.answered(), "writing")
+
+    def _unforeseen(self, beginning: str) -> str:
+        """A key that nobody can have put something in the way of."""
+        return f"{beginning}{int(self._random() * (1 << 48)):012x}"
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -136,13 +147,19 @@ class Calls:
         return done
 
     def judged(self, verb: str, function: Callable[[], T], breaker: Breaker) -> Callable[[], T]:
-        """`function`, telling the breaker how it went, and everybody else if it failed."""
+        """`function`, telling the breaker how it went, and everybody else if it failed.
+
+        What a blob contains, or what lies in its place, is no failure of the store.
+        """
 
         def run() -> T:
             began = self._now()
             try:
-                value = _tamed(function)
+                value = tamed(function)
             except NoRoomError:
+                raise
+            except (CorruptBlobError, UnreadableBlobError) as error:
+                self.report(verb, error)
                 raise
             except Exception as error:
                 self.failed(verb, error, breaker)
@@ -166,7 +183,7 @@ class Calls:
     def _reported(self, verb: str, function: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
             try:
-                return _tamed(function)
+                return tamed(function)
             except Exception as error:
                 self.report(verb, error)
                 raise
@@ -195,8 +212,9 @@ class Calls:
     def report(self, verb: str, error: Exception) -> None:
         """Count and log what a store did wrong."""
         reason = "deadline" if isinstance(error, DeadlineExceeded) else type(error).__name__
-        self.last_error = f"{verb}: {reason}: {error}"
-        log.warning("tier=%s verb=%s failed: %s: %s", self.name, verb, type(error).__name__, str(error))
+        said = one_line(error)
+        self.last_error = f"{verb}: {reason}: {said}"
+        log.warning("tier=%s verb=%s failed: %s: %s", self.name, verb, type(error).__name__, said)
         self._events.emit(Event("tier_error", self.name, reason=f"{verb}: {reason}"))
 
     def _resumed(self, closed: bool, what: str) -> None:
@@ -227,7 +245,7 @@ class Calls:
             workers.close(self.deadline if not workers.abandoned else 0.0)
 
 
-def _tamed(function: Callable[[], T]) -> T:
+def tamed(function: Callable[[], T]) -> T:
     """What a library breaks off with, such as a panic of native code, is a failure like any other."""
     try:
         return function()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from kvloom import envelope
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
+from kvloom.tiers.decoding import guarded
 from kvloom.tiers.rooms import Place
 from kvloom.types import Chunk, MemoryFormat
 
@@ -46,7 +48,7 @@ def layered(header: envelope.Header, serializer: Serializer, like: Chunk) -> Lay
     """The layers of a blob that `serializer` decodes; None if it has to be read whole. like: on the meta device."""
     if not serializer.by_layer or header.payload_bytes > serializer.max_encoded_bytes(like):
         return None
-    buffers = serializer.layer_buffers(header.lengths, like, header.description.params)
+    buffers = guarded(partial(serializer.layer_buffers, header.lengths, like, header.description.params))
     if buffers is None or len(buffers) != like.tensor.shape[1]:
         return None
     if not all(0 <= number < len(header.lengths) for numbers in buffers for number in numbers):
@@ -115,7 +117,8 @@ def _read_encoded(backend: StorageBackend, blob: LayeredBlob, place: Place, laye
         about = header.description
         tensor = place.layers(layers[:right])
         into = Chunk(tensor, MemoryFormat(about.format), about.num_tokens, about.fidelity, about.start)
-        blob.serializer.decode_layers([arrived[number] for number in wanted], layers[:right], into)
+        encoded = [arrived[number] for number in wanted]
+        guarded(partial(blob.serializer.decode_layers, encoded, layers[:right], into))
     return right
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from kvloom.bounded import one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, LaterVersionError, UnreadableBlobError
@@ -17,6 +18,7 @@ from kvloom.runtime import Call, Runtime
 from kvloom.tiers.arrivals import Arrival, Arrivals, Arrived, WholeRead
 from kvloom.tiers.base import Layout, Loaded
 from kvloom.tiers.calls import Calls, NoRoomError
+from kvloom.tiers.decoding import DecodeFailedError
 from kvloom.tiers.flights import Flights, Read, release
 from kvloom.tiers.layer_blobs import LayeredBlob, layered, read_layers
 from kvloom.tiers.ledger import Fidelity, Ledger
@@ -158,7 +160,8 @@ class Loads:
         try:
             blob = blob or self._open_layers(key, place.chunk_shape, num_tokens)
             return (None, 0) if blob is None else (blob, read_layers(self._backend, blob, place, layers))
-        except CorruptBlobError:
+        except (CorruptBlobError, UnreadableBlobError) as error:
+            self._blame_serializer(error)
             return blob, 0
         finally:
             place.room.release()
@@ -215,7 +218,9 @@ class Loads:
     def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, visit: Visit, *, since: int) -> None:
         reason = "no room in memory"
         if isinstance(error, UnreadableBlobError):
-            reason = f"unreadable: {error}"
+            reason = "unreadable"
+            log.info("tier=%s a blob of no use here: %s", self._name, one_line(error))
+            self._blame_serializer(error)
             later = isinstance(error, LaterVersionError)
             self._ledger.note(key, Fidelity.LATER if later else Fidelity.UNREADABLE, since=since)
         elif isinstance(error, ExpiredBlobError):
@@ -226,15 +231,23 @@ class Loads:
 
     def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError, visit: Visit, *, since: int) -> None:
         visit.misses[key] = "corrupt"
-        self._events.emit(Event("corrupt", self._name, tokens=num_tokens, chunks=1, reason=str(error)))
+        self._events.emit(Event("corrupt", self._name, tokens=num_tokens, chunks=1))
         distant = self._backend.shared and (self._backend.bounded or self._backend.one_by_one)
         if self._deletes and distant:
             # The line may be bad, and the blob good for everybody else: storing the chunk anew writes over it.
-            log.warning("tier=%s a corrupt blob, not to be read again: %s", self._name, str(error))
+            log.warning("tier=%s a corrupt blob, not to be read again: %s", self._name, one_line(error))
             self._ledger.note(key, Fidelity.UNREADABLE, since=since)
         else:
-            log.warning("tier=%s removing a corrupt blob: %s", self._name, str(error))
-            self._delete_one(key, "corrupt")
+            log.warning("tier=%s removing a corrupt blob: %s", self._name, one_line(error))
+            try:
+                self._delete_one(key, "corrupt")
+            except Exception as failure:  # something that cannot be removed lies in its place
+                self._calls.report("delete", failure)
+                self._ledger.note(key, Fidelity.UNREADABLE, since=since)
+
+    def _blame_serializer(self, error: Exception) -> None:
+        if isinstance(error, DecodeFailedError) and isinstance(error.__cause__, Exception):
+            self._calls.report("decode", error.__cause__)
 
     def _delete_one(self, key: ChunkKey, reason: str) -> None:
         if self._deletes:

@@ -19,11 +19,11 @@ from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded
 from kvloom.tiers.calls import NoRoomError
 from kvloom.tiers.chain import NO_CHAIN, Chain
+from kvloom.tiers.decoding import guarded
 from kvloom.tiers.memory import MemoryTier
 from kvloom.types import Chunk, ChunkKey
 
-_HEADER_BYTES = 1 << 20
-"""More than the header of any blob takes."""
+_MOST_OUTLINES = 4096
 
 _Reserve = Callable[[int], Reservation | None]
 
@@ -64,7 +64,9 @@ class BlobReader:
         _, longest = self._outline(shape, num_tokens)
         room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
         reserve = partial(self._reserve, until=until, room_by=room_by, on_wait=on_wait)
-        landing = _Landing(reserve, str(key), max_bytes=longest + _HEADER_BYTES, protection=self._protection)
+        landing = _Landing(
+            reserve, str(key), max_bytes=longest + envelope.MAX_HEADER_BYTES, protection=self._protection
+        )
         try:
             if not backend.get_into(str(key), landing):
                 return None
@@ -85,6 +87,8 @@ class BlobReader:
             tensor = torch.empty(shape, dtype=self._layout.dtype, device="meta")
             like = Chunk(tensor, self._layout.format, num_tokens)
             longest = max(serializer.max_encoded_bytes(like) for serializer in self._decoders.values())
+            if len(self._outlines) >= _MOST_OUTLINES:
+                self._outlines.clear()
             outline = self._outlines[shape] = tensor, longest
         return outline
 
@@ -126,7 +130,7 @@ class BlobReader:
         tensor, _ = self._outline(about.shape, about.num_tokens)
         like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
         payload = landing.view[header.header_bytes :]
-        chunk = serializer.view(payload, like)
+        chunk = guarded(partial(serializer.view, payload, like))
         if chunk is not None:
             chunk = replace(like, tensor=chunk.tensor)
             room = landing.take()
@@ -138,7 +142,7 @@ class BlobReader:
             chunk = replace(like, tensor=room.tensor(about.shape, dtype))
             began = record.now()
             try:
-                serializer.decode(envelope.split(header, payload), chunk)
+                guarded(partial(serializer.decode, envelope.split(header, payload), chunk))
             except BaseException:
                 room.abandon()
                 raise
@@ -155,7 +159,7 @@ class _Landing:
     """Where a backend puts a blob: pool memory, verified as it fills."""
 
     def __init__(self, reserve: _Reserve, key: str, *, max_bytes: int, protection: Protection | None) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._protection = protection
         self._reserve = reserve
         self._key = key
@@ -165,7 +169,7 @@ class _Landing:
     def reserve(self, num_bytes: int) -> memoryview:
         if num_bytes == 0:
             raise CorruptBlobError("an empty blob")
-        if num_bytes > self._max_bytes:  # before memory is emptied for it
+        if num_bytes > self.max_bytes:  # before memory is emptied for it
             raise CorruptBlobError(f"{num_bytes} bytes, which no blob of such a chunk has")
         self._room = self._reserve(num_bytes)
         if self._room is None:

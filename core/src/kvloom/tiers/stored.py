@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from kvloom import envelope
+from kvloom.bounded import one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
@@ -345,16 +347,22 @@ class StoredTier(Tier):
         if not self._writes.flush_one(key, visit.until):
             return None
         header = self.calls.ask("get", lambda: self._header_or_none(key), visit)
-        if header is None:
+        # Nobody said of which shape it should be: of one that cannot be in memory, it is no chunk.
+        if header is None or not self._fits(header.description.shape):
             return None
         read = self.loads.read(key, header.description.shape, header.description.num_tokens, visit)
         return None if read is None else self.loads.collect(read)
+
+    def _fits(self, shape: Sequence[int]) -> bool:
+        return len(shape) <= 8 and math.prod(shape) * self.layout.dtype.itemsize <= self._memory.pool.capacity
 
     def _header_or_none(self, key: ChunkKey) -> envelope.Header | None:
         try:
             return self._presence.header(key)
         except (CorruptBlobError, UnreadableBlobError) as error:
-            self._events.emit(Event("missed", self.name, chunks=1, reason=f"unreadable: {error}"))
+            log.info("tier=%s a blob of no use here: %s", self.name, one_line(error))
+            reason = "corrupt" if isinstance(error, CorruptBlobError) else "unreadable"
+            self._events.emit(Event("missed", self.name, chunks=1, reason=reason))
             return None
 
     def _accept(self, key: ChunkKey, tensor: torch.Tensor) -> Write | None:

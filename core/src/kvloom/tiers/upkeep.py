@@ -6,10 +6,12 @@ import errno
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
+from kvloom.bounded import get_at_most
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, DeadlineExceeded
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime, Thread
 from kvloom.tiers.calls import Calls
@@ -268,9 +270,10 @@ class Upkeep:
         if not (self._backend.persistent or self._backend.shared):
             return
         if not self._restored:
-            record = self._backend.get(RECORD)
-            if record is not None and len(record) <= MAX_RECORD_BYTES:
-                self._ledger.departed.restore(bytes(record))
+            with suppress(CorruptBlobError, UnreadableBlobError):  # something else lies there: it is written over
+                record = get_at_most(self._backend, RECORD, MAX_RECORD_BYTES)
+                if record is not None:
+                    self._ledger.departed.restore(bytes(record))
             self._restored = True
         if self._ledger.departed.news and self._runtime.now() >= self._record_at:
             self._record_at = self._runtime.now() + RECORD_SECONDS

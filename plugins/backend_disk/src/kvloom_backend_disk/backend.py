@@ -40,7 +40,7 @@ _NO_ATIME = getattr(os, "O_NOATIME", 0)
 # What opening a symbolic link or a socket says, on one system or another.
 _NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EOPNOTSUPP)
 # Not there, just evicted, the file of another user (whose times only that user may set), or a store that is only read.
-_NO_TOUCH = (errno.ENOENT, errno.EAGAIN, errno.EPERM, errno.EACCES, errno.EROFS)
+_NO_TOUCH = (errno.ENOENT, errno.ENOTDIR, errno.EAGAIN, errno.EPERM, errno.EACCES, errno.EROFS)
 
 # Said of a directory that may be read all the same.
 _ONLY_READ = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -192,7 +192,7 @@ class DiskBackend(StorageBackend):
         """
         try:
             fd = _open_to_read(self._layout.path(key))
-        except (FileNotFoundError, BlockingIOError):  # the latter: evicted a moment ago, see `Scratch.take`
+        except (FileNotFoundError, NotADirectoryError, BlockingIOError):  # the last: evicted a moment ago, see `take`
             yield None
             return
         except OSError as error:
@@ -238,17 +238,28 @@ class DiskBackend(StorageBackend):
         self._holds.release()
 
     def _publish(self, draft: str, path: str, publish: Publish) -> None:
+        """Whatever else lies in the way of a blob goes. Raises CorruptBlobError if it cannot be removed."""
         for _ in range(_PUBLISH_ATTEMPTS):
             try:
                 publish(draft, path)
                 return
             except FileNotFoundError:
                 # Not made yet, or just pruned by another process, perhaps again while it is being made.
-                with contextlib.suppress(FileNotFoundError, FileExistsError):
+                try:
                     os.makedirs(os.path.dirname(path), exist_ok=True)
+                except (FileNotFoundError, FileExistsError):
+                    self._make_way(path)
+            except NotADirectoryError:
+                self._make_way(path)
             except IsADirectoryError:
-                self._layout.remove(path)
+                self._make_way(path, all_of_it=True)
         publish(draft, path)
+
+    def _make_way(self, path: str, *, all_of_it: bool = False) -> None:
+        try:
+            (self._layout.remove if all_of_it else self._layout.clear_above)(path)
+        except OSError as error:
+            raise CorruptBlobError(f"what lies in the way cannot be removed: {error}") from error
 
 
 class _Memory:

@@ -75,7 +75,7 @@ class Layout:
         """Remove what lies at the path of a key, if anything: a blob, or whatever else somebody put there."""
         try:
             os.unlink(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except (IsADirectoryError, PermissionError):  # POSIX says the latter of a directory, Linux the former
             if os.path.islink(path) or not os.path.isdir(path):
@@ -84,6 +84,15 @@ class Layout:
             inside = os.path.realpath(path).startswith(os.path.realpath(self._root) + os.sep)
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another process was faster
                 (shutil.rmtree if inside else os.rmdir)(path)
+
+    def clear_above(self, path: str) -> None:
+        """Remove what lies where a directory above `path` has to be, if it is no directory."""
+        above = path
+        while len(above := os.path.dirname(above)) > len(self._root):
+            if os.path.lexists(above) and not os.path.isdir(above):
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # another process was faster
+                    os.unlink(above)
+                return
 
     def prune(self, directory: str) -> None:
         """Remove `directory` and the ones above it, below the root, as long as they are empty."""

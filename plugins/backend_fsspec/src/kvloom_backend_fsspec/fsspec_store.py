@@ -98,6 +98,13 @@ class FsspecStore:
             return None
 
     def read(self, name: str, sink: Sink) -> bool:
+        most = getattr(sink, "max_bytes", None)
+        if most is not None:  # these clients read a file before they say how long it is
+            size = self.size(name)
+            if size is None:
+                return False
+            if size > most:
+                sink.reserve(size)  # which refuses it
         data = self.get(name)
         if data is None:
             return False

@@ -16,7 +16,18 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from kvloom import BackendError, Buffers, ByteSize, ConfigError, Duration, Registry, StorageBackend
+from kvloom import (
+    BackendError,
+    Buffer,
+    Buffers,
+    ByteSize,
+    ConfigError,
+    Duration,
+    Registry,
+    StorageBackend,
+    envelope,
+    get_at_most,
+)
 from kvloom_connector_vllm.buffer_room import Room
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
@@ -104,6 +115,10 @@ class BufferOnBackend:
             raise BackendError(f"could not keep {nbytes} bytes: {error}") from error
         self._count("inserted")
         self._notify()
+
+    def _content(self, place: str) -> Buffer | None:
+        """A blob, None if there is none. Raises CorruptBlobError, before it is read, if no entry is that long."""
+        return get_at_most(self._backend, place, self.capacity + envelope.MAX_HEADER_BYTES)
 
     def _wait(self, until: float, pause: float) -> float | None:
         """Wait until something may have changed. How long to wait next; None when there is no more time.

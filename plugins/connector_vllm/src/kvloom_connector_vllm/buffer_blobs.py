@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from kvloom import EXACT, Buffer, Buffers, CorruptBlobError, UnreadableBlobError, envelope
 
 _FORMAT = "kv_buffer"
+_MOST_DIMENSIONS = 64
 _DTYPES = {
     name: getattr(torch, name)
     for name in (
@@ -75,11 +77,17 @@ def _tensor(described: Any, data: memoryview) -> torch.Tensor | None:
     if described is None:
         return None
     try:
-        tensor = torch.empty(described["shape"], dtype=_DTYPES[described["dtype"]])
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise UnreadableBlobError(f"a tensor that this process cannot make: {described}") from error
-    if tensor.numel() * tensor.element_size() != len(data):
-        raise CorruptBlobError(f"{len(data)} bytes for a tensor {described}")
+        shape, dtype = [int(size) for size in described["shape"]], _DTYPES[described["dtype"]]
+        if not isinstance(described["shape"], list) or len(shape) > _MOST_DIMENSIONS or any(size < 0 for size in shape):
+            raise ValueError("no shape")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableBlobError("a tensor that this process cannot make") from error
+    if math.prod(shape) * dtype.itemsize != len(data):  # before memory is taken for it
+        raise CorruptBlobError(f"{len(data)} bytes for a tensor of another size")
+    try:
+        tensor = torch.empty(shape, dtype=dtype)
+    except (RuntimeError, TypeError) as error:
+        raise UnreadableBlobError("a tensor that this process cannot make") from error
     if len(data):
         tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
     return tensor

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvloom import BackendError, CorruptBlobError, StorageBackend, UnreadableBlobError, envelope
+from kvloom import BackendError, CorruptBlobError, StorageBackend, UnreadableBlobError, envelope, get_at_most
 from kvloom_connector_vllm import buffer_blobs
 from kvloom_connector_vllm.buffer_base import BufferOnBackend, vllm_base
 from kvloom_connector_vllm.buffer_room import age_seconds, new_id
 
 _PAGE_BYTES = 4096
 _NOTHING = 5
+_CLAIM_BYTES = 256
 
 
 class Prefix(NamedTuple):
@@ -173,7 +174,10 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         header = head and envelope.parse(head, key=place)
         if not head or not header:
             return None
-        data = self._beginning(place, len(head) + sum(header.lengths[:2]))
+        nbytes = sum(header.lengths[:2])
+        if nbytes > self.capacity:
+            raise CorruptBlobError(f"tokens of {nbytes} bytes in a buffer of {self.capacity}")
+        data = self._beginning(place, len(head) + nbytes)
         if data is None:
             return None
         envelope.Verifier(data, key=place).filled(len(data))
@@ -196,7 +200,7 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         if not self._claim(id):
             return None
         try:
-            blob = self._backend.get(place)
+            blob = self._content(place)
             taken = None if blob is None else buffer_blobs.unseal(blob, key=place)[0]
         except CorruptBlobError:
             self._count("corrupt")
@@ -252,7 +256,10 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         self._next_upkeep = now + self._abandoned / 4
         with contextlib.suppress(Exception):
             for id in self._ids("claim"):
-                made = self._backend.get(f"{self._name}/claim/{id}")
+                try:
+                    made = get_at_most(self._backend, f"{self._name}/claim/{id}", _CLAIM_BYTES)
+                except CorruptBlobError:
+                    continue
                 if made is not None and age_seconds(bytes(made).decode(errors="replace")) > self._abandoned:
                     if self._backend.contains(f"{self._name}/entry/{id}"):
                         self._count("abandoned")

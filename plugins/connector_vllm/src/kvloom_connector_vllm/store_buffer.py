@@ -49,7 +49,7 @@ class KVStoreBuffer(BufferOnBackend, vllm_base("KVStoreBufferBase")):  # type: i
         place = self._place(key)
         self._check_open()
         try:
-            blob = self._backend.get(place)
+            blob = self._content(place)
             if blob is None:
                 return None
             (tensor,), params = buffer_blobs.unseal(blob, key=place)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
@@ -13,13 +12,14 @@ import torch
 
 from kvloom import EXACT, Buffer, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Serializer, join
 from kvloom import Config as BaseConfig
+from kvloom_serde_tensors import archive
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 _CASTABLE = frozenset(getattr(torch, name) for name in get_args(DtypeName)) | {torch.float64}
 
-_ZIP_END_BYTES = 22
-"""What ends a zip archive without a comment."""
+_MOST_HEADER_BYTES = 4096
+"""A header of safetensors that describes one tensor has some 100 bytes."""
 
 
 class TensorSerializer(Serializer):
@@ -63,7 +63,7 @@ class TensorSerializer(Serializer):
         try:
             tensor = self._load(join(blob))
         except Exception as error:
-            raise CorruptBlobError(f"not a {self.type} blob: {error}") from error
+            raise CorruptBlobError(f"not a {self.type} blob: {str(error)[:200]}") from error
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             raise CorruptBlobError(f"a {self.type} blob of something else than a plain tensor: {type(tensor).__name__}")
         wanted = into.tensor
@@ -100,13 +100,7 @@ class TorchSerializer(TensorSerializer):
         return file.getbuffer()
 
     def _load(self, data: bytes) -> Any:
-        if not data.startswith(b"PK"):
-            raise ValueError("not a zip archive")  # torch would go on to try formats that we never write
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            first = min(entry.header_offset for entry in archive.infolist())
-        if first or data[-_ZIP_END_BYTES:][:4] != b"PK\5\6":
-            raise ValueError("bytes before or behind the archive")  # which torch does not mind
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return archive.tensor_of(data)
 
 
 class SafetensorsSerializer(TensorSerializer):
@@ -118,5 +112,7 @@ class SafetensorsSerializer(TensorSerializer):
         return safetensors.torch.save({"kv": tensor})
 
     def _load(self, data: bytes) -> Any:
+        if int.from_bytes(data[:8], "little") > _MOST_HEADER_BYTES:
+            raise ValueError("a header of more than a tensor")  # which the library would go on to parse
         (tensor,) = safetensors.torch.load(data).values()
         return tensor

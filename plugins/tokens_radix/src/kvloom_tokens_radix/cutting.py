@@ -15,6 +15,11 @@ class Rules(NamedTuple):
     align_tokens: int = 1
     """Every end within a chunk is a multiple of this."""
 
+    def allow(self, start: int, end: int) -> bool:
+        """Whether a segment may be from `start` to `end`."""
+        in_one_chunk = start // self.chunk_tokens == (end - 1) // self.chunk_tokens
+        return in_one_chunk and (end % self.align_tokens == 0 or end % self.chunk_tokens == 0)
+
 
 def planned(rules: Rules, *, reach: int, shared: int, total: int) -> list[int]:
     """The ends of the segments of a sequence behind token `reach`, ascending.

@@ -26,6 +26,8 @@ _WAITING_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
 _RETRY_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
+_LOAD_SECONDS = 10.0
+"""What of a file is not read by then is left out: a whole one takes less than a second."""
 _BATCH = 64
 """Nodes in one record of a file that is written anew."""
 _SNAPSHOT = b"*"
@@ -64,18 +66,21 @@ class Journal:
             return
         try:
             good_bytes = self._replay(begin)
-        except OSError as error:
-            logger.warning("starting afresh: cannot read %s: %s", begin, error)
+        except Exception as error:
+            logger.warning("starting afresh: cannot read %s: %s: %s", begin, type(error).__name__, error)
+            tree.clear()
             return
         if self._slot.path == begin and good_bytes:
             self._anew, self._bytes, self._limit_bytes = False, good_bytes, _limit(tree.nbytes)
 
     def _replay(self, path: Path) -> int:
         """Up to which byte the file is what was written; 0 if nothing of it is."""
-        replay, good_bytes = Replay(self._tree), 0
-        with path.open("rb") as file:
+        until = time.monotonic() + _LOAD_SECONDS
+        replay, good_bytes = Replay(self._tree, go_on=lambda: time.monotonic() < until), 0
+        most_bytes = 2 * self._tree.memory_bytes + _WAITING_BYTES
+        with open(slots.regular(path, os.O_RDONLY), "rb") as file:
             try:
-                for payload, end in payloads(file):
+                for payload, end in payloads(file, most_bytes=most_bytes):
                     whole = payload[:1] == _SNAPSHOT
                     replay.apply(payload[1:] if whole else payload, oldest_last=whole)
                     good_bytes = end
@@ -122,7 +127,7 @@ class Journal:
                 closed = self._closed
             try:
                 self._write(waiting)
-            except OSError as error:
+            except Exception as error:
                 logger.warning("what is learnt is not kept for a while: %s: %s", self._directory, error)
                 self._anew, self._retry_at = True, time.monotonic() + _RETRY_SECONDS
             if closed:
@@ -138,7 +143,7 @@ class Journal:
             return
         assert self._slot is not None
         if self._fd < 0:
-            self._fd = os.open(self._slot.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._fd = slots.regular(self._slot.path, os.O_WRONLY | os.O_APPEND)
             os.ftruncate(self._fd, self._bytes)
         self._bytes += _write_all(self._fd, b"".join(map(record, waiting)))
 
@@ -149,7 +154,9 @@ class Journal:
             changes = list(snapshot(self._tree.nodes()))
             self._waiting, self._waiting_bytes, self._anew = [], 0, False
         draft = self._slot.path.with_suffix(".draft")
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft)  # whatever it is
+        fd = slots.regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         try:
             self._bytes = _write_all(fd, MAGIC)
             rest = iter(changes)

@@ -24,6 +24,9 @@ _SPLIT = struct.Struct("<cQQI")
 _CUT = struct.Struct("<cQII")
 _LEAF = struct.Struct("<cQQII")
 _FORGET = struct.Struct("<cQ")
+_LOOK_EVERY = 256
+"""Changes after which what is too much is forgotten."""
+_SLACK_BYTES = 64 << 10
 
 
 class DamagedError(ValueError):
@@ -45,16 +48,18 @@ def snapshot(nodes: Iterable[Node]) -> Iterator[Change]:
             yield Leaf(node.id, node.parent.id, node.ends.tobytes(), node.starts.tobytes(), node.edge)
 
 
-def payloads(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+def payloads(file: BinaryIO, *, most_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Each record's payload and where it ends in the file. A record that was not written to its end is the last.
 
-    Raises DamagedError at the first that is not what was written.
+    most_bytes: of one record. Raises DamagedError at the first that is not what was written.
     """
     if file.read(len(MAGIC)) != MAGIC:
         raise DamagedError("not a journal")
     end = len(MAGIC)
     while len(head := file.read(_HEAD.size)) == _HEAD.size:
         length, checksum = _HEAD.unpack(head)
+        if length > most_bytes:
+            raise DamagedError(f"a record of {length} bytes")
         payload = file.read(length)
         if len(payload) < length:
             return
@@ -67,18 +72,34 @@ def payloads(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 class Replay:
     """Does changes again. One that makes no sense in this tree, because it knows less, is left out."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, *, go_on: Callable[[], bool] = lambda: True) -> None:
+        """go_on: asked now and then; once it says no, DamagedError is raised."""
         self._tree = tree
+        self._go_on = go_on
         self._nodes: dict[int, Node] = {}
 
     def apply(self, payload: bytes, *, oldest_last: bool = False) -> None:
         """Raises DamagedError if it is not a payload. oldest_last: each new node was used before those there are."""
         try:
-            for change in _unpacked(payload):
+            for number, change in enumerate(_unpacked(payload)):
+                if oldest_last and not isinstance(change, Root | Leaf):
+                    raise DamagedError("a change of what was there before")
                 self._apply(change, oldest_last)
+                if number % _LOOK_EVERY == _LOOK_EVERY - 1:
+                    self._look(2 * self._tree.memory_bytes + _SLACK_BYTES)
         except (struct.error, IndexError, UnicodeError) as error:
             raise DamagedError("a record that is none") from error
-        self._tree.shrink()
+        self._look(self._tree.memory_bytes)
+
+    def _look(self, most_bytes: int) -> None:
+        """Stay within memory and time. Within a record there may be more for a moment, as what learns says last what it
+        has forgotten."""
+        if self._tree.nbytes > most_bytes:
+            self._tree.shrink()
+        if len(self._nodes) > 2 * len(self._tree) + _LOOK_EVERY:
+            self._nodes = {id: node for id, node in self._nodes.items() if node in self._tree}
+        if not self._go_on():
+            raise DamagedError("what takes too long to read")
 
     def _apply(self, change: Change, oldest_last: bool) -> None:
         try:

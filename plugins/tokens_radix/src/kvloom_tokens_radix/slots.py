@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
+import stat
 from pathlib import Path
 
 logger = logging.getLogger("kvloom.tokens_radix")
+
+
+_NO_LOCK = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
 
 
 class Slot:
@@ -40,8 +45,17 @@ def take(directory: Path, name: str) -> tuple[Slot | None, Path | None]:
             break
     else:
         raise OSError(f"a thousand processes learn in {directory}")
-    begin = slot.path if slot.path.exists() else written[0][2] if written else None
-    return slot, begin
+    files = [path for _, _, path in written if path.is_file() and not path.is_symlink()]
+    return slot, slot.path if slot.path in files else files[0] if files else None
+
+
+def regular(path: Path, flags: int) -> int:
+    """A descriptor of a file. Raises OSError, without waiting, if something else lies there."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
 
 
 def _written(directory: Path, name: str) -> list[tuple[int, int, Path]]:
@@ -51,12 +65,17 @@ def _written(directory: Path, name: str) -> list[tuple[int, int, Path]]:
         number = path.name[len(name) + 1 : -len(".journal")]
         with contextlib.suppress(OSError):
             if number.isdecimal():
-                found.append((int(number), path.stat().st_mtime_ns, path))
+                found.append((int(number), path.lstat().st_mtime_ns, path))
     return sorted(found, key=lambda one: -one[1])
 
 
 def _locked(stem: Path) -> Slot | None:
-    fd = os.open(f"{stem}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fd = regular(Path(f"{stem}.lock"), os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        if error.errno in _NO_LOCK:  # something else lies there
+            return None
+        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -21,6 +21,7 @@ from kvloom_tokens_radix.cutting import Rules, planned
 NODE_BYTES = 900
 """What a node takes up beside its tokens and cuts: objects, its place in its parent and in the order of use."""
 CUT_BYTES = 10
+_MOST_ID = 1 << 62
 
 
 class Node:
@@ -115,7 +116,7 @@ class Tree:
     def __init__(self, rules: Rules, memory_bytes: int) -> None:
         self.rules = rules
         self.nbytes = 0
-        self._memory_bytes = memory_bytes
+        self.memory_bytes = memory_bytes
         self._most_tokens = memory_bytes // 8 // rules.chunk_tokens * rules.chunk_tokens
         self._roots: dict[str, Node] = {}
         # Whenever a node is used, its parents are moved behind it: the first one is always a leaf.
@@ -127,6 +128,12 @@ class Tree:
 
     def __contains__(self, node: Node) -> bool:
         return node in self._order
+
+    def clear(self) -> None:
+        """Know nothing."""
+        self._roots.clear()
+        self._order.clear()
+        self.nbytes = 0
 
     def nodes(self) -> list[Node]:
         """The most recently used first, parents before their children."""
@@ -190,8 +197,10 @@ class Tree:
     def shrink(self) -> list[Change]:
         """Forget until the rest fits."""
         changes: list[Change] = []
-        while self.nbytes > self._memory_bytes:
+        while self.nbytes > self.memory_bytes:
             node = next(iter(self._order))
+            while node.children:  # as a journal may have it that was not written by a tree
+                node = next(iter(node.children.values()))
             self.forget(node)
             changes.append(Forget(node.id))
         return changes
@@ -227,6 +236,7 @@ class Tree:
 
     def add_root(self, id: int, salt: str) -> Node:
         """Raises ValueError if the salt has one."""
+        _check_id(id)
         if salt in self._roots:
             raise ValueError("a second root")
         node = self._roots[salt] = Node(id, None, b"", salt)
@@ -235,11 +245,13 @@ class Tree:
 
     def add_leaf(self, id: int, parent: Node, edge: bytes, ends: array[int], starts: array[int]) -> Node:
         """Raises ValueError if it is no node, or the parent has one that begins like it."""
+        _check_id(id)
         node = Node(id, parent, edge)
         spans = zip(starts, ends, [parent.end, *ends], strict=False)
         if not edge or len(edge) % 4 or not all(0 <= start < end > last for start, end, last in spans):
             raise ValueError("not a node")
-        if len(starts) != len(ends) or (ends and ends[-1] > node.end):
+        fit = len(starts) == len(ends) and all(map(self.rules.allow, starts, ends))
+        if not fit or (ends and ends[-1] > node.end):
             raise ValueError("cuts that are not a node's")
         if parent.children is None:
             parent.children = {}
@@ -251,6 +263,7 @@ class Tree:
 
     def split(self, lower: Node, num_tokens: int, id: int) -> Node:
         """The first `num_tokens` of a node as a new one above it. Raises ValueError if it has not more than that."""
+        _check_id(id)
         parent = lower.parent
         if parent is None or not 0 < num_tokens < lower.end - lower.start:
             raise ValueError("not a place to split at")
@@ -269,7 +282,8 @@ class Tree:
 
     def add_cut(self, node: Node, start: int, end: int) -> None:
         """Raises ValueError if no segment can end there."""
-        if not (0 <= start < end and node.start < end <= node.end) or end in node.ends:
+        inside = 0 <= start < end and node.start < end <= node.end
+        if not inside or not self.rules.allow(start, end) or end in node.ends:
             raise ValueError("not a cut of this node")
         node.add_cut(start, end)
         self.nbytes += CUT_BYTES
@@ -300,6 +314,12 @@ class Tree:
         self._order[node] = None
         self.nbytes += node.nbytes
         self._next_id = max(self._next_id, node.id + 1)
+
+
+def _check_id(id: int) -> None:
+    """Raise ValueError if it leaves no room for others in a journal's fields."""
+    if not 0 < id < _MOST_ID:
+        raise ValueError("not the number of a node")
 
 
 def _traced(place: Place) -> list[int]:

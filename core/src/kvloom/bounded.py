@@ -1,0 +1,45 @@
+"""Reading what others may have put into a store: no more memory than was allowed, whatever lies there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvloom.errors import CorruptBlobError
+
+if TYPE_CHECKING:
+    from kvloom.contracts.storage import StorageBackend
+
+_LOGGED = 300
+
+
+def get_at_most(backend: StorageBackend, key: str, most: int) -> bytearray | None:
+    """A blob of up to `most` bytes; None if there is none. Raises CorruptBlobError, before it is read, if it is longer.
+
+    A backend with no `get_into` of its own reads it before its length is known here.
+    """
+    memory = Memory(most)
+    return memory.content if backend.get_into(key, memory) else None
+
+
+class Memory:
+    """A sink of at most so many bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.max_bytes = most
+        self.content = bytearray()
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        if num_bytes > self.max_bytes:
+            raise CorruptBlobError(f"{num_bytes} bytes where at most {self.max_bytes} belong")
+        self.content = bytearray(num_bytes)
+        return memoryview(self.content)
+
+    def filled(self, num_bytes: int) -> None:
+        pass
+
+
+def one_line(text: object) -> str:
+    """A text that may come from outside, for the log: printable ASCII, and cut."""
+    said = str(text)
+    cut = said[:_LOGGED].encode("unicode_escape").decode("ascii")
+    return cut if len(said) <= _LOGGED else f"{cut}..."

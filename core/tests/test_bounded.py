@@ -1,0 +1,125 @@
+"""What somebody else put in the place of a small record takes no memory: files with holes are as long as they like."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from cli_support import CHUNK, blobs_in, fill, run
+from core_support import SPEC, kv_of, tokens_of
+
+from kvloom import CorruptBlobError, Engine, Sink
+from kvloom.bounded import get_at_most, one_line
+from kvloom.builtin.dict_backend import DictBackend
+from kvloom.cli.verify import MAX_BLOB_BYTES, Examiner
+from kvloom.contracts.component import Config
+from kvloom.tiers.departed import RECORD, parse
+
+HOLE_BYTES = 1 << 43
+"""More than there is memory."""
+
+
+def hollow(file: Path, nbytes: int = HOLE_BYTES) -> None:
+    os.truncate(file, 0)
+    os.truncate(file, nbytes)
+
+
+def test_a_read_with_a_bound_refuses_what_is_longer_before_it_is_read() -> None:
+    read = []
+
+    class Large(DictBackend):
+        def get_into(self, key: str, sink: Sink) -> bool:
+            sink.reserve(1 << 60)
+            read.append(key)
+            return True
+
+    with pytest.raises(CorruptBlobError, match="at most 10"):
+        get_at_most(Large(Config()), "key", 10)
+    assert not read
+    small = DictBackend(Config())
+    assert get_at_most(small, "key", 10) is None
+    small.put("key", [b"0123456789"])
+    assert get_at_most(small, "key", 10) == b"0123456789"
+    small.put("key", [b"0123456789a"])
+    with pytest.raises(CorruptBlobError):
+        get_at_most(small, "key", 10)
+
+
+def test_what_others_wrote_is_one_short_line_in_a_log() -> None:
+    assert one_line("a\nb\x1b[2J\u202e") == r"a\nb\x1b[2J\u202e"
+    assert len(one_line("\U0001f600" * 9_000)) < 5_000 and one_line("x" * 300) == "x" * 300
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.yaml"
+    path.write_text(
+        f"chunk_tokens: {CHUNK}\ntiers: [{{type: memory, capacity: 1MiB}}, {{type: disk, path: {tmp_path}/store}}]\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("kind", ["hollow", "directory"])
+def test_an_engine_writes_over_what_lies_where_its_record_belongs(tmp_path: Path, kind: str) -> None:
+    tiers = [{"type": "memory", "capacity": "1MiB"}, {"type": "disk", "path": str(tmp_path), "capacity": "16KiB"}]
+    settings = {"chunk_tokens": 4, "connector": "plain", "tiers": tiers}
+    with Engine.open(settings, SPEC) as engine:
+        engine.store(tokens_of(16), kv=kv_of(16))
+    (file,) = tmp_path.glob("spec/+*/evicted")
+    file.unlink()
+    file.touch() if kind == "hollow" else file.mkdir()
+    if kind == "hollow":
+        hollow(file)
+    with Engine.open(settings, SPEC) as engine:
+        engine.store(tokens_of(16, seed=1), kv=kv_of(16))
+        backend = engine._stack.stored[0].backend
+    assert not [key for key in engine.counters() if key.name == "tier_error"]
+    record = backend.get(RECORD)
+    assert record is not None and parse(bytes(record)) is not None
+
+
+def test_stat_and_why_pass_over_a_record_with_holes(config: Path, tmp_path: Path) -> None:
+    fill(config, 2)
+    (file,) = tmp_path.glob("store/spec/+*/*.json")
+    hollow(file)
+    (tier,) = (one for one in run("stat", config, "--json").json if one["type"] == "disk")
+    assert tier["blobs"] == 2 and tier["state"] == "ok"
+
+
+def test_scrub_makes_no_file_dense(config: Path, tmp_path: Path) -> None:
+    fill(config, 1)
+    (file,) = blobs_in(tmp_path / "store")
+    head = file.read_bytes()[:4096]
+    hollow(file, 8 << 20)
+    run("scrub", config, status=1)
+    (copy,) = (tmp_path / "store/quarantine").rglob(f"{file.name}")
+    assert not file.exists() and copy.stat().st_blocks * 512 <= 128 << 10
+
+    copy.rename(file.parent.mkdir(parents=True, exist_ok=True) or file)  # and what has content goes there whole
+    file.write_bytes(head + torch.randint(0, 256, (1 << 20,), dtype=torch.uint8).numpy().tobytes())
+    run("scrub", config, status=1)
+    assert copy.stat().st_size == 4096 + (1 << 20)
+
+
+def test_scrub_holds_a_blob_in_memory_once() -> None:
+    backend = DictBackend(Config())
+    backend.put("key", [bytes(8 << 20)])
+    examiner = Examiner(backend, None, None)
+    tracemalloc.start()
+    try:
+        assert examiner.put_aside("key", copy=False, most=8 << 20) == "deleted"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert [len(buffer) for buffer in examiner._buffers] == [8 << 20]
+
+
+def test_scrub_and_warm_read_nothing_that_is_longer_than_they_say(config: Path, tmp_path: Path) -> None:
+    fill(config, 1)
+    (file,) = blobs_in(tmp_path / "store")
+    hollow(file)
+    (report,) = run("scrub", config, "--json").json
+    assert report["unreadable"] == 1 and str(MAX_BLOB_BYTES) in report["problems"][0]["reason"]
