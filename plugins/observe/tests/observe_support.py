@@ -51,3 +51,15 @@ def busy(engine: Engine) -> None:
 def settled(engine: Engine) -> None:
     """Everything so far was written, and told."""
     assert engine.flush(SOON) and engine._events.flush(SOON)
+
+
+def path_of(engine: Engine) -> Path:
+    """Where its live view is."""
+    (observer,) = [one for one in engine._events._observers if one.type == "live"]
+    return Path(observer.path)
+
+
+def port_of(engine: Engine) -> int:
+    """Where its metrics are."""
+    (observer,) = [one for one in engine._events._observers if one.type == "prometheus"]
+    return int(observer.port)

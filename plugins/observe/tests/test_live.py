@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import socket
 import stat
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observe_support import busy, kv_of, opened, settled, tokens_of
+from observe_support import busy, kv_of, opened, path_of, settled, tokens_of
+from typer.testing import CliRunner
 
-from kvloom import ChunkKey, ConfigError, Engine
+from kvloom import BackendError, ChunkKey, ConfigError
+from kvloom.cli.main import app
 from kvloom_observe.live import sockets
 from kvloom_observe.live.prefixes import Prefixes
 from kvloom_observe.live.series import NAMES, Series
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / "kvloom"
-
-
-def path_of(engine: Engine) -> Path:
-    (observer,) = [one for one in engine._events._observers if one.type == "live"]
-    return Path(observer.path)
 
 
 def test_it_says_what_happened(tmp_path: Path) -> None:
@@ -63,15 +64,26 @@ def test_the_socket_is_the_users_alone_and_goes_with_the_engine(tmp_path: Path, 
     assert not path.exists() and sockets.running() == []
 
 
-def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, runtime: Path) -> None:
-    runtime.mkdir()
-    runtime.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"observers\.0: .*not a directory of this user's alone"):
-        opened(tmp_path, "live")
-    runtime.rmdir()
-    runtime.symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match=r"observers\.0: .*not a directory of this user's alone"):
-        opened(tmp_path, "live")
+@pytest.mark.parametrize("usual", ["open", "link", "file", "long"])
+def test_a_directory_that_is_not_the_users_alone_is_left_for_another(
+    tmp_path: Path, runtime: Path, usual: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if usual == "open":
+        runtime.mkdir()
+        runtime.chmod(0o777)
+    elif usual == "link":
+        runtime.symlink_to(tmp_path)
+    elif usual == "file":
+        runtime.touch()
+    else:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("x" * 90)))
+    one, two = sockets.bind_default("one"), sockets.bind_default("two")
+    assert one.path.parent == two.path.parent != runtime and stat.S_IMODE(one.path.parent.stat().st_mode) == 0o700
+    assert sockets.running() == [one.path, two.path] and "`top` finds it" in caplog.text
+    for bound in (one, two):
+        bound.listener.close()
+        bound.close()
+    assert sockets.running() == [] and list(one.path.parent.iterdir()) == []
 
 
 def test_paths_that_cannot_be(tmp_path: Path) -> None:
@@ -87,28 +99,73 @@ def test_paths_that_cannot_be(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-CHILD = """
-import sys, time
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from observe_support import opened
-engine = opened(Path(sys.argv[1]), "live", instance_id="child")
-print("ready", flush=True)
-time.sleep(60)
-"""
+@forks
+def test_what_a_dead_process_left_is_cleared_away(runtime: Path) -> None:
+    child = os.fork()
+    if not child:  # pragma: no cover
+        sockets.bind_default("child")
+        os._exit(0)
+    os.waitpid(child, 0)
+    (path,) = runtime.glob("*.sock")
+    assert sockets.running() == [] and list(runtime.iterdir()) == []
+    again = sockets.bind(path)
+    assert sockets.running() == [path]
+    again.listener.close()
+    again.close()
 
 
-def test_what_a_dead_engine_left_is_cleared_away(tmp_path: Path, runtime: Path) -> None:
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "child"), str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None and child.stdout.readline() == "ready\n"
-        (path,) = sockets.running()
-        assert sockets.ask(path)["engine"]["pid"] == child.pid
-        child.kill()
-    assert path.exists() and sockets.running() == [] and not path.exists()
+def test_an_engine_that_does_not_answer_keeps_its_socket(runtime: Path) -> None:
+    """As under SIGSTOP: nobody accepts, until the queue is full."""
+    bound = sockets.bind_default("stopped")
+    with contextlib.ExitStack() as stack:
+        while True:
+            one = stack.enter_context(socket.socket(socket.AF_UNIX))
+            one.setblocking(False)
+            if one.connect_ex(str(bound.path)) == errno.EAGAIN:
+                break
+        assert sockets.running() == [bound.path] and bound.path.exists()
+        with pytest.raises(OSError, match="another engine's"):
+            sockets.bind(bound.path)
+        error = CliRunner().invoke(app(), ["top", "--once"]).exception
+        assert isinstance(error, BackendError) and "does not answer: it is stopped, or busy" in str(error)
+    bound.listener.close()
+    bound.close()
+    assert sockets.running() == []
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_socket_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(OSError, match="another program's"):
+            sockets.bind(path)
+        assert path.exists() and list(tmp_path.glob("*.lock")) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="files of another user are to be made")
+def test_the_lock_of_another_user_is_not_taken(tmp_path: Path) -> None:
+    lock = tmp_path / "s.lock"
+    lock.touch()
+    os.chown(lock, 65534, 65534)
+    with pytest.raises(OSError, match="somebody else's"):
+        sockets.bind(tmp_path / "s")
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(OSError, match="somebody else's"):
+        sockets.bind(tmp_path / "s")
+
+
+def test_binding_leaves_the_mask_of_new_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the whole process: what other threads make meanwhile would get it too."""
+    monkeypatch.setattr(os, "umask", lambda _: pytest.fail("the mask of the process is changed"))
+    bound = sockets.bind(tmp_path / "s")
+    assert stat.S_IMODE(bound.path.stat().st_mode) == 0o600
+    bound.listener.close()
+    bound.close()
+
+
+@forks
 def test_a_forked_child_leaves_the_socket_alone(tmp_path: Path) -> None:
     with opened(tmp_path, "live") as engine:
         path = path_of(engine)
@@ -120,6 +177,22 @@ def test_a_forked_child_leaves_the_socket_alone(tmp_path: Path) -> None:
             os._exit(0)
         os.waitpid(child, 0)
         assert sockets.ask(path)["engine"]["pid"] == os.getpid()
+
+
+@forks
+def test_a_forked_child_does_not_hold_the_lock_of_a_dead_parent(runtime: Path) -> None:
+    ready, go = os.pipe()
+    parent = os.fork()
+    if not parent:  # pragma: no cover
+        sockets.bind_default("parent")
+        if not os.fork():
+            os.close(go)
+            os.read(ready, 1)
+        os._exit(0)
+    os.waitpid(parent, 0)
+    assert len(list(runtime.glob("*.sock"))) == 1 and sockets.running() == []
+    os.close(go)
+    os.close(ready)
 
 
 def test_who_talks_nonsense_or_hangs_up_hurts_nobody(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import SPEC, busy, free_port, kv_of, opened, settled, tokens_of
+from observe_support import SPEC, busy, free_port, kv_of, opened, port_of, settled, tokens_of
 from prometheus_client.parser import text_string_to_metric_families
 from promql import names_and_labels
 
@@ -22,6 +22,7 @@ from kvloom_observe.prometheus.figures import Figures
 from kvloom_observe.prometheus.observer import PrometheusObserver
 from kvloom_observe.reasons import bounded
 
+ANY_PORT = {"type": "prometheus", "port": 0}
 DOCS = Path(__file__).parents[3] / "docs" / "use" / "observe.md"
 
 
@@ -40,10 +41,9 @@ def value(told: Any, name: str, **labels: str) -> float:
 
 
 def test_a_scrape_tells_what_happened(tmp_path: Path) -> None:
-    port = free_port()
-    with opened(tmp_path, {"type": "prometheus", "port": port}, instance_id="mine") as engine:
+    with opened(tmp_path, ANY_PORT, instance_id="mine") as engine:
         busy(engine)
-        told, counters, health = scrape(port), engine.counters(), engine.health()
+        told, counters, health = scrape(port_of(engine)), engine.counters(), engine.health()
     sums = {(key.name, key.tier): 0 for key in counters}
     for key, totals in counters.items():
         sums[key.name, key.tier] += totals.chunks
@@ -72,8 +72,8 @@ def test_a_scrape_tells_what_happened(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_closes_takes_its_figures_and_the_last_one_the_port(tmp_path: Path) -> None:
-    block = {"type": "prometheus", "port": free_port()}
-    one = opened(tmp_path / "1", block, instance_id="one")
+    one = opened(tmp_path / "1", ANY_PORT, instance_id="one")
+    block = {"type": "prometheus", "port": port_of(one)}
     two = opened(tmp_path / "2", block, instance_id="one")
     assert {dict(labels)["engine"] for _, labels in scrape(block["port"])} == {"one", "one-2"}
     one.close()
@@ -94,34 +94,35 @@ def test_a_port_in_use_keeps_the_engine_from_opening(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_does_not_hold_the_port(tmp_path: Path) -> None:
-    block = {"type": "prometheus", "port": free_port()}
-    with opened(tmp_path, block):
-        ready, go = os.pipe()
+    with opened(tmp_path, ANY_PORT) as engine:
+        port = port_of(engine)
+        here, there = socket.socketpair()
         child = os.fork()
         if not child:  # pragma: no cover
-            os.close(go)
-            os.read(ready, 1)
+            here.close()
+            there.send(b"!")
+            there.recv(1)
             os._exit(0)
-        os.close(ready)
+        there.close()
+        here.recv(1)  # the child runs, and what it does after a fork is done
     with pytest.raises(OSError, match="refused") as error:
-        scrape(block["port"])
+        scrape(port)
     assert errno.errorcode.get(getattr(error.value, "reason", error.value).errno) == "ECONNREFUSED"
-    os.close(go)
+    here.close()
     os.waitpid(child, 0)
 
 
 def test_a_tier_that_fails_is_told_and_the_scrape_does_not_wait_for_it(tmp_path: Path) -> None:
-    port = free_port()
-    with opened(tmp_path, {"type": "prometheus", "port": port}) as engine:
+    with opened(tmp_path, ANY_PORT) as engine:
         engine.store(tokens_of(16), kv=kv_of(16))
         settled(engine)
         for path in (tmp_path / "kv").rglob("*"):
             if path.is_file() and "spec" not in str(path):
                 path.write_bytes(b"damaged")
-    with opened(tmp_path, {"type": "prometheus", "port": port}) as engine:
+    with opened(tmp_path, ANY_PORT) as engine:
         engine.retrieve(tokens_of(16), kv=kv_of(16))
         settled(engine)
-        told = scrape(port)
+        told = scrape(port_of(engine))
     assert value(told, "kvloom_corrupt_chunks_total", tier="disk") >= 1
     assert value(told, "kvloom_requests_total", verb="retrieve", outcome="none") == 1
 
@@ -218,10 +219,9 @@ def test_a_query_for_something_else_is_noticed() -> None:
 
 
 def test_all_that_is_exposed_was_declared_and_the_docs_have_each(tmp_path: Path) -> None:
-    port = free_port()
-    with opened(tmp_path, {"type": "prometheus", "port": port}) as engine:
+    with opened(tmp_path, ANY_PORT) as engine:
         busy(engine)
-        told = scrape(port)
+        told = scrape(port_of(engine))
     for name, labels in told:
         assert {label for label, _ in labels} == EXPOSED[name], name
     text = DOCS.read_text()
@@ -240,4 +240,4 @@ def test_an_engine_that_does_not_open_gives_its_port_back(tmp_path: Path) -> Non
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"pip install .*observe\[prometheus\]'"):
-        PrometheusObserver(PrometheusObserver.Config(port=free_port()))
+        PrometheusObserver(PrometheusObserver.Config(port=0))

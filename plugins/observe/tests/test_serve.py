@@ -5,8 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +21,9 @@ from typer.testing import CliRunner
 
 from kvloom import ConfigError, Engine
 from kvloom.cli.main import app
+from kvloom_observe.http_server import Response
+from kvloom_observe.serve import questions as questions_module
+from kvloom_observe.serve.questions import Questions
 from kvloom_observe.serve.server import Page
 from kvloom_observe.sources import find
 
@@ -89,7 +95,15 @@ def test_pages_of_others_get_no_answer(tmp_path: Path) -> None:
         assert ask(page, "/snapshot.json", Origin=f"http://127.0.0.1:{page.port}")[0] == 200
 
 
-def test_why_was_it_a_miss(tmp_path: Path) -> None:
+def in_process(self: Questions, command: list[str]) -> tuple[int, str, str]:
+    """A process of Python takes seconds to start."""
+    assert command[:3] == [sys.executable, "-m", "kvloom"]
+    done = CliRunner().invoke(app(), command[3:])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_why_was_it_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Questions, "_run", in_process)
     with opened(tmp_path, "live") as engine, served(engine, tmp_path, why=True) as page:
         busy(engine)
         json_type = {"Content-Type": "application/json"}
@@ -101,11 +115,34 @@ def test_why_was_it_a_miss(tmp_path: Path) -> None:
         for bad in ("[", "[" * 100_000, "{}", '{"tokens": {"1": 2}}', '{"tokens": [100000000000000000000000]}', *wrong):
             status, told, _ = ask(page, "/why.json", "POST", bad, **json_type)
             assert (status, told["error"]) == (400, "tokens: a JSON list of token ids")
-        for bad in ('{"tokens": [1], "salts": [3]}', '{"tokens": [1], "salts": "abc"}'):
-            status, told, _ = ask(page, "/why.json", "POST", bad, **json_type)
-            assert (status, told["error"]) == (400, "salts: a JSON list of strings")
+        for bad, words in (
+            ("[3]", "a JSON list of strings"),
+            ('"abc"', "a JSON list of strings"),
+            ('["\\ud800"]', "not text that UTF-8 can say"),
+            (json.dumps(["x" * 200_000]), "one of 200000 bytes; 4096 at most"),
+            (json.dumps(["x"] * 100_000), "100000, and 64 at most"),
+        ):
+            status, told, _ = ask(page, "/why.json", "POST", f'{{"tokens": [1], "salts": {bad}}}', **json_type)
+            assert status == 400 and told["error"].startswith("salts: ") and words in told["error"]
         assert ask(page, "/snapshot.json", "POST", body)[1] == {"error": "there is no such question; POST /why.json"}
         assert ask(page, "/why.json", "POST", body)[0] == 400
+
+
+def test_one_process_at_a_time_answers_and_ends_with_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = Questions(Path("kv.yaml"), Path("spec.json"))
+    command = [sys.executable, "-Sc", "import sys; print(1); print(2, file=sys.stderr); sys.exit(3)"]
+    assert questions._run(command) == (3, "1\n", "2\n")
+    later = [questions.ask(b'{"tokens": [1]}', lambda *said: Response(said[0])) for _ in range(2)]
+    assert {one.executor for one in later} == {questions._executor} and questions._executor._max_workers == 1
+    hangs = [sys.executable, "-Sc", "import time; print(flush=True); time.sleep(60)"]
+    running = questions._executor.submit(questions._run, hangs)
+    while questions._running is None:
+        time.sleep(0.001)
+    questions.close()
+    assert running.result(0)[0] == -signal.SIGKILL
+    monkeypatch.setattr(questions_module, "_SECONDS", 0.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        questions._run(hangs)
 
 
 def test_an_engine_that_goes_away_is_said(tmp_path: Path) -> None:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
-import select
-import signal
 import socket
-import subprocess
 import sys
+import termios
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import busy, free_port, opened
+from observe_support import busy, free_port, opened, path_of, port_of
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvloom import BackendError, ConfigError
-from kvloom.cli.main import app
+from kvloom.cli.main import app, main
+from kvloom_observe.sources import Source, find
+from kvloom_observe.top import watch as watch_module
+from kvloom_observe.top.watch import keys, quits, watch
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +48,17 @@ def test_a_frame_has_the_tiers_the_hit_rate_and_the_hottest_prefix(tmp_path: Pat
         ["memory", "ok"],
         ["disk", "ok"],
     ]
+    reads = [line.split()[6:8] for line in text.splitlines() if line.startswith(("memory", "disk"))]
+    assert reads[0] == ["2.0", "KiB"] and reads[1][0] != "0", "of 32 tokens of 64 bytes, and of blobs"
     assert all(len(line) <= 80 for line in text.splitlines())
     assert json.loads(named.output)["requests"]["served_tokens"] == 48
 
 
 def test_from_a_metrics_endpoint(tmp_path: Path) -> None:
-    port = free_port()
-    with opened(tmp_path, {"type": "prometheus", "port": port}, instance_id="mine") as engine:
+    with opened(tmp_path, {"type": "prometheus", "port": 0}, instance_id="mine") as engine:
         busy(engine)
-        text = top(f"http://127.0.0.1:{port}/metrics", "--once").output
+        text = top(f"http://127.0.0.1:{port_of(engine)}/metrics", "--once").output
+    assert [line.split()[6] for line in text.splitlines() if line.startswith("memory")] == ["-"]
     assert "mine: tiny" in text and "75.0% of 64 tokens in 4 requests" in text and "in no tier 4 tokens" in text
 
 
@@ -83,14 +87,18 @@ def test_the_socket_of_a_dead_engine(tmp_path: Path) -> None:
             assert isinstance(error, BackendError) and words in str(error) and str(error).count(str(place)) == 1
 
 
-def test_who_stops_reading_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
-    with opened(tmp_path, "live"):
-        command = [sys.executable, "-m", "kvloom", "top", "--once", "--json"]
-        reader, writer = os.pipe()
-        os.close(reader)
-        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
-        os.close(writer)
-    assert not done.stderr and done.returncode == 1
+def test_who_stops_reading_is_not_blamed_on_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with opened(tmp_path, "live"), os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        monkeypatch.setattr(sys, "argv", ["kvloom", "top", "--once", "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        monkeypatch.undo()
+    assert ended.value.code == 1 and not capfd.readouterr().err
 
 
 class Else(BaseHTTPRequestHandler):
@@ -119,43 +127,45 @@ def test_what_is_no_engine_of_kvloom(tmp_path: Path) -> None:
         assert isinstance(error, BackendError) and "\n" not in str(error) and str(error).count(word) == 1
 
 
-def test_on_a_terminal_it_goes_on_without_the_engine_until_ctrl_c(tmp_path: Path) -> None:
+def test_on_a_terminal_it_goes_on_without_the_engine_until_q(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = opened(tmp_path, "live", instance_id="mine")
     busy(engine)
+    path = path_of(engine)
+    source = find(str(path))
+    told = source.read(False)
     leader, follower = pty.openpty()
-    program = (
-        "import signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a shell\n"
-        "from kvloom.cli.main import main; main()"
-    )
-    command = [sys.executable, "-c", program, "top", "--every", "0.2"]
-    child = subprocess.Popen(
-        command, stdin=follower, stdout=follower, stderr=follower, env={**os.environ, "TERM": "xterm"}
-    )
-    os.close(follower)
-    shown = b""
+    shown = io.StringIO()
+    monkeypatch.setattr(watch_module, "_keyboard", lambda: follower)
+    before = termios.tcgetattr(follower)
 
-    def until(words: bytes) -> None:
-        nonlocal shown
-        end = time.monotonic() + 60
-        while words not in shown and time.monotonic() < end:
-            if select.select([leader], [], [], 0.2)[0]:
-                shown += os.read(leader, 65536)
-        assert words in shown, shown[-2000:]
-
-    try:
-        until(b"75.0%")
+    def read(series: bool) -> dict[str, Any]:
+        """The keys are pressed once the engine has gone, and that is shown."""
+        os.write(leader, b"x" if path.exists() else b"xq")
         engine.close()
-        until(b"gone:")
-        child.send_signal(signal.SIGINT)
-        assert child.wait(30) == 0
-        while select.select([leader], [], [], 0.2)[0]:
-            try:
-                shown += os.read(leader, 65536)
-            except OSError:
-                break
-        assert b"Traceback" not in shown
-    finally:
-        child.kill()
-        child.wait()
-        os.close(leader)
+        return source.read(series)
+
+    watch(Source("mine", read), told, Console(file=shown, width=80, force_terminal=True), every=0.01)
+    assert "75.0%" in shown.getvalue() and "q quits" in shown.getvalue() and "gone: " in shown.getvalue()
+    assert termios.tcgetattr(follower) == before
+    for key, ends in ((b"x", False), (b"Q", True), (b"\x1b[Aq", True), (b"\x04", True)):
+        with keys() as keyboard:
+            os.write(leader, key)
+            assert quits(keyboard, 0.01) is ends
+    os.close(leader)
+    os.close(follower)
+
+
+def test_ctrl_c_ends_it_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch_module, "frame", interrupted)
+    with opened(tmp_path, "live"):
+        said = top("--once")
+    assert said.exit_code == 0 and said.output == ""
+
+
+def test_without_a_terminal_no_key_is_waited_for() -> None:
+    assert watch_module._keyboard() is None
+    with keys() as keyboard:
+        assert keyboard is None and not quits(keyboard, 0.0)

@@ -24,7 +24,10 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="The same, as JSON.")] = False,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
 ) -> None:
-    """Watch an engine: its tiers, hit rate, misses and hottest prefixes. It needs `observers: [live]`, or a URL."""
+    """Watch an engine: its tiers, hit rate, misses and hottest prefixes. It needs `observers: [live]`, or a URL.
+
+    q or Ctrl-C ends it.
+    """
     import json
     import sys
 

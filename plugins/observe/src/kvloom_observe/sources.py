@@ -56,6 +56,8 @@ def _socket(path: Path) -> Source:
         except ConnectionRefusedError:
             text = "nobody answers: its engine has ended, or it is no socket; start one with `observers: [live]`"
             raise OSError(f"{path}: {text}") from None
+        except (BlockingIOError, TimeoutError):
+            raise OSError(f"{path}: its engine does not answer: it is stopped, or busy; ask again later") from None
         except OSError as error:
             raise OSError(f"{path}: {error.strerror or error}") from None
 
@@ -127,7 +129,7 @@ def _snapshot(families: dict[str, Any]) -> dict[str, Any]:
             {"name": tier, "state": state, "reason": "", "blobs": given["tier_blobs"].get(tier, 0),
              "bytes": given["tier_bytes"].get(tier, 0), "capacity": given["tier_capacity_bytes"].get(tier),
              "waiting_bytes": waiting.get(tier, 0), "abandoned_calls": abandoned.get(tier, 0),
-             "served_tokens": sources.get(tier, 0), "read_bytes": read.get(tier, 0),
+             "served_tokens": sources.get(tier, 0), "read_bytes": read.get(tier),
              "written_bytes": written.get(tier, 0), "read_seconds": nothing, "write_seconds": nothing}
             for tier, state in states.items()
         ],

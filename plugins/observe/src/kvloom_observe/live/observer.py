@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
-import threading
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import ThreadingMixIn, UnixStreamServer
-from typing import Any, cast
 
 from pydantic import Field
 
-from kvloom import Config, Event, KVSpec, Observer, Request, Watched
+import kvloom
+from kvloom import Config, Event, KVSpec, Observer, Watched
 
+from ..http_server import HTTPServer, Request, Response
 from .snapshot import View
-from .sockets import bind, default_path
+from .sockets import bind, bind_default
 
 
 class LiveConfig(Config):
@@ -42,7 +37,7 @@ class LiveObserver(Observer):
 
     def watch(self, engine: Watched) -> None:
         self.view.engine = engine
-        self._server = _Server(self._settings.path or default_path(engine.instance_id), self.view)
+        self._server = _Server(self._settings.path, engine.instance_id, self.view)
 
     @property
     def path(self) -> Path | None:
@@ -52,7 +47,7 @@ class LiveObserver(Observer):
     def on_event(self, event: Event) -> None:
         self.view.event(event)
 
-    def on_request(self, request: Request, caller: object) -> None:
+    def on_request(self, request: kvloom.Request, caller: object) -> None:
         self.view.request(request)
 
     def close(self) -> None:
@@ -61,59 +56,26 @@ class LiveObserver(Observer):
             server.close()
 
 
-class _Answer(BaseHTTPRequestHandler):
-    timeout = 10.0
+class _Server:
+    """Answers /snapshot until `close`."""
 
-    def do_GET(self) -> None:
-        path, _, query = self.path.partition("?")
-        if path != "/snapshot":
-            self.send_error(404)
-            return
-        told = cast(_Server, self.server).view.snapshot(series=query == "series=1")
-        body = json.dumps(told).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def __init__(self, path: Path | None, instance_id: str, view: View) -> None:
+        self._view = view
+        self._bound = bind_default(instance_id) if path is None else bind(path.expanduser())
+        self._http = HTTPServer(self._bound.listener, self._answer, name="kvloom-live")
+        self._http.start()
 
-    def log_message(self, *_: Any) -> None:
-        """Nobody wants to read this."""
-
-    def address_string(self) -> str:
-        return "local"
-
-
-class _Server(ThreadingMixIn, UnixStreamServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, path: Path, view: View) -> None:
-        self.path = path.expanduser()
-        self.view = view
-        listening = bind(self.path)
-        super().__init__(str(self.path), _Answer, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
-        self._pid = os.getpid()
-        self._file = os.lstat(self.path).st_ino
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="kvloom-live", daemon=True)
-        self._thread.start()
-
-    def get_request(self) -> tuple[socket.socket, str]:
-        request, _ = self.socket.accept()
-        return request, "local"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asked went away."""
+    @property
+    def path(self) -> Path:
+        return self._bound.path
 
     def close(self) -> None:
-        if os.getpid() != self._pid:  # the socket is the parent's
-            self.socket.close()
-            return
-        self.shutdown()
-        self.server_close()
-        self._thread.join(5.0)
-        with contextlib.suppress(OSError):
-            if os.lstat(self.path).st_ino == self._file:
-                os.unlink(self.path)
+        self._http.close()
+        self._bound.close()
+
+    def _answer(self, request: Request) -> Response:
+        path, _, query = request.target.partition("?")
+        if request.method != "GET" or path != "/snapshot":
+            return Response(404)
+        told = self._view.snapshot(series=query == "series=1")
+        return Response(200, json.dumps(told).encode(), (("Content-Type", "application/json"),))

@@ -41,6 +41,8 @@ class View:
         self._errors: deque[dict[str, Any]] = deque(maxlen=_ERRORS)
         self._asked = self._served = self._requests = 0
         self._sources: dict[str, int] = {}
+        self._copied: dict[str, float] = {}
+        """Bytes of KV that came from each tier."""
 
     def event(self, event: Event) -> None:
         with self._changing:
@@ -64,8 +66,11 @@ class View:
             self._series.add(
                 requests=1, asked=request.tokens, served=request.served_tokens, seconds=request.seconds
             )  # fmt: skip
+            copied = sum(step.bytes for step in request.steps if step.name == "copy")
+            per_token = copied / (sum(request.sources.values()) or 1)
             for tier, tokens in request.sources.items():
                 self._sources[tier] = self._sources.get(tier, 0) + tokens
+                self._copied[tier] = self._copied.get(tier, 0.0) + tokens * per_token
             if request.served_tokens:
                 begin = request.ends[request.first - 1] if request.first else 0
                 served = sum(end <= begin + request.served_tokens for end in request.ends)
@@ -102,11 +107,7 @@ class View:
                     "seconds": self._served / self._prefill if self._prefill else None,
                 },
                 "tiers": [
-                    {
-                        **asdict(tier),
-                        "served_tokens": self._sources.get(tier.name, 0),
-                        **self._tiers.get(tier.name, _TierTimes()).told(),
-                    }
+                    {**asdict(tier), "served_tokens": self._sources.get(tier.name, 0), **self._times(tier.name)}
                     for tier in (health.tiers if health else ())
                 ],
                 "prefixes": [{**asdict(one), "saved_tokens": one.saved_tokens} for one in self._prefixes.hottest(20)],
@@ -119,6 +120,11 @@ class View:
         told["evicted"] = _sums(counters, "evicted", "chunks")
         told["dropped"] = _sums(counters, "dropped", "chunks")
         return told
+
+    def _times(self, tier: str) -> dict[str, Any]:
+        """Of memory no read is told: there it is the KV that came from it."""
+        told = self._tiers.get(tier, _TierTimes()).told()
+        return {**told, "read_bytes": told["read_bytes"] or int(self._copied.get(tier, 0))}
 
 
 class _TierTimes:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import threading
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
 from kvloom import pip_install
 
+from ..http_server import HTTPServer, Request, Response, listening
 from . import metrics as m
 from .figures import Figures, Sample
 
@@ -23,21 +24,17 @@ class Endpoint:
         """Raises OSError if the address cannot be had, ImportError without prometheus-client."""
         try:
             from prometheus_client import CollectorRegistry
-            from prometheus_client.exposition import start_wsgi_server
+            from prometheus_client.exposition import make_wsgi_app
         except ImportError:
             raise ImportError(f"needs prometheus-client: {pip_install('kvloom-observe', 'prometheus')}") from None
         self.figures: list[Figures] = []
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        try:
-            served = start_wsgi_server(port, addr=host, registry=self._registry)
-        except OSError as error:
-            other = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
-            text = f"port {port} of {host}: {error.strerror or error}; set another `{other}`"
-            raise OSError(error.errno, text) from None
-        self._server: WSGIServer = served[0]
-        self._thread: threading.Thread = served[1]
-        self.port: int = self._server.server_port
+        self._app = make_wsgi_app(self._registry)
+        listener = _listening(host, port)
+        self.port: int = listener.getsockname()[1]
+        self._server = HTTPServer(listener, self._scraped, name="kvloom-prometheus")
+        self._server.start()
 
     def describe(self) -> Iterable[Any]:
         return []
@@ -64,13 +61,32 @@ class Endpoint:
         return [family for family in families.values() if family.samples]
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
+        self._server.close()
 
-    def leave(self) -> None:
-        """In a forked child: the socket is the parent's."""
-        self._server.socket.close()
+    def _scraped(self, request: Request) -> Response:
+        """What prometheus-client's own application answers."""
+        path, _, query = request.target.partition("?")
+        environ = {
+            "REQUEST_METHOD": request.method,
+            "PATH_INFO": path,
+            "QUERY_STRING": query,
+            "HTTP_ACCEPT": request.headers.get("Accept", ""),
+            "HTTP_ACCEPT_ENCODING": request.headers.get("Accept-Encoding", ""),
+        }
+        said: list[Any] = []
+        body = b"".join(self._app(environ, lambda *status_and_headers: said.extend(status_and_headers)))
+        status, headers = said
+        return Response(int(status.split()[0]), body, tuple(headers))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Raises OSError with what to set instead."""
+    try:
+        return listening(host, port)
+    except OSError as error:
+        other = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+        text = f"port {port} of {host}: {error.strerror or error}; set another `{other}`"
+        raise OSError(error.errno, text) from None
 
 
 def _put(family: Any, labels: tuple[str, ...], sample: Sample) -> None:
@@ -111,8 +127,6 @@ def release(endpoint: Endpoint, figures: Figures) -> None:
 def _forked() -> None:
     global _changing
     _changing = threading.Lock()
-    for endpoint in _endpoints.values():
-        endpoint.leave()
     _endpoints.clear()
 
 

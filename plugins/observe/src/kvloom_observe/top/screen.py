@@ -28,11 +28,11 @@ def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: 
     everything = sum(tier["served_tokens"] for tier in told["tiers"])
     for tier in told["tiers"]:
         share = f"{tier['served_tokens'] / everything:.0%}" if everything else "-"
-        read = tier["read_seconds"]
+        read, num_bytes = tier["read_seconds"], tier["read_bytes"]
         tiers.add_row(
             tier["name"], Text(tier["state"], style=_STYLES.get(tier["state"], "")), size(tier["bytes"]),
-            _full(tier), share, size(tier["read_bytes"]), seconds(read["p50"]), seconds(read["p99"]),
-            size(tier["waiting_bytes"]),
+            _full(tier), share, "-" if num_bytes is None else size(num_bytes), seconds(read["p50"]),
+            seconds(read["p99"]), size(tier["waiting_bytes"]),
         )  # fmt: skip
     parts += [Text(""), tiers, Text("")]
     for tier in told["tiers"]:
@@ -70,7 +70,7 @@ def _requests(told: dict[str, Any], before: dict[str, Any] | None) -> str:
     lately = requests["lately"]
     if lately is not None:
         now = f"{lately['served'] / lately['asked']:.0%}" if lately["asked"] else "-"
-        text += f"; last 10 s: {now}, {lately['served']:,.0f} tokens/s, {size(lately['read_bytes'])}/s read"
+        text += f"; last 10 s: {now}, {lately['served']:,.0f} tokens/s, {size(lately['read_bytes'])}/s from stores"
     elif before is not None:
         text += f"; since the last look {served - before['requests']['served_tokens']:,} tokens"
     if requests["seconds"]["p50"] is not None:

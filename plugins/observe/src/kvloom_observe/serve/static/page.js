@@ -80,8 +80,8 @@ function draw(told) {
   table("tiers", [["tier", "text"], ["state", "text"], ["chunks"], ["holds"], ["of"], ["hits"], ["read"], ["p50"], ["p99"], ["written"], ["waiting"]],
     told.tiers.map((tier) => [[tier.name, "text"], [tier.state + (tier.state !== "ok" && tier.reason ? ": " + tier.reason : ""), "text " + (STYLES[tier.state] || "")],
       [number(tier.blobs)], [size(tier.bytes)], [tier.capacity ? `${percent(tier.bytes, tier.capacity)} of ${size(tier.capacity)}` : "–"],
-      [percent(tier.served_tokens, everything)], [size(tier.read_bytes)], [seconds(tier.read_seconds.p50)], [seconds(tier.read_seconds.p99)],
-      [size(tier.written_bytes)], [size(tier.waiting_bytes)]]), "no tier");
+      [percent(tier.served_tokens, everything)], [tier.read_bytes === null ? "–" : size(tier.read_bytes)], [seconds(tier.read_seconds.p50)], [seconds(tier.read_seconds.p99)],
+      [tier.written_bytes ? size(tier.written_bytes) : "–"], [size(tier.waiting_bytes)]]), "no tier");
   const reasons = [["missed", "tokens"], ["evicted", "chunks"], ["dropped", "chunks"]].flatMap(([what, unit]) =>
     Object.entries(told[what]).map(([reason, count]) => [[what, "text"], [reason, "text"], [`${number(count)} ${unit}`]]));
   table("reasons", [["", "text"], ["why", "text"], ["how much"]], reasons, "nothing yet");

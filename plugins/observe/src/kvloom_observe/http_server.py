@@ -1,0 +1,413 @@
+"""An HTTP server for strangers: one thread, a bounded number of connections, and a deadline for each of them.
+
+It answers one request for each connection. It leaves descriptors to the process that it is in, however many connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import NamedTuple
+from weakref import WeakSet
+
+log = logging.getLogger("kvloom.observe")
+
+_YOUNG_SECONDS = 1.0
+"""A connection this old that has not sent its request yet makes room for a new one."""
+_PAUSE_SECONDS = 0.5
+"""How long nobody is accepted after descriptors were short."""
+_LINGER_SECONDS = 1.0
+"""How long a body that was refused is read and dropped, so that the answer arrives."""
+_SPARE_SHARE, _MAX_SPARE = 8, 64
+"""Descriptors that are left to others: this share of what the process may have, and not more than so many."""
+_BACKLOG = 16
+_READ_BYTES = 64 << 10
+_MAX_DIGITS = 15
+"""Of a Content-Length."""
+
+
+class Request(NamedTuple):
+    """A whole one."""
+
+    method: str
+    target: str
+    headers: http.client.HTTPMessage
+    body: bytes = b""
+
+
+class Response(NamedTuple):
+    """Content-Length and Connection are added."""
+
+    status: int
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Later(NamedTuple):
+    """An answer that takes long. It is made in an executor, unless the client has gone by then."""
+
+    executor: Executor
+    make: Callable[[], Response]
+    most: int
+    """Answers that this executor may owe at a time."""
+
+
+Handler = Callable[[Request], Response | Later]
+"""Called on the server's thread: it must be quick. A RequestError that it raises is answered."""
+
+
+class Limits(NamedTuple):
+    """What one server takes up at most."""
+
+    connections: int = 16
+    head_bytes: int = 16 << 10
+    body_bytes: int = 0
+    seconds: float = 10.0
+    """For a request to arrive, and for its answer to be read."""
+
+
+_USUAL = Limits()
+
+
+class RequestError(Exception):
+    """A request is refused, with this status and reason."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    sock: socket.socket
+    began: float
+    until: float
+    data: bytearray = field(default_factory=bytearray)
+    head: Request | None = None
+    length: int = 0
+    """Of the body."""
+    answer: Future[Response] | None = None
+    executor: Executor | None = None
+    """Where the answer is made."""
+    out: memoryview | None = None
+    unread: bool = False
+    """Some of the request was not read."""
+    draining: bool = False
+
+    @property
+    def reads(self) -> bool:
+        """Return whether it owes the server something, and not the other way round."""
+        return self.draining or (self.answer is None and self.out is None)
+
+
+class HTTPServer:
+    """`start` serves on a thread of its own, `run` on the caller's. A forked child has none of its descriptors."""
+
+    def __init__(
+        self, listener: socket.socket, handle: Handler, limits: Limits = _USUAL, *,
+        refuse: Callable[[int, str], Response] | None = None, name: str = "kvloom-http",
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """listener: bound and listening; it is closed with the server. refuse: makes the answer that says an error."""
+        self._listener, self._handle, self._limits, self._name, self._now = listener, handle, limits, name, now
+        self._refuse = refuse or _plain
+        self._connections: list[_Connection] = []
+        self._made: deque[_Connection] = deque()
+        self._closing = False
+        self._paused_until = 0.0
+        self._thread: threading.Thread | None = None
+        self._bell, self._ear = socket.socketpair()
+        for one in (listener, self._bell, self._ear):
+            one.setblocking(False)
+        _servers.add(self)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.run()
+        finally:
+            self.leave()
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        while not self._closing:
+            self.step()
+
+    def stop(self) -> None:
+        """Have `run` return. From any thread."""
+        self._closing = True
+        self._ring()
+
+    def close(self) -> None:
+        """Stop, and close everything."""
+        self.stop()
+        if self._thread is None:
+            self.leave()
+        else:
+            self._thread.join(5.0)
+
+    def leave(self) -> None:
+        """Close the descriptors of this process. Sockets that a parent has too stay open there."""
+        _servers.discard(self)
+        for one in (self._listener, self._bell, self._ear, *(connection.sock for connection in self._connections)):
+            one.close()
+        self._connections.clear()
+
+    def step(self, wait: float | None = None) -> None:
+        """Wait until something is to be done, `wait` seconds at most, and do it."""
+        poll, now = select.poll(), self._now()
+        poll.register(self._ear, select.POLLIN)
+        if self._accepts(now):
+            poll.register(self._listener, select.POLLIN)
+        for one in self._connections:
+            poll.register(one.sock, select.POLLIN if one.reads else select.POLLOUT if one.out else 0)
+        ready = dict(poll.poll(None if (left := self._patience(now, wait)) is None else 1000 * left))
+        if self._closing:
+            return
+        if self._ear.fileno() in ready:
+            self._hear()
+        for one in tuple(self._connections):
+            if event := ready.get(one.sock.fileno(), 0):
+                self._serve(one, event)
+        now = self._now()
+        for one in tuple(self._connections):
+            if one.answer is None and now >= one.until:
+                self._drop(one)
+        if self._listener.fileno() in ready:
+            self._accept(now)
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def _accepts(self, now: float) -> bool:
+        full = len(self._connections) >= self._limits.connections
+        return now >= self._paused_until and (not full or self._oldest(now) is not None)
+
+    def _oldest(self, now: float) -> _Connection | None:
+        """The connection that makes room for another."""
+        idle = [one for one in self._connections if one.reads and now - one.began >= _YOUNG_SECONDS]
+        return min(idle, key=lambda one: one.began, default=None)
+
+    def _patience(self, now: float, wait: float | None) -> float | None:
+        """Seconds until something is to be done even if nobody says anything."""
+        ends = [one.until for one in self._connections if one.answer is None]
+        if now < self._paused_until:
+            ends.append(self._paused_until)
+        if len(self._connections) >= self._limits.connections:
+            ends += [one.began + _YOUNG_SECONDS for one in self._connections if now < one.began + _YOUNG_SECONDS]
+        soonest = max(0.0, min(ends) - now) if ends else None
+        return soonest if wait is None else wait if soonest is None else min(soonest, wait)
+
+    def _accept(self, now: float) -> None:
+        if len(self._connections) >= self._limits.connections:
+            oldest = self._oldest(now)
+            if oldest is None:
+                return
+            self._drop(oldest)
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:  # no descriptors, or no memory: it would be tried without end
+            self._paused_until = now + _PAUSE_SECONDS
+            return
+        if _few_descriptors(sock.fileno()):
+            sock.close()
+            self._paused_until = now + _PAUSE_SECONDS
+            return
+        sock.setblocking(False)
+        self._connections.append(_Connection(sock, now, now + self._limits.seconds))
+
+    def _drop(self, one: _Connection) -> None:
+        if one in self._connections:
+            self._connections.remove(one)
+        if one.answer is not None:
+            one.answer.cancel()
+        one.sock.close()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _serve(self, one: _Connection, event: int) -> None:
+        try:
+            if one.draining:
+                if not one.sock.recv(_READ_BYTES):
+                    self._drop(one)
+            elif one.out is not None:
+                self._write(one)
+            elif one.answer is not None:
+                self._drop(one)  # POLLHUP: the client has gone
+            else:
+                self._read(one)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(one)
+
+    def _read(self, one: _Connection) -> None:
+        got = one.sock.recv(_READ_BYTES)
+        if not got:
+            self._drop(one)
+            return
+        one.data += got
+        try:
+            if one.head is None and not self._parse(one, len(got)):
+                return
+            if len(one.data) < one.length:
+                return
+        except RequestError as error:
+            one.unread = True
+            self._answer(one, self._refuse(error.status, str(error)))
+            return
+        assert one.head is not None
+        one.unread = len(one.data) > one.length
+        self._dispatch(one, one.head._replace(body=bytes(one.data[: one.length])))
+
+    def _parse(self, one: _Connection, fresh: int) -> bool:
+        """Take the head off what has come, if it is all there. Raises RequestError."""
+        end = one.data.find(b"\r\n\r\n", max(0, len(one.data) - fresh - 3))
+        if (len(one.data) if end < 0 else end) > self._limits.head_bytes:
+            raise RequestError(431, f"more than {self._limits.head_bytes} bytes of headers")
+        if end < 0:
+            return False
+        one.head = parse(bytes(one.data[: end + 4]))
+        one.length = content_length(one.head.headers, self._limits.body_bytes)
+        del one.data[: end + 4]
+        return True
+
+    def _dispatch(self, one: _Connection, request: Request) -> None:
+        one.data = bytearray()
+        try:
+            answer = self._handle(request)
+        except RequestError as error:
+            answer = self._refuse(error.status, str(error))
+        except Exception:
+            log.exception("a request was not answered")
+            answer = self._refuse(500, "failed; its log says why")
+        if isinstance(answer, Later):
+            if sum(other.executor is answer.executor for other in self._connections) < answer.most:
+                one.executor, one.answer = answer.executor, answer.executor.submit(answer.make)
+                one.answer.add_done_callback(lambda _: self._came(one))
+                return
+            answer = self._refuse(503, f"{answer.most} questions wait already; ask again later")
+        self._answer(one, answer)
+
+    def _came(self, one: _Connection) -> None:
+        """On the executor's thread."""
+        self._made.append(one)
+        self._ring()
+
+    def _hear(self) -> None:
+        self._ear.recv(4096)
+        while self._made:
+            one = self._made.popleft()
+            made, one.answer, one.executor = one.answer, None, None
+            if made is None or made.cancelled() or one not in self._connections:
+                continue
+            error = made.exception()
+            if error is not None:
+                log.error("a request was not answered", exc_info=error)
+            self._answer(one, self._refuse(500, "failed; its log says why") if error else made.result())
+
+    def _answer(self, one: _Connection, response: Response) -> None:
+        body = b"" if one.head is not None and one.head.method == "HEAD" else response.body
+        one.out = memoryview(_head(response) + body)
+        one.until = self._now() + self._limits.seconds
+        self._serve(one, 0)
+
+    def _write(self, one: _Connection) -> None:
+        assert one.out is not None
+        one.out = one.out[one.sock.send(one.out) :]
+        if one.out:
+            return
+        if not one.unread:
+            self._drop(one)
+            return
+        one.sock.shutdown(socket.SHUT_WR)
+        one.draining, one.until = True, self._now() + _LINGER_SECONDS
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # it has been rung often enough, or is closed
+            self._bell.send(b"!")
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address. Raises OSError."""
+    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
+def parse(head: bytes) -> Request:
+    """A request without its body. Raises RequestError."""
+    line, _, rest = head.partition(b"\r\n")
+    words = line.decode("latin-1").split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[0].isalpha():
+        raise RequestError(400, "not a request of HTTP/1.1")
+    try:
+        headers = http.client.parse_headers(io.BytesIO(rest))
+    except http.client.HTTPException as error:
+        raise RequestError(431, f"headers: {error}") from None
+    return Request(words[0], words[1], headers)
+
+
+def content_length(headers: http.client.HTTPMessage, most: int) -> int:
+    """Bytes of the body that follows. Raises RequestError."""
+    said = headers.get_all("Content-Length") or ["0"]
+    text = said[0].strip()
+    if "Transfer-Encoding" in headers:
+        raise RequestError(411, "say Content-Length")
+    if len(said) > 1 or not (text.isascii() and text.isdigit()):
+        raise RequestError(400, "Content-Length: not a number")
+    if len(text) > _MAX_DIGITS or int(text) > most:
+        raise RequestError(413, f"Content-Length: a body has {most} bytes at most")
+    return int(text)
+
+
+def _head(response: Response) -> bytes:
+    phrase = HTTPStatus(response.status).phrase
+    fields = (*response.headers, ("Content-Length", str(len(response.body))), ("Connection", "close"))
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
+    return f"HTTP/1.1 {response.status} {phrase}\r\n{lines}\r\n".encode("latin-1")
+
+
+def _plain(status: int, text: str) -> Response:
+    return Response(status, f"{text}\n".encode(), (("Content-Type", "text/plain; charset=utf-8"),))
+
+
+def _few_descriptors(newest: int) -> bool:
+    """Return whether the process has few left. newest: the number of its newest one, the lowest that was free."""
+    import resource
+
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return False
+    try:
+        count = os.stat("/proc/self/fd").st_size  # their number, from Linux 6.2 on
+    except OSError:
+        count = 0
+    return max(count, newest + 1) > most - min(most // _SPARE_SHARE, _MAX_SPARE)
+
+
+_servers: WeakSet[HTTPServer] = WeakSet()
+
+
+def _forked() -> None:
+    for server in tuple(_servers):
+        server.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
