@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -127,10 +128,15 @@ def main() -> None:
     gc.freeze()  # or each process would copy all of it at its first collection
     arguments = _serve(answers)
     if arguments is not None:
-        module.main(arguments)
+        code = 0
+        try:
+            module.main(arguments)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
         atexit._run_exitfuncs()
         sys.stdout.flush()
-        os._exit(0)  # without taking thousands of modules apart
+        os._exit(code)  # without taking thousands of modules apart
 
 
 if __name__ == "__main__":
