@@ -127,8 +127,8 @@ $(VLLM_READY): scripts/vllm_requirements.txt $(VLLM_PACKAGES:=/pyproject.toml)
 	@touch $@
 
 test-vllm: $(VLLM_READY) ## real vLLM on this processor: prefixes, faults, aborts, a server (Python 3.11)
-	cd plugins/connector_vllm/tests_vllm && ../../../$(VLLM)/bin/python -m pytest --confcutdir=../../.. -n $(or $(WORKERS),2)
-	cd plugins/blend/tests_vllm && ../../../$(VLLM)/bin/python -m pytest --confcutdir=../../.. -n $(or $(WORKERS),2)
+	cd plugins/connector_vllm/tests_vllm && ../../../$(VLLM)/bin/python -m pytest --confcutdir=../../.. -n $(or $(WORKERS),2) --dist loadfile
+	cd plugins/blend/tests_vllm && ../../../$(VLLM)/bin/python -m pytest --confcutdir=../../.. -n $(or $(WORKERS),2) --dist loadfile
 
 bench-vllm: $(VLLM_READY) ## time to the first token: cold, vLLM's own prefix cache, kvloom's tiers, into bench/results
 	$(VLLM)/bin/python bench/vllm_ttft.py

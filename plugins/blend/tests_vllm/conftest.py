@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Warm, environment
 
 HERE = Path(__file__).parent
 SEPARATOR = 2
@@ -47,11 +46,19 @@ def settings(folder: Path, executor: str, **blend: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Run:
-    """Runs scripts, each in a fresh process of vLLM."""
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """A process that has imported vLLM."""
+    process = Warm("drive_blend", environment([HERE], VLLM_ENABLE_V1_MULTIPROCESSING="0"))
+    yield process
+    process.close()
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
+
+class Run:
+    """Runs scripts, each in a process of its own."""
+
+    def __init__(self, warm: Warm, model: Path, folder: Path) -> None:
+        self._warm, self._model, self._folder = warm, model, folder
         self._count = 0
 
     def __call__(
@@ -78,27 +85,20 @@ class Run:
             "enable_prefix_caching": False, "disable_log_stats": False, "distributed_executor_backend": "uni",
             "worker_extension_cls": "kvloom_blend.vllm.RememberExtension", "seed": 0, **llm,
         }  # fmt: skip
-        script, out = self._folder / f"script-{self._count}.json", self._folder / f"out-{self._count}.json"
+        script, out, log = (self._folder / f"{name}-{self._count}" for name in ("script", "out", "log"))
         script.write_text(json.dumps({"llm": arguments, "kv": transfer, "do": list(do)}))
-        environment = {
-            **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1", **(env or {}),
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, HERE / "drive_blend.py", script, out], env=environment, timeout=400, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
+        code = self._warm.wait(self._warm.start([str(script), str(out)], env=env or {}, log=log), 400)
+        printed = log.read_text()
         if fails:
-            assert done.returncode, "it should not have started"
-            return done.stdout
-        assert done.returncode == 0, done.stdout[-6000:]
-        (self._folder / f"log-{self._count}.txt").write_text(done.stdout)
+            assert code, "it should not have started"
+            return printed
+        assert code == 0, printed[-6000:]
         return json.loads(out.read_text())
 
 
 @pytest.fixture
-def run(tiny: Path, tmp_path: Path) -> Run:
-    return Run(tiny, tmp_path)
+def run(warm: Warm, tiny: Path, tmp_path: Path) -> Run:
+    return Run(warm, tiny, tmp_path)
 
 
 def tokens(seed: int, count: int) -> list[int]:

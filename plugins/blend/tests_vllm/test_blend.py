@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import SEPARATOR, Run, settings, tokens
+from warm import Warm
 
 DOCUMENTS = [tokens(1, 150), tokens(2, 97), tokens(3, 210)]
 
@@ -62,14 +63,14 @@ def answers(found: list[Any]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def own(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def own(warm: Warm, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What vLLM says without a connector; asked once, however many processes test."""
     folder = tmp_path_factory.getbasetemp().parent / "kvloom-blend-own"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "answers.json").exists():
-            (found,) = Run(tiny, folder)(generate())
+            (found,) = Run(warm, tiny, folder)(generate())
             (folder / "answers.json").write_text(json.dumps(answers(found)))
     return json.loads((folder / "answers.json").read_text())
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvloom import EngineConfig, KVSpec
+from kvloom_connector_vllm import offload_tiers
 from kvloom_connector_vllm.offload_pages import PieceGeometry
 from kvloom_connector_vllm.offload_rows import Done, RowStore
 from kvloom_connector_vllm.offload_tiers import Found, Tiers
@@ -54,6 +55,20 @@ def host(tmp_path: Path) -> Iterator[Host]:
     one = Host(tmp_path)
     yield one
     one.store.close()
+
+
+def test_an_answer_and_a_row_take_few_steps(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(host, 1)
+    monkeypatch.setattr(offload_tiers, "IDLE_SECONDS", 30.0)
+    steps = 0
+    while host.store.lookup(KEYS[0], "r") is Found.ASKED:
+        host.store.end_step()
+        steps += 1
+    host.store.load(7, KEYS[:1], [3], "r")
+    while not host.store.finished():
+        host.store.end_step()
+        steps += 1
+    assert steps <= 4
 
 
 def stored(host: Host, count: int) -> None:

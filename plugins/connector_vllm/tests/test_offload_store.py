@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 import torch
 
 from kvloom import ConfigError, EngineConfig, KVSpec
+from kvloom_connector_vllm import offload_tiers
 from kvloom_connector_vllm.offload_copy import Blocks, Copier, Order
 from kvloom_connector_vllm.offload_pages import PieceGeometry
 from kvloom_connector_vllm.offload_setup import OffloadSettings
 from kvloom_connector_vllm.offload_store import OffloadStore
-from kvloom_connector_vllm.offload_tiers import Found, Tiers
+from kvloom_connector_vllm.offload_tiers import Found, Pace, Tiers
 from kvloom_connector_vllm.staging import Staging
 
 SPEC = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype="uint8")
@@ -131,6 +133,34 @@ def test_what_was_stored_is_a_hit_at_once_and_in_a_fresh_process(make: Make) -> 
     assert other.look(KEYS[:5]) == [Found.HIT] * 4 + [Found.MISS]
     other.get(KEYS[:4])
     assert other.store.counts()["loaded"] == 4
+
+
+def test_a_hit_takes_few_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM steps on while a request waits. Each step lasts until something is over, or for a while."""
+    one = make()
+    one.put(KEYS[:3])
+    one.store.close()
+    monkeypatch.setattr(offload_tiers, "IDLE_SECONDS", 30.0)
+    other, steps = make(), 0
+    while {other.store.lookup(key, "r") for key in KEYS[:3]} != {Found.HIT}:
+        other.store.end_step()
+        steps += 1
+        assert steps <= 4, "asked, answered, fetched, and one more for the first, which does not wait"
+
+
+def test_a_step_waits_for_what_is_under_way_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_tiers, "IDLE_SECONDS", 30.0)
+    now = 100.0
+    pace, never, later, done = Pace(lambda: now), Future(), Future(), Future()  # type: ignore[var-annotated]
+    done.set_result(None)
+    pace([never])  # nothing came before
+    pace([never, done])  # there is news already
+    pace([])
+    now += 31
+    pace([never])  # the step took long enough by itself
+    threading.Timer(0.01, later.set_result, [None]).start()
+    pace([never, later])
+    assert later.done() and not never.done()
 
 
 def test_damage_is_a_miss_and_stored_anew(make: Make, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Warm, environment
 
 HERE = Path(__file__).parent
 BLOCK = 128
@@ -36,19 +37,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Run:
-    """Runs scripts, each in a fresh process of vLLM; the tiers are in `folder` unless a call says otherwise."""
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """A process that has imported vLLM."""
+    process = Warm("drive", environment([HERE / "faulty", HERE], VLLM_ENABLE_V1_MULTIPROCESSING="0"))
+    yield process
+    process.close()
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
+
+class Run:
+    """Runs scripts, each in a process of its own; the tiers are in `folder` unless a call says otherwise."""
+
+    def __init__(self, warm: Warm, model: Path, folder: Path) -> None:
+        self._warm, self._model, self._folder = warm, model, folder
         self._count = 0
 
     def __call__(
         self, *do: dict[str, Any], tiers: Any = None, kv: dict[str, Any] | None = None, connector: bool = True,
-        env: dict[str, str] | None = None, timeout: float = 400, fails: bool = False,
+        env: dict[str, str] | None = None, timeout: float = 400, fails: bool = False, fresh: bool = False,
         config: dict[str, Any] | None = None, extra: dict[str, Any] | None = None, **llm: Any,
     ) -> Any:  # fmt: skip
-        """What the actions `do` returned. fails: it should not start; what it printed."""
+        """What the actions `do` returned. fails: it should not start; what it printed. fresh: in a new interpreter."""
         self._count += 1
         folder, count = self._folder, self._count
         transfer = None
@@ -63,33 +72,38 @@ class Run:
             }  # fmt: skip
         settings = {
             "model": str(self._model), "dtype": "float32", "enforce_eager": True, "max_model_len": 2048,
-            "max_num_seqs": 8, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 128 << 20,
+            "max_num_seqs": 8, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 64 << 20,
             "disable_log_stats": False, "distributed_executor_backend": "uni", "seed": 0, **llm,
         }  # fmt: skip
-        script, out = folder / f"script-{count}.json", folder / f"out-{count}.json"
+        script, out, log = (folder / f"{name}-{count}" for name in ("script", "out", "log"))
         script.write_text(json.dumps({"llm": settings, "kv": transfer, "do": list(do)}))
-        search = [str(HERE / "faulty"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {
-            **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.pathsep.join(search),
-            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {}),
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, HERE / "drive.py", script, out], env=environment, timeout=timeout, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
+        code = (_fresh if fresh else self._forked)(script, out, log, env or {}, timeout)
+        printed = log.read_text()
         if fails:
-            assert done.returncode, "it should not have started"
-            return done.stdout
-        assert done.returncode == 0, done.stdout[-6000:]
+            assert code, "it should not have started"
+            return printed
+        assert code == 0, printed[-6000:]
         return json.loads(out.read_text())
+
+    def _forked(self, script: Path, out: Path, log: Path, env: dict[str, str], timeout: float) -> int:
+        return self._warm.wait(self._warm.start([str(script), str(out)], env=env, log=log), timeout)
+
+
+def _fresh(script: Path, out: Path, log: Path, env: dict[str, str], timeout: float) -> int:
+    whole = environment([HERE / "faulty"], VLLM_ENABLE_V1_MULTIPROCESSING="0", **env)
+    with log.open("w") as printed:
+        return subprocess.run(
+            [sys.executable, HERE / "drive.py", script, out], env=whole, timeout=timeout, stdout=printed,
+            stderr=subprocess.STDOUT, check=False,
+        ).returncode  # fmt: skip
 
 
 @pytest.fixture
-def run(tiny: Path, tmp_path: Path) -> Run:
-    return Run(tiny, tmp_path)
+def run(warm: Warm, tiny: Path, tmp_path: Path) -> Run:
+    return Run(warm, tiny, tmp_path)
 
 
-def memory(capacity: str = "256MiB") -> dict[str, Any]:
+def memory(capacity: str = "64MiB") -> dict[str, Any]:
     return {"type": "memory", "capacity": capacity}
 
 

@@ -113,13 +113,13 @@ class _Driver:
         self._engine.engine_core.shutdown()
 
 
-def main() -> None:
-    script = json.loads(Path(sys.argv[1]).read_text())
+def main(arguments: list[str]) -> None:
+    script = json.loads(Path(arguments[0]).read_text())
     driver = _Driver(script)
     said = [getattr(driver, name)(**arguments) for action in script["do"] for name, arguments in action.items()]
     driver.close()
-    Path(sys.argv[2]).write_text(json.dumps(said))
+    Path(arguments[1]).write_text(json.dumps(said))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

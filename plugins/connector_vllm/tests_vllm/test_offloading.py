@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from conftest import Run, faulty, memory, tokens
 from test_prefixes import FOUND, PROMPTS, same
+from warm import Warm
 
 OFFLOADING: dict[str, Any] = {
     "kv": {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None},
@@ -46,8 +47,8 @@ def gemma(tiny: Path) -> Path:
 
 
 @pytest.fixture
-def hybrid(gemma: Path, tmp_path: Path) -> Run:
-    return Run(gemma, tmp_path)
+def hybrid(warm: Warm, gemma: Path, tmp_path: Path) -> Run:
+    return Run(warm, gemma, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -55,7 +56,7 @@ def test_a_fresh_process_answers_as_the_engines_own_prefix_cache(run: Run, dtype
     engine = str(uuid.uuid4())
     _, control, _ = run(ASKED, ASKED, {"settle": {}}, **named(engine), dtype=dtype)
     assert [one["cached"] for one in control] == FOUND
-    found, metrics = run(ASKED, {"metrics": {}}, **named(engine), dtype=dtype)
+    found, metrics = run(ASKED, {"metrics": {}}, fresh=dtype == "float32", **named(engine), dtype=dtype)
     assert [one["cached"] for one in found] == FOUND
     same(found, control)
     assert metrics["vllm:external_prefix_cache_hits"] == 256 + 640

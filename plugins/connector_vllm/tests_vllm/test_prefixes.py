@@ -31,7 +31,8 @@ def test_a_fresh_process_answers_as_the_engines_own_prefix_cache(run: Run, dtype
         {"generate": {"prompts": PROMPTS}}, {"generate": {"prompts": PROMPTS}}, {"settle": {}}, **settings
     )
     assert [one["cached"] for one in control] == FOUND
-    found, metrics = run({"generate": {"prompts": PROMPTS}}, {"metrics": {}}, **settings)
+    fresh = asynchronous and dtype == "float32"  # one of them with another seed of hash()
+    found, metrics = run({"generate": {"prompts": PROMPTS}}, {"metrics": {}}, fresh=fresh, **settings)
     assert [one["cached"] for one in found] == FOUND
     same(found, control)
     # Of the third and fourth prompt the engine's own cache has most.

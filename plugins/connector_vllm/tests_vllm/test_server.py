@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import BLOCK, disk, memory, tokens
+from warm import environment
 
 SHARED = tokens(1, 640)
 PROMPTS = [SHARED + tokens(20 + number, 20 + number) for number in range(6)]
@@ -44,11 +45,9 @@ def serving(model: Path, config: Path, log: Path, role: str = "kv_both") -> Iter
         "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(128 << 20),
         "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
-    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     with log.open("w") as out:
         server = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         address = f"http://127.0.0.1:{port}"

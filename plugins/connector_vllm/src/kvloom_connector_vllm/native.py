@@ -94,6 +94,22 @@ def on_processor(move: Move, native: ctypes.CDLL) -> None:
         raise RuntimeError("kvp_move refused a move that was checked")
 
 
+def copy_blocks(
+    native: ctypes.CDLL, pages: np.ndarray[Any, Any], chunks: np.ndarray[Any, Any], blocks: np.ndarray[Any, Any], *,
+    width: int, to_pages: bool,
+) -> None:  # fmt: skip
+    """Copy whole blocks of several layers, all in host memory; done on return. Addresses are not looked at.
+
+    pages: int64 `[layers, 4]`: address, stride of a block, 0, 0. chunks: int64 `[blocks, 4]`, of each block: address,
+    0, stride of a layer, its number. blocks: int64, which one of the pages' each is. width: bytes of one in one layer.
+    """
+    each = np.arange(len(blocks), dtype=np.int32)
+    addresses = [array.ctypes.data for array in (pages, chunks, blocks, each)]
+    threads = max(1, min(torch.get_num_threads(), len(blocks) * len(pages) * width // _BYTES_OF_A_THREAD))
+    if native.kvp_move(ctypes.byref(_Move(*addresses, len(blocks), 1, len(pages), 1, width, 1, to_pages)), threads):
+        raise RuntimeError("kvp_move refused a move that was checked")
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The build for CUDA."""

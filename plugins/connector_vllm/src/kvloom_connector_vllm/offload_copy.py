@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
+from . import native
 from .staging import Staging
 
 log = logging.getLogger(__name__)
@@ -35,6 +40,29 @@ class Blocks:
     """Of each group, where in the sequence its blocks begin, in blocks."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Layers of a group that follow each other, with pages of one size, in host memory."""
+
+    rows: np.ndarray[Any, Any]
+    """int64 `[layers, 4]`: address, stride of a block in bytes, 0, 0."""
+    at: int
+    """Where their pages begin in what a slot has of a block."""
+    width: int
+    blocks: int
+    """How many there are."""
+
+    @classmethod
+    def of(cls, pages: Sequence[torch.Tensor]) -> list[_Layers]:
+        found, at = [], 0
+        for width, some in itertools.groupby(pages, lambda page: int(page.shape[1])):
+            layers = list(some)
+            rows = np.array([(page.data_ptr(), page.stride(0), 0, 0) for page in layers], dtype=np.int64)
+            found.append(cls(rows, at, width, min(page.shape[0] for page in layers)))
+            at += width * len(layers)
+        return found
+
+
 class Copier:
     """One rank's copies, on one thread, in the order in which the scheduler asked for them.
 
@@ -48,6 +76,9 @@ class Copier:
         self._staging, self._groups = staging, groups
         self._chunk_blocks, self._rank = chunk_blocks, rank
         self._block_bytes = [sum(page.shape[1] for page in pages) for pages in groups]
+        self._native = native.processor()
+        near = [all(page.device.type == "cpu" and page.stride(1) == 1 for page in pages) for pages in groups]
+        self._layers = [_Layers.of(pages) if here else None for pages, here in zip(groups, near, strict=True)]
 
     @torch.inference_mode()
     def store(self, order: Order, blocks: Blocks) -> int:
@@ -95,6 +126,10 @@ class Copier:
 
     def _move(self, group: int, slots: list[int], places: list[int], ids: list[int], *, into_slots: bool) -> None:
         """places: of each block, counted in blocks from the beginning of the first slot."""
+        layers = self._layers[group]
+        if self._native is not None and layers is not None:
+            self._move_at_once(self._native, group, layers, slots, places, ids, into_slots=into_slots)
+            return
         data = self._staging.data
         for part in range(self._chunk_blocks):
             chosen = [index for index, place in enumerate(places) if place % self._chunk_blocks == part]
@@ -111,6 +146,26 @@ class Copier:
                 else:
                     pages.index_copy_(0, numbers, column.index_select(0, rows).to(pages.device))
                 at += width
+
+    def _move_at_once(
+        self, library: ctypes.CDLL, group: int, layers: Sequence[_Layers], slots: list[int], places: list[int],
+        ids: list[int], *, into_slots: bool,
+    ) -> None:  # fmt: skip
+        """The same without a copy in between: `index_select` would make one."""
+        if not ids:
+            return
+        data, place, blocks = self._staging.data, np.array(places), np.array(ids, dtype=np.int64)
+        if blocks.min() < 0 or any(blocks.max() >= some.blocks for some in layers):
+            raise IndexError(f"blocks {blocks.min()} to {blocks.max()}: there are not so many")
+        rows = np.array(slots)[place // self._chunk_blocks]
+        if rows.min() < 0 or rows.max() >= len(data):
+            raise IndexError(f"slots {rows.min()} to {rows.max()}: there are {len(data)}")
+        begin = data.data_ptr() + rows * data.stride(0) + place % self._chunk_blocks * self._block_bytes[group]
+        chunks = np.zeros((len(ids), 4), dtype=np.int64)
+        chunks[:, 3] = np.arange(len(ids))
+        for some in layers:
+            chunks[:, 0], chunks[:, 2] = begin + some.at, some.width
+            native.copy_blocks(library, some.rows, chunks, blocks, width=some.width, to_pages=not into_slots)
 
     def _synchronize(self, group: int) -> None:
         pages = self._groups[group]

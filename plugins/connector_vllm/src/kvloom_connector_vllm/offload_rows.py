@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .offload_tiers import CLOSING_SECONDS, Asking, Found, Tiers
+from .offload_tiers import CLOSING_SECONDS, Asking, Found, Pace, Tiers
 
 KEY_BYTES = 32 + 4
 """SHA-256 and the number of a group: hashes of another length may collide."""
@@ -29,7 +29,8 @@ class Done:
 
 
 class RowStore:
-    """Called by the engine's scheduler; nothing waits for a tier, but for `drain` and `close`.
+    """Called by the engine's scheduler; nothing waits for a tier, but for `drain` and `close`, and `end_step` for
+    milliseconds, if steps follow each other faster than that.
 
     view: `[rows, row_bytes]`, contiguous, to be written to. patience: seconds that a request waits at most for what the
     tiers say.
@@ -46,6 +47,7 @@ class RowStore:
         self._questions: list[tuple[Asking, bytes]] = []
         self._done: list[Done] = []
         self._running: set[Future[None]] = set()
+        self._pace = Pace(now)
         self._reads = ThreadPoolExecutor(2, "kvloom-offload-read")
         self._writes = ThreadPoolExecutor(1, "kvloom-offload-write")
         self._give_up = float("inf")
@@ -71,7 +73,11 @@ class RowStore:
         with self._lock:
             questions, self._questions = self._questions, []
             if questions and not self._closed:
-                self._reads.submit(self._ask, questions)
+                self._running.add(self._reads.submit(self._ask, questions))
+            under_way = set(self._running)
+        self._pace(under_way)
+        with self._lock:
+            self._running -= {one for one in under_way if one.done()}
 
     def end_request(self, request: str) -> None:
         with self._lock:
@@ -131,8 +137,7 @@ class RowStore:
             if self._closed:
                 self._done.append(Done(job, (), not names, 0, 0.0))
                 return
-            future = pool.submit(run)
-            self._running = {one for one in self._running if not one.done()} | {future}
+            self._running.add(pool.submit(run))
 
     def _ask(self, questions: Sequence[tuple[Asking, bytes]]) -> None:
         found = self._tiers.find([key for _, key in questions])

@@ -10,10 +10,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from .offload_copy import Order
-from .offload_tiers import CLOSING_SECONDS, Asking, Found, Tiers
+from .offload_tiers import CLOSING_SECONDS, Asking, Found, Pace, Tiers
 from .staging import Held, Slots, Staging
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ _PIECES = 32
 
 class OffloadStore:
     """What vLLM's scheduler asks. Its calls take no longer than a look into tables; the tiers are asked behind them.
+    Only `end_step` waits, for milliseconds, if steps follow each other faster than that.
 
     rows: the file of each rank. group: which of the engine's groups of layers a key is of. patience: seconds that a
     request waits at most for what the tiers say they have.
@@ -43,6 +44,8 @@ class OffloadStore:
         self._wanted: list[tuple[Asking, Held]] = []
         self._lost: list[Held] = []
         self._counts: Counter[str] = Counter()
+        self._reading: set[Future[None]] = set()
+        self._pace = Pace(now)
         self._ticket = 0
         self._clearing = 0
         self._reads = ThreadPoolExecutor(2, "kvloom-offload-read")
@@ -118,10 +121,13 @@ class OffloadStore:
             wanted, self._wanted = self._wanted, []
             if self._closed:
                 return
+            under_way = set(self._reading)
             if questions:
-                self._reads.submit(self._ask, questions)
+                under_way.add(self._reads.submit(self._ask, questions))
             for begin in range(0, len(wanted), _PIECES):
-                self._reads.submit(self._fetch, wanted[begin : begin + _PIECES])
+                under_way.add(self._reads.submit(self._fetch, wanted[begin : begin + _PIECES]))
+        self._pace(under_way)
+        self._reading = {one for one in under_way if not one.done()}
 
     def end_request(self, request: str) -> None:
         with self._lock:

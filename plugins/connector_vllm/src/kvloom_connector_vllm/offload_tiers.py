@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +20,10 @@ log = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 30.0
 """So long is what was accepted written when the engine ends."""
+
+IDLE_SECONDS = 0.005
+"""A step takes so long at least while something is under way. vLLM goes on with empty steps then, hundreds for a load:
+they would keep the interpreter from the threads that load."""
 
 _T = TypeVar("_T")
 
@@ -42,6 +49,20 @@ class Asking:
         if self.since is None:
             self.since = now
         return now - self.since
+
+
+class Pace:
+    """Waits in steps that follow each other fast: they compute nothing, which vLLM does not say."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._last = now, -math.inf
+
+    def __call__(self, under_way: Collection[Future[Any]]) -> None:
+        """Wait until one of them is over, at most until IDLE_SECONDS after the last call."""
+        left = self._last + IDLE_SECONDS - self._now()
+        if left > 0 and under_way and not any(one.done() for one in under_way):
+            wait(under_way, left, FIRST_COMPLETED)
+        self._last = self._now()
 
 
 class Tiers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from kvloom_connector_vllm import identity as identities
 from kvloom_connector_vllm.adapter import platform
 from kvloom_connector_vllm.adapter.metrics import PromMetrics, Stats
 from kvloom_connector_vllm.adapter.order import page_order
+from kvloom_connector_vllm.configured import check_engine
 from kvloom_connector_vllm.views import pages_of
 
 from .orders import Orders, Prompt, Report
@@ -77,6 +79,11 @@ class KVLoomBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             )  # fmt: skip
             twin.check(self._identity.spec)
             self._worker = Worker(twin, least_found=settings.least_found)
+
+    @classmethod
+    def check_settings(cls, extra: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a `kv_connector_extra_config` that cannot work, as far as it can be told by itself."""
+        check_engine(Settings.read(extra).engine)
 
     # -- the scheduler's half ------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from kvloom import Engine
 
 from .. import identity as identities
 from ..announcing import Announcer
-from ..configured import Settings, has_shared_tier
+from ..configured import Settings, check_engine, has_shared_tier
 from ..names import Names
 from ..planner import Owner, Planner, Scheduled
 from ..scheduler import MEMORY, Orders, Report, Scheduler
@@ -247,6 +247,11 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if report is None else WorkerMetadata(report)
 
     # -- both ----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_settings(cls, extra: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a `kv_connector_extra_config` that cannot work, as far as it can be told by itself."""
+        check_engine(Settings.read(extra, ranks=1).engine)
 
     def get_kv_connector_stats(self) -> Stats | None:
         now = time.monotonic()

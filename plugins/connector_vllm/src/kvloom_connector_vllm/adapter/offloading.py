@@ -35,7 +35,7 @@ from kvloom import ConfigError, EngineConfig
 from ..offload_copy import Blocks, Copier, Order
 from ..offload_setup import OffloadSettings, described, refuse, told_by_worker
 from ..offload_store import OffloadStore
-from ..offload_tiers import Found, Tiers
+from ..offload_tiers import Found, Pace, Tiers
 from ..staging import Staging, staging_path
 from . import platform
 
@@ -191,6 +191,7 @@ class KVLoomWorker(OffloadingWorker):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "kvloom-offload-copy")
         self._jobs: dict[int, Future[tuple[int, float]]] = {}
+        self._pace = Pace()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         return self._submit(job_id, self._copier.store, dst_spec, src_spec)
@@ -199,6 +200,7 @@ class KVLoomWorker(OffloadingWorker):
         return self._submit(job_id, self._copier.load, src_spec, dst_spec)
 
     def get_finished(self) -> list[TransferResult]:
+        self._pace(self._jobs.values())
         done = [job for job, future in self._jobs.items() if future.done()]
         return [self._result(job, self._jobs.pop(job)) for job in done]
 
