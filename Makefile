@@ -55,10 +55,10 @@ test-full: $(SERVERS_READY) ## the slow tests
 
 $(SERVERS_READY): $(READY) scripts/servers_requirements.txt scripts/servers.sh
 	@sh scripts/servers.sh $(VENV)
-	@$(BIN)/python $(INSTALL) --requirement scripts/servers_requirements.txt
 	@touch $@
 
 test-servers: $(SERVERS_READY) ## real servers, started here: Redis, Ceph's S3 gateway, Azurite, Mooncake, WebDAV, SFTP, Prometheus
+	@sh scripts/servers.sh $(VENV) check
 	$(BIN)/python -m pytest -m "not slow" -n $(or $(WORKERS),2) --dist loadfile $(wildcard plugins/*/tests_servers)
 
 fuzz: $(READY) ## the native codec's fuzzer for MINUTES=10, with a sanitizer build

@@ -1,37 +1,91 @@
 #!/bin/sh
-# The servers that `make test-servers` and examples/cluster start. On a CI machine (CI is set, and this is root) they are
-# installed from Debian's packages; anywhere else that is up to the user, and what is missing is skipped. Azurite, which
-# stands in for Azure, goes into the environment that is named: servers.sh .venv
-set -eu
-packages="chromium redis-server redis-sentinel redis-tools radosgw ceph-mon ceph-osd ceph-common libibverbs1 libnuma1 libcurl4 iproute2 openssl openssh-client openssh-server prometheus"
-command -v npm >/dev/null || packages="$packages nodejs npm"
+# The servers that `make test-servers` and examples/cluster start.
+#   servers.sh VENV check     say in one line what is missing and what installs it
+#   servers.sh VENV install   install it: Debian's packages, Azurite (which stands in for Azure), the clients in VENV
+#   servers.sh VENV           install it on a CI machine (CI is set, and this is root); elsewhere only the clients
+set -u
+venv=$1
+PATH=$PATH:/usr/sbin:/sbin
+programs="chromium:chromium redis-server:redis-server redis-sentinel:redis-sentinel redis-cli:redis-tools radosgw:radosgw
+    ceph-mon:ceph-mon ceph-osd:ceph-osd ceph:ceph-common ip:iproute2 openssl:openssl ssh-keygen:openssh-client
+    sshd:openssh-server prometheus:prometheus promtool:prometheus npm:npm"
+libraries="libibverbs1 libnuma1 libcurl4"
+modules="azure.storage.blob boto3 cheroot mooncake moto paramiko webdav4 wsgidav"
 
-from_debian() {
-    missing=""
-    for package in $packages; do
-        dpkg-query --show --showformat '${Status}' "$package" 2>/dev/null | grep -q "ok installed" || missing="$missing $package"
+missing_packages() {
+    for pair in $programs; do
+        command -v "${pair%%:*}" >/dev/null || echo "${pair#*:}"
     done
-    [ -n "$missing" ] || return 0
-    if [ -n "${CI:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        echo "Installing$missing ..."
-        export DEBIAN_FRONTEND=noninteractive
-        { apt-get -qq update && apt-get -qq install --yes --no-install-recommends $missing >/dev/null; } && return 0
-        echo "apt-get could not install all of$missing; the tests of what is missing are skipped" >&2
-    else
-        echo "Not installed:$missing. The tests of what is missing are skipped; on Debian and Ubuntu:" >&2
-        echo "  sudo apt-get install --no-install-recommends$missing" >&2
+    command -v dpkg-query >/dev/null || return 0
+    for library in $libraries; do
+        dpkg-query --show --showformat '${Status}' "$library" 2>/dev/null | grep -q "ok installed" || echo "$library"
+    done
+}
+
+missing_modules() {
+    "$venv/bin/python" - $modules <<'PYTHON'
+import importlib.util, sys
+for name in sys.argv[1:]:
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        print(name)
+PYTHON
+}
+
+has_azurite() {
+    [ -x "$venv/bin/azurite-blob" ] || command -v azurite-blob >/dev/null
+}
+
+missing() {
+    missing_packages | sort -u
+    has_azurite || echo azurite
+    missing_modules
+}
+
+packages() {
+    wanted=$(missing_packages | sort -u | tr '\n' ' ')
+    [ -n "$wanted" ] || return 0
+    if ! command -v apt-get >/dev/null; then
+        echo "There is no apt-get here; install these as your system does: $wanted" >&2
+        return 1
     fi
+    root=$([ "$(id -u)" = 0 ] || echo sudo)
+    echo "Installing $wanted..."
+    { $root apt-get -qq update && $root env DEBIAN_FRONTEND=noninteractive \
+        apt-get -qq install --yes --no-install-recommends $wanted >/dev/null; } ||
+        echo "apt-get could not install all of: $wanted" >&2
 }
 
 azurite() {
-    if ! command -v npm >/dev/null; then
-        echo "npm is not installed: no Azurite, and its tests are skipped" >&2
-    elif [ ! -x "$1/bin/azurite-blob" ]; then
-        echo "Installing Azurite ..."
-        timeout 300 npm install --global --prefix "$1" --no-audit --no-fund --loglevel=error azurite@3.35.0 >/dev/null ||
-            echo "npm could not install Azurite; its tests are skipped" >&2
-    fi
+    has_azurite && return 0
+    command -v npm >/dev/null || return 0
+    echo "Installing Azurite ..."
+    timeout 300 npm install --global --prefix "$venv" --no-audit --no-fund --loglevel=error azurite@3.35.0 >/dev/null ||
+        echo "npm could not install Azurite" >&2
 }
 
-from_debian
-azurite "$1"
+clients() {
+    "$venv/bin/python" -m pip install --quiet --constraint constraints.txt --requirement scripts/servers_requirements.txt && return
+    echo "pip could not install all of scripts/servers_requirements.txt at once: one by one" >&2
+    grep -v '^#' scripts/servers_requirements.txt | while read -r requirement; do
+        "$venv/bin/python" -m pip install --quiet --constraint constraints.txt "$requirement" || true
+    done
+}
+
+case ${2:-} in
+    check)
+        gone=$(missing | tr '\n' ' ')
+        [ -z "$gone" ] || echo "Not installed: ${gone% }. The tests of what is missing are skipped; this installs it: sh scripts/servers.sh $venv install"
+        ;;
+    install)
+        packages
+        azurite
+        clients
+        sh "$0" "$venv" check
+        ;;
+    *)
+        { [ -n "${CI:-}" ] && [ "$(id -u)" = 0 ] && packages; } || true
+        azurite
+        clients
+        ;;
+esac
+exit 0

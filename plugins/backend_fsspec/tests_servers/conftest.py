@@ -44,47 +44,46 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def _need(*names: str) -> None:
+    """Skip unless all are installed: programs, and modules by `import NAME`."""
+    places = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
+    for name in names:
+        module = name.removeprefix("import ")
+        if shutil.which(name, path=places) is None if module == name else importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+
+
 @pytest.fixture(scope="session")
 def rgw() -> Iterator[CephRGW]:
-    if shutil.which("radosgw") is None:
-        pytest.skip("Ceph's gateway is not installed (apt-get install radosgw ceph-mon ceph-osd ceph-common)")
+    _need("radosgw", "ceph-mon", "ceph-osd", "ceph", "import boto3")
     with CephRGW() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[MotoServer]:
-    if importlib.util.find_spec("moto") is None:
-        pytest.skip("moto is not installed")
+    _need("moto_server", "import moto", "import boto3")
     with MotoServer() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def webdav() -> Iterator[WebDavServer]:
-    for package in ("wsgidav", "webdav4"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    _need("wsgidav", "import wsgidav", "import cheroot", "import webdav4")
     with WebDavServer() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def azurite() -> Iterator[AzuriteServer]:
-    if not shutil.which("azurite-blob", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"):
-        pytest.skip("Azurite is not installed (npm install --global azurite)")
-    if importlib.util.find_spec("azure") is None:
-        pytest.skip("azure-storage-blob is not installed")
+    _need("azurite-blob", "import azure")
     with AzuriteServer() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def sshd() -> Iterator[SshServer]:
-    if shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin") is None:
-        pytest.skip("OpenSSH's server is not installed (apt-get install openssh-server)")
-    if importlib.util.find_spec("paramiko") is None:
-        pytest.skip("paramiko is not installed")
+    _need("sshd", "ssh-keygen", "import paramiko")
     with SshServer() as server:
         yield server
 

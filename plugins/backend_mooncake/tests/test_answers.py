@@ -8,6 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,20 @@ def backend(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeB
     backend.close()
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The backend's own: it goes on by `step` with each look, and sleeping takes no time."""
+    clock = SimpleNamespace(now=0.0, step=0.0, sleep=lambda seconds: None)
+
+    def monotonic() -> float:
+        clock.now += clock.step
+        return clock.now
+
+    clock.monotonic = monotonic
+    monkeypatch.setattr("kvloom_backend_mooncake.backend.time", clock)
+    return clock
+
+
 def test_a_blob(backend: MooncakeBackend) -> None:
     assert bytes(backend.get(KEY) or b"") == BLOB and backend.contains(KEY)
 
@@ -96,14 +111,15 @@ def test_what_is_gone_is_none(backend: MooncakeBackend, store: Store, code: int)
     [(-900, codes.MasterError), (-901, codes.MasterError), (-800, codes.TransferError), (-200, codes.NoRoomError),
      (-707, codes.LeaseExpiredError), (-12345, codes.MooncakeError)],
 )  # fmt: skip
+@pytest.mark.usefixtures("clock")
 def test_failures_are_no_misses(backend: MooncakeBackend, store: Store, code: int, kind: type[Exception]) -> None:
     store.told["get_into"] = deque([code] * 9)
     calls: list[Callable[[], Any]] = [lambda: backend.get(KEY)]
     if kind is not codes.LeaseExpiredError:
         store.told |= {
-            "get_size": deque([len(BLOB), code]),
+            "get_size": deque([len(BLOB)] * (4 if kind is codes.TransferError else 1) + [code]),
             "batch_is_exist": deque([[1, code]]),
-            "put": deque([[code]]),
+            "put": deque([[code]] * 9),
         }
         calls += [lambda: backend.get(KEY), lambda: backend.contains_many([KEY, "b"]), lambda: backend.put("b", [BLOB])]
     for call in calls:
@@ -121,6 +137,32 @@ def test_a_lease_that_ended_is_renewed_once(backend: MooncakeBackend, store: Sto
     with pytest.raises(codes.LeaseExpiredError, match="default_kv_lease_ttl"):
         backend.get(KEY)
     assert store.calls.count("get_into") == 2
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_transfer_that_failed_under_load_is_tried_again(backend: MooncakeBackend, store: Store) -> None:
+    store.told["get_into"] = deque([codes.TRANSFER_FAILED] * 2)
+    assert bytes(backend.get(KEY) or b"") == BLOB
+    store.told["put"] = deque([[codes.TRANSFER_FAILED], [codes.ILLEGAL_CLIENT], [0]])
+    backend.put(KEY, [BLOB])
+    store.told["batch_remove"] = deque([[codes.LEASED], [codes.LEASED], [0]])
+    store.told["upsert"] = deque([codes.TRANSFER_FAILED, 0])
+    backend.delete(KEY)
+    assert not any(store.told.values()), "each answer was asked for"
+
+
+def test_a_blob_that_is_gone_when_its_transfer_has_failed_is_a_miss(backend: MooncakeBackend, store: Store) -> None:
+    store.told = {"get_into": deque([codes.TRANSFER_FAILED]), "get_size": deque([len(BLOB), codes.NOT_FOUND])}
+    assert backend.get(KEY) is None
+
+
+def test_a_delete_whose_transfers_fail_all_the_time_is_an_error_in_the_end(
+    backend: MooncakeBackend, store: Store, clock: SimpleNamespace
+) -> None:
+    clock.step = 0.05
+    store.told = {"batch_remove": deque([[codes.LEASED]] * 99), "upsert": deque([codes.TRANSFER_FAILED] * 99)}
+    with pytest.raises(codes.TransferError):
+        backend.delete(KEY)
 
 
 def test_a_blob_that_became_another_is_not_served(backend: MooncakeBackend, store: Store) -> None:
@@ -147,7 +189,10 @@ def test_what_is_leased_is_replaced_and_never_forced(backend: MooncakeBackend, s
     assert store.blobs[KEY] == STOPGAPS[1], "the second one has another length"
 
 
-def test_a_writer_that_is_busy_is_waited_for_and_a_dead_one_is_not(backend: MooncakeBackend, store: Store) -> None:
+def test_a_writer_that_is_busy_is_waited_for_and_a_dead_one_is_not(
+    backend: MooncakeBackend, store: Store, clock: SimpleNamespace
+) -> None:
+    clock.step = 0.01
     store.told["batch_remove"] = deque([[codes.NOT_READY], [codes.NOT_READY], [0]])
     backend.put(KEY, [BLOB])
     assert store.calls == ["batch_remove"] * 3 + ["put"]

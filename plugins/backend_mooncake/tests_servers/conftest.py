@@ -12,12 +12,15 @@ from kvloom_backend_mooncake.testing import MooncakeMaster, MooncakePeer
 
 Open = Callable[..., MooncakeBackend]
 
-if importlib.util.find_spec("mooncake") is None:
-    pytest.skip("mooncake-transfer-engine-non-cuda is not installed", allow_module_level=True)
+
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> None:
+    if importlib.util.find_spec("mooncake") is None:
+        pytest.skip("mooncake-transfer-engine-non-cuda is not installed")
 
 
 @pytest.fixture(scope="module")
-def master() -> Iterator[MooncakeMaster]:
+def master(installed: None) -> Iterator[MooncakeMaster]:
     with MooncakeMaster() as master:
         yield master
 

@@ -104,7 +104,7 @@ def serve(request: pytest.FixtureRequest) -> Iterator[Callable[..., Served]]:
 
 
 @pytest.fixture
-def master() -> Iterator[MooncakeMaster]:
+def master(installed: None) -> Iterator[MooncakeMaster]:
     with MooncakeMaster(lease=500, options=["--client_ttl=2"]) as master:
         yield master
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,26 +16,33 @@ Open = Callable[..., RedisBackend]
 Tally = Callable[..., None]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> None:
+    for program in ("redis-server", "redis-sentinel", "openssl"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
+def server(installed: None) -> Iterator[RedisServer]:
     with RedisServer(**ROOM) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def unix_server() -> Iterator[RedisServer]:
+def unix_server(installed: None) -> Iterator[RedisServer]:
     with RedisServer(unix=True, **ROOM) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def tls_server() -> Iterator[RedisServer]:
+def tls_server(installed: None) -> Iterator[RedisServer]:
     with certificates() as signed, RedisServer(tls=signed, **ROOM) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
+def cluster(installed: None) -> Iterator[RedisCluster]:
     with RedisCluster(**ROOM) as cluster:
         yield cluster
 

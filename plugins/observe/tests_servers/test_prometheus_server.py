@@ -21,9 +21,6 @@ import yaml
 
 from kvloom import Engine, KVSpec
 
-if shutil.which("prometheus") is None or shutil.which("promtool") is None:
-    pytest.skip("prometheus and promtool are not installed", allow_module_level=True)
-
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
 SOON = 60.0
 BOARD = files("kvloom_observe").joinpath("dashboards/kvloom.json")
@@ -35,6 +32,13 @@ QUIET = {
     "observer_errors",
 }  # fmt: skip
 """What there is nothing of while an engine is well: a counter begins with the first."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> None:
+    for program in ("prometheus", "promtool"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
 
 
 @pytest.fixture(scope="module")

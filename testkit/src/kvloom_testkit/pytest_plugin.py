@@ -80,16 +80,29 @@ def _check_that_it_is_the_kits(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Only the kit says what does not apply, and `make`, where there is nothing to open."""
+    """Only the kit says what does not apply; and `make`, or a fixture that it uses, where there is nothing to open."""
     report = yield
     if report.skipped and isinstance(report.longrepr, tuple) and _is_requirement(item):
         assert call.excinfo is not None
         trace = [entry for entry in call.excinfo.traceback if "_pytest" not in Path(entry.path).parts]
         by_kit = bool(trace) and Path(trace[-1].path).is_relative_to(INSTALLED.parent)
-        by_make = any(entry.name == "make" or Path(entry.path).name == "conformance.py" for entry in trace)
+        makes = _asked_for_by_make(item)
+        by_make = any(entry.name in makes or Path(entry.path).name == "conformance.py" for entry in trace)
         if not (by_kit or by_make):
             report.outcome, report.longrepr = "failed", f"skipped from outside of the kit: {call.excinfo.value}"
     return report
+
+
+def _asked_for_by_make(item: pytest.Item) -> set[str]:
+    """The names of `make` and of the fixtures that it needs, such as a server."""
+    fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    found, waiting = set(), ["make"]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += [asked for one in fixtures.get(name, ()) for asked in one.argnames]
+    return found
 
 
 def _is_requirement(item: pytest.Item) -> bool:

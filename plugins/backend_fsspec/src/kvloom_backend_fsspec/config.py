@@ -58,7 +58,9 @@ class Config(BaseConfig):
     connect_timeout: Duration = Field(default=1.0, gt=0, le=600)
     """Seconds to connect."""
     retries: int = Field(default=2, ge=0, le=10)
-    """How often a request is repeated that failed by itself; never once `timeout` has passed since it began."""
+    """How often a request is repeated that failed by itself; never once `timeout` has passed since it began.
+
+    A listing by fsspec is repeated until then."""
     allow_http: bool = False
     """Whether an endpoint may be without TLS: what is stored there can be read on its way."""
     threads: int = Field(default=16, ge=1, le=256)

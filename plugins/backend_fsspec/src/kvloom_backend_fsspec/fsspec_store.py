@@ -27,6 +27,9 @@ _MEMORY, _NO_TURN = threading.Lock(), contextlib.nullcontext()
 _READS = 8
 """How often a file is read that is replaced each time."""
 _PAUSE_SECONDS = 0.1
+_LISTING_PAUSE_SECONDS = 0.05
+_LISTINGS = 100
+"""How often a directory is listed that changes each time. WsgiDAV answers 500 if a file vanishes meanwhile."""
 T = TypeVar("T")
 
 
@@ -151,7 +154,7 @@ class FsspecStore:
 
     def _entries(self, path: str) -> Sequence[dict[str, Any]]:
         try:
-            found = self._ask(lambda: self._fs.ls(path or "/", detail=True))
+            found = self._ask(lambda: self._fs.ls(path or "/", detail=True), is_listing=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
         # Some implementations list a directory as its own entry.
@@ -166,18 +169,19 @@ class FsspecStore:
     def _name(self, path: str) -> str:
         return path.removeprefix(self._root.strip("/")) if not self._root.startswith("/") else path.strip("/")
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def _ask(self, call: Callable[[], T], *, is_listing: bool = False) -> T:
         """One request, again if the server said that it had failed. Errors become those of `ObjectStore`."""
         until = time.monotonic() + self._timeout
-        for attempt in range(self._retries + 1):
+        attempts = _LISTINGS if is_listing else self._retries + 1
+        for attempt in range(attempts):
             try:
                 with self._turn:
                     return call()
             except Exception as error:
                 if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not says_no_bucket(str(error)):
                     raise
-                pause = _PAUSE_SECONDS * 2**attempt
-                if not _is_a_servers(error) or attempt == self._retries or time.monotonic() + pause > until:
+                pause = _LISTING_PAUSE_SECONDS if is_listing else _PAUSE_SECONDS * 2**attempt
+                if not _is_a_servers(error) or attempt == attempts - 1 or time.monotonic() + pause > until:
                     raise BackendError(explained(error, self._place)) from error
                 time.sleep(pause)
         raise AssertionError("not reached")

@@ -18,7 +18,15 @@ from typing import Any, ClassVar
 from kvloom import BackendError, Buffer, Buffers, KVSpec, Sink, StorageBackend
 from kvloom_backend_mooncake import codes
 from kvloom_backend_mooncake.client import Client, check
-from kvloom_backend_mooncake.codes import ABSENT, EXISTS, ILLEGAL_CLIENT, IN_USE, LEASE_EXPIRED, NOT_READY
+from kvloom_backend_mooncake.codes import (
+    ABSENT,
+    EXISTS,
+    ILLEGAL_CLIENT,
+    IN_USE,
+    LEASE_EXPIRED,
+    NOT_READY,
+    TRANSFER_FAILED,
+)
 from kvloom_backend_mooncake.config import MooncakeConfig
 from kvloom_backend_mooncake.memories import Memories, Regions
 from kvloom_backend_mooncake.turns import Turns
@@ -32,6 +40,8 @@ _READ_ATTEMPTS = 4
 """While others put and delete a blob, a read may meet a longer one each time. One whose lease ended has two."""
 _WRITE_ATTEMPTS = 4
 """Another client may replace a blob while it is being written; then the master refuses its end."""
+_AGAIN = frozenset({ILLEGAL_CLIENT, TRANSFER_FAILED})
+"""What a put that may be tried again says. A transfer also fails under load; if a peer is gone, it takes `timeout`."""
 _POLL_SECONDS = 0.002
 _MEANWHILE = ABSENT | IN_USE | {EXISTS, ILLEGAL_CLIENT}
 """What replacing says if somebody else removes or replaces the same blob."""
@@ -114,14 +124,18 @@ class MooncakeBackend(StorageBackend):
 
     def _read(self, store: Any, key: str, size: int, read: Callable[[], int]) -> int | None:
         """How many bytes `read` brought; None if the blob of `size` bytes is gone, or another one is in its place."""
+        until = time.monotonic() + self._settings.timeout
         for attempt in range(_READ_ATTEMPTS):
             got = int(read())
             if got >= 0 or got in ABSENT:
                 return max(got, 0) or None
-            if got == codes.INVALID and self._size(store, key) != size:
-                return None
-            if got != codes.INVALID and (got != LEASE_EXPIRED or attempt):
+            if got in (LEASE_EXPIRED, TRANSFER_FAILED):
+                if time.monotonic() > until or (got == LEASE_EXPIRED and attempt):
+                    break
+            elif got != codes.INVALID:
                 break
+            if got != LEASE_EXPIRED and self._size(store, key) != size:
+                return None
         raise codes.error(f"reading {key}", got)
 
     def contains(self, key: str) -> bool:
@@ -149,24 +163,27 @@ class MooncakeBackend(StorageBackend):
         with self._client.using() as store, contextlib.ExitStack() as sources:
             regions = {key: sources.enter_context(self._memories.source(store, views)) for key, views in wanted.items()}
             with self._turns.of(regions):
-                for _ in range(_WRITE_ATTEMPTS - 1):
-                    regions = {key: regions[key] for key in self._put_in_turn(store, regions)}
-                    if not regions:
+                until = time.monotonic() + self._settings.timeout
+                for attempt in range(_WRITE_ATTEMPTS):
+                    failed = self._put_in_turn(store, regions)
+                    if not failed:
                         return
-                for key in self._put_in_turn(store, regions):
-                    raise codes.error(f"putting {key}", ILLEGAL_CLIENT)
+                    if attempt == _WRITE_ATTEMPTS - 1 or time.monotonic() > until:
+                        key, code = next(iter(failed.items()))
+                        raise codes.error(f"putting {key}", code)
+                    regions = {key: regions[key] for key in failed}
 
-    def _put_in_turn(self, store: Any, regions: Mapping[str, Regions]) -> list[str]:
-        """Replace what is under the keys; which of them another client replaced meanwhile."""
+    def _put_in_turn(self, store: Any, regions: Mapping[str, Regions]) -> dict[str, int]:
+        """Replace what is under the keys; the codes of those that may be tried again."""
         keys = list(regions)
         self._erase(store, keys, awaiting=True)
         starts = [[start for start, _ in one] for one in regions.values()]
         sizes = [[size for _, size in one] for one in regions.values()]
         done = [int(code) for code in store.batch_put_from_multi_buffers(keys, starts, sizes, self._client.replication)]
         for key, code in zip(keys, done, strict=True):
-            if code != ILLEGAL_CLIENT:
+            if code not in _AGAIN:
                 check(f"putting {key}", code)
-        return [key for key, code in zip(keys, done, strict=True) if code == ILLEGAL_CLIENT]
+        return {key: code for key, code in zip(keys, done, strict=True) if code in _AGAIN}
 
     def create(self, key: str, blob: Buffers) -> bool:
         """By the master, which lets one writer begin. One that died while writing is in the way for half a minute."""
@@ -211,15 +228,14 @@ class MooncakeBackend(StorageBackend):
                 if code not in ABSENT | IN_USE:
                     check(f"deleting {key}", code)
             late = time.monotonic() > until
-            for key in in_use + written * late:
-                _replace(store, key, STOPGAPS[turn % 2])
+            replaced = [_replace(store, key, STOPGAPS[turn % 2], last=late) for key in in_use + written * late]
             keys = in_use + written
             if not keys:
                 return
             if late:
                 store.batch_remove(keys)
                 return
-            if written:
+            if written or not all(replaced):
                 time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
@@ -244,11 +260,17 @@ class _Memory:
         self.blob = memoryview(self._room).toreadonly()  # type: ignore[assignment]
 
 
-def _replace(store: Any, key: str, stopgap: bytes) -> None:
-    """Put `stopgap` in the place of a blob, whose memory stays its readers'."""
+def _replace(store: Any, key: str, stopgap: bytes, *, last: bool) -> bool:
+    """Put `stopgap` in the place of a blob, whose memory stays its readers'. Return whether it was transferred.
+
+    last: raise if it was not.
+    """
     code = int(store.upsert(key, stopgap))
+    if code == TRANSFER_FAILED and not last:
+        return False
     if code not in _MEANWHILE:
         check(f"deleting {key}", code)
+    return True
 
 
 def _views(blob: Buffers) -> list[memoryview]:

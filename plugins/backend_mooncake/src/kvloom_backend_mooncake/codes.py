@@ -17,6 +17,7 @@ NOT_FOUND: Final = -704
 EXISTS: Final = -705
 LEASED: Final = -706
 LEASE_EXPIRED: Final = -707
+TRANSFER_FAILED: Final = -800
 
 ABSENT: Final = frozenset({NOT_FOUND, NOT_READY, -710, -712})
 """Never put, still being written by somebody, or its last copy went with the process that held it: a miss."""
@@ -33,7 +34,7 @@ _SAID: Final = {
     EXISTS: "exists already",
     LEASED: "leased to a reader",
     LEASE_EXPIRED: "the lease ended before the bytes had arrived; raise default_kv_lease_ttl of the master",
-    -800: "the transfer failed: the process that holds the segment is gone, or the network is",
+    TRANSFER_FAILED: "the transfer failed: the process that holds the segment is gone, or the network is",
     -801: "Mooncake's own checksum does not match",
     -900: "the master does not answer: it is not running, or not at this address",
     -901: "the master did not answer in time",
@@ -68,7 +69,7 @@ class MasterError(MooncakeError):
 _KINDS: Final[dict[int, type[MooncakeError]]] = {
     NO_ROOM: NoRoomError,
     LEASE_EXPIRED: LeaseExpiredError,
-    -800: TransferError,
+    TRANSFER_FAILED: TransferError,
     -900: MasterError,
     -901: MasterError,
     -1010: MasterError,
