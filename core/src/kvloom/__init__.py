@@ -20,7 +20,7 @@ _HOME = {
     **dict.fromkeys(["Loading", "Storing"], "layers"),
     "Changes": "tiers.held",
     "EngineConfig": "config",
-    "resolve": "config",
+    "check_config": "config",
     "Registry": "plugins",
     "pip_install": "installing",
     "Tier": "tiers",
@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from kvloom import native as native
     from kvloom.bounded import get_at_most as get_at_most
     from kvloom.config import EngineConfig as EngineConfig
-    from kvloom.config import resolve as resolve
+    from kvloom.config import check_config as check_config
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor
     from kvloom.contracts.blend import BlendOutput as BlendOutput
     from kvloom.contracts.blend import BlendRequest as BlendRequest

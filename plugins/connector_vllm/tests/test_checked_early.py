@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvloom import check_config
 from kvloom_connector_vllm.adapter import check_when_looked_up
-from kvloom_connector_vllm.configured import Settings, check_engine
+from kvloom_connector_vllm.configured import Settings
 
 
 class KVLoomConnector:
@@ -16,7 +17,7 @@ class KVLoomConnector:
 
     @classmethod
     def check_settings(cls, extra: Any) -> None:
-        check_engine(Settings.read(extra, ranks=1).engine)
+        check_config(Settings.read(extra, ranks=1).engine)
 
 
 class OffloadingConnector:

@@ -51,10 +51,10 @@ def add(commands: typer.Typer, registry: Registry) -> None:
 
 def load(file: Path) -> tuple[EngineConfig, Resolved]:
     """The configuration and what its plugins make of it."""
-    from kvloom.config import EngineConfig, resolve
+    from kvloom.config import EngineConfig, check_config
 
     config = EngineConfig.from_file(file)
-    return config, resolve(config, Registry.discover(only=config.plugins.only, block=config.plugins.block))
+    return config, check_config(config)
 
 
 def _effective(config: EngineConfig, resolved: Resolved) -> dict[str, Any]:

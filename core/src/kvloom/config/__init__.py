@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvloom.config.blocks import Block, MemoryBlock, StoredBlock
 from kvloom.config.model import EngineConfig
-from kvloom.config.resolve import BlendChoice, Choice, Resolved, TierChoice, resolve, same_store
+from kvloom.config.resolve import BlendChoice, Choice, Resolved, TierChoice, check_config, resolve, same_store
 from kvloom.config.schema import json_schema
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Resolved",
     "StoredBlock",
     "TierChoice",
+    "check_config",
     "json_schema",
     "resolve",
     "same_store",

@@ -120,6 +120,11 @@ def resolve(config: EngineConfig, registry: Registry) -> Resolved:
     return Resolved(tokens, connector, tuple(tiers), tuple(observers), blend)
 
 
+def check_config(config: EngineConfig) -> Resolved:
+    """Check `config` against the installed plugins without opening anything; raise ConfigError with all problems."""
+    return resolve(config, Registry.discover(only=config.plugins.only, block=config.plugins.block))
+
+
 class _Pass:
     """Collects what is wrong, so that one attempt shows everything. What it returns counts only if nothing is."""
 

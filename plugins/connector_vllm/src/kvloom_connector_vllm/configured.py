@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvloom import ConfigError, EngineConfig, MemoryFormat, Registry, resolve
+from kvloom import ConfigError, EngineConfig, MemoryFormat, Registry, check_config
 
 from .offload_setup import OffloadSettings
 from .pages import Geometry, VLLMBlobConnector, VLLMConnector
@@ -69,19 +69,14 @@ class Settings:
 def check_offloading(extra: Mapping[str, Any]) -> None:
     """Raise ConfigError for kvloom's part in vLLM's own offloading: the spec, or a tier below the host memory."""
     if extra.get("spec_name") == "KVLoomOffloadingSpec":
-        check_engine(EngineConfig.load(OffloadSettings.read(extra).config))
+        check_config(EngineConfig.load(OffloadSettings.read(extra).config))
     tiers = extra.get("secondary_tiers")
     for number, tier in enumerate(tiers if isinstance(tiers, list) else ()):
         if isinstance(tier, Mapping) and tier.get("type") == "KVLoomTier":
             if "config" not in tier:
                 where = f"kv_connector_extra_config.secondary_tiers.{number}.config"
                 raise ConfigError(where, "missing: the path of a YAML file (docs/use/vllm.md has one)")
-            check_engine(EngineConfig.load(tier["config"]))
-
-
-def check_engine(config: EngineConfig) -> None:
-    """Raise ConfigError, with all that is wrong, for what no engine can be opened with."""
-    resolve(config, Registry.discover(only=config.plugins.only, block=config.plugins.block))
+            check_config(EngineConfig.load(tier["config"]))
 
 
 def has_shared_tier(config: EngineConfig) -> bool:

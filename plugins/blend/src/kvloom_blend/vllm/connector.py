@@ -18,11 +18,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
+from kvloom import check_config
 from kvloom_connector_vllm import identity as identities
 from kvloom_connector_vllm.adapter import platform
 from kvloom_connector_vllm.adapter.metrics import PromMetrics, Stats
 from kvloom_connector_vllm.adapter.order import page_order
-from kvloom_connector_vllm.configured import check_engine
 from kvloom_connector_vllm.views import pages_of
 
 from .orders import Orders, Prompt, Report
@@ -83,7 +83,7 @@ class KVLoomBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     @classmethod
     def check_settings(cls, extra: Mapping[str, Any]) -> None:
         """Raise ConfigError for a `kv_connector_extra_config` that cannot work, as far as it can be told by itself."""
-        check_engine(Settings.read(extra).engine)
+        check_config(Settings.read(extra).engine)
 
     # -- the scheduler's half ------------------------------------------------------------------------------------------
 

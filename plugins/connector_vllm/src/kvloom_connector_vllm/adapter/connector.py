@@ -17,11 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvloom import Engine
+from kvloom import Engine, check_config
 
 from .. import identity as identities
 from ..announcing import Announcer
-from ..configured import Settings, check_engine, has_shared_tier
+from ..configured import Settings, has_shared_tier
 from ..names import Names
 from ..planner import Owner, Planner, Scheduled
 from ..scheduler import MEMORY, Orders, Report, Scheduler
@@ -251,7 +251,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def check_settings(cls, extra: Mapping[str, Any]) -> None:
         """Raise ConfigError for a `kv_connector_extra_config` that cannot work, as far as it can be told by itself."""
-        check_engine(Settings.read(extra, ranks=1).engine)
+        check_config(Settings.read(extra, ranks=1).engine)
 
     def get_kv_connector_stats(self) -> Stats | None:
         now = time.monotonic()
