@@ -119,7 +119,12 @@ def test_example_runs_again_and_again(example: Path, place: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-LONG = {ROOT / "docs/use/size.md", ROOT / "docs/use/blend.md", ROOT / "plugins/connector_transformers/README.md"}
+LONG = {
+    ROOT / page
+    for page in (
+        "docs/use/size.md", "docs/use/blend.md", "docs/use/blend-vllm.md", "plugins/connector_transformers/README.md",
+    )
+}  # fmt: skip
 """Pages whose examples serve for a while, or run a model."""
 
 

@@ -99,6 +99,7 @@ def test_in_memory_what_was_asked_is_hit(model: Any, prompt: torch.Tensor, tmp_p
     assert first.hit_tokens == 0 and second.hit_tokens == 256, "one chunk"
 
 
+@pytest.mark.slow
 def test_on_disk_and_by_cachegen_what_was_asked_is_hit_by_another_engine(
     model: Any, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def redis_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.terminate()
 
 
+@pytest.mark.slow
 def test_by_redis_passages_are_hit_in_another_order_by_another_engine(
     model: Any, tmp_path: Path, redis_url: str
 ) -> None:

@@ -163,7 +163,7 @@ def test_the_kth_call_that_fails_never_gives_wrong_kv(open_engine: Open) -> None
 
 
 @given(data=st.data())
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_damage_whatever_gives_wrong_kv(open_engine: Open, data: st.DataObject) -> None:
     Shelf.shelves.clear()
     shelf = filled(open_engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -192,4 +193,9 @@ class MemoryTierRules(RuleBasedStateMachine):
 
 
 TestMemoryTierRules = MemoryTierRules.TestCase
-TestMemoryTierRules.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestMemoryTierRules.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+class TestMemoryTierRulesLong(MemoryTierRules.TestCase):
+    settings = settings(max_examples=600, stateful_step_count=50, deadline=None)

@@ -20,7 +20,7 @@ from kvloom import DeadlineExceeded
     verb=st.sampled_from(["retrieve", "load", "prefetch"]),
     memory=st.booleans(),
 )
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_not_given_is_missed(
     open_engine: Open, damage: list[str | None], verb: str, memory: bool
 ) -> None:  # fmt: skip

@@ -24,8 +24,8 @@ from reliability_support import (
 
 from kvloom import Engine
 
-OLD, NEW = range(6), range(6, 12)
-"""Prompts stored before the outage, and while it lasts: 15 chunks each, 3.8 MiB."""
+OLD, NEW = range(4), range(4, 8)
+"""Prompts stored before the outage, and while it lasts: 10 chunks each, 2.5 MiB."""
 
 
 def open_hurried(path: Path | str, capacity: str | None = "10MiB", **given: Any) -> Engine:

@@ -38,7 +38,7 @@ def set_up(*command: str | Path) -> None:
         pytest.skip(f"this machine lets nobody make a file system to fill: {error} {said.decode().strip()}")
 
 
-@pytest.fixture(params=["tmpfs", "ext4"])
+@pytest.fixture(params=["tmpfs", pytest.param("ext4", marks=pytest.mark.slow)])
 def small_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """The root of a file system of its own, of 16 MiB."""
     if sys.platform != "linux" or os.getuid() != 0:
