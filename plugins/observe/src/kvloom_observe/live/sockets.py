@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 SUFFIX = ".sock"
+_MOST_BYTES = 16 << 20
+"""Of an answer: a snapshot has some 100 KiB."""
 _LONGEST = 100
 """A Unix socket's path has 108 bytes at most, 104 on macOS."""
 
@@ -114,7 +116,7 @@ def ask(path: Path, *, series: bool = False, timeout: float = 5.0) -> dict[str, 
     try:
         connection.request("GET", "/snapshot?series=1" if series else "/snapshot")
         answer = connection.getresponse()
-        told = json.loads(answer.read()) if answer.status == 200 else None
+        told = json.loads(answer.read(_MOST_BYTES)) if answer.status == 200 else None
     except http.client.HTTPException as error:
         raise ValueError(f"{path}: no engine of kvloom answers there") from error
     finally:
