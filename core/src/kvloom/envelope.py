@@ -58,6 +58,8 @@ MAX_HEADER_BYTES = longest_header(MAX_BUFFERS)
 _MOST_TEXT = 1024
 """Characters of one text of a description."""
 _MOST_NUMBER = 1 << 53
+_MOST_SECONDS = 1 << 37
+"""A time in the year 6325: what is later cannot be written as a date everywhere."""
 _CHECKSUM_AT = 40
 _TAG_AT = 96
 
@@ -254,6 +256,8 @@ def _check_types(about: Description) -> None:
         raise TypeError("a field that is no short text")
     if not all(type(number) is int and 0 <= number < _MOST_NUMBER for number in numbers):
         raise TypeError("a field that is no whole number")
+    if about.written >= _MOST_SECONDS:
+        raise TypeError("a time that is none")
     if type(about.params) is not dict:
         raise TypeError("params that are no mapping")
 
