@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from config_support import SPEC, GiB, plugins_made_here, refused, unresolved
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom import ConfigError, EngineConfig, Registry
-from kvloom.config import resolve
+from kvloom.cli import config_import
+from kvloom.config import resolve, sources
 from kvloom.config.sources import interpolated
+from kvloom.migration.lmcache import import_environment
 
 
 @pytest.fixture
@@ -83,7 +86,9 @@ def test_a_missing_file_names_the_file(tmp_path: Path) -> None:
 
 def test_an_alias_bomb_is_read_in_no_time(write: Any) -> None:
     bomb = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
-    assert refused(write("salt: a\nsalt: b\n" + bomb))[0].startswith("salt: given twice")
+    assert "aliases stand for more than" in refused(write("salt: a\nsalt: b\n" + bomb))[0]
+    ((key, problem),) = sources.repeated(yaml.compose("salt: a\nsalt: b\n" + bomb, Loader=yaml.SafeLoader))
+    assert key == ("salt",) and problem.startswith("given twice")
 
 
 # -- ${env:NAME} -------------------------------------------------------------------------------------------------------
@@ -201,3 +206,42 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, v
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_env()
     assert str(caught.value).startswith(line)
+
+
+# -- aliases -----------------------------------------------------------------------------------------------------------
+
+
+def bomb(width: int = 9, depth: int = 9, *, merged: bool = False) -> str:
+    """A few hundred bytes that stand for more than there is memory."""
+    lines = ["a0: &a0 {x: 1}" if merged else f"a0: &a0 [{','.join('x' * width)}]"]
+    for level in range(1, depth + 1):
+        many = ",".join([f"*a{level - 1}"] * width)
+        lines.append(f"a{level}: &a{level} {{<<: [{many}]}}" if merged else f"a{level}: &a{level} [{many}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [bomb(), bomb(merged=True, depth=30), f"a: &a '{'x' * 100_000}'\nb: [{','.join(['*a'] * 1000)}]", " " * (5 << 20)],
+    ids=["lists", "merges", "texts", "length"],
+)
+def test_what_aliases_stand_for_is_bounded(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kv.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"kv\.yaml: .*(100000 values|characters)"):
+        EngineConfig.load(path)
+    with pytest.raises(ConfigError, match="KVLOOM_TIERS: "):
+        sources.overridden({}, {"KVLOOM_TIERS": text}, defaults={"tiers": []})
+    with pytest.raises(ConfigError, match="MAX_LOCAL_CPU_SIZE"):
+        import_environment({"LMCACHE_MAX_LOCAL_CPU_SIZE": text})
+    with pytest.raises(ConfigError, match=r"kv\.yaml"):
+        config_import._read(path)
+
+
+def test_aliases_are_as_good_as_what_they_stand_for(tmp_path: Path) -> None:
+    path = tmp_path / "kv.yaml"
+    path.write_text("connector: plain\ntiers: [&m {type: memory, capacity: 1MiB}, {<<: *m, name: other}]\n")
+    assert sources.read(path)["tiers"] == [
+        {"type": "memory", "capacity": "1MiB"},
+        {"type": "memory", "capacity": "1MiB", "name": "other"},
+    ]

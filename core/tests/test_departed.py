@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 
-from kvloom.tiers.departed import MOST, Departed, parse
+import pytest
+import xxhash
+
+from kvloom.tiers.departed import _HEADER, _MAGIC, MOST, Departed, parse
 
 
 class Clock:
@@ -59,3 +63,9 @@ def test_a_damaged_record_is_none() -> None:
     for at in range(len(record)):
         assert parse(record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]) is None
     assert parse(b"") is None and parse(record[:-1]) is None and parse(record + record[-13:]) is None
+
+
+@pytest.mark.parametrize("times", [(float("nan"), 1.0), (1.0, float("inf")), (-1.0, 1.0), (1.0, 1e300)])
+def test_times_that_are_none_make_no_record(times: tuple[float, float]) -> None:
+    behind = struct.pack("<dd", *times)
+    assert parse(_HEADER.pack(_MAGIC, xxhash.xxh3_64_intdigest(behind), *times)) is None

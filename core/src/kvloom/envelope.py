@@ -46,11 +46,20 @@ MAX_BRACKETS = 256
 """Lists and mappings in a description, at most: nothing in it is nested deeper than that."""
 MAX_BUFFERS = 4096
 """Buffers of one blob, at most: 1,024 layers of two planes with two buffers each."""
-MAX_HEADER_BYTES = -(-(_FIXED.size + MAX_DESCRIPTION_BYTES + _ROW.size * MAX_BUFFERS) // ALIGN_BYTES) * ALIGN_BYTES
-"""The longest header: 116 KiB."""
+
+
+def longest_header(buffers: int) -> int:
+    """Bytes of the longest header of a blob with up to so many buffers."""
+    return -(-(_FIXED.size + MAX_DESCRIPTION_BYTES + _ROW.size * buffers) // ALIGN_BYTES) * ALIGN_BYTES
+
+
+MAX_HEADER_BYTES = longest_header(MAX_BUFFERS)
+"""Of a chunk's blob: 116 KiB."""
 _MOST_TEXT = 1024
 """Characters of one text of a description."""
 _MOST_NUMBER = 1 << 53
+_MOST_SECONDS = 1 << 37
+"""A time in the year 6325: what is later cannot be written as a date everywhere."""
 _CHECKSUM_AT = 40
 _TAG_AT = 96
 
@@ -113,7 +122,10 @@ class _Checksum:
         return self._state.digest() == digest
 
 
-def seal(description: Description, buffers: Sequence[Buffer], protection: Protection | None = None) -> Buffers:
+def seal(
+    description: Description, buffers: Sequence[Buffer], protection: Protection | None = None, *,
+    max_buffers: int = MAX_BUFFERS,
+) -> Buffers:  # fmt: skip
     """The framed blob: a page-aligned header, then `buffers` as they are: nothing is copied.
 
     Of a blob that is encrypted they are copies, good until this thread seals the next one. Raises ValueError if no
@@ -123,8 +135,8 @@ def seal(description: Description, buffers: Sequence[Buffer], protection: Protec
     text = canonical_json({name: getattr(description, name) for name in Description.__slots__}).encode()
     if len(text) > MAX_DESCRIPTION_BYTES or _brackets(text) > MAX_BRACKETS:
         raise ValueError(f"serializer {description.serializer}: its params make a header longer than any reader takes")
-    if len(views) > MAX_BUFFERS:
-        raise ValueError(f"serializer {description.serializer}: {len(views)} buffers; a blob has at most {MAX_BUFFERS}")
+    if len(views) > max_buffers:
+        raise ValueError(f"serializer {description.serializer}: {len(views)} buffers; a blob has at most {max_buffers}")
     blob_key = None if protection is None else protection.begin()
     if blob_key is None:
         digests = [xxhash.xxh3_128_digest(view) for view in views]
@@ -159,7 +171,9 @@ def header_bytes(page: memoryview) -> int:
     return int(length)
 
 
-def parse(data: memoryview, *, key: str, protection: Protection | None = None) -> Header | None:
+def parse(
+    data: memoryview, *, key: str, protection: Protection | None = None, max_buffers: int = MAX_BUFFERS
+) -> Header | None:
     """The header at the start of `data`, or None if `data` is too short to tell.
 
     protection: which blobs are taken: those signed with one of its keys; None: those that are not signed. Raises
@@ -172,8 +186,10 @@ def parse(data: memoryview, *, key: str, protection: Protection | None = None) -
     if magic != MAGIC:
         raise CorruptBlobError("byte 0: not a kvloom blob")
     table_at = _FIXED.size + text_bytes
-    fits = table_at + _ROW.size * count <= header_bytes <= MAX_HEADER_BYTES and header_bytes % ALIGN_BYTES == 0
-    if not fits or text_bytes > MAX_DESCRIPTION_BYTES or count > MAX_BUFFERS:
+    fits = (
+        table_at + _ROW.size * count <= header_bytes <= longest_header(max_buffers) and header_bytes % ALIGN_BYTES == 0
+    )
+    if not fits or text_bytes > MAX_DESCRIPTION_BYTES or count > max_buffers:
         raise CorruptBlobError("byte 12: impossible header sizes")
     if len(data) < header_bytes:
         return None
@@ -240,6 +256,8 @@ def _check_types(about: Description) -> None:
         raise TypeError("a field that is no short text")
     if not all(type(number) is int and 0 <= number < _MOST_NUMBER for number in numbers):
         raise TypeError("a field that is no whole number")
+    if about.written >= _MOST_SECONDS:
+        raise TypeError("a time that is none")
     if type(about.params) is not dict:
         raise TypeError("params that are no mapping")
 
@@ -251,9 +269,11 @@ class Verifier:
     """
 
     def __init__(
-        self, data: memoryview, *, key: str, protection: Protection | None = None, decrypt: bool = True
+        self, data: memoryview, *, key: str, protection: Protection | None = None, decrypt: bool = True,
+        max_buffers: int = MAX_BUFFERS,
     ) -> None:  # fmt: skip
         self._data = data
+        self._max_buffers = max_buffers
         self._key = key
         self._protection = protection
         self._decrypt = decrypt
@@ -269,7 +289,9 @@ class Verifier:
         Raises as `parse` does: CorruptBlobError, LaterVersionError, UnreadableBlobError.
         """
         if self._header is None:
-            self._header = parse(self._data[:num_bytes], key=self._key, protection=self._protection)
+            self._header = parse(
+                self._data[:num_bytes], key=self._key, protection=self._protection, max_buffers=self._max_buffers
+            )
             if self._header is None:
                 return
             self._at = self._row_end = self._header.header_bytes
@@ -301,14 +323,15 @@ class Verifier:
 
 
 def unseal(
-    data: Buffer, *, key: str, protection: Protection | None = None, decrypt: bool = True
+    data: Buffer, *, key: str, protection: Protection | None = None, decrypt: bool = True,
+    max_buffers: int = MAX_BUFFERS,
 ) -> tuple[Header, memoryview]:  # fmt: skip
     """The verified header and payload of a framed blob. Raises as `parse` does.
 
     An encrypted blob must be writable, unless it is only to be verified: `decrypt=False`.
     """
     view = memoryview(data).cast("B")
-    verifier = Verifier(view, key=key, protection=protection, decrypt=decrypt)
+    verifier = Verifier(view, key=key, protection=protection, decrypt=decrypt, max_buffers=max_buffers)
     verifier.filled(len(view))
     header = verifier.finish()
     return header, view[header.header_bytes :]

@@ -330,3 +330,12 @@ def test_a_ring_of_close_that_is_heard_together_with_another_is_not_lost() -> No
     assert not publisher._thread.is_alive()
     publisher._bell.close()
     publisher._ear.close()
+
+
+def test_nobody_can_send_it_much() -> None:
+    publisher = Publisher(Settings("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "", 10, 10, 10, 10, None))
+    try:
+        assert publisher._router is not None
+        assert {publisher._router.maxmsgsize, publisher._pub.maxmsgsize} == {4096}
+    finally:
+        publisher.close()

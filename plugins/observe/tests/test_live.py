@@ -195,7 +195,7 @@ def test_a_forked_child_does_not_hold_the_lock_of_a_dead_parent(runtime: Path) -
     os.close(ready)
 
 
-def test_who_talks_nonsense_or_hangs_up_hurts_nobody(tmp_path: Path) -> None:
+def test_who_talks_nonsense_or_hangs_up_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path, "live") as engine:
         for text in (b"\0\0\0\r\n\r\n", b"GET /else HTTP/1.0\r\n\r\n", b""):
             with socket.socket(socket.AF_UNIX) as one:
@@ -204,6 +204,9 @@ def test_who_talks_nonsense_or_hangs_up_hurts_nobody(tmp_path: Path) -> None:
         engine.store(tokens_of(8), kv=kv_of(8))
         settled(engine)
         assert sockets.ask(path_of(engine))["version"] == 1
+        monkeypatch.setattr(sockets, "_MAX_ANSWER_BYTES", 100)
+        with pytest.raises(ValueError):  # no more of an answer is read than one can have
+            sockets.ask(path_of(engine))
 
 
 def key(number: int) -> ChunkKey:

@@ -174,3 +174,9 @@ def test_it_says_what_it_is_to_whoever_looks() -> None:
     said = json.loads(blob[112 : 112 + size])
     assert said["shape"] == [2, 2, 20, 32] and said["dtype"] == "bfloat16" and said["key"] == "ours"
     assert said["fidelity"] == "cachegen/0.25" and said["serializer"] == "cachegen"
+
+
+def test_a_whole_prompt_may_have_more_streams_than_a_chunk() -> None:
+    streams = [b""] * (envelope.MAX_BUFFERS + 1)
+    blob = pack(streams, (2, 1, 4, 8), torch.bfloat16)
+    assert len(unpack(blob)[1]) == len(streams)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,17 @@ def test_heads_of_another_size_are_another_profile() -> None:
     """Pairs are rotated within heads: who decodes with others gets other keys."""
     one = profile_of()
     assert replace(one, head_size=2 * one.head_size).id != one.id
+
+
+@pytest.mark.parametrize("kind", ["fifo", "hole", "directory"])
+def test_what_is_no_file_or_longer_than_any_profile_is_not_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "profile"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "hole":
+        path.touch()
+        os.truncate(path, 1 << 43)
+    else:
+        path.mkdir()
+    with pytest.raises(CorruptProfileError, match="not a file"):
+        Profile.load(path)

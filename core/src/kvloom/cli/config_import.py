@@ -79,23 +79,22 @@ def _read(file: Path) -> dict[str, Any]:
     import yaml
 
     from kvloom.config.problems import dotted
-    from kvloom.config.sources import repeated
+    from kvloom.config.sources import TooLargeError, loaded
 
     try:
-        text = file.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        twice = next(repeated(node), None) if node else None
-        tree = yaml.safe_load(text)
+        tree, twice = loaded(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(str(file), "is no text in UTF-8") from None
+    except TooLargeError as error:
+        raise ConfigError(str(file), str(error)) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         where, tag = getattr(error, "problem_mark", None), isinstance(error, yaml.constructor.ConstructorError)
         text = "has a tag that plain YAML has not" if tag else "is no YAML"  # and no word of what stands there
         raise ConfigError(str(file), f"{text}{f', line {where.line + 1}' if where else ''}") from None
-    if twice is not None:
-        raise ConfigError(str(file), f"{dotted(twice[0])} is {twice[1]}")
+    if twice:
+        raise ConfigError(str(file), f"{dotted(twice[0][0])} is {twice[0][1]}")
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):

@@ -143,5 +143,8 @@ def exact_size(num_bytes: int) -> str | int:
 
 
 def moment(seconds: float | None) -> str:
-    """A time since the epoch as local date and time; stores that keep none say 0."""
-    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds") if seconds else "-"
+    """A time since the epoch as local date and time; stores that keep none say 0, and others may say anything."""
+    try:
+        return datetime.fromtimestamp(seconds).isoformat(" ", "seconds") if seconds else "-"
+    except (OverflowError, ValueError, OSError):
+        return "-"

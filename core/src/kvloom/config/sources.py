@@ -18,6 +18,11 @@ from kvloom.errors import ConfigError
 PREFIX = "KVLOOM_"
 TRACE, TRACE_MAX_BYTES = "KVLOOM_TRACE", "KVLOOM_TRACE_MAX_BYTES"
 """No settings: where every engine of a process writes a trace, see `kvloom trace record`."""
+MOST_TEXT = 4 << 20
+MOST_NODES = 100_000
+"""Values in a configuration, with all aliases written out."""
+_CHARS = 64
+"""A text counts as one more for each so many characters."""
 _INTERPOLATION = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
 _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 
@@ -25,14 +30,13 @@ _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. ConfigError if it cannot be read, is something else or gives a key twice."""
     try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        twice = list(repeated(node)) if node else []
-        tree = yaml.safe_load(text)
+        tree, twice = loaded(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except RecursionError:
         raise ConfigError(str(path), "nested too deeply") from None
+    except TooLargeError as error:
+        raise ConfigError(str(path), f"{error}; write out what is meant") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), f"not YAML: {' '.join(str(error).split())}") from None
     except ValueError as error:
@@ -45,6 +49,42 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(str(path), f"should hold settings such as `connector: plain`, not {type(tree).__name__}")
     return tree
+
+
+class TooLargeError(yaml.YAMLError):
+    """A document that is larger than any configuration, with its aliases written out."""
+
+
+def loaded(text: str) -> tuple[Any, list[Problem]]:
+    """What a YAML document says, and which keys it gives twice. Raises YAMLError, RecursionError or ValueError.
+
+    An alias costs as much as what it stands for: a few lines of them can stand for more than there is memory.
+    """
+    if len(text) > MOST_TEXT:
+        raise TooLargeError(f"{len(text)} characters, and a configuration has {MOST_TEXT} at most")
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if node is None:
+        return None, []
+    _written_out(node, {})
+    return yaml.safe_load(text), list(repeated(node))
+
+
+def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
+    """How much a node is with its aliases written out. known: of nodes that were counted; one counts once in itself."""
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = total = 1
+    if isinstance(node, yaml.ScalarNode):
+        total += len(node.value) // _CHARS
+    else:
+        pairs = isinstance(node, yaml.MappingNode)
+        children = [part for pair in node.value for part in pair] if pairs else node.value
+        for child in children:
+            total += _written_out(child, known)
+            if total > MOST_NODES:
+                raise TooLargeError(f"its aliases stand for more than {MOST_NODES} values")
+    known[id(node)] = total
+    return total
 
 
 def repeated(node: yaml.Node) -> Iterator[Problem]:
@@ -85,7 +125,7 @@ def overridden(
         first, *rest = name.removeprefix(PREFIX).lower().split("__")
         if first not in defaults:
             raise ConfigError(name, _no_setting(first, defaults))
-        value = _parsed(environment[name]) if rest or not isinstance(defaults[first], str) else environment[name]
+        value = _parsed(environment[name], name) if rest or not isinstance(defaults[first], str) else environment[name]
         if rest:
             value, rest = _placed(copy.deepcopy(result.get(first, defaults[first])), rest, value, name), rest
         result[first] = value
@@ -127,9 +167,11 @@ def _no_setting(word: str, known: Mapping[str, Any]) -> str:
     return f"no such setting; did you mean {PREFIX}{close[0].upper()}?" if close else "no such setting; unset it"
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str, name: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return loaded(text)[0]
+    except TooLargeError as error:
+        raise ConfigError(name, f"{error}; write out what is meant") from None
     except yaml.YAMLError:
         return text
 

@@ -46,6 +46,8 @@ class Serializer(Component):
     def params(self) -> Mapping[str, Any]:
         """What the header of a blob says about how it was encoded (JSON values), for who looks into a store.
 
+        Some 15 KiB at most, with fewer than 256 lists and mappings in it.
+
         `layer_buffers` is handed it, of the blob in question; `decode`, which has the buffers themselves, is not.
         """
         return {}
@@ -57,7 +59,7 @@ class Serializer(Component):
 
     @abstractmethod
     def encode(self, chunk: Chunk) -> Buffers:
-        """The chunk as one or several buffers, in order.
+        """The chunk as one or several buffers, in order; 4,096 at most.
 
         They may be views of the chunk's memory, which stays as it is until the blob is written, and they stay as they
         are when other chunks are encoded. A memoryview may be of any shape and format that `cast("B")` takes.

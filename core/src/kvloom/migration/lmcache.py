@@ -60,13 +60,15 @@ def import_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """
     import yaml
 
+    from kvloom.config.sources import loaded
+
     prefix, fields = "LMCACHE_", {}
     for name, text in environment.items():
         if not name.startswith(prefix) or name in _NO_FIELDS:
             continue
         field = name.removeprefix(prefix).lower()
         try:
-            fields[field] = text if field in _TEXTS else yaml.safe_load(text)
+            fields[field] = text if field in _TEXTS else loaded(text)[0]
         except (yaml.YAMLError, ValueError, RecursionError):
             raise ConfigError(name, "is no YAML") from None
     return fields

@@ -26,6 +26,8 @@ VERBS = frozenset(
 _AHEAD = 1 << 15
 """So many lines are put in order at once: an engine tells of a request when its writes are over."""
 _MOST_LINE_BYTES = 16 << 20
+_MOST_RATIO = 250
+"""What is packed tighter is no trace: these have some 20 bytes unpacked for each packed one."""
 _SHOWN = 5
 """How many broken lines are kept to be shown."""
 
@@ -114,8 +116,11 @@ class Trace:
             with self.path.open("rb") as file:
                 packed = file.peek(2)[:2] == b"\x1f\x8b"
                 source: IO[bytes] = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
-                at = 0
+                at = unpacked = 0
                 while text := source.readline(_MOST_LINE_BYTES):
+                    unpacked += len(text)
+                    if packed and unpacked > _MOST_RATIO * file.tell() + _MOST_LINE_BYTES:
+                        raise EOFError("no trace is packed as tightly")
                     yield text
                     if self.lines % 1024 == 0:
                         progress(file.tell() - at)
@@ -183,7 +188,7 @@ def _own(value: dict[str, Any], blocks: int) -> tuple[str, int, int, dict[str, i
     """The fields that only kvloom's lines have."""
     verb, salt, first, served = value.get("verb", ""), value.get("salt", 0), value.get("first", 0), value.get("served")
     if verb not in VERBS:
-        raise ValueError(f"verb: {verb!r} is none that is known")
+        raise ValueError(f"verb: {str(verb)[:40]!r} is none that is known")
     if type(salt) is not int:
         raise ValueError("salt: should be a whole number")
     if type(first) is not int or not 0 <= first <= blocks:

@@ -24,6 +24,7 @@ _MAGIC = b"KVGONE01"
 _HEADER = struct.Struct("<8sQdd")
 """Magic, checksum of all behind it, and from when until when this is complete, in seconds since the epoch."""
 _ROW = struct.Struct("<8sIB")
+_MOST_SECONDS = 1 << 37
 MAX_RECORD_BYTES = _HEADER.size + MOST * _ROW.size
 
 
@@ -55,6 +56,8 @@ def parse(record: bytes) -> Departures | None:
     if len(record) < _HEADER.size or (len(record) - _HEADER.size) % _ROW.size or len(record) > MAX_RECORD_BYTES:
         return None
     magic, checksum, since, until = _HEADER.unpack_from(record)
+    if not (0 <= since < _MOST_SECONDS and 0 <= until < _MOST_SECONDS):  # nor NaN
+        return None
     if magic != _MAGIC or checksum != xxhash.xxh3_64_intdigest(record[16:]):
         return None
     rows = {

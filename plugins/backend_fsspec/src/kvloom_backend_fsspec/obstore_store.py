@@ -20,6 +20,8 @@ PART_BYTES = 8 << 20
 _PIECE_BYTES = 256 << 10
 _PAGE = 1000
 _PARTS_AT_ONCE = 4
+_MOST_WHOLE_BYTES = 1 << 30
+"""Of an object that is read whole for a part of it."""
 _SERVER_FAILED = "500 Internal Server Error"
 T = TypeVar("T")
 
@@ -117,10 +119,10 @@ class ObstoreStore:
         except BackendError as error:
             if _SERVER_FAILED not in str(error):
                 raise
-            whole = self.get(name)  # see `read`
-            if whole is None or len(whole) < offset + len(into):
+            memory = Memory(_MOST_WHOLE_BYTES)
+            if not self.read(name, memory) or len(memory.data) < offset + len(into):  # see `read`
                 return False
-            into[:] = memoryview(whole)[offset : offset + len(into)]
+            into[:] = memoryview(memory.data)[offset : offset + len(into)]
             return True
         if found is None or found.meta["size"] < offset + len(into):
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvloom import Sink
+from kvloom import CorruptBlobError, Sink
 
 if TYPE_CHECKING:
     from kvloom_backend_fsspec.config import Config
@@ -56,10 +56,13 @@ class ObjectStore(Protocol):
 class Memory:
     """A sink of its own memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.max_bytes = max_bytes
         self._room = bytearray()
 
     def reserve(self, num_bytes: int) -> memoryview:
+        if self.max_bytes is not None and num_bytes > self.max_bytes:
+            raise CorruptBlobError(f"{num_bytes} bytes where at most {self.max_bytes} are read")
         self._room = bytearray(num_bytes)
         return memoryview(self._room)
 

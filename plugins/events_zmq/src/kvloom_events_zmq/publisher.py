@@ -18,6 +18,8 @@ from kvloom_events_zmq.wire import END, AnyEvent, Batch, sequence
 
 log = logging.getLogger("kvloom.events_zmq")
 
+_MOST_HEARD_BYTES = 4096
+"""Of what subscribers send: a topic, or the number to begin a replay with. Who sends more is cut off."""
 _LINGER_SECONDS = 1.0
 """How long closing goes on sending what was published."""
 
@@ -70,6 +72,7 @@ class Publisher:
         opened.set_hwm(self.settings.hwm)
         opened.linger = int(1000 * _LINGER_SECONDS)
         opened.ipv6 = "[" in endpoint
+        opened.maxmsgsize = _MOST_HEARD_BYTES
         try:
             opened.bind(endpoint)
         except zmq.ZMQError as error:

@@ -13,6 +13,9 @@ from kvloom import ConfigError, pip_install
 
 from .live import sockets
 
+_MOST_BYTES = 16 << 20
+"""Of an answer: a page of metrics has some 100 KiB."""
+
 Read = Callable[[bool], dict[str, Any]]
 """Gives a snapshot, with columns to plot or without. Raises OSError or ValueError that names the place."""
 
@@ -73,7 +76,7 @@ def scrape(url: str) -> dict[str, Any]:
         raise ConfigError("ENGINE", f"a URL needs prometheus-client: {remedy}") from None
     try:
         with urllib.request.urlopen(url, timeout=5.0) as answer:
-            text = answer.read().decode()
+            text = answer.read(_MOST_BYTES).decode()
     except urllib.error.HTTPError as error:
         raise ValueError(f"{url}: answers with status {error.code}") from None
     except urllib.error.URLError as error:

@@ -16,6 +16,8 @@ from kvloom_serde_cachegen.serializer import CacheGenSerializer
 
 MAX_BYTES = 1 << 32
 """What the KV of one blob may take, unless the caller says otherwise: small blobs may claim to be of any size."""
+_MOST_STREAMS = 1 << 16
+"""Of all layers of all chunks of a prompt."""
 DESCRIBED_AT = 112
 """The byte at which a blob says what it holds."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -72,7 +74,7 @@ def pack(
         key=model, serializer=CacheGenSerializer.type, shape=tuple(shape), dtype=name,
         format=MemoryFormat.KV_BLOB.value, num_tokens=shape[2], fidelity=fidelity, params=params or {},
     )  # fmt: skip
-    return join(envelope.seal(about, streams))
+    return join(envelope.seal(about, streams, max_buffers=_MOST_STREAMS))
 
 
 def unpack(
@@ -80,7 +82,7 @@ def unpack(
 ) -> tuple[envelope.Description, list[memoryview]]:
     """What `pack` was given, every byte verified. Raises CorruptBlobError as `from_bytes` does."""
     try:
-        header, payload = envelope.unseal(data, key=model)
+        header, payload = envelope.unseal(data, key=model, max_buffers=_MOST_STREAMS)
     except UnreadableBlobError as error:  # Nobody keeps it for a later release to read: it is as good as damaged.
         raise CorruptBlobError(f"byte 8: {error}") from error
     about = header.description

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -21,6 +23,8 @@ POSITION_BITS = 24
 """Positions below 2^24 can be told from a profile."""
 RANK_UNIT = 32
 MAX_EXPONENT = 5
+_MOST_BYTES = 1 << 30
+"""Of a profile; those of large models have some 100 MiB."""
 T = TypeVar("T")
 
 _ABOUT = ("model", "identity", "planes", "layers", "hidden", "head_size", "calibrated_tokens", "rotary_size",
@@ -166,7 +170,7 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> Profile:
         """The profile in a file. Raises OSError, or CorruptProfileError for what is not exactly as it was saved."""
-        data = path.read_bytes()
+        data = _content(path)
         try:
             tensors = file_of.load(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -178,6 +182,17 @@ class Profile:
             return _unpacked(json.loads(head["about"]), tensors)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CorruptProfileError(path, f"no profile that can be used: {error}") from error
+
+
+def _content(path: Path) -> bytes:
+    """Of a regular file of a bounded length, never waited for. Raises OSError or CorruptProfileError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+        os.close(fd)
+        raise CorruptProfileError(path, f"no profile: not a file, or one of {status.st_size} bytes")
+    with open(fd, "rb") as file:
+        return file.read(_MOST_BYTES)
 
 
 def identity_of(spec: KVSpec) -> str:

@@ -22,6 +22,8 @@ log = logging.getLogger("kvloom.observe")
 SUFFIX = ".sock"
 LOCK_SUFFIX = ".lock"
 """Behind a socket's name. Who holds this file's lock has the socket; the lock ends with the process."""
+_MAX_ANSWER_BYTES = 16 << 20
+"""A snapshot has some 100 KiB."""
 _MAX_PATH_BYTES = 100
 """A Unix socket's path has 108 bytes at most, 104 on macOS."""
 _BACKLOG = 16
@@ -256,7 +258,7 @@ def ask(path: Path, *, series: bool = False, timeout: float = 5.0) -> dict[str, 
     try:
         connection.request("GET", "/snapshot?series=1" if series else "/snapshot")
         answer = connection.getresponse()
-        told = json.loads(answer.read()) if answer.status == 200 else None
+        told = json.loads(answer.read(_MAX_ANSWER_BYTES)) if answer.status == 200 else None
     except http.client.HTTPException as error:
         raise ValueError(f"{path}: no engine of kvloom answers there") from error
     finally:
