@@ -105,11 +105,10 @@ sys.exit(7)
 
 def test_record_runs_a_command_and_gives_its_status(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    done = subprocess.run(
-        [*KVLOOM, "trace", "record", trace, "--", sys.executable, "-c", SERVE, "2"], capture_output=True, text=True
-    )
-    assert done.returncode == 7, done.stderr
-    assert done.stderr.endswith(f"{trace}: 3 requests\n")
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    done = run("trace", "record", trace, "--", sys.executable, "-c", SERVE, "2", status=7)
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert done.err.endswith(f"{trace}: 3 calls (2 retrieve, 1 store)\n")
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     assert sorted(line["verb"] for line in lines) == ["retrieve", "retrieve", "store"]
     assert {line["input_length"] for line in lines} == {40} and {len(line["hash_ids"]) for line in lines} == {10}
