@@ -21,7 +21,6 @@ from kvloom.replay import Trace
 
 BIG = KVSpec(model="tiny", num_layers=2, num_kv_heads=8, head_size=128, dtype="float32")
 """Whose chunks of 256 tokens have 4 MiB: from there on the pool keeps chunks and blobs in pieces of one length."""
-KVLOOM = [sys.executable, "-c", "from kvloom.cli.main import main; main()"]
 
 
 def config(path: Path, *tiers: dict[str, Any], chunk: int = CHUNK, **more: Any) -> Path:
@@ -139,10 +138,7 @@ def test_what_is_recorded_gives_nothing_away(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    done = subprocess.run(
-        [*KVLOOM, "trace", "record", trace, "--", sys.executable, "-c", SERVE, "3", trace], capture_output=True
-    )
-    assert done.returncode == 128 + signal.SIGKILL
+    run("trace", "record", trace, "--", sys.executable, "-c", SERVE, "3", trace, status=128 + signal.SIGKILL)
     source = Trace(trace)
     assert len(list(source.requests())) >= 3 and source.broken == 0
 

@@ -107,7 +107,7 @@ def _prompt(number: int, line: str, encode: Tokenizer | None) -> Prompt:
         try:
             return Prompt(number, key=ChunkKey.parse(line))
         except ValueError:
-            raise ValueError(f"not a chunk key: {line[:80]!r}") from None
+            raise ValueError(f"not a chunk key: {line[:80]!r}; a prompt is JSON") from None
     fields = json.loads(line)
     unknown = fields.keys() - {"tokens", "text", "salt"}
     if unknown or ("tokens" in fields) == ("text" in fields):
