@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -82,6 +80,12 @@ def test_a_tier_that_is_slower_than_recomputing_is_said_to_be(config: Path) -> N
     assert re.search(r"^disk: SLOWER THAN RECOMPUTING: it gives [\d,]+ tokens/s, the model computes 25,000,000,000,000",
                      printed, re.MULTILINE)  # fmt: skip
     assert re.search(r"disk\s.*\snever\s", printed)
+    assert "recomputing: 25,000,000,000,000,000 tokens/s, estimated from --params and --flops" in printed
+    given = plan(config, *NUMBERS, "--prefill-tokens-per-second", 10)
+    assert (given["prefill_tokens_per_second"], given["prefill_is_estimated"]) == (10, False)
+    assert "recomputing: 10 tokens/s, as given" in run("plan", config, *NUMBERS, "--prefill-tokens-per-second", 10).out
+    assert plan(config, *NUMBERS, "--params", "8", "--flops", "400P")["prefill_is_estimated"]
+    assert not store_of(config).exists(), "what was not there before is not there now"
 
 
 def test_tiers_in_the_wrong_order(rack: Path) -> None:
@@ -353,12 +357,3 @@ def test_quantities() -> None:
 def test_half_an_estimate_is_refused(config: Path) -> None:
     refused = run("plan", config, *NUMBERS, "--params", "8B", status=2).err
     assert refused == "kvloom: --flops, --params: one says nothing without the other\n"
-
-
-@pytest.mark.slow
-def test_the_real_command(config: Path) -> None:
-    script = "from kvloom.cli.main import main; main()"
-    command = [sys.executable, "-c", script, "plan", config, *NUMBERS, "--json"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["tiers"][1]["read_bytes_per_second"] > 0

@@ -22,7 +22,6 @@ from kvloom.replay import Trace
 
 BIG = KVSpec(model="tiny", num_layers=2, num_kv_heads=8, head_size=128, dtype="float32")
 """Whose chunks of 256 tokens have 4 MiB: from there on the pool keeps chunks and blobs in pieces of one length."""
-KVLOOM = [sys.executable, "-c", "from kvloom.cli.main import main; main()"]
 
 
 def config(path: Path, *tiers: dict[str, Any], chunk: int = CHUNK, **more: Any) -> Path:
@@ -106,11 +105,10 @@ sys.exit(7)
 
 def test_record_runs_a_command_and_gives_its_status(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    done = subprocess.run(
-        [*KVLOOM, "trace", "record", trace, "--", sys.executable, "-c", SERVE, "2"], capture_output=True, text=True
-    )
-    assert done.returncode == 7, done.stderr
-    assert done.stderr.endswith(f"{trace}: 3 requests\n")
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    done = run("trace", "record", trace, "--", sys.executable, "-c", SERVE, "2", status=7)
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert done.err.endswith(f"{trace}: 3 calls (2 retrieve, 1 store)\n")
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     assert sorted(line["verb"] for line in lines) == ["retrieve", "retrieve", "store"]
     assert {line["input_length"] for line in lines} == {40} and {len(line["hash_ids"]) for line in lines} == {10}
@@ -141,10 +139,7 @@ def test_what_is_recorded_gives_nothing_away(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    done = subprocess.run(
-        [*KVLOOM, "trace", "record", trace, "--", sys.executable, "-c", SERVE, "3", trace], capture_output=True
-    )
-    assert done.returncode == 128 + signal.SIGKILL
+    run("trace", "record", trace, "--", sys.executable, "-c", SERVE, "3", trace, status=128 + signal.SIGKILL)
     source = Trace(trace)
     assert len(list(source.requests())) >= 3 and source.broken == 0
 

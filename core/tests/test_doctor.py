@@ -87,7 +87,25 @@ def test_each_tier_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
     code, found = doctor(config)
     assert code == 0
     assert any("written in" in one.text and "read in" in one.text for one in of(found, "tier", "disk"))
-    assert not [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.stat().st_size >= 1 << 20]
+    assert not (tmp_path / "kv").exists() and [path.name for path in tmp_path.iterdir()] == ["kv.yaml"]
+    (tmp_path / "kv").mkdir()
+    assert doctor(config)[0] == 0 and not (tmp_path / "kv" / "doctor").exists()
+    (tmp_path / "kv" / "a").mkdir()
+    assert doctor(written(tmp_path, f"{{type: disk, path: {tmp_path / 'kv' / 'b' / 'c'}}}"))[0] == 0
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["+tmp", "a"]
+
+
+def test_only_what_uses_it_is_told_of_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvloom_backend_disk.backend import DiskBackend
+
+    config = written(tmp_path, f"{{type: disk, path: {tmp_path / 'kv'}}}")
+    assert any("O_DIRECT" in one.text for one in of(doctor(config)[1], "tier"))
+    monkeypatch.setattr(tiers, "_DIRECT_TYPE", "another")
+    assert not any("O_DIRECT" in one.text for one in of(doctor(config)[1], "tier")), "as of a store in one file"
+    monkeypatch.undo()
+    never = written(tmp_path, f"{{type: disk, path: {tmp_path / 'kv'}, direct: never}}")
+    assert DiskBackend.type == tiers._DIRECT_TYPE
+    assert not any("O_DIRECT" in one.text for one in of(doctor(never)[1], "tier"))
 
 
 def test_a_tier_that_fails_or_hangs_keeps_no_other_from_being_tried(tmp_path: Path) -> None:

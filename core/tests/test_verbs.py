@@ -8,8 +8,9 @@ import sys
 import pytest
 import typer
 from typer.main import get_group
+from typer.testing import CliRunner
 
-from kvloom import verbs
+from kvloom import ConfigError, pip_install, plugins, verbs
 from kvloom.cli import main
 
 
@@ -22,6 +23,23 @@ def test_what_is_listed_is_what_there_is() -> None:
         assert listed[name].get_short_help_str() == whole[name].get_short_help_str()
     for line in main.VERBS.values():
         assert len(line) <= 66 and line.endswith("."), "a list would cut it"
+
+
+def test_a_verb_of_another_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the README's own line, which installs three packages."""
+    builtin = [one for one in plugins._installed() if one.name == "builtin"]
+    monkeypatch.setattr(plugins, "_installed", lambda: builtin)
+    commands = main.app()
+    assert "top" not in get_group(main.app(listing=True)).get_help(typer.Context(get_group(commands)))
+    for name, dist in main.ELSEWHERE.items():
+        for more in ([], ["--help"], ["x.yaml", "--unknown", "3"]):
+            error = CliRunner().invoke(commands, [name, *more]).exception
+            assert isinstance(error, ConfigError), (name, more)
+            assert str(error) == f"kvloom {name}: comes with {dist}: {pip_install(dist)}"
+
+
+def test_every_verb_of_our_packages_is_known() -> None:
+    assert set(main.ELSEWHERE) == set(get_group(main.app()).commands) - set(main.VERBS)
 
 
 def test_a_list_imports_no_verb() -> None:

@@ -48,8 +48,9 @@ def warm(
 ) -> list[Warmed]:
     """Bring the chunks of the prompts in `file` from the lower tiers into memory; what is there in the end, per line.
 
-    A line is `{"tokens": [...]}` or `{"text": "..."}`, both with an optional `"salt"`, or the key of one chunk. What no
-    tier holds is passed over. Where memory is too small for all, the last lines are in it, with `pin` the first.
+    A line is `{"tokens": [...]}` or `{"text": "..."}`, both with an optional `"salt"`, a list of token ids, or the key
+    of one chunk. What no tier holds is passed over. Where memory is too small for all, the last lines are in it, with
+    `pin` the first.
 
     pin: keep them there until `unpin`, `remove` or the end. tokenizer: for text, a function or what transformers'
     AutoTokenizer takes. Raises ConfigError for a file that is not like this, and for an engine without a memory tier.
@@ -77,7 +78,7 @@ def warm(
 def read_prompts(file: Path, tokenizer: str | Tokenizer | None = None) -> Iterator[Prompt]:
     """The lines of a file of prompts. Raises ConfigError with the line of what is none."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = _lines(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(file), f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     encode = _loaded(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -89,12 +90,24 @@ def read_prompts(file: Path, tokenizer: str | Tokenizer | None = None) -> Iterat
                 raise ConfigError(f"{file}:{number}", str(error)) from None
 
 
+def _lines(text: str) -> list[str]:
+    """One prompt each. A file that is one JSON list, as `kvloom why` takes it, is one prompt however it is broken."""
+    if text.lstrip().startswith("["):
+        try:
+            return [json.dumps(json.loads(text))]
+        except (ValueError, RecursionError):
+            pass  # a list in each line, or none
+    return text.splitlines()
+
+
 def _prompt(number: int, line: str, encode: Tokenizer | None) -> Prompt:
+    if line.startswith("["):
+        line = f'{{"tokens": {line}}}'
     if not line.startswith("{"):
         try:
             return Prompt(number, key=ChunkKey.parse(line))
         except ValueError:
-            raise ValueError(f"not a chunk key: {line[:80]!r}") from None
+            raise ValueError(f"not a chunk key: {line[:80]!r}; a prompt is JSON") from None
     fields = json.loads(line)
     unknown = fields.keys() - {"tokens", "text", "salt"}
     if unknown or ("tokens" in fields) == ("text" in fields):

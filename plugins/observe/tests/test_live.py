@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from kvloom import BackendError, ChunkKey, ConfigError
 from kvloom.cli.main import app
+from kvloom_observe.http_server import HTTPServer, Response
 from kvloom_observe.live import sockets
 from kvloom_observe.live.prefixes import Prefixes
 from kvloom_observe.live.series import NAMES, Series
@@ -162,6 +163,17 @@ def test_binding_leaves_the_mask_of_new_files_alone(tmp_path: Path, monkeypatch:
     bound = sockets.bind(tmp_path / "s")
     assert stat.S_IMODE(bound.path.stat().st_mode) == 0o600
     bound.listener.close()
+    bound.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"nonsense", b"[1]", b"[" * 100_000, b'{"versions": 1}'])
+def test_what_is_no_snapshot_is_said(tmp_path: Path, body: bytes) -> None:
+    bound = sockets.bind(tmp_path / "s")
+    server = HTTPServer(bound.listener, lambda _: Response(200, body))
+    server.start()
+    with pytest.raises(ValueError, match="no engine of kvloom answers there"):
+        sockets.ask(bound.path)
+    server.close()
     bound.close()
 
 

@@ -105,6 +105,9 @@ class Else(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(404 if "404" in self.path else 200)
         self.end_headers()
+        if "binary" in self.path:
+            self.wfile.write(b"\xff\xfe")
+            return
         self.wfile.write(b"# HELP x y\n# TYPE x counter\nx_total 1\n" if "metrics" in self.path else b"<html> {")
 
     def log_message(self, *_: Any) -> None: ...
@@ -115,7 +118,12 @@ def test_what_is_no_engine_of_kvloom(tmp_path: Path) -> None:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        for path, words in (("metrics", "no metrics of kvloom"), ("", "no metrics of"), ("404", "status 404")):
+        for path, words in (
+            ("metrics", "no metrics of kvloom"),
+            ("", "no metrics of"),
+            ("404", "status 404"),
+            ("binary", "no metrics"),
+        ):
             error = top(f"http://127.0.0.1:{server.server_port}/{path}", "--once").exception
             assert isinstance(error, BackendError) and words in str(error)
     finally:

@@ -13,7 +13,7 @@ from kvloom.bounded import get_at_most
 from kvloom.checkup.finding import Finding, note, ok, problem
 from kvloom.checkup.machine import available_bytes
 from kvloom.cli import output
-from kvloom.cli.store import RUNTIME, Store, opened
+from kvloom.cli.store import RUNTIME, Store, for_a_try, opened
 from kvloom.errors import KVLoomError
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PROBE = "doctor/"
 """Where what is written for a try lies, for as long as that takes."""
 PROBE_BYTES = 1 << 20
+_DIRECT_TYPE = "disk"
+"""The backend that moves blobs by O_DIRECT."""
 _FAR = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "ceph", "glusterfs"}
 
 
@@ -48,11 +50,11 @@ def _tried(choice: TierChoice) -> Finding:
     """Writes a blob, asks for it, reads it and deletes it, each within the tier's deadline."""
     key, blob = f"{PROBE}{os.getpid()}-{RUNTIME.wall():.0f}", os.urandom(PROBE_BYTES)
     try:
-        with opened(choice) as store:
+        with for_a_try(choice) as tried, opened(tried) as store:
             try:
                 return _written(store, key, blob)
             finally:
-                store.ask(lambda: store.backend.delete(key))
+                store.ask(lambda: store.backend.delete_many([key]))  # which removes what is empty then
     except KVLoomError as error:
         return problem("tier", choice.name, str(error))
 
@@ -94,7 +96,7 @@ def _directory(choice: TierChoice, path: Path) -> Iterator[Finding]:
     elif choice.capacity > free + _used(path):
         said = f"capacity {output.size(choice.capacity)}, and {output.size(free)} are free on {there}: lower it"
         yield problem("tier", choice.name, said)
-    yield _direct(choice, there)
+    yield from _writable(choice, there)
 
 
 def _used(path: Path) -> int:
@@ -111,18 +113,29 @@ def _used(path: Path) -> int:
     return total
 
 
-def _direct(choice: TierChoice, place: Path) -> Finding:
+def _writable(choice: TierChoice, place: Path) -> Iterator[Finding]:
+    """Whether files can be made there, and, for a tier that would, moved past the page cache."""
+    assert choice.backend is not None
     flag: Any = getattr(os, "O_DIRECT", None)
-    if flag is None:
-        return note("tier", choice.name, "no O_DIRECT on this system: reads and writes go through the page cache")
+    wanted = choice.backend.cls.type == _DIRECT_TYPE and getattr(choice.backend.config, "direct", "") != "never"
+    if wanted and flag is None:
+        yield note("tier", choice.name, "no O_DIRECT on this system: reads and writes go through the page cache")
+        return
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".kvloom-doctor") as file:
-            os.close(os.open(file.name, os.O_RDWR | flag))
+            if wanted:
+                os.close(os.open(file.name, os.O_RDWR | flag))
     except PermissionError as error:
-        return problem("tier", choice.name, f"{place}: {error.strerror}; choose another `path`, or change its owner")
+        text = f"{place}: {error.strerror}; choose another `path`, or change its owner"
+        yield problem("tier", choice.name, text)
     except OSError as error:
-        return note("tier", choice.name, f"no O_DIRECT on {place} ({error.strerror}): it goes through the page cache")
-    return ok("tier", choice.name, f"O_DIRECT works on {place} ({file_system(place) or 'unknown file system'})")
+        if wanted:
+            text = f"no O_DIRECT on {place} ({error.strerror}): it goes through the page cache"
+            yield note("tier", choice.name, text)
+    else:
+        if wanted:
+            kind = file_system(place) or "unknown file system"
+            yield ok("tier", choice.name, f"O_DIRECT works on {place} ({kind})")
 
 
 def file_system(path: Path) -> str:

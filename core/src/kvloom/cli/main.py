@@ -13,6 +13,7 @@ import typer
 import kvloom
 from kvloom import verbs
 from kvloom.errors import ConfigError, KVLoomError
+from kvloom.installing import pip_install
 from kvloom.plugins import Registry
 
 VERBS = {
@@ -27,6 +28,17 @@ VERBS = {
     "warm": "Copy prompts into a faster tier.",
 }
 """The core's own, each a module of `kvloom.cli`, and a line for the list of them, which imports none."""
+
+ELSEWHERE = {
+    "top": "kvloom-observe",
+    "serve": "kvloom-observe",
+    "check": "kvloom-testkit",
+    "new": "kvloom-testkit",
+    "demo": "kvloom-connector-transformers",
+    "calibrate": "kvloom-serde-cachegen",
+    "blend": "kvloom-blend",
+}
+"""Verbs that other packages of kvloom bring, and which ones."""
 
 
 def app(*, listing: bool = False) -> typer.Typer:
@@ -47,7 +59,23 @@ def app(*, listing: bool = False) -> typer.Typer:
         else:
             importlib.import_module(f"kvloom.cli.{name}").add(commands, registry)
     registry.add_commands(commands, resolve=not listing)
+    for name in sorted(ELSEWHERE.keys() - verbs.names(commands)):
+        _add_missing(commands, name, registry)
     return verbs.outlined(commands) if listing else commands
+
+
+def _add_missing(commands: typer.Typer, name: str, registry: Registry) -> None:
+    """A verb that is not listed, and says what it needs."""
+    dist = ELSEWHERE[name]
+
+    @commands.command(
+        name, hidden=True, add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )  # fmt: skip
+    def missing() -> None:
+        if any(status.dist == dist for status in registry.statuses()):
+            raise ConfigError(f"kvloom {name}", f"{dist} is installed and does not work; `kvloom plugins` says why")
+        raise ConfigError(f"kvloom {name}", f"comes with {dist}: {pip_install(dist)}")
 
 
 def main() -> None:

@@ -84,10 +84,15 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         rows = [_row(choice, sample, rate) for choice in resolved.tiers]
         _compare(rows)
         if as_json:
-            about = {"chunk_tokens": sample.num_tokens, "chunk_bytes": sample.nbytes, "prefill_tokens_per_second": rate}
+            about = {
+                "chunk_tokens": sample.num_tokens,
+                "chunk_bytes": sample.nbytes,
+                "prefill_tokens_per_second": rate,
+                "prefill_is_estimated": rate is not None and prefill is None,
+            }
             print(json.dumps({**about, "tiers": [asdict(row) for row in rows]}, indent=2))
         else:
-            _print(rows, sample, rate)
+            _print(rows, sample, rate, "as given" if prefill is not None else "estimated from --params and --flops")
         raise typer.Exit(1 if any(row.error for row in rows) else 0)
 
 
@@ -136,7 +141,7 @@ def _row(choice: TierChoice, sample: Sample, rate: float | None) -> Row:
 
 def _speed(choice: TierChoice, sample: Sample) -> Speed:
     from kvloom.cli.measure import measure_memory, measure_store
-    from kvloom.cli.store import opened
+    from kvloom.cli.store import for_a_try, opened
 
     with output.progress(f"measuring {choice.name}"):
         if choice.backend is None or choice.serializer is None:
@@ -144,7 +149,7 @@ def _speed(choice: TierChoice, sample: Sample) -> Speed:
         serializer = choice.serializer.make(sample.spec)
         if sample.format not in serializer.formats:
             raise ConfigError(f"{choice.path}.serializer", f"{serializer.type!r} does not take this connector's KV")
-        with opened(choice, sample.spec) as store:
+        with for_a_try(choice) as tried, opened(tried, sample.spec) as store:
             return measure_store(store, serializer, sample)
 
 
@@ -181,7 +186,8 @@ def _compare(rows: Sequence[Row]) -> None:
             below.warnings.append(f"faster than {above.tier!r}, which is asked first: {remedy}")
 
 
-def _print(rows: Sequence[Row], sample: Sample, rate: float | None) -> None:
+def _print(rows: Sequence[Row], sample: Sample, rate: float | None, origin: str) -> None:
+    """origin: of the rate."""
     output.say(
         f"{sample.spec.model}: {output.size(sample.nbytes // sample.num_tokens)} a token, "
         f"{output.size(sample.nbytes)} a chunk of {sample.num_tokens} tokens"
@@ -189,7 +195,7 @@ def _print(rows: Sequence[Row], sample: Sample, rate: float | None) -> None:
     if rate is None:
         output.say("recomputing: not known; nothing is measured of the model: say --prefill-tokens-per-second")
     else:
-        output.say(f"recomputing: {rate:,.0f} tokens/s, as given")
+        output.say(f"recomputing: {rate:,.0f} tokens/s, {origin}")
     columns = ("holds", "write", "read", "latency", "per s", "pays from")
     title = "tokens that each tier holds, gives per second, and from which on it pays"
     output.print_table(title, ("tier", *columns), [_cells(row, rate) for row in rows], right=columns)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -133,6 +136,31 @@ def opened(
         with contextlib.suppress(Exception):
             Workers(RUNTIME, name=f"tier {choice.name}", threads=1).run(backend.close, seconds=seconds)
         workers.close(0.0)
+
+
+@contextmanager
+def for_a_try(choice: TierChoice) -> Iterator[TierChoice]:
+    """The tier; where its directory is not there yet, one like it in a directory beside that is gone afterwards."""
+    assert choice.backend is not None
+    place = getattr(choice.backend.config, "path", None)
+    if (
+        not (isinstance(place, Path) or (isinstance(place, str) and os.sep in place))
+        or Path(place).expanduser().exists()
+    ):
+        yield choice
+        return
+    path = Path(place).expanduser()
+    there = next(parent for parent in path.parents if parent.exists())
+    try:
+        scratch = tempfile.mkdtemp(dir=there, prefix=".kvloom-try-")
+    except OSError:  # opening the tier fails too, and says why
+        yield choice
+        return
+    try:
+        config = choice.backend.config.model_copy(update={"path": type(place)(os.path.join(scratch, path.name))})
+        yield replace(choice, backend=replace(choice.backend, config=config))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager

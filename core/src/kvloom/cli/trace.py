@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
     from kvloom.cli.sweep import Run
     from kvloom.replay import Trace
+
+_VERB = re.compile(rb'"verb": ?"([a-z_]+)"')
+"""In a recorded line."""
 
 
 def add(commands: typer.Typer, registry: Registry) -> None:
@@ -116,9 +121,14 @@ def _record(file: Path, command: Sequence[str], max_bytes: str) -> int:
         child = subprocess.Popen(command, env=environment)
     except OSError as error:
         raise ConfigError("COMMAND", f"{command[0]!r} cannot be run: {error.strerror}") from None
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends the first to both; the child decides
-        signal.signal(number, lambda number, _: child.send_signal(number) if number == signal.SIGTERM else None)
-    status = child.wait()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:  # a terminal sends the first to both; the child decides
+            signal.signal(number, lambda number, _: child.send_signal(number) if number == signal.SIGTERM else None)
+        status = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     _say_recorded(file)
     return status if status >= 0 else 128 - status
 
@@ -127,7 +137,9 @@ def _say_recorded(file: Path) -> None:
     found = [one for one in (file, *sorted(file.parent.glob(f"{file.stem}.*{file.suffix}"))) if one.is_file()]
     for one in found:
         with one.open("rb") as lines:
-            output.say(f"{one}: {sum(1 for _ in lines)} requests", stderr=True)
+            verbs = Counter(verb[1].decode() for line in lines if (verb := _VERB.search(line)))
+        counted = ", ".join(f"{count:,} {verb}" for verb, count in verbs.most_common())
+        output.say(f"{one}: {verbs.total():,} calls ({counted or 'none'})", stderr=True)
     if not found:
         text = "nothing was recorded: no engine of kvloom had a request in what was run"
         output.say(f"kvloom: {text}", stderr=True)
@@ -197,7 +209,8 @@ def _print(about: dict[str, Any], runs: Sequence[Run]) -> None:
                  output.size(tier["held_bytes"]))
             )  # fmt: skip
     requests, tokens = about["requests"], about["tokens"]
-    title = f"{about['path']}: {requests:,} requests that asked for {tokens:,} tokens"
+    calls = "" if about["lines"] == requests else f"{about['lines']:,} calls, "
+    title = f"{about['path']}: {calls}{requests:,} requests that asked for {tokens:,} tokens"
     columns = ("configuration", "tokens hit", "chunks hit", "requests whole", "or partly")
     output.print_table(title, columns, rows, right=columns[1:])
     about_tiers = (

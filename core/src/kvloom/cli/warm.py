@@ -51,7 +51,10 @@ class Line:
 def add(commands: typer.Typer, registry: Registry) -> None:
     @commands.command("warm")
     def warm(
-        file: Annotated[Path, typer.Argument(metavar="FILE", help="Prompts (JSON lines) or keys, one in a line.")],
+        file: Annotated[
+            Path,
+            typer.Argument(metavar="FILE", help="Prompts as JSON, or one prompt or key in a line."),
+        ],
         config: Annotated[Path, typer.Option(metavar="CONFIG", help="The engine's YAML configuration.")],
         into: Annotated[str | None, typer.Option(metavar="TIER", help="Copy what slower tiers hold into this.")] = None,
         spec: Annotated[
@@ -68,7 +71,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
 
         settings, resolved = load(config)
         prompts = list(read_prompts(file, tokenizer))
-        with stores(resolved) as opened:
+        with stores(resolved, made=into is not None) as opened:
             target = None if into is None else _target(opened, resolved, into)
             keyings = _keyings(prompts, opened, settings, resolved, spec=spec, model=model)
             lines = list(_lines(prompts, keyings, settings.chunk_tokens))

@@ -41,6 +41,8 @@ class ZmqEventsConfig(Config):
     """Events that may wait to be sent; those beyond are dropped, and counted."""
     batch: int = Field(default=1024, ge=1)
     """Events in one message at most."""
+    max_connections: int = Field(default=64, ge=1)
+    """Connections to an endpoint; with more, all are dropped and may connect again."""
     replay_batches: int = Field(default=10_000, ge=1)
     """How many batches are kept, for subscribers that ask for what they missed."""
     remember: ByteSize = Field(default=ByteSize(64 << 20), ge=0)
@@ -72,7 +74,7 @@ class ZmqEventsObserver(Observer):
             self.publisher = acquire(
                 Settings(
                     config.endpoint, config.replay_endpoint, config.topic, config.hwm, config.max_waiting,
-                    config.batch, config.replay_batches, config.data_parallel_rank,
+                    config.batch, config.replay_batches, config.data_parallel_rank, config.max_connections,
                 )
             )  # fmt: skip
 

@@ -14,14 +14,10 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from kvloom_events_zmq.listener import LINGER_SECONDS, Listener
 from kvloom_events_zmq.wire import END, AnyEvent, Batch, sequence
 
 log = logging.getLogger("kvloom.events_zmq")
-
-_MOST_HEARD_BYTES = 4096
-"""Of what subscribers send: a topic, or the number to begin a replay with. Who sends more is cut off."""
-_LINGER_SECONDS = 1.0
-"""How long closing goes on sending what was published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +32,7 @@ class Settings:
     batch: int
     replay_batches: int
     data_parallel_rank: int | None
+    max_connections: int = 64
 
 
 class Publisher:
@@ -67,27 +64,20 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvloom-events-zmq")
         self._thread.start()
 
-    def _bound(self, kind: int, name: str, endpoint: str) -> zmq.Socket[bytes]:
-        opened = self._context.socket(kind)
-        opened.set_hwm(self.settings.hwm)
-        opened.linger = int(1000 * _LINGER_SECONDS)
-        opened.ipv6 = "[" in endpoint
-        opened.maxmsgsize = _MOST_HEARD_BYTES
-        try:
-            opened.bind(endpoint)
-        except zmq.ZMQError as error:
-            text = f"cannot bind {endpoint}: {error.strerror}; name an address of this machine with a free port"
-            raise ValueError(f"{name}: {text}") from error
-        return opened
+    def _bound(self, kind: int, name: str, endpoint: str) -> Listener:
+        settings = self.settings
+        return Listener(
+            self._context, kind, name, endpoint, hwm=settings.hwm, max_connections=settings.max_connections
+        )  # fmt: skip
 
     @property
     def endpoint(self) -> str:
         """Where it is published, with the port that a `*` or a 0 came to be."""
-        return self._pub.last_endpoint.decode().rstrip("\0")
+        return self._pub.endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        return None if self._router is None else self._router.last_endpoint.decode().rstrip("\0")
+        return None if self._router is None else self._router.endpoint
 
     def publish(self, events: list[AnyEvent]) -> int:
         """Send events, in order, soon; how many were dropped because too many wait."""
@@ -114,13 +104,16 @@ class Publisher:
             self._bell.send(b"!")
 
     def _run(self) -> None:
+        listeners = [one for one in (self._pub, self._router) if one is not None]
         poller = zmq.Poller()
-        poller.register(self._ear, zmq.POLLIN)
+        for readable in (self._ear, *(one.monitor for one in listeners)):
+            poller.register(readable, zmq.POLLIN)
         if self._router is not None:
-            poller.register(self._router, zmq.POLLIN)
+            poller.register(self._router.socket, zmq.POLLIN)
         try:
             while True:
-                ready = dict(poller.poll())
+                waits = [wait for one in listeners if (wait := one.attend()) is not None]
+                ready = dict(poller.poll(None if not waits else int(1000 * min(waits)) + 1))
                 if self._ear.fileno() in ready:
                     self._ear.recv(4096)
                 closing = self._closing  # now: what has just been heard may be the ring of `close`
@@ -128,10 +121,12 @@ class Publisher:
                     self._send(batch)
                 if closing:
                     return
-                if self._router is not None and self._router in ready:
-                    self._replay(self._router)
+                if self._router is not None and self._router.socket in ready:
+                    self._replay(self._router.socket)
         finally:
-            self._context.destroy(linger=int(1000 * _LINGER_SECONDS))
+            for one in listeners:
+                one.close()
+            self._context.destroy(linger=int(1000 * LINGER_SECONDS))
 
     def _take(self) -> list[AnyEvent]:
         with self._lock:
@@ -144,7 +139,7 @@ class Publisher:
         payload = msgspec.msgpack.encode(Batch(time.time(), events, self.settings.data_parallel_rank))
         number, self._number = self._number, self._number + 1
         self._sent.append((number, payload))
-        self._pub.send_multipart((self.settings.topic.encode(), sequence(number), payload))
+        self._pub.socket.send_multipart((self.settings.topic.encode(), sequence(number), payload))
 
     def _replay(self, router: zmq.Socket[bytes]) -> None:
         """Who asks gets what is still there from a number on. One that does not read what it asked for loses it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import math
 import urllib.error
 import urllib.request
@@ -13,8 +14,8 @@ from kvloom import ConfigError, pip_install
 
 from .live import sockets
 
-_MOST_BYTES = 16 << 20
-"""Of an answer: a page of metrics has some 100 KiB."""
+_MAX_METRICS_BYTES = 64 << 20
+"""Many times as much as an endpoint of many engines has."""
 
 Read = Callable[[bool], dict[str, Any]]
 """Gives a snapshot, with columns to plot or without. Raises OSError or ValueError that names the place."""
@@ -76,11 +77,15 @@ def scrape(url: str) -> dict[str, Any]:
         raise ConfigError("ENGINE", f"a URL needs prometheus-client: {remedy}") from None
     try:
         with urllib.request.urlopen(url, timeout=5.0) as answer:
-            text = answer.read(_MOST_BYTES).decode()
+            text = answer.read(_MAX_METRICS_BYTES).decode()
     except urllib.error.HTTPError as error:
         raise ValueError(f"{url}: answers with status {error.code}") from None
     except urllib.error.URLError as error:
         raise OSError(f"{url}: {error.reason}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(f"{url}: {error or type(error).__name__}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{url}: no metrics of Prometheus") from None
     try:
         families = {family.name: family for family in text_string_to_metric_families(text)}
     except ValueError:

@@ -27,6 +27,8 @@ _MAX_ANSWER_BYTES = 16 << 20
 _MAX_PATH_BYTES = 100
 """A Unix socket's path has 108 bytes at most, 104 on macOS."""
 _BACKLOG = 16
+_MAX_ANSWER_BYTES = 16 << 20
+"""Many times as much as a snapshot has."""
 _LOCK_ATTEMPTS, _LOCK_SECONDS = 20, 0.01
 """`running` of another process holds the lock of a dead engine for a moment."""
 
@@ -259,7 +261,7 @@ def ask(path: Path, *, series: bool = False, timeout: float = 5.0) -> dict[str, 
         connection.request("GET", "/snapshot?series=1" if series else "/snapshot")
         answer = connection.getresponse()
         told = json.loads(answer.read(_MAX_ANSWER_BYTES)) if answer.status == 200 else None
-    except http.client.HTTPException as error:
+    except (http.client.HTTPException, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no engine of kvloom answers there") from error
     finally:
         connection.close()

@@ -1,0 +1,103 @@
+"""A bound socket of ZeroMQ with a bounded number of connections: ZeroMQ itself takes as many as come."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+log = logging.getLogger("kvloom.events_zmq")
+
+LINGER_SECONDS = 1.0
+"""How long closing goes on sending what was published."""
+_HANDSHAKE_SECONDS = 5.0
+"""How long a connection may take to say that it speaks ZeroMQ."""
+_IDLE_SECONDS = 60
+"""After so long, it is asked whether the other machine is still there."""
+_MAX_MESSAGE_BYTES = 4096
+"""Of what comes in: subscriptions, and numbers to replay from."""
+_MAX_WAITING_REQUESTS = 1000
+_PAUSE_SECONDS = 1.0
+"""How long it does not listen after there were too many connections."""
+_SPARE_SHARE, _MAX_SPARE = 8, 64
+"""Descriptors that are left to others: this share of what the process may have, and not more than so many."""
+
+
+class Listener:
+    """For the thread that owns its sockets. With too many connections it drops all, and listens again soon after.
+
+    ZeroMQ can drop no single one. Subscribers connect again by themselves, and see by the numbers of batches what to
+    have replayed.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, name: str, endpoint: str, *, hwm: int,
+        max_connections: int,
+    ) -> None:  # fmt: skip
+        """name: of the setting that says the endpoint. Raises ValueError if it is taken, or is none."""
+        self._most = max_connections
+        self._connections: set[int] = set()
+        self._bind_at: float | None = None
+        self.socket = context.socket(kind)
+        _bounded(self.socket, endpoint, hwm)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            text = f"cannot bind {endpoint}: {error.strerror}; name an address of this machine with a free port"
+            raise ValueError(f"{name}: {text}") from error
+        self.endpoint = self.socket.last_endpoint.decode().rstrip("\0")
+        """Where it listens, with the port that a `*` or a 0 came to be."""
+
+    def attend(self) -> float | None:
+        """Take note of connections that came and went; in how many seconds to be called again at the latest."""
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connections.add(event["value"])
+            else:
+                self._connections.discard(event["value"])
+        if self._bind_at is None and self._too_many():
+            log.warning("%s: too many connections; all are dropped, and may connect again", self.endpoint)
+            self.socket.unbind(self.endpoint)
+            self._bind_at = time.monotonic() + _PAUSE_SECONDS
+        if self._bind_at is None:
+            return None
+        if time.monotonic() < self._bind_at:
+            return self._bind_at - time.monotonic()
+        return self._bind_again()
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=int(1000 * LINGER_SECONDS))
+
+    def _bind_again(self) -> float | None:
+        self._connections.clear()
+        try:
+            self.socket.bind(self.endpoint)
+        except zmq.ZMQError:  # somebody else has the port now, or ZeroMQ has not given it back yet
+            self._bind_at = time.monotonic() + _PAUSE_SECONDS
+            return _PAUSE_SECONDS
+        self._bind_at = None
+        return None
+
+    def _too_many(self) -> bool:
+        if len(self._connections) > self._most:
+            return True
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        spare = min(most // _SPARE_SHARE, _MAX_SPARE)
+        # A descriptor's number is the lowest that was free.
+        return most != resource.RLIM_INFINITY and max(self._connections, default=0) >= most - spare
+
+
+def _bounded(opened: zmq.Socket[bytes], endpoint: str, hwm: int) -> None:
+    opened.sndhwm, opened.rcvhwm = hwm, _MAX_WAITING_REQUESTS
+    opened.linger = int(1000 * LINGER_SECONDS)
+    opened.ipv6 = "[" in endpoint
+    opened.maxmsgsize = _MAX_MESSAGE_BYTES
+    opened.handshake_ivl = int(1000 * _HANDSHAKE_SECONDS)
+    opened.tcp_keepalive, opened.tcp_keepalive_idle = 1, _IDLE_SECONDS

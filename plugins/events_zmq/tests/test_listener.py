@@ -1,0 +1,74 @@
+"""Bounds of the sockets that events are published on: connections, how long they may be silent, what they may send."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from zmq_support import subscriber
+
+from kvloom_events_zmq import listener as listener_module
+from kvloom_events_zmq.listener import Listener
+from kvloom_events_zmq.publisher import Publisher, Settings
+from kvloom_events_zmq.wire import AllBlocksCleared
+
+
+@pytest.fixture
+def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+    monkeypatch.setattr(listener_module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(listener_module, "_HANDSHAKE_SECONDS", 60.0)
+    one = Publisher(Settings("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "", 10, 10, 10, 10, None, max_connections=3))
+    yield one
+    one.close()
+
+
+def connected(endpoint: str) -> socket.socket:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def until_closed(client: socket.socket) -> None:
+    try:
+        while client.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+
+
+def test_beyond_the_bound_all_are_dropped_and_subscribers_come_back(publisher: Publisher) -> None:
+    for endpoint in (publisher.endpoint, str(publisher.replay_endpoint)):
+        clients = [connected(endpoint) for _ in range(4)]
+        for client in clients:
+            until_closed(client)
+            client.close()
+    with subscriber(publisher.endpoint, publisher.replay_endpoint) as one:
+        publisher.publish([AllBlocksCleared()])
+        assert one.replay(0)
+        while not one.socket.poll(5):
+            publisher.publish([AllBlocksCleared()])
+        assert one.events(1) == [AllBlocksCleared()]
+
+
+def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_HANDSHAKE_SECONDS", 0.05)
+    with zmq.Context() as context:
+        one = Listener(context, zmq.PUB, "endpoint", "tcp://127.0.0.1:*", hwm=10, max_connections=10)
+        with connected(one.endpoint) as client:
+            until_closed(client)
+        one.close()
+
+
+def test_few_descriptors_count_as_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    with zmq.Context() as context:
+        one = Listener(context, zmq.PUB, "endpoint", "tcp://127.0.0.1:*", hwm=10, max_connections=10)
+        assert one.socket.maxmsgsize == 4096 and one.socket.rcvhwm == 1000 and one.socket.sndhwm == 10
+        with connected(one.endpoint):
+            assert one.monitor.poll(20_000)
+            assert one.attend() is None and len(one._connections) == 1
+            (number,) = one._connections
+            monkeypatch.setattr(resource, "getrlimit", lambda _: (number + 1, number + 1))
+            assert one.attend() is not None, "it does not listen for a while"
+        one.close()
