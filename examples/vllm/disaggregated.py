@@ -5,54 +5,268 @@
     vllm serve MODEL --port 8200 --kv-transfer-config '{... "kv_role": "kv_consumer" ...}'
     python examples/vllm/disaggregated.py --prefill http://localhost:8100 --decode http://localhost:8200 --port 8000
 
-A request to this proxy goes to the first with `max_tokens: 1`, and then to the second, which waits a little for KV that
-is still being written. Whatever does not come is computed there: the answer is the same. Only the standard library is
-used; a production proxy would balance load, too.
+A chat or completion goes to the first with `max_tokens: 1`, and then, as the client wrote it, to the second, which
+waits a little for KV that is still being written. Whatever does not come is computed there: the answer is the same,
+also while the first is down. Everything else under /v1/, and /health, /ping, /version, /tokenize and /detokenize, goes
+to the second alone. Its errors reach the client as they are.
+
+It speaks HTTP without TLS, on 127.0.0.1 unless `--host` says otherwise. It needs aiohttp, which vLLM brings along.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
-import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-WAIT_SECONDS = 5.0
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+log = logging.getLogger("disaggregated")
+
+GENERATING = {"/v1/completions", "/v1/chat/completions"}
+PASSED_ON = ("/v1/", "/health", "/ping", "/version", "/tokenize", "/detokenize")
+OF_ONE_CONNECTION = {
+    "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "te",
+    "trailer", "transfer-encoding", "upgrade",
+}  # fmt: skip
+ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "stream": False, "n": 1}
+NOT_FOR_PREFILL = (
+    "max_completion_tokens", "min_tokens", "stream_options", "best_of", "use_beam_search", "logprobs", "top_logprobs",
+    "prompt_logprobs", "echo",
+)  # fmt: skip
 
 
-def post(address: str, path: str, body: dict[str, Any]) -> Any:
-    data = json.dumps(body).encode()
-    return urllib.request.urlopen(urllib.request.Request(address + path, data, {"Content-Type": "application/json"}))
+@dataclass(frozen=True, slots=True)
+class Settings:
+    prefill: str
+    decode: str
+    wait: float = 5.0
+    """Seconds that the second waits at most for KV of the first."""
+    connect_timeout: float = 5.0
+    prefill_timeout: float = 120.0
+    timeout: float = 600.0
+    """Seconds between two pieces of an answer, or before the first."""
+    retry_after: float = 5.0
+    """Seconds for which an engine for prefill that could not be reached is not tried again."""
+    client_timeout: float = 30.0
+    """Seconds that a client may take to send a request, to take a piece of an answer, and between two requests."""
+    max_body: int = 32 << 20
+    max_requests: int = 512
+    max_connections: int = 1024
 
 
-class Proxy(BaseHTTPRequestHandler):
-    prefill = decode = ""
+class Proxy:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._session: aiohttp.ClientSession | None = None
+        self._prefill_down_until = 0.0
+        self._requests = 0
+        self._active: dict[Any, float] = {}
+        """Of connections: when they were last seen at work; infinity while they are."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with post(self.prefill, self.path, {**body, "max_tokens": 1, "min_tokens": 1, "stream": False}) as answer:
-            answer.read()
-        wait = {**body.get("kv_transfer_params", {}), "kvloom_wait_seconds": WAIT_SECONDS}
-        with post(self.decode, self.path, {**body, "kv_transfer_params": wait}) as answer:
-            self.send_response(answer.status)
-            self.send_header("Content-Type", answer.headers["Content-Type"])
-            self.end_headers()
-            for line in answer:
-                self.wfile.write(line)
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self.settings.max_body)
+        app.cleanup_ctx.append(self._connected)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        return app
 
-    def log_message(self, *args: Any) -> None:
-        """Quiet."""
+    async def _connected(self, app: web.Application) -> AsyncIterator[None]:
+        timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=self.settings.connect_timeout)
+        connector = aiohttp.TCPConnector(limit=2 * self.settings.max_requests)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding", "Content-Type", "User-Agent"),
+        ) as self._session:  # fmt: skip
+            yield
+
+    # -- a request -----------------------------------------------------------------------------------------------------
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if not request.path.startswith(PASSED_ON) or ".." in request.path:
+            return problem(404, "not_found_error", f"{request.path} is not passed on")
+        if self._requests >= self.settings.max_requests:
+            return problem(503, "overloaded_error", "too many requests at once", {"Retry-After": "1"})
+        self._requests += 1
+        self._active[request.protocol] = float("inf")
+        try:
+            return await self._answer(request)
+        finally:
+            self._requests -= 1
+            self._active[request.protocol] = time.monotonic()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(self.settings.client_timeout):
+                data = await request.read()
+        except TimeoutError:
+            return problem(408, "timeout_error", "the request did not come in time")
+        except web.HTTPRequestEntityTooLarge:
+            text = f"the request is larger than {self.settings.max_body} bytes"
+            return problem(413, "invalid_request_error", text)
+        headers = passed_on(request.headers)
+        headers.popall("Content-Encoding", None)  # aiohttp has undone it
+        if request.method == "POST" and request.path in GENERATING:
+            body = parsed(data)
+            if body is not None and await self._prefill(request.path_qs, headers, body):
+                data = json.dumps(awaiting(body, self.settings.wait)).encode()
+        return await self._decode(request, headers, data)
+
+    async def _prefill(self, path: str, headers: CIMultiDict[str], body: Mapping[str, Any]) -> bool:
+        """Compute a prompt; whether its KV is on its way."""
+        assert self._session is not None
+        if time.monotonic() < self._prefill_down_until:
+            return False
+        prompt = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL} | ONE_TOKEN
+        try:
+            async with (
+                asyncio.timeout(self.settings.prefill_timeout),
+                self._session.post(self.settings.prefill + path, json=prompt, headers=headers) as answer,
+            ):
+                await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._prefill_down_until = time.monotonic() + self.settings.retry_after
+            log.warning("%s: %s: %s", self.settings.prefill, type(error).__name__, error)
+            return False
+        if answer.status >= 500:
+            log.warning("%s: status %d", self.settings.prefill, answer.status)
+        return answer.status == 200
+
+    async def _decode(self, request: web.Request, headers: CIMultiDict[str], data: bytes) -> web.StreamResponse:
+        assert self._session is not None
+        response: web.StreamResponse | None = None
+        try:
+            async with self._session.request(
+                request.method, self.settings.decode + request.path_qs, data=data or None, headers=headers,
+                timeout=aiohttp.ClientTimeout(None, None, self.settings.timeout, self.settings.connect_timeout),
+                allow_redirects=False,
+            ) as answer:  # fmt: skip
+                response = web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    async with asyncio.timeout(self.settings.client_timeout):
+                        await response.write(piece)
+                await response.write_eof()
+                return response
+        except (aiohttp.ClientConnectionResetError, ConnectionResetError):
+            if response is not None:
+                raise  # the client has gone
+            return problem(502, "upstream_error", "the engine closed the connection")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.warning("%s: %s: %s", self.settings.decode, type(error).__name__, error)
+            status, text = (504, "did not answer in time") if isinstance(error, TimeoutError) else (502, "failed")
+            if response is None:
+                return problem(status, "upstream_error", f"the engine {text}")
+            return await broken_off(request, response, f"the engine {text}")
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    async def serve(self, host: str, port: int, *, ready: Any = None) -> None:
+        """Until it is cancelled. ready: called with the port."""
+        runner = web.AppRunner(
+            self.app(), handler_cancellation=True, keepalive_timeout=self.settings.client_timeout, access_log=None
+        )
+        await runner.setup()
+        server = runner.server
+        assert server is not None
+
+        def accepted() -> asyncio.BaseProtocol:
+            return server() if len(server.connections) < self.settings.max_connections else Refused()
+
+        listening = await asyncio.get_running_loop().create_server(accepted, host, port)
+        try:
+            if ready is not None:
+                ready(listening.sockets[0].getsockname()[1])
+            while True:
+                await asyncio.sleep(self.settings.client_timeout / 4)
+                self._close_idle(server)
+        finally:
+            listening.close()
+            await runner.cleanup()
+
+    def _close_idle(self, server: web.Server) -> None:
+        """Also those that have not sent a whole request yet, which aiohttp would wait for."""
+        now = time.monotonic()
+        self._active = {connection: self._active.get(connection, now) for connection in server.connections}
+        for connection, since in self._active.items():
+            if now - since > self.settings.client_timeout and connection.transport is not None:
+                connection.transport.close()
+
+
+class Refused(asyncio.Protocol):
+    """One connection too many."""
+
+    def connection_made(self, transport: Any) -> None:
+        transport.close()
+
+
+def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    left_out = OF_ONE_CONNECTION | named
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)
+
+
+def parsed(data: bytes) -> dict[str, Any] | None:
+    """None for what is no JSON object: the engine says what is wrong with it."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def awaiting(body: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
+    """The same request, willing to wait for its KV."""
+    params = body.get("kv_transfer_params")
+    if params is not None and not isinstance(params, dict):
+        return body
+    return {**body, "kv_transfer_params": {"kvloom_wait_seconds": seconds, **(params or {})}}
+
+
+def problem(status: int, kind: str, text: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    """As the API of OpenAI words it."""
+    return web.json_response(error_of(text, kind, status), status=status, headers=headers)
+
+
+def error_of(text: str, kind: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": text, "type": kind, "param": None, "code": code}}
+
+
+async def broken_off(request: web.Request, response: web.StreamResponse, text: str) -> web.StreamResponse:
+    """End an answer that has begun so that nobody takes it for whole."""
+    with contextlib.suppress(OSError, TimeoutError):
+        if response.headers.get("Content-Type", "").startswith("text/event-stream"):
+            event = json.dumps(error_of(text, "upstream_error", 502))
+            async with asyncio.timeout(1):
+                await response.write(f"data: {event}\n\n".encode())
+    if request.transport is not None:
+        request.transport.close()  # without the chunk that ends an answer
+    return response
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefill", required=True)
-    parser.add_argument("--decode", required=True)
+    parser.add_argument("--prefill", required=True, help="address of the vLLM with kv_role kv_producer")
+    parser.add_argument("--decode", required=True, help="address of the vLLM with kv_role kv_consumer")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    arguments = parser.parse_args()
-    Proxy.prefill, Proxy.decode = arguments.prefill, arguments.decode
-    ThreadingHTTPServer(("127.0.0.1", arguments.port), Proxy).serve_forever()
+    plain = Settings("", "")
+    for name in ("wait", "timeout", "prefill_timeout", "max_body", "max_requests", "max_connections"):
+        default = getattr(plain, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help="%(default)s")
+    given = vars(parser.parse_args())
+    host, port = given.pop("host"), given.pop("port")
+    addresses = {name: given.pop(name).rstrip("/") for name in ("prefill", "decode")}
+    logging.basicConfig(level=logging.INFO)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(Proxy(Settings(**addresses, **given)).serve(host, port))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
-from kvloom_connector_transformers.demo import command
+from kvloom_connector_transformers.demo import command, worker
 from kvloom_connector_transformers.demo.job import llama_shape, parameters
 from kvloom_connector_transformers.demo.report import checks, draw_chart, parts
 
@@ -68,28 +69,59 @@ def canned(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(command, "_process", lambda console, role, job, out: answers[role])
 
 
-def test_two_processes_end_to_end(tmp_path: Path) -> None:
+def test_two_processes_end_to_end(app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("kvloom_backend_disk", reason="the disk tier is not installed")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    real = subprocess.Popen  # of the second: the first could have left nothing in it
+    monkeypatch.setattr(
+        command.subprocess, "Popen", lambda args, **more: (Forked if "store" in args else real)(args, **more)
+    )
     out = tmp_path / "out"
     document = tmp_path / "document.txt"
     document.write_text("What is prefilled once need not be prefilled twice. " * 20, encoding="utf-8")
     arguments = ["--size", "1M", "--document", str(document), "--tokens", "600", "--out", str(out)]
-    script = f"import typer; from {command.__name__} import demo; typer.run(demo)"
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "process 1  prefilled" in done.stdout and "512 from disk" in done.stdout
-    assert done.stdout.count("ok     ") == 3 and "FAILED" not in done.stdout
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "process 1  prefilled" in done.output and "512 from disk" in done.output
+    assert done.output.count("ok     ") == 3 and "FAILED" not in done.output
     answered = json.loads((out / "result.json").read_text())["answered"]
     assert answered["exact"] and answered["report"]["hit_tokens"] == 512
     assert answered["bytes"] == 512 * 2 * 8 * 64 * 4
     assert (out / "laptop.yaml").is_file() and not (out / "kv").exists()
     assert (out / "ttft.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Forked:
+    """`subprocess.Popen` of one of the demo's processes, which need not import transformers anew."""
+
+    def __init__(self, command: list[str], *, stderr: IO[str], **others: Any) -> None:
+        read, write = os.pipe()
+        self._process = os.fork()
+        if not self._process:
+            self._become(command[2:], write, stderr)
+        os.close(write)
+        self.stdout = os.fdopen(read)
+
+    def _become(self, arguments: list[str], out: int, stderr: IO[str]) -> None:
+        code: Any = 1
+        try:
+            os.dup2(stderr.fileno(), 2)
+            sys.argv, sys.stdout, sys.stderr = arguments, os.fdopen(out, "w"), stderr
+            torch.set_num_threads(1)  # a fork has no other ones
+            worker.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stdout.close()
+        os.waitpid(self._process, 0)
 
 
 def test_it_passes_when_all_holds(app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -164,7 +196,10 @@ def test_bad_options(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_process_that_fails_says_why(app: typer.Typer, tmp_path: Path) -> None:
+def test_a_process_that_fails_says_why(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command.subprocess, "Popen", Forked)
     config = tmp_path / "mine.yaml"
     config.write_text("connector: plain\n")
     done = CliRunner().invoke(app, ["--size", "1M", "--out", str(tmp_path / "out"), "--config", str(config)])

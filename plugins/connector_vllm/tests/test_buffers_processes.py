@@ -1,17 +1,16 @@
-"""The lookup buffer among processes: each entry is given once, also where processes are killed.
-
-Run as a program, this file is one of those processes.
-"""
+"""The lookup buffer among processes: each entry is given once, also where processes are killed."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +22,8 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 BACKENDS = {"directory": CompleteDirectoryBackend, "disk": DiskBackend}
 NEEDS_SECONDS = 120.0
+END = 1000
+FORK = multiprocessing.get_context("fork")
 
 
 def opened(kind: str, path: Path, **settings: Any) -> KVLookupBuffer:
@@ -47,19 +48,19 @@ def number(taken: list[torch.Tensor | None]) -> int | None:
 # -- what a process does -----------------------------------------------------------------------------------------------
 
 
-def take(kind: str, path: Path) -> None:
-    """Take until there is nothing more, and say what; wait for the word to begin, and to end."""
-    buffer = opened(kind, path)
-    print("ready", flush=True)
-    sys.stdin.readline()
+def take(kind: str, path: Path, pipe: Connection) -> None:
+    """Take until there is an entry that says so, and say what; wait for the word to begin."""
+    buffer = opened(kind, path, timeout=NEEDS_SECONDS)
+    pipe.send("ready")
+    pipe.recv()
     while True:
         got = number(buffer.drop_select(None, None))
-        if got is None:
+        if got is None or got >= END:
             return
-        print(got, flush=True)
+        pipe.send(got)
 
 
-def die_reading(kind: str, path: Path) -> None:
+def die_reading(kind: str, path: Path, pipe: Connection) -> None:
     """Be killed between the claim and the entry."""
 
     class Deadly(BACKENDS[kind]):  # type: ignore[misc]
@@ -72,7 +73,7 @@ def die_reading(kind: str, path: Path) -> None:
     buffer.drop_select(None, None)
 
 
-def die_putting(kind: str, path: Path) -> None:
+def die_putting(kind: str, path: Path, pipe: Connection) -> None:
     """Be killed between the reservation and the entry."""
 
     class Deadly(BACKENDS[kind]):  # type: ignore[misc]
@@ -94,43 +95,56 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def start(what: str, kind: str, path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, what, kind, str(path)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+class Child:
+    """A process of its own, forked: none of them computes anything that would want threads."""
 
+    def __init__(self, what: Callable[[str, Path, Connection], None], kind: str, path: Path) -> None:
+        self._pipe, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=what, args=(kind, path, theirs))
+        self.process.start()
+        theirs.close()
 
-def line(stream: IO[str] | None) -> str:
-    assert stream is not None
-    return stream.readline().strip()
+    def ready(self) -> None:
+        assert self._pipe.poll(NEEDS_SECONDS)
+        assert self._pipe.recv() == "ready"
 
+    def go(self) -> None:
+        self._pipe.send("go")
 
-def ready(process: subprocess.Popen[str]) -> None:
-    assert line(process.stdout) == "ready"
+    def took(self) -> int:
+        return int(self._pipe.recv())
 
+    def rest(self) -> list[int]:
+        """What else it has taken, until it ended."""
+        found = []
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while True:
+                found.append(self.took())
+        return found
 
-def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    def wait(self) -> int | None:
+        self.process.join(NEEDS_SECONDS)
+        self._pipe.close()
+        return self.process.exitcode
 
 
 def test_each_entry_goes_to_one_of_many_processes(kind: str, tmp_path: Path) -> None:
     """Some entries are there when they begin; the others come as fast as they are taken."""
-    processes = [start("take", kind, tmp_path) for _ in range(3)]
+    processes = [Child(take, kind, tmp_path) for _ in range(3)]
     buffer = opened(kind, tmp_path, capacity=40 * 32768, timeout=NEEDS_SECONDS)
     for n in range(30):
         put_in(buffer, n)
     for process in processes:
-        ready(process)
+        process.ready()
     for process in processes:
-        go(process)
-    for n in range(30, 150):
+        process.go()
+    for n in [*range(30, 150), *range(END, END + len(processes))]:
         put_in(buffer, n)
-    said = [process.communicate(timeout=NEEDS_SECONDS)[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    said = [process.rest() for process in processes]
+    assert [process.wait() for process in processes] == [0, 0, 0]
     last = opened(kind, tmp_path, timeout=0)
     here = iter(lambda: number(last.drop_select(None, None)), None)
-    taken = [int(word) for words in said for word in words] + [n for n in here if n is not None]
+    taken = [n for some in said for n in some] + [n for n in here if n is not None]
     assert sorted(taken) == list(range(150))
     assert [entry.key for entry in buffer._backend.scan("kv-lookup/")] == []
 
@@ -141,14 +155,13 @@ def test_of_those_who_are_killed_only_what_was_in_their_hands_is_lost(kind: str,
         put_in(buffer, n)
     said: list[int] = []
     for _ in range(2):
-        process = start("take", kind, tmp_path)
-        ready(process)
-        go(process)
-        said += [int(line(process.stdout)) for _ in range(10)]
-        process.kill()
-        with process:  # `communicate` would not have what was read ahead
-            assert process.stdout is not None
-            said += [int(word) for word in process.stdout.read().split()]
+        process = Child(take, kind, tmp_path)
+        process.ready()
+        process.go()
+        said += [process.took() for _ in range(10)]
+        process.process.kill()
+        said += process.rest()
+        assert process.wait() == -signal.SIGKILL
     rest = list(iter(lambda: number(buffer.drop_select(None, None)), None))
     taken = said + [n for n in rest if n is not None]
     assert len(set(taken)) == len(taken)
@@ -159,7 +172,7 @@ def test_what_a_killed_taker_had_claimed_is_given_to_nobody(kind: str, tmp_path:
     buffer = opened(kind, tmp_path, timeout=0)
     for n in range(3):
         put_in(buffer, n)
-    assert start("die_reading", kind, tmp_path).wait(NEEDS_SECONDS) == -signal.SIGKILL
+    assert Child(die_reading, kind, tmp_path).wait() == -signal.SIGKILL
     assert [number(buffer.drop_select(None, None)) for _ in range(3)] == [1, 2, None]
     time.sleep(0.1)
     later = opened(kind, tmp_path, timeout=0, abandoned=0.05)
@@ -169,7 +182,7 @@ def test_what_a_killed_taker_had_claimed_is_given_to_nobody(kind: str, tmp_path:
 
 
 def test_what_a_killed_inserter_had_begun_is_not_there(kind: str, tmp_path: Path) -> None:
-    assert start("die_putting", kind, tmp_path).wait(NEEDS_SECONDS) == -signal.SIGKILL
+    assert Child(die_putting, kind, tmp_path).wait() == -signal.SIGKILL
     buffer = opened(kind, tmp_path, timeout=0)
     assert number(buffer.drop_select(None, None)) is None
     assert len(list(buffer._backend.scan("kv-lookup/room/"))) == 1
@@ -177,7 +190,3 @@ def test_what_a_killed_inserter_had_begun_is_not_there(kind: str, tmp_path: Path
     put_in(opened(kind, tmp_path, capacity=32768, abandoned=0.05), 1)
     assert number(buffer.drop_select(None, None)) == 1
     assert [entry.key for entry in buffer._backend.scan("kv-lookup/")] == []
-
-
-if __name__ == "__main__":
-    {"take": take, "die_reading": die_reading, "die_putting": die_putting}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,337 @@
+"""The proxy of `examples/vllm/disaggregated.py`, between the client of OpenAI and engines that are pretended."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+openai = pytest.importorskip("openai")
+
+import aiohttp  # noqa: E402
+from aiohttp import web  # noqa: E402
+from aiohttp.test_utils import TestServer  # noqa: E402
+
+_spec = importlib.util.spec_from_file_location(
+    "disaggregated", Path(__file__).parents[3] / "examples/vllm/disaggregated.py"
+)
+assert _spec is not None and _spec.loader is not None
+disaggregated = sys.modules["disaggregated"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(disaggregated)
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+class Engine:
+    """Answers as vLLM does, as far as the tests need it, and keeps what it was asked."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.bodies, self.headers, self.paths = name, [], [], []  # type: ignore[var-annotated]
+        self.fault = ""
+        self.cancelled = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else None
+        self.bodies.append(body)
+        self.headers.append(request.headers)
+        self.paths.append(request.path_qs)
+        if self.fault == "hangs":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.cancelled.set()
+        if self.fault.isdigit():
+            return web.json_response({"error": {"message": "as the test says", "code": 1}}, status=int(self.fault))
+        if request.path == "/v1/models":
+            return web.json_response({"object": "list", "data": [{"id": self.name, "object": "model"}]})
+        if body.get("stream_options") and not body.get("stream"):
+            return web.json_response({"error": {"message": "stream_options without stream"}}, status=400)
+        return await self._stream(request, body) if body.get("stream") else web.json_response(self._whole(body))
+
+    def _whole(self, body: Any) -> Any:
+        many = range(body.get("n") or 1)
+        if "messages" in body:
+            choices: Any = [{"index": at, "message": {"role": "assistant", "content": self.name}} for at in many]
+            return {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
+        choices = [{"index": at, "text": self.name} for at in many]
+        return {"id": "1", "object": "text_completion", "created": 1, "model": "m", "choices": choices}
+
+    async def _stream(self, request: web.Request, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for at in range(3):
+            choice = {"index": 0, "delta": {"content": f"{self.name}{at} "}, "text": f"{self.name}{at} "}
+            event = {"id": "1", "object": "chunk", "created": 1, "model": "m", "choices": [choice]}
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+            if self.fault == "breaks off":
+                assert request.transport is not None
+                request.transport.close()
+                return response
+            if self.fault == "stalls":
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    self.cancelled.set()
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+            event = {"id": "1", "object": "chunk", "created": 1, "model": "m", "choices": [], "usage": usage}
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+class Both:
+    """Two engines, and the proxy between them and `client`."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode = Engine("prefill"), Engine("decode")
+        self.address = ""
+        self.servers: dict[str, TestServer] = {}
+
+    @property
+    def client(self) -> Any:
+        return openai.AsyncOpenAI(base_url=f"{self.address}/v1", api_key="secret", max_retries=0, timeout=30)
+
+
+@asynccontextmanager
+async def served(**settings: Any) -> AsyncIterator[Both]:
+    both = Both()
+    for engine in (both.prefill, both.decode):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", engine.answer)
+        both.servers[engine.name] = server = TestServer(app)
+        await server.start_server()
+    ports: asyncio.Queue[int] = asyncio.Queue()
+    addresses = {name: f"http://127.0.0.1:{server.port}" for name, server in both.servers.items()}
+    proxy = disaggregated.Proxy(disaggregated.Settings(**addresses, **settings))
+    task = asyncio.create_task(proxy.serve("127.0.0.1", 0, ready=ports.put_nowait))
+    both.address = f"http://127.0.0.1:{await ports.get()}"
+    try:
+        yield both
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for server in both.servers.values():
+            await server.close()
+
+
+Scenario = Callable[[Both], Coroutine[Any, Any, None]]
+
+
+def scenario(**settings: Any) -> Callable[[Scenario], Callable[[], None]]:
+    def made(body: Scenario) -> Callable[[], None]:
+        async def run() -> None:
+            async with served(**settings) as both:
+                await asyncio.wait_for(body(both), 60)
+
+        def test() -> None:
+            asyncio.run(run())
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return made
+
+
+@scenario()
+async def test_a_chat_is_computed_by_one_and_answered_by_the_other(both: Both) -> None:
+    options: Any = {"n": 2, "max_completion_tokens": 50, "logprobs": True, "top_logprobs": 3, "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": {}}}]}  # fmt: skip
+    answer = await both.client.chat.completions.create(
+        model="m", messages=MESSAGES, extra_body={"min_tokens": 5, "cache_salt": "s"}, **options
+    )
+    assert [choice.message.content for choice in answer.choices] == ["decode", "decode"]
+    (asked,), (answered,) = both.prefill.bodies, both.decode.bodies
+    assert answered.pop("kv_transfer_params") == {"kvloom_wait_seconds": 5.0}
+    assert answered == {"model": "m", "messages": MESSAGES, "min_tokens": 5, "cache_salt": "s", **options}
+    assert asked == {"model": "m", "messages": MESSAGES, "cache_salt": "s", "tools": options["tools"], "n": 1,
+                     "max_tokens": 1, "stream": False}  # fmt: skip
+    for engine in (both.prefill, both.decode):
+        assert engine.headers[0]["Authorization"] == "Bearer secret" and engine.paths == ["/v1/chat/completions"]
+
+
+@scenario()
+async def test_streams_and_their_usage_arrive(both: Both) -> None:
+    for ask, more in (
+        (both.client.chat.completions, {"messages": MESSAGES}),
+        (both.client.completions, {"prompt": "x"}),
+    ):
+        stream = await ask.create(model="m", stream=True, stream_options={"include_usage": True}, **more)
+        events = [event async for event in stream]
+        assert len(events) == 4 and events[-1].usage.completion_tokens == 3
+    assert events[0].choices[0].text == "decode0 "
+    assert len(both.prefill.bodies) == 2 and "stream_options" not in both.prefill.bodies[0]
+
+
+@scenario()
+async def test_a_completion_of_several_with_echo(both: Both) -> None:
+    answer = await both.client.completions.create(model="m", prompt=[1, 2, 3], best_of=3, n=2, echo=True, logprobs=2)
+    assert [choice.text for choice in answer.choices] == ["decode", "decode"]
+    assert both.prefill.bodies == [{"model": "m", "prompt": [1, 2, 3], "max_tokens": 1, "stream": False, "n": 1}]
+
+
+@pytest.mark.parametrize(("params", "expected"), [
+    (None, {"kvloom_wait_seconds": 5.0}), ({"a": 1, "kvloom_wait_seconds": 2}, {"a": 1, "kvloom_wait_seconds": 2}),
+    ("x", "x"),
+])  # fmt: skip
+def test_parameters_of_the_client(params: Any, expected: Any) -> None:
+    @scenario()
+    async def one(both: Both) -> None:
+        await both.client.completions.create(model="m", prompt="x", extra_body={"kv_transfer_params": params})
+        assert both.decode.bodies[0]["kv_transfer_params"] == expected
+
+    one()
+
+
+@scenario()
+async def test_without_prefill_the_other_computes(both: Both) -> None:
+    await both.servers["prefill"].close()
+    for _ in range(2):
+        answer = await both.client.completions.create(model="m", prompt="x")
+        assert answer.choices[0].text == "decode"
+    assert "kv_transfer_params" not in both.decode.bodies[0], "there is nothing to wait for"
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "400", "hangs"])
+def test_prefill_that_fails_fails_nobody(fault: str) -> None:
+    @scenario(prefill_timeout=0.05 if fault == "hangs" else 60)
+    async def one(both: Both) -> None:
+        both.prefill.fault = fault
+        answer = await both.client.completions.create(model="m", prompt="x")
+        assert answer.choices[0].text == "decode" and "kv_transfer_params" not in both.decode.bodies[0]
+        asked = len(both.prefill.bodies)
+        await both.client.completions.create(model="m", prompt="x")
+        assert len(both.prefill.bodies) == asked + (fault != "hangs"), "who does not answer is left alone for a while"
+
+    one()
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
+def test_errors_are_passed_on(status: int) -> None:
+    @scenario()
+    async def one(both: Both) -> None:
+        both.decode.fault = str(status)
+        for stream in (False, True):
+            with pytest.raises(openai.APIStatusError) as error:
+                await both.client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
+            assert error.value.status_code == status and "as the test says" in error.value.message
+
+    one()
+
+
+@scenario()
+async def test_what_is_no_json_is_the_engines_to_refuse(both: Both) -> None:
+    both.decode.fault = "400"
+    async with aiohttp.ClientSession() as session:
+        for data in (b"[]", b"[" * 100_000):
+            async with session.post(f"{both.address}/v1/completions", data=data) as answer:
+                assert answer.status in (400, 500)
+    assert both.prefill.bodies == []
+
+
+@scenario()
+async def test_no_engine_is_an_error_of_its_own(both: Both) -> None:
+    await both.servers["decode"].close()
+    with pytest.raises(openai.InternalServerError) as error:
+        await both.client.completions.create(model="m", prompt="x")
+    assert error.value.status_code == 502 and error.value.body["type"] == "upstream_error"
+
+
+@scenario(timeout=0.05)
+async def test_an_engine_that_hangs_is_an_error(both: Both) -> None:
+    both.decode.fault = "hangs"
+    with pytest.raises(openai.InternalServerError) as error:
+        await both.client.completions.create(model="m", prompt="x")
+    assert error.value.status_code == 504
+
+
+@pytest.mark.parametrize("fault", ["breaks off", "stalls"])
+def test_a_stream_that_ends_early_is_not_taken_for_whole(fault: str) -> None:
+    @scenario(timeout=0.2 if fault == "stalls" else 60)
+    async def one(both: Both) -> None:
+        both.decode.fault = fault
+        stream = await both.client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        found: list[Any] = []
+
+        async def read() -> None:
+            async for event in stream:
+                found.append(event)
+
+        with pytest.raises(openai.APIError):
+            await read()
+        assert [event.choices[0].delta.content for event in found] == ["decode0 "]
+
+    one()
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_client_that_goes_is_not_worked_for(name: str) -> None:
+    @scenario()
+    async def one(both: Both) -> None:
+        engine = getattr(both, name)
+        engine.fault = "hangs"
+        asking = asyncio.create_task(both.client.completions.create(model="m", prompt="x"))
+        while not engine.bodies:
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait_for(engine.cancelled.wait(), 30)
+
+    one()
+
+
+@scenario()
+async def test_the_rest_of_the_api_is_the_second_engines(both: Both) -> None:
+    models = await both.client.models.list()
+    assert [model.id for model in models.data] == ["decode"]
+    async with aiohttp.ClientSession() as session:
+        for path in ("/sleep", "/metrics", "/v1/%2e%2e/sleep"):
+            async with session.post(f"{both.address}{path}") as answer:
+                assert answer.status == 404
+    assert both.decode.paths == ["/v1/models"] and both.prefill.paths == []
+
+
+@scenario(max_body=1000)
+async def test_a_request_that_is_too_large(both: Both) -> None:
+    with pytest.raises(openai.APIStatusError) as error:
+        await both.client.completions.create(model="m", prompt="x" * 2000)
+    assert error.value.status_code == 413 and not both.decode.bodies and not both.prefill.bodies
+
+
+@scenario(max_requests=1)
+async def test_too_many_at_once(both: Both) -> None:
+    both.decode.fault = "hangs"
+    first = asyncio.create_task(both.client.completions.create(model="m", prompt="x"))
+    while not both.decode.bodies:
+        await asyncio.sleep(0)
+    with pytest.raises(openai.InternalServerError) as error:
+        await both.client.completions.create(model="m", prompt="x")
+    assert error.value.status_code == 503 and error.value.response.headers["Retry-After"] == "1"
+    first.cancel()
+
+
+@scenario(max_connections=2, client_timeout=0.2)
+async def test_connections_are_bounded_and_do_not_idle(both: Both) -> None:
+    port = int(both.address.rpartition(":")[2])
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    idle[1][1].write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")  # and no more
+    for reader, writer in idle:
+        assert not await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+    answer = await both.client.completions.create(model="m", prompt="x")
+    assert answer.choices[0].text == "decode"
+
+
+@scenario(client_timeout=0.2)
+async def test_a_body_that_does_not_come(both: Both) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(both.address.rpartition(":")[2]))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+    assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 408 ")
+    writer.close()
