@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -19,6 +20,7 @@ PREFIX = "KVLOOM_"
 TRACE, TRACE_MAX_BYTES = "KVLOOM_TRACE", "KVLOOM_TRACE_MAX_BYTES"
 """No settings: where every engine of a process writes a trace, see `kvloom trace record`."""
 _INTERPOLATION = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
+_UNQUOTED = re.compile(r"""[{\[,:]\s*([^\s"',{\[]*\$\{[^}]*\}[^\s"',}\]]*)""")
 _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -33,8 +35,10 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except RecursionError:
         raise ConfigError(str(path), "nested too deeply") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"not YAML: {' '.join(str(error).split())}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), f"not YAML: {_not_yaml(error, text)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"not YAML: {error}") from None
     except ValueError as error:
         raise ConfigError(repr(str(path)), f"cannot be read: {error}; name a file") from None
     if twice:
@@ -45,6 +49,17 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(str(path), f"should hold settings such as `connector: plain`, not {type(tree).__name__}")
     return tree
+
+
+def _not_yaml(error: yaml.YAMLError, text: str) -> str:
+    """Where it stops being YAML, and why, in a line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
+    hint = _UNQUOTED.search(line)
+    said = f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or 'it is cut short'}"
+    return f'{said}; within braces, put quotes round it: "{hint[1]}"' if hint else said
 
 
 def repeated(node: yaml.Node) -> Iterator[Problem]:
@@ -98,6 +113,7 @@ def traced(tree: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str,
     path, observers = environment.get(TRACE), tree.get("observers", ())
     if not path or not isinstance(observers, list | tuple):
         return dict(tree)
+    path = os.path.abspath(os.path.expanduser(path))  # of the environment, so below the working directory
     block = {"type": "trace", "path": path.replace("${", "$${")}
     if most := environment.get(TRACE_MAX_BYTES):
         block["max_bytes"] = most
@@ -136,10 +152,10 @@ def _parsed(text: str) -> Any:
 
 def interpolated(
     tree: Mapping[str, Any], environment: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[KeyPath, str], frozenset[str]]:
-    """`tree` with `${env:NAME}` replaced in its values, the texts that held one, and the values put in.
+) -> tuple[dict[str, Any], dict[KeyPath, str], frozenset[str], list[Problem]]:
+    """`tree` with `${env:NAME}` replaced in its values, the texts that held one, the values put in, and what is wrong.
 
-    `$${` stands for `${`. Raises ConfigError if a variable is not set, or if a block contains itself.
+    `$${` stands for `${`. Raises ConfigError if a block contains itself.
     """
     templates: dict[KeyPath, str] = {}
     secrets: set[str] = set()
@@ -169,7 +185,4 @@ def interpolated(
         return environment[name[1]]
 
     filled = fill(tree, ())
-    if missing:
-        (first, problem), *rest = missing
-        raise ConfigError(dotted(first), "\n".join([problem, *(f"{dotted(at)}: {text}" for at, text in rest)]))
-    return filled, templates, frozenset(secrets)
+    return filled, templates, frozenset(secrets), missing
