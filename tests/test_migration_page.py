@@ -26,7 +26,7 @@ import pytest
 
 from kvloom import ConfigError, EngineConfig
 from kvloom.migration import import_config
-from kvloom.migration.fields import ALIASES, MAPPED, NOT_MAPPED
+from kvloom.migration.fields import MAPPED, NOT_MAPPED
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/coming-from-lmcache.md"
@@ -226,7 +226,7 @@ def test_a_field_becomes_what_its_row_says(name: str) -> None:
     value, context = CLAIMS[name]
     before, after = (import_config(fields, separator=[1]) for fields in (context, {**context, name: value}))
     paths = changed(settings_of(before.config), settings_of(after.config))
-    outcome = next(one.outcome for one in after.rows if one.field == ALIASES.get(name, name))
+    outcome = next(one.outcome for one in after.rows if one.field == name)
     if row["kvloom"].startswith("none: "):
         assert not paths and outcome == "not needed"
         return

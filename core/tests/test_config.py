@@ -161,6 +161,31 @@ def test_the_core_says_where_and_what(source: Any, line: str) -> None:
     assert problem.startswith(line)
 
 
+def test_a_mistake_hides_no_mistake_that_only_a_plugin_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    tree = {
+        "tiers": [
+            "memory",
+            {"type": "dict", "capcity": "3GB", "ttl": "7days"},
+            {"type": "dict", "name": "b", "serializer": {"type": "raw", "timed": 7, "level": 2}},
+            {"type": "nowhere", "name": "${env:NOT_SET}", "write": "never"},
+        ],
+        "observers": [{"type": "log", "levl": 1}],
+        "chunk_tokens": 0,
+    }
+    assert sorted(line.partition(": ")[0] for line in refused(tree)) == [
+        "chunk_tokens", "observers.0.levl", "tiers.1.capcity", "tiers.1.ttl", "tiers.2.serializer.level",
+        "tiers.2.serializer.timed", "tiers.3.name", "tiers.3.type",
+    ]  # fmt: skip
+
+
+def test_a_plugin_that_may_not_load_is_not_loaded_to_find_more_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(Registry, "discover", lambda **settings: asked.append(settings) or Registry([]))
+    refused({"chunk_tokens": 0, "tiers": ["dict"], "plugins": {"block": ["radix"]}})
+    assert asked == [{"only": None, "block": ("radix",)}]
+
+
 def test_all_mistakes_are_listed_with_their_paths() -> None:
     problems = refused({"salt": 1, "tiers": [{"type": "memory", "capacity": "x"}, {"type": "dict", "ttl": 0}], "x": 1})
     assert [problem.split(":")[0] for problem in problems] == ["tiers.0.capacity", "tiers.1.ttl", "salt", "x"]
@@ -174,7 +199,7 @@ def test_no_mistake_hides_what_other_settings_say_against_each_other(other: dict
         {"type": "dict", "write": "never", "capacity": 9, "quota": 1},
         {"type": "memory", "capacity": 1, "quota": 2},
         {"capacity": 1},
-        {"type": "disk", "policy": "tiny_lfu", "capacity": 0, "quota": 7},
+        {"type": "dict", "name": "other", "policy": "tiny_lfu", "capacity": 0, "quota": 7},
     ]
     problems = refused({"tiers": tiers, **other})
     assert sorted(problem.split(";")[0] for problem in problems if problem.startswith("tiers")) == [

@@ -80,6 +80,51 @@ def test_a_file_that_is_no_configuration_names_the_file(write: Any, text: str, p
     assert refused(path)[0].startswith(f"{path}: {problem}")
 
 
+def test_a_variable_without_quotes_within_braces_is_told_to_have_them(write: Any) -> None:
+    for text in ("tiers: [{type: redis, url: ${env:KV}}]", "tiers: [{type: redis, url: redis://${env:KV}:1}]"):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.from_file(write(f"salt: a\n{text}\n"))
+        assert "not YAML: line 2, column " in str(caught.value) and "\n" not in str(caught.value)
+        assert str(caught.value).partition("put quotes round it: ")[2].startswith('"') and "${env:KV}" in str(
+            caught.value
+        )
+
+
+def test_relative_paths_begin_where_the_file_is(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = EngineConfig.from_file(write(
+        "tiers: [{type: disk, path: store}, {type: disk, name: b, path: /srv/kv}, {type: disk, name: c, path: ~/kv}]\n"
+        "observers: [{type: trace, path: a/../trace.jsonl}]\n"
+    ))  # fmt: skip
+    resolved = resolve(config, Registry.discover())
+    paths = [tier.backend.config.path for tier in resolved.tiers if tier.backend]
+    assert paths == [tmp_path / "store", Path("/srv/kv"), Path("~/kv")]
+    assert resolved.observers[0].config.path == tmp_path / "a/../trace.jsonl"
+
+
+def test_relative_paths_of_the_shell_and_of_python_begin_in_the_working_directory(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("KVLOOM_TIERS__0__PATH", "store")
+    monkeypatch.setenv("KVLOOM_TRACE", "trace.jsonl")
+    file = EngineConfig.from_file(write("tiers: [{type: disk, path: other}]"))
+    monkeypatch.delenv("KVLOOM_TIERS__0__PATH")
+    for config in (file, EngineConfig.load({"tiers": [{"type": "disk", "path": Path("store")}]})):
+        resolved = resolve(config, Registry.discover())
+        assert resolved.tiers[0].backend.config.path == tmp_path / "elsewhere/store"
+        assert resolved.observers[0].config.path == tmp_path / "elsewhere/trace.jsonl"
+
+
+def test_keys_are_looked_for_where_the_file_is_and_an_error_names_the_place(write: Any, tmp_path: Path) -> None:
+    config = EngineConfig.from_file(write("tiers: [{type: dict, protect: {keys: kv.key}}]"))
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, Registry.discover())
+    assert str(caught.value).startswith("tiers.0.protect.keys: ") and str(tmp_path / "kv.key") in str(caught.value)
+
+
 def test_a_missing_file_names_the_file(tmp_path: Path) -> None:
     assert refused(tmp_path / "no.yaml") == [f"{tmp_path}/no.yaml: cannot be read: No such file or directory"]
 
@@ -118,10 +163,10 @@ def test_what_cannot_be_interpolated_is_named() -> None:
 
 @given(st.text())
 def test_any_text_can_be_written(text: str) -> None:
-    filled, templates, secrets = interpolated({"a": [text.replace("${", "$${")]}, {})
+    filled, templates, secrets, missing = interpolated({"a": [text.replace("${", "$${")]}, {})
     if "$${" not in text:  # that one needs its own escape
         assert filled == {"a": [text]}
-    assert (templates, secrets) == ({}, frozenset())
+    assert (templates, secrets, missing) == ({}, frozenset(), [])
 
 
 def test_an_interpolated_value_is_in_no_error(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> None:

@@ -118,9 +118,9 @@ def test_what_has_no_counterpart_is_said_with_the_reason(name: str) -> None:
 
 
 def test_older_names_are_known() -> None:
-    for old, new in ALIASES.items():
+    for old in ALIASES:
         _, rows, _ = brought(**{old: "x"})
-        assert rows[new][0] == "no counterpart"
+        assert rows[old][0] == "no counterpart"
 
 
 def test_a_field_that_is_not_one_is_said_with_a_guess() -> None:
@@ -293,6 +293,27 @@ def test_the_file_itself_is_not_written_over(tmp_path: Path) -> None:
     assert file.read_text() == "chunk_size: 16\n"
 
 
+def test_a_file_that_is_there_is_only_written_over_when_told_to(tmp_path: Path) -> None:
+    file, mine = tmp_path / "lmcache.yaml", tmp_path / "kv.yaml"
+    file.write_text("chunk_size: 16\n")
+    mine.write_text("mine")
+    error = invoke(str(file), "-o", str(mine)).exception
+    assert isinstance(error, ConfigError) and "--force" in str(error) and mine.read_text() == "mine"
+    assert invoke(str(file), "-o", str(mine), "--force").exit_code == 0 and "chunk_tokens: 16" in mine.read_text()
+
+
+def test_rows_and_errors_name_fields_as_they_are_written() -> None:
+    older = {"distributed_url": "10.0.0.2:8200", "enable_p2p": True, "lookup_url": "mooncake://a:1", "nixl_role": "x"}
+    done = import_config(older)
+    assert {row.field for row in done.rows} == set(older)
+    assert "distributed_url" in done.sources["tiers/mooncake"] and "p2p_host" not in str(done.sources)
+
+
+def test_an_unknown_store_is_told_of_those_that_kvloom_speaks_to() -> None:
+    (row,) = (row for row in import_config({"remote_url": "infinistore://h:1"}).rows if row.field == "remote_url")
+    assert "redis://" in row.text and "lm://" not in row.text
+
+
 def test_lmcaches_own_server_has_no_counterpart(tmp_path: Path) -> None:
     file = tmp_path / "lmcache.yaml"
     file.write_text("local_cpu: false\nremote_url: lm://h:65432\nremote_serde: null\n")
@@ -300,6 +321,8 @@ def test_lmcaches_own_server_has_no_counterpart(tmp_path: Path) -> None:
     assert said.exit_code == 0
     tiers = json.loads(said.stdout)["config"]["tiers"]
     assert tiers == [{"type": "redis", "url": "redis://h:65432", "serializer": "raw"}]
+    rows = {row["field"]: row["outcome"] for row in json.loads(said.stdout)["fields"]}
+    assert rows["remote_url"] == "mapped" and rows["remote_url.server"] == "no counterpart"
     strict = invoke(str(file), "--strict")
     assert strict.exit_code == 1 and "run a Redis at this address" in strict.stderr
 

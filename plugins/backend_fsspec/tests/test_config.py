@@ -201,3 +201,13 @@ def test_neither_importing_nor_checking_a_configuration_loads_a_client() -> None
         "assert not {'obstore', 'fsspec', 'torch', 'boto3'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_files_in_options_begin_where_the_configuration_is(tmp_path: Path) -> None:
+    options = {"known_hosts": "hosts", "key_filename": ["a", "/b"], "endpoint": "https://c"}
+    config = FsspecBackend.Config.model_validate(
+        {"url": "sftp://host/kv", "options": options}, context={"directory": tmp_path}
+    )
+    assert config.options == {
+        "known_hosts": f"{tmp_path}/hosts", "key_filename": [f"{tmp_path}/a", "/b"], "endpoint": "https://c",
+    }  # fmt: skip

@@ -90,7 +90,10 @@ def test_a_profile_and_its_verdicts_let_an_engine_start(calibrate: Callable[...,
 @needs_transformers
 def test_a_codec_that_fails_is_written_down_as_such(calibrate: Callable[..., Result], model: Path) -> None:
     few = ("--tokens", 500, "--no-klt", "--codec", "step/.75")
-    done = calibrate("--text", __file__, "--verify", *few, "--max-kl", "0", "--out", "here")
+    Path("here").write_text("mine")
+    done = calibrate("--text", __file__, "--out", "here")
+    assert done.exit_code == 2 and "--force" in done.output and Path("here").read_text() == "mine"
+    done = calibrate("--text", __file__, "--verify", *few, "--max-kl", "0", "--out", "here", "--force")
     assert done.exit_code == 0, done.output
     assert not any(verdict.passed for verdict in Profile.load(Path("here")).verdicts.values())
     with pytest.raises(ConfigError, match=r"step/0\.75 failed on little.*kl 0, "):
@@ -103,7 +106,7 @@ def test_steps_may_be_chosen(calibrate: Callable[..., Result]) -> None:
     assert done.exit_code == 0, done.output
     assert set(Profile.load(Path("little.kvprofile")).verdicts) == {"step/0.6", "klt/1"}
     for wrong in ("step", "step/x", "step/-1", "lossless/0.5", "klt/0.5"):
-        done = calibrate("--text", __file__, "--tokens", 500, "--verify", "--no-klt", "--codec", wrong)
+        done = calibrate("--text", __file__, "--tokens", 500, "--verify", "--no-klt", "--codec", wrong, "--force")
         assert done.exit_code == 2 and "--codec" in done.output
 
 

@@ -35,7 +35,7 @@ _MOST_SALTS = 1 << 16
 
 
 class TraceConfig(Config):
-    path: str
+    path: Path
     """Where to write. What is there is never touched: the second file is called `name.2.jsonl`."""
     max_bytes: ByteSize = Field(default=ByteSize(1 << 30), gt=0)
     """Recording stops before the file is longer."""
@@ -52,7 +52,7 @@ class TraceObserver(Observer):
         super().__init__(config, spec)
         self._secret = os.urandom(32)
         self._salts: dict[str, int] = {}
-        self.path = Path(config.path).expanduser()
+        self.path = config.path.expanduser()
         """Of the file, once there is a first request."""
         self._file: int | None = None
         self._ended = False

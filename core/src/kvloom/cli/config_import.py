@@ -33,6 +33,7 @@ def add(verbs: typer.Typer) -> None:
         to: Annotated[
             Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it (default: print it).")
         ] = None,
+        force: Annotated[bool, typer.Option("--force", help="Write over FILE if there is one.")] = False,
         env: Annotated[bool, typer.Option("--env", help="Take LMCACHE_ variables too; they go over the file.")] = False,
         tokenizer: Annotated[
             str | None, typer.Option(metavar="MODEL", help="Whose tokens blend_special_str is (needs transformers).")
@@ -48,6 +49,8 @@ def add(verbs: typer.Typer) -> None:
             raise ConfigError("LMCACHE.yaml", "name the file, or take the environment with --env")
         if file is not None and to is not None and file.resolve() == to.resolve():
             raise ConfigError("--output", f"{to} is LMCache's file; name another")
+        if to is not None and to.is_file() and not force:
+            raise ConfigError("--output", f"{to} is there already; name another, or write over it with --force")
         fields = {} if file is None else _read(file)
         if env:
             fields |= import_environment(os.environ)

@@ -7,8 +7,9 @@ the settings of the plugin that it names.
 from __future__ import annotations
 
 from kvloom.config.blocks import Block, MemoryBlock, StoredBlock
+from kvloom.config.choices import BlendChoice, Choice, TierChoice, same_store
 from kvloom.config.model import EngineConfig
-from kvloom.config.resolve import BlendChoice, Choice, Resolved, TierChoice, check_config, resolve, same_store
+from kvloom.config.resolve import Resolved, check_config, resolve
 from kvloom.config.schema import json_schema
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,6 @@ from pydantic import (
     Field,
     PrivateAttr,
     StrictStr,
-    TypeAdapter,
     ValidationError,
     field_validator,
 )
@@ -36,7 +35,8 @@ from kvloom.config.blocks import (
     no_bool,
 )
 from kvloom.config.compared import compared
-from kvloom.config.problems import KeyPath, Origins, Problem, problems, unknown
+from kvloom.config.others import other_problems
+from kvloom.config.problems import KeyPath, Origins, problems, unknown
 from kvloom.errors import ConfigError
 from kvloom.masking import MASK
 
@@ -101,8 +101,12 @@ class EngineConfig(BaseModel):
 
     @classmethod
     def from_file(cls, path: str | Path) -> EngineConfig:
-        """From a YAML file; KVLOOM_ environment variables come on top. Raises ConfigError."""
-        return cls._built(sources.read(Path(os.path.expanduser(path))), environment=os.environ)
+        """From a YAML file; KVLOOM_ environment variables come on top. Raises ConfigError.
+
+        Relative paths in the file begin where the file is.
+        """
+        file = Path(os.path.expanduser(path))
+        return cls._built(sources.read(file), environment=os.environ, directory=Path(os.path.abspath(file)).parent)
 
     @classmethod
     def from_env(cls) -> EngineConfig:
@@ -153,15 +157,20 @@ class EngineConfig(BaseModel):
         return cls._built(legacy.translate(legacy.local_fields(backend, fields)))
 
     @classmethod
-    def _built(cls, tree: Mapping[str, Any], *, environment: Mapping[str, str] | None = None) -> EngineConfig:
+    def _built(
+        cls, tree: Mapping[str, Any], *, environment: Mapping[str, str] | None = None, directory: Path | None = None
+    ) -> EngineConfig:
         tree, variables = sources.overridden(tree, environment or {}, defaults=_defaults())
-        tree, templates, secrets = sources.interpolated(sources.traced(tree, os.environ), os.environ)
-        origins = Origins(templates, variables, secrets)
+        tree, templates, secrets, found = sources.interpolated(sources.traced(tree, os.environ), os.environ)
+        origins = Origins(templates, variables, secrets, directory)
+        empty = {path for path, _ in found}  # what could not be filled in says nothing about the rest
         try:
             config = cls.model_validate(tree)
         except ValidationError as error:
-            found = [(_without_tag(path), text) for path, text in problems(error, stray=_stray)]
-            raise origins.error([*found, *_compared_all_the_same(tree, found)]) from None
+            shape = [(_without_tag(path), text) for path, text in problems(error, stray=_stray)]
+            found += [(path, text) for path, text in shape if path not in empty]
+        if found:
+            raise origins.error([*found, *other_problems(tree, found, origins)])
         config._origins = origins
         for value in (config.tokens, config.connector, *config.tiers, *config.observers, config.blend):
             if isinstance(value, Open):
@@ -182,32 +191,6 @@ class EngineConfig(BaseModel):
 def _defaults() -> dict[str, Any]:
     """Every default as YAML would say it."""
     return EngineConfig().model_dump(mode="json")
-
-
-def _compared_all_the_same(tree: Mapping[str, Any], found: Sequence[Problem]) -> list[Problem]:
-    """What is wrong between settings that are right by themselves, beside those that were found to be wrong."""
-    blocks = tree.get("tiers")
-    if not isinstance(blocks, list | tuple):
-        return []
-    wrong: dict[int, set[str]] = {}
-    for path, _ in found:
-        if len(path) > 2 and path[0] == "tiers":
-            wrong.setdefault(int(path[1]), set()).add(str(path[2]))
-    tiers = [_sound(block, wrong.get(index, set())) for index, block in enumerate(blocks)]
-    return [(("tiers", *below), text) for below, text in compared(tiers, wrong=wrong)]
-
-
-def _sound(block: Any, wrong: Collection[str]) -> MemoryBlock | StoredBlock | None:
-    """A tier's block without the settings that are wrong; None if nothing can be made of it."""
-    if isinstance(block, Mapping):
-        block = {key: value for key, value in block.items() if key not in wrong}
-    try:
-        return _tier.validate_python(block)
-    except ValidationError:
-        return None
-
-
-_tier: TypeAdapter[MemoryBlock | StoredBlock] = TypeAdapter(TierBlock)
 
 
 def _without_tag(path: KeyPath) -> KeyPath:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -46,6 +47,13 @@ class Origins:
     """The KVLOOM_ variable that set each path."""
     secrets: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """The values of the environment variables that were interpolated."""
+
+    directory: Path | None = field(default=None, compare=False)
+    """Where relative paths begin: the file's directory; None: the working directory."""
+
+    def is_by_variable(self, path: KeyPath) -> bool:
+        """Whether a KVLOOM_ variable set what is at `path`."""
+        return any(path[:length] in self.variables for length in range(1, len(path) + 1))
 
     def masked(self, text: str) -> str:
         """`text` without any interpolated value. Very short values are no secrets and would be found everywhere."""

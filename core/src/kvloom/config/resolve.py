@@ -2,96 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
-from pydantic import ValidationError
-
-from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, ProtectBlock, StoredBlock
+from kvloom.config.choices import BlendChoice, Checks, Choice, TierChoice
 from kvloom.config.model import EngineConfig
-from kvloom.config.problems import KeyPath, Origins, Problem, dotted, problems, unknown
-from kvloom.contracts.component import Config
-from kvloom.errors import ConfigError, PluginError
-from kvloom.plugins import KINDS, Registry
-from kvloom.protection import Protection
-
-if TYPE_CHECKING:
-    from kvloom.types import KVSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A component that the configuration asks for: its class and its settings."""
-
-    path: str
-    """Where in the YAML it stands."""
-    cls: type[Any]
-    config: Config
-    origins: Origins = field(default_factory=Origins, repr=False, compare=False)
-
-    def make(self, spec: KVSpec | None = None, **kwargs: Any) -> Any:
-        """A new instance. ConfigError, with the path, if the constructor cannot work with these settings."""
-        with self.blamed():
-            return self.cls(self.config, spec, **kwargs)
-
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """What is raised within for these settings becomes a ConfigError with the path."""
-        try:
-            yield
-        except (ValueError, OSError, ImportError) as error:
-            path = dotted((self.path, error.path)) if isinstance(error, ConfigError) and error.path else self.path
-            text = error.problem if isinstance(error, ConfigError) else str(error) or type(error).__name__
-            raise ConfigError(path, self.origins.masked(text)) from error
-        except (Exception, KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # a panic of native code, or an exit: nobody is to end for it
-            text = f"{self.cls.type!r} broke off with {type(error).__name__}: {error}"
-            raise ConfigError(self.path, self.origins.masked(text)) from error
-
-
-@dataclass(frozen=True, slots=True)
-class TierChoice:
-    """One tier, in the order of the YAML."""
-
-    name: str
-    path: str
-    backend: Choice | None
-    """None for the memory tier."""
-    serializer: Choice | None
-    timed: bool
-    """Log how long each encode and decode takes."""
-    capacity: int | None
-    """In bytes; None for no limit."""
-    deadline: float
-    """Seconds that one operation may take."""
-    ttl: float | None = None
-    """Seconds that KV is served for."""
-    quota: Mapping[str, int] | None = None
-    """Bytes by salt; `*` for those that are not named."""
-    write: str = "through"
-    """`through`, `on_evict` or `never`."""
-    policy: str = "lru"
-    """`lru` or `tiny_lfu`."""
-    remember: float | None = None
-    """Seconds for which an answer about keys is taken for granted."""
-    protection: Protection | None = None
-    """Whose blobs it takes; None: those that nobody has signed."""
-
-
-def same_store(tier: TierChoice, other: TierChoice) -> str:
-    """What is wrong with a tier that is where another is already, and what to do."""
-    text = f"{tier.name!r} would be on the same store as {other.path}, {other.name!r}"
-    return f"{text}; give it other settings, or remove one"
-
-
-@dataclass(frozen=True, slots=True)
-class BlendChoice:
-    executor: Choice
-    retriever: Choice
-    min_tokens: int
+from kvloom.plugins import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,106 +22,19 @@ class Resolved:
 
 def resolve(config: EngineConfig, registry: Registry) -> Resolved:
     """Find every plugin that `config` names and check its settings. Raises ConfigError with all problems."""
-    pass_ = _Pass(registry, config.origins)
-    pass_.check_plugins(config.plugins.only or ())
-    tokens = pass_.block(("tokens",), "tokens", config.tokens)
-    connector = pass_.block(("connector",), "connector", config.connector)
-    tiers = [pass_.tier(("tiers", index), block) for index, block in enumerate(config.tiers)]
-    observers = [pass_.block(("observers", index), "observer", block) for index, block in enumerate(config.observers)]
-    blend = pass_.blend(config.blend) if config.blend else None
-    pass_.check_stores(tiers)
-    if pass_.problems:
-        raise config.origins.error(pass_.problems)
+    checks = Checks(registry, config.origins)
+    checks.check_plugins(config.plugins.only or ())
+    tokens = checks.block(("tokens",), "tokens", config.tokens)
+    connector = checks.block(("connector",), "connector", config.connector)
+    tiers = [checks.tier(("tiers", index), block) for index, block in enumerate(config.tiers)]
+    observers = [checks.block(("observers", index), "observer", block) for index, block in enumerate(config.observers)]
+    blend = checks.blend(config.blend) if config.blend else None
+    checks.check_stores(tiers)
+    if checks.problems:
+        raise config.origins.error(checks.problems)
     return Resolved(tokens, connector, tuple(tiers), tuple(observers), blend)
 
 
 def check_config(config: EngineConfig) -> Resolved:
     """Check `config` against the installed plugins without opening anything; raise ConfigError with all problems."""
     return resolve(config, Registry.discover(only=config.plugins.only, block=config.plugins.block))
-
-
-class _Pass:
-    """Collects what is wrong, so that one attempt shows everything. What it returns counts only if nothing is."""
-
-    def __init__(self, registry: Registry, origins: Origins) -> None:
-        self.problems: list[Problem] = []
-        self._registry = registry
-        self._origins = origins
-
-    def check_plugins(self, only: tuple[str, ...]) -> None:
-        for index, name in enumerate(only):
-            if name not in self._registry.names:
-                text = f"no plugin {name!r} is installed; there are: {', '.join(self._registry.names)}"
-                self.problems.append((("plugins", "only", index), text))
-
-    def check_stores(self, tiers: Sequence[TierChoice]) -> None:
-        """Two tiers on one store would overwrite and evict each other's blobs. Opening finds what settings hide."""
-        seen: list[TierChoice] = []
-        for index, tier in enumerate(tiers):
-            backend = tier.backend
-            if backend is None or backend.cls is None or not (backend.cls.persistent or backend.cls.shared):
-                continue
-            for other in seen:
-                if other.backend == replace(backend, path=other.path):
-                    self.problems.append((("tiers", index), same_store(tier, other)))
-                    break
-            seen.append(tier)
-
-    def block(self, at: KeyPath, kind: str, block: Block) -> Choice:
-        return self._choose(at, kind, block.type, block.settings, at_type=(*at, "type"))
-
-    def tier(self, at: KeyPath, block: MemoryBlock | StoredBlock) -> TierChoice:
-        path = dotted(at)
-        if isinstance(block, MemoryBlock):
-            return TierChoice(
-                block.name, path, None, None, False, block.capacity, block.deadline, block.ttl, block.quota
-            )
-        return TierChoice(
-            name=block.name,
-            path=path,
-            backend=self.block(at, "backend", block),
-            serializer=self.block((*at, "serializer"), "serializer", block.serializer),
-            timed=block.serializer.timed,
-            capacity=block.capacity,
-            deadline=block.deadline,
-            ttl=block.ttl,
-            quota=block.quota,
-            write=block.write,
-            policy=block.policy,
-            remember=block.remember,
-            protection=self._protection((*at, "protect"), block.protect),
-        )
-
-    def _protection(self, at: KeyPath, block: ProtectBlock | None) -> Protection | None:
-        try:
-            return None if block is None else Protection.load(block.mode, block.keys)
-        except ConfigError as error:
-            self.problems.append(((*at, error.path) if error.path else at, error.problem))
-            return None
-
-    def blend(self, block: BlendBlock) -> BlendChoice:
-        at = ("blend",)
-        return BlendChoice(
-            self._choose(at, "blend executor", block.executor, block.settings, at_type=(*at, "executor")),
-            self.block((*at, "retriever"), "blend retriever", block.retriever),
-            block.min_tokens,
-        )
-
-    def _choose(self, at: KeyPath, kind: str, type: str, settings: Mapping[str, Any], *, at_type: KeyPath) -> Choice:
-        cls: Any = None
-        config = Config()
-        try:
-            cls = self._registry.get(kind, type)
-            if lacking := self._registry.lacks(kind, type):
-                self.problems.append((at_type, lacking))
-            config = cls.Config.model_validate(settings)
-        except PluginError as error:
-            self.problems.append((at_type, str(error)))
-        except ValidationError as error:
-            known = {*cls.Config.model_fields, *KINDS[kind].owned}
-
-            def stray(path: KeyPath) -> str:
-                return unknown(str(path[-1]), known) if len(path) == len(at) + 1 else "unknown key"
-
-            self.problems.extend(problems(error, at=at, stray=stray))
-        return Choice(dotted(at), cls, config, self._origins)

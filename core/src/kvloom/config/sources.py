@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -24,21 +25,24 @@ MOST_NODES = 100_000
 _CHARS = 64
 """A text counts as one more for each so many characters."""
 _INTERPOLATION = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
+_UNQUOTED = re.compile(r"""[{\[,:]\s*([^\s"',{\[]*\$\{[^}]*\}[^\s"',}\]]*)""")
 _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 
 
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. ConfigError if it cannot be read, is something else or gives a key twice."""
     try:
-        tree, twice = loaded(path.read_text(encoding="utf-8"))
+        tree, twice = loaded(text := path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except RecursionError:
         raise ConfigError(str(path), "nested too deeply") from None
     except TooLargeError as error:
         raise ConfigError(str(path), f"{error}; write out what is meant") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"not YAML: {' '.join(str(error).split())}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), f"not YAML: {_not_yaml(error, text)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"not YAML: {error}") from None
     except ValueError as error:
         raise ConfigError(repr(str(path)), f"cannot be read: {error}; name a file") from None
     if twice:
@@ -85,6 +89,17 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
                 raise TooLargeError(f"its aliases stand for more than {MOST_NODES} values")
     known[id(node)] = total
     return total
+
+
+def _not_yaml(error: yaml.YAMLError, text: str) -> str:
+    """Where it stops being YAML, and why, in a line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
+    hint = _UNQUOTED.search(line)
+    said = f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or 'it is cut short'}"
+    return f'{said}; within braces, put quotes round it: "{hint[1]}"' if hint else said
 
 
 def repeated(node: yaml.Node) -> Iterator[Problem]:
@@ -138,6 +153,7 @@ def traced(tree: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str,
     path, observers = environment.get(TRACE), tree.get("observers", ())
     if not path or not isinstance(observers, list | tuple):
         return dict(tree)
+    path = os.path.abspath(os.path.expanduser(path))  # of the environment, so below the working directory
     block = {"type": "trace", "path": path.replace("${", "$${")}
     if most := environment.get(TRACE_MAX_BYTES):
         block["max_bytes"] = most
@@ -178,10 +194,10 @@ def _parsed(text: str, name: str) -> Any:
 
 def interpolated(
     tree: Mapping[str, Any], environment: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[KeyPath, str], frozenset[str]]:
-    """`tree` with `${env:NAME}` replaced in its values, the texts that held one, and the values put in.
+) -> tuple[dict[str, Any], dict[KeyPath, str], frozenset[str], list[Problem]]:
+    """`tree` with `${env:NAME}` replaced in its values, the texts that held one, the values put in, and what is wrong.
 
-    `$${` stands for `${`. Raises ConfigError if a variable is not set, or if a block contains itself.
+    `$${` stands for `${`. Raises ConfigError if a block contains itself.
     """
     templates: dict[KeyPath, str] = {}
     secrets: set[str] = set()
@@ -211,7 +227,4 @@ def interpolated(
         return environment[name[1]]
 
     filled = fill(tree, ())
-    if missing:
-        (first, problem), *rest = missing
-        raise ConfigError(dotted(first), "\n".join([problem, *(f"{dotted(at)}: {text}" for at, text in rest)]))
-    return filled, templates, frozenset(secrets)
+    return filled, templates, frozenset(secrets), missing

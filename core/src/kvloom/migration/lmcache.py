@@ -11,7 +11,7 @@ from kvloom.errors import ConfigError
 from kvloom.migration.blending import add_blending
 from kvloom.migration.draft import Draft, Imported, literal, shown
 from kvloom.migration.extra import add_extra
-from kvloom.migration.fields import ALIASES, MAPPED, NOT_MAPPED
+from kvloom.migration.fields import ALIASES, MAPPED, NOT_MAPPED, Row
 from kvloom.migration.remote import add_pool, add_remote, gibibytes
 
 _LOCATIONS = {
@@ -46,9 +46,11 @@ def import_config(
     Raises ConfigError, naming the field, for a value of another type than it has there, or one that cannot work here.
     Nothing that is raised or returned holds a password: those become environment variables.
     """
-    draft = Draft(_named(source), connector, separator)
+    given, written = _named(source)
+    draft = Draft(given, connector, separator)
     for part in (_plain, _memory, _disk, add_remote, add_pool, add_extra, _everywhere, add_blending, _others, _end):
         part(draft)
+    _as_written(draft.done, written)
     _check(draft.done)
     return draft.done
 
@@ -74,9 +76,10 @@ def import_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     return fields
 
 
-def _named(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields under their names of today."""
+def _named(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields under their names of today, and the older names that stand in the source, by these."""
     given: dict[str, Any] = {}
+    written: dict[str, str] = {}
     for name, value in source.items():
         if not isinstance(name, str):
             raise ConfigError(shown(name), "should be the name of a field")
@@ -84,7 +87,16 @@ def _named(source: Mapping[str, Any]) -> dict[str, Any]:
         if new in given or (new != name and new in source):
             raise ConfigError(name, f"is another name of {new!r}, which is given too; leave one of them out")
         given[new] = value
-    return given
+        if new != name:
+            written[new] = name
+    return given, written
+
+
+def _as_written(done: Imported, written: Mapping[str, str]) -> None:
+    """Rows and sources name fields as the source does."""
+    done.rows = [Row(written.get(row.field, row.field), row.outcome, row.text) for row in done.rows]
+    for part, names in done.sources.items():
+        done.sources[part] = [written.get(name, name) for name in names]
 
 
 def _plain(draft: Draft) -> None:

@@ -42,7 +42,7 @@ def add_remote(draft: Draft) -> None:
     elif found.scheme in _SCHEMES:
         block = _redis(draft, found) if STORES.get(found.scheme, "redis") == "redis" else _objects(draft, found)
     else:
-        known = ", ".join(f"{word}://" for word in (*_SCHEMES, "fs", "mooncakestore"))
+        known = ", ".join(f"{word}://" for word in (*_SCHEMES, "fs", "mooncakestore") if word != "lm")
         draft.say("remote_url", "no counterpart", f"there is no plugin for {found.scheme}://; there is for {known}")
         draft.say("remote_serde", "no counterpart", "goes with remote_url")
         return
@@ -52,7 +52,7 @@ def add_remote(draft: Draft) -> None:
     tier["serializer"] = _serde(draft)
     if found.scheme == "lm":
         text = "LMCache's own server is none that kvloom speaks to: run a Redis at this address, for the tier `redis`"
-        draft.say("remote_url", "no counterpart", text)
+        draft.row("remote_url.server", "no counterpart", text)
     if found.query:
         draft.row("remote_url.query", "no counterpart", _LOST_QUERY)
     if found.password and found.scheme in ("mooncakestore", "fs", "file"):

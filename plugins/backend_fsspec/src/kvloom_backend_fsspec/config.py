@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvloom import Config as BaseConfig
 from kvloom import Duration
@@ -31,6 +32,8 @@ _NO_SECRET = re.compile(r"(?:aws_|azure_|google_)?skip_signature|anon|.*_(?:file
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _ENDPOINT = re.compile(r"https?://[^/\s]", re.IGNORECASE)
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
+_FILES = ("key_filename", "known_hosts", "root_certificate")
+"""Options that name files; relative ones begin where the configuration file is."""
 _NO_PART = ("", ".", "..")
 
 
@@ -74,7 +77,7 @@ class Config(BaseConfig):
 
     @field_validator("options")
     @classmethod
-    def _has_no_secrets(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _has_no_secrets(cls, options: Mapping[str, Any], info: ValidationInfo) -> Mapping[str, Any]:
         for name in _names_in(options):
             plain = name.lower().replace("-", "_")
             if (_SECRET.search(plain) or plain in _SECRET_NAMES) and not _NO_SECRET.fullmatch(plain):
@@ -85,7 +88,8 @@ class Config(BaseConfig):
                 raise ValueError(f"{name} has a login in it; {STANDARD_PLACES}")
             if query:
                 raise ValueError(f"{name} is a URL with a query; name the server alone. {STANDARD_PLACES}")
-        return options
+        directory = (info.context or {}).get("directory", Path())
+        return {name: _below(value, directory) if name in _FILES else value for name, value in options.items()}
 
     @model_validator(mode="after")
     def _can_work(self) -> Config:
@@ -172,3 +176,12 @@ def _texts_in(options: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts_in(value, name)
     elif isinstance(options, str):
         yield name, options
+
+
+def _below(path: Any, directory: Path) -> Any:
+    """A path, or each of several, from `directory` on if it is relative."""
+    if isinstance(path, list | tuple):
+        return [_below(one, directory) for one in path]
+    if not isinstance(path, str) or not path or path.startswith("~"):
+        return path
+    return str(directory / path)

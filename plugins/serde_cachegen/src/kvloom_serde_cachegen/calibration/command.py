@@ -40,6 +40,7 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the profile goes (default: MODEL.kvprofile, here).")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a profile that is there.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Measure what the codec does to the model, for `codec_gate`.")
     ] = False,
@@ -73,8 +74,13 @@ def calibrate(
     if out is not None and not out.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {str(out.parent)!r}", param_hint="--out")
     name = Path(model).resolve().name if Path(model).is_dir() else model
+    out = out or Path(f"{name.replace('/', '--')}.kvprofile")
+    if out.exists() and not force:
+        raise typer.BadParameter(
+            f"{out} is there already; name another, or write over it with --force", param_hint="--out"
+        )
     wanted = _Wanted(
-        model, name, [*text, *(more or ())], out or Path(f"{name.replace('/', '--')}.kvprofile"), tokens, device, klt,
+        model, name, [*text, *(more or ())], out, tokens, device, klt,
         _codecs(codec, klt=klt) if verify else [], Limits(max_kl, max_dnll, min_top1),
     )  # fmt: skip
     try:

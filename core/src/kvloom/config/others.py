@@ -1,0 +1,98 @@
+"""All else that is wrong with a configuration of which something is wrong: one attempt shows everything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, PluginsBlock, StoredBlock, TierBlock
+from kvloom.config.choices import Checks
+from kvloom.config.compared import compared
+from kvloom.config.problems import KeyPath, Origins, Problem
+from kvloom.plugins import Registry
+
+_tier: TypeAdapter[MemoryBlock | StoredBlock] = TypeAdapter(TierBlock)
+_block: TypeAdapter[Block] = TypeAdapter(Block)
+_blend: TypeAdapter[BlendBlock] = TypeAdapter(BlendBlock)
+
+
+def other_problems(tree: Mapping[str, Any], found: Sequence[Problem], origins: Origins) -> list[Problem]:
+    """What is wrong beside `found`: between settings that are right by themselves, and to the plugins of the blocks."""
+    return [*_compared_all_the_same(tree, found), *_of_plugins(tree, found, origins)]
+
+
+def _compared_all_the_same(tree: Mapping[str, Any], found: Sequence[Problem]) -> list[Problem]:
+    blocks = tree.get("tiers")
+    if not isinstance(blocks, list | tuple):
+        return []
+    wrong: dict[int, set[str]] = {}
+    for path, _ in found:
+        if len(path) > 2 and path[0] == "tiers":
+            wrong.setdefault(int(path[1]), set()).add(str(path[2]))
+    tiers = []
+    for index, block in enumerate(blocks):
+        tiers.append(_sound(block, [(key,) for key in wrong.get(index, ())], _tier))
+    known = {path for path, _ in found}
+    others = [(("tiers", *below), text) for below, text in compared(tiers, wrong=wrong)]
+    return [(path, text) for path, text in others if path not in known]
+
+
+def _of_plugins(tree: Mapping[str, Any], found: Sequence[Problem], origins: Origins) -> list[Problem]:
+    """The second pass over whichever blocks can be made out without the settings that are wrong."""
+    blocks: list[tuple[KeyPath, str, Any]] = [
+        ((name,), name, tree[name]) for name in ("tokens", "connector") if name in tree
+    ]
+    for name, kind in (("tiers", "tier"), ("observers", "observer")):
+        if isinstance(several := tree.get(name), list | tuple):
+            blocks += [((name, index), kind, block) for index, block in enumerate(several)]
+    if tree.get("blend"):
+        blocks.append((("blend",), "blend", tree["blend"]))
+    try:
+        plugins = PluginsBlock.model_validate(tree.get("plugins", {}))
+    except ValidationError:  # which of them may load is not known
+        return []
+    checks: Checks | None = None
+    for at, kind, block in blocks:
+        below = [path[len(at) :] for path, _ in found if path[: len(at)] == at]
+        if ("type",) in below or ("executor",) in below:  # which plugin is not known
+            continue
+        adapter: TypeAdapter[Any] = _tier if kind == "tier" else _blend if kind == "blend" else _block
+        sound = _sound(block, below, adapter)
+        if sound is None or isinstance(sound, MemoryBlock):
+            continue
+        checks = checks or Checks(_installed(plugins.only, plugins.block), origins)
+        if isinstance(sound, StoredBlock):
+            checks.tier(at, sound)
+        elif isinstance(sound, BlendBlock):
+            checks.blend(sound)
+        else:
+            checks.block(at, kind, sound)
+    known = {path for path, _ in found}
+    return [(path, text) for path, text in checks.problems if path not in known] if checks else []
+
+
+@cache
+def _installed(only: tuple[str, ...] | None, block: tuple[str, ...]) -> Registry:
+    return Registry.discover(only=only, block=block)
+
+
+def _sound(block: Any, wrong: Collection[KeyPath], adapter: TypeAdapter[Any]) -> Any:
+    """A block without the settings at the paths that are wrong; None if nothing can be made of it."""
+    for path in wrong:
+        block = _without(block, path)
+    try:
+        return adapter.validate_python(block)
+    except ValidationError:
+        return None
+
+
+def _without(node: Any, path: KeyPath) -> Any:
+    """`node` but for what is at `path`, and for a list all of it."""
+    if not path or not isinstance(node, Mapping) or path[0] not in node:
+        return node
+    rest = _without(node[path[0]], path[1:]) if isinstance(node[path[0]], Mapping) and len(path) > 1 else None
+    kept = {key: value for key, value in node.items() if key != path[0]}
+    return kept if rest is None else {**kept, path[0]: rest}

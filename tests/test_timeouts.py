@@ -1,0 +1,33 @@
+"""A client's timeout and a tier's deadline: the page, the defaults and the warning say the same."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvloom import Engine, KVSpec, Registry
+from kvloom.config import StoredBlock
+
+PAGE = Path(__file__).parents[1] / "docs/extend/threads-and-forks.md"
+SPEC = KVSpec(model="tiny", num_layers=1, num_kv_heads=1, head_size=4, dtype="float32")
+
+
+def test_no_plugin_is_warned_of_by_its_own_default() -> None:
+    timeouts = {
+        word: cls.Config.model_fields["timeout"].default
+        for word, cls in Registry.discover().types("backend").items()
+        if "timeout" in cls.Config.model_fields
+    }
+    assert {"redis", "fsspec", "mooncake"} <= set(timeouts)
+    assert all(seconds <= StoredBlock(type="any").deadline for seconds in timeouts.values())
+
+
+@pytest.mark.parametrize(("timeout", "warned"), [("3s", False), ("4s", False), ("5s", True)])
+def test_the_page_advises_what_is_not_warned_of(timeout: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    assert "a timeout that is not longer\nthan the deadline" in PAGE.read_text()
+    tier = {"type": "fsspec", "url": "memory://timeouts", "timeout": timeout, "deadline": "4s"}
+    with caplog.at_level(logging.WARNING, "kvloom"):
+        Engine.open({"tiers": [tier]}, SPEC).close()
+    assert ("calls outlive it" in caplog.text) is warned
