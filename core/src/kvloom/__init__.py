@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from kvloom import envelope as envelope
     from kvloom import native as native
     from kvloom.config import EngineConfig as EngineConfig
-    from kvloom.config import resolve as resolve
+    from kvloom.config.resolve import resolve as resolve
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor
     from kvloom.contracts.blend import BlendOutput as BlendOutput
     from kvloom.contracts.blend import BlendRequest as BlendRequest
