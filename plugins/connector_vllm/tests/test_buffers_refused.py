@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
+import multiprocessing
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 import kvloom
 from kvloom import BackendError, Buffer, Buffers, ConfigError, DeadlineExceeded
 from kvloom.builtin.dict_backend import DictBackend
+
+FORK = multiprocessing.get_context("fork")
 
 # -- tensors by name ---------------------------------------------------------------------------------------------------
 
@@ -157,10 +160,18 @@ def test_they_are_vllms_where_it_has_them(tmp_path: Path) -> None:
     place.mkdir(parents=True)
     (tmp_path / "vllm/__init__.py").write_text("")
     (place / "base.py").write_text(VLLM)
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from kvloom_connector_vllm.buffers import KVLookupBuffer, KVStoreBuffer\n"
-        "print(*(cls.__mro__[2].__module__ for cls in (KVLookupBuffer, KVStoreBuffer)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.split() == ["vllm.distributed.kv_transfer.kv_lookup_buffer.base"] * 2
+
+    def bases(pipe: Connection) -> None:
+        for name in [name for name in sys.modules if name.startswith("kvloom_connector_vllm.")]:
+            del sys.modules[name]
+        sys.path.insert(0, str(tmp_path))
+        from kvloom_connector_vllm.buffers import KVLookupBuffer, KVStoreBuffer
+
+        pipe.send([cls.__mro__[2].__module__ for cls in (KVLookupBuffer, KVStoreBuffer)])
+
+    here, there = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=bases, args=(there,))
+    process.start()
+    there.close()
+    assert here.recv() == ["vllm.distributed.kv_transfer.kv_lookup_buffer.base"] * 2
+    process.join()

@@ -30,6 +30,22 @@ class _Driver:
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
 
+    def patient(self) -> Any:
+        """Steps with nothing to compute wait as long as they have to; `steps` counts all of them from here on."""
+        from kvloom_connector_vllm import offload_tiers
+
+        offload_tiers.IDLE_SECONDS = 30.0
+        schedule, self._steps = self._scheduler.schedule, 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._steps += 1
+            return schedule(*args, **kwargs)
+
+        self._scheduler.schedule = counted
+
+    def steps(self) -> Any:
+        return self._steps
+
     def generate(
         self, prompts: list[list[int]], max_tokens: int = 8, salt: str = "", lora: str = "", together: bool = False
     ) -> Any:

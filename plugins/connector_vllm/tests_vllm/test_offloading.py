@@ -56,7 +56,11 @@ def test_a_fresh_process_answers_as_the_engines_own_prefix_cache(run: Run, dtype
     engine = str(uuid.uuid4())
     _, control, _ = run(ASKED, ASKED, {"settle": {}}, **named(engine), dtype=dtype)
     assert [one["cached"] for one in control] == FOUND
-    found, metrics = run(ASKED, {"metrics": {}}, fresh=dtype == "float32", **named(engine), dtype=dtype)
+    _, found, steps, metrics = run(
+        {"patient": {}}, ASKED, {"steps": {}}, {"metrics": {}}, fresh=dtype == "float32", **named(engine), dtype=dtype
+    )
+    # Eight tokens of each; two prompts of four ask the tiers, are told, and wait for slots, and then for pages.
+    assert steps <= 4 * 8 + 2 * 10, "steps that compute nothing wait for what is under way"
     assert [one["cached"] for one in found] == FOUND
     same(found, control)
     assert metrics["vllm:external_prefix_cache_hits"] == 256 + 640

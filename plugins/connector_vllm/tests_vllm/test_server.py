@@ -17,8 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import BLOCK, disk, memory, tokens
 from warm import environment
+
+openai = pytest.importorskip("openai")
 
 SHARED = tokens(1, 640)
 PROMPTS = [SHARED + tokens(20 + number, 20 + number) for number in range(6)]
@@ -139,6 +142,18 @@ def test_one_engine_prefills_and_another_generates(tiny: Path, tmp_path: Path) -
                 time.sleep(0.1)
             address = f"http://127.0.0.1:{port}"
             found = list(clients.map(lambda prompt: complete(address, prompt), PROMPTS[:4]))
+            client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+            assert [model.id for model in client.models.list().data] == ["tiny"]
+            asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "keys and values"}]}
+            chat = client.chat.completions.create(**asked, temperature=0, max_completion_tokens=5)
+            stream = client.chat.completions.create(
+                **asked, temperature=0, max_completion_tokens=5, stream=True, stream_options={"include_usage": True}
+            )
+            *pieces, last = list(stream)
+            text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+            assert text == chat.choices[0].message.content and last.usage.completion_tokens == 5
+            with pytest.raises(openai.NotFoundError, match="does not exist"):
+                client.completions.create(model="other", prompt="x")
         finally:
             proxy.kill()
             proxy.wait()
