@@ -19,7 +19,7 @@ SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bf
 
 def settings(azurite: AzuriteServer, container: str) -> dict[str, Any]:
     options = {"account_name": AZURE_ACCOUNT, "endpoint": azurite.endpoint}
-    return {"url": f"az://{container}/kv", "options": options, "allow_http": True}
+    return {"url": f"az://{container}/kv", "options": options, "allow_http": True, "timeout": 30.0}  # it is slow
 
 
 @pytest.fixture(scope="module")

@@ -17,4 +17,4 @@ class TestWebDav(BackendConformance):
     @pytest.fixture
     def make(self, webdav: WebDavServer) -> Callable[[], StorageBackend]:
         url = f"webdav://127.0.0.1:{webdav.port}/{uuid.uuid4().hex}"
-        return lambda: FsspecBackend(FsspecBackend.Config(url=url, allow_http=True, threads=4))
+        return lambda: FsspecBackend(FsspecBackend.Config(url=url, allow_http=True, threads=4, timeout=30))

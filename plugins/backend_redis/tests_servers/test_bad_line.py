@@ -62,7 +62,7 @@ def retrieved(engine: Engine) -> int:
 @pytest.mark.parametrize("garble", [tail_flipped, lambda data: b"$3\r\nabc\r\n" if len(data) > 4096 else data])
 def test_what_is_good_for_others_stays(server: RedisServer, garble: Garble) -> None:
     def engine(port: int) -> Engine:
-        tier = {"type": "redis", "url": f"redis://127.0.0.1:{port}", "prefix": "bad-line:", "timeout": "300ms"}
+        tier = {"type": "redis", "url": f"redis://127.0.0.1:{port}", "prefix": "bad-line:", "timeout": "5s"}
         return Engine.open({"chunk_tokens": CHUNK, "tiers": [tier]}, SPEC)
 
     port = int(server.url.rpartition(":")[2])

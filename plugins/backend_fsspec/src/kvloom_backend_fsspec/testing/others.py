@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -35,10 +36,14 @@ class WebDavServer(Server):
     def start(self) -> None:
         program = need("wsgidav", "pip install wsgidav cheroot")
         (self.directory / "root").mkdir(exist_ok=True)
-        self.spawn(
-            "wsgidav", program, "--host", "127.0.0.1", "--port", str(self.port), "--root",
-            str(self.directory / "root"), "--auth", "anonymous", "--no-config",
-        )  # fmt: skip
+        settings = {
+            "host": "127.0.0.1", "port": self.port, "server": "cheroot", "verbose": 1,
+            "provider_mapping": {"/": str(self.directory / "root")},
+            "simple_dc": {"user_mapping": {"*": True}}, "http_authenticator": {"domain_controller": None},
+            "lock_storage": False, "property_manager": False,  # nobody locks, and both are asked with each request
+        }  # fmt: skip
+        (self.directory / "wsgidav.json").write_text(json.dumps(settings))
+        self.spawn("wsgidav", program, "--config", str(self.directory / "wsgidav.json"))
         wait_until(lambda: answers(self.endpoint), "wsgidav")
 
     restart = start
