@@ -138,7 +138,7 @@ def test_a_serializer_that_breaks_off_at_a_blob_is_no_failure_of_the_store(
     assert "unreadable" in reasons and any(reason.startswith("decode: ") for reason in reasons)
     assert all(len(line) < 600 and "\n" not in line for line in caplog.messages)
     engine.store(TOKENS, kv=KV)
-    assert engine.flush() and retrieved(engine) == 2 * CHUNK
+    assert engine.flush(20) and retrieved(engine) == 2 * CHUNK
 
 
 def test_what_cannot_be_deleted_is_no_failure_of_reading(open_engine: Callable[..., Engine]) -> None:
