@@ -138,7 +138,7 @@ def test_a_serializer_that_breaks_off_at_a_blob_is_no_failure_of_the_store(
     assert "unreadable" in reasons and any(reason.startswith("decode: ") for reason in reasons)
     assert all(len(line) < 600 and "\n" not in line for line in caplog.messages)
     engine.store(TOKENS, kv=KV)
-    assert engine.flush() and retrieved(engine) == 2 * CHUNK
+    assert engine.flush(20) and retrieved(engine) == 2 * CHUNK
 
 
 def test_what_cannot_be_deleted_is_no_failure_of_reading(open_engine: Callable[..., Engine]) -> None:
@@ -237,3 +237,26 @@ def test_no_text_of_a_blob_is_counted_by(open_engine: Callable[..., Engine], cap
     assert not [reason for _, reason in found if "strange" in reason or any(map(str.isdigit, reason))]
     said = [line for line in caplog.messages if "strange" in line]
     assert said and not [line for line in said if "\n" in line], "it is said in the log, escaped"
+
+
+@pytest.mark.parametrize("claimed", [1 << 40, 1 << 52, (1 << 63) + 1])
+def test_a_small_blob_that_says_it_is_large_has_nothing_evicted(
+    open_engine: Callable[..., Engine], claimed: int
+) -> None:
+    tier = SHELF | {"capacity": "1MiB"}
+    engine = open_engine(tier)
+    engine.store(TOKENS, kv=KV)
+    assert engine.flush()
+    head, tail = (str(segment.key) for segment in engine.segments(TOKENS))
+    blobs = Shelf.shelves["default"]._blobs
+    header = bytearray(blobs[head])
+    text_bytes, _, _ = struct.unpack_from("<IIQ", header, 16)
+    struct.pack_into("<Q", header, 24, claimed)
+    struct.pack_into("<Q", header, 112 + text_bytes, claimed)
+    blobs[head] = with_checksum(header[:4096]) + bytes(header[4096:])
+    engine = open_engine(tier)
+    engine.store(TOKENS, kv=KV)  # looks at what is there, and writes over what is of no use
+    assert engine.flush() and tail in blobs
+    (health,) = engine.health().tiers
+    assert health.ok and health.bytes < 1 << 20 and retrieved(engine) == 2 * CHUNK
+    assert not [key for key in engine.counters() if key.name in ("evicted", "tier_error") and key.tier == "shelf"]

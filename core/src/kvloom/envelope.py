@@ -212,7 +212,7 @@ def parse(
         raise CorruptBlobError(f"byte {_FIXED.size}: the blob of another key")
     rows = list(_ROW.iter_unpack(data[table_at : table_at + _ROW.size * count]))
     lengths = tuple(row[0] for row in rows)
-    if sum(lengths) != payload_bytes:
+    if sum(lengths) != payload_bytes or payload_bytes >= _MOST_NUMBER:
         raise CorruptBlobError("byte 24: impossible payload size")
     return Header(description, lengths, tuple(row[1] for row in rows), header_bytes, payload_bytes, blob_key)
 

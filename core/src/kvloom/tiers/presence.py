@@ -32,10 +32,11 @@ class Presence:
     def __init__(
         self, backend: StorageBackend, ledger: Ledger, calls: Calls, *, lossless: bool, exact_only: bool,
         expired: Callable[[envelope.Header], bool], ttl: bool, protection: Protection | None = None,
-        remembered: Remembered | None = None, doomed: Callable[[], Collection[ChunkKey]] = tuple,
+        remembered: Remembered | None = None, doomed: Callable[[], Collection[ChunkKey]] = tuple, sized: bool = False,
     ) -> None:  # fmt: skip
         """lossless: what would be written is exact. exact_only: what is lossy cannot be used. ttl: blobs may expire.
-        doomed: what may be there now and will be deleted at once."""
+        doomed: what may be there now and will be deleted at once. sized: the sizes of blobs count against a bound."""
+        self._sized = sized
         self._backend = backend
         self._ledger = ledger
         self._calls = calls
@@ -127,7 +128,13 @@ class Presence:
             page = memoryview(bytearray(length))
             if not self._backend.get_range(name, 0, page):
                 raise CorruptBlobError("the blob is cut short")
-        return envelope.parse(page, key=name, protection=self._protection)
+        header = envelope.parse(page, key=name, protection=self._protection)
+        if header is not None and self._sized:
+            # Else a small blob that says it is large would have everything else evicted.
+            end = header.header_bytes + header.payload_bytes
+            if not self._backend.get_range(name, end, memoryview(bytearray())):
+                raise CorruptBlobError("the blob is cut short")
+        return header
 
     def note(self, key: ChunkKey, header: envelope.Header, *, since: int) -> None:
         """A blob with this header is there. since: the ledger's mark from before it was read."""

@@ -133,7 +133,8 @@ class StoredTier(Tier):
         self._presence = Presence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
             expired=reader.expired, ttl=policy.ttl is not None, protection=policy.protection,
-            remembered=Remembered(policy.remember or 0.0, runtime.now), doomed=self._landings.doomed,
+            remembered=Remembered(policy.remember or 0.0, runtime.now),
+            doomed=self._landings.doomed, sized=policy.bounded,
         )  # fmt: skip
         self.calls.on_doubt = self._presence.doubt
         self.loads = Loads(
