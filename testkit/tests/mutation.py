@@ -9,8 +9,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SESSIONS = 3
-"""At once: some components keep their session waiting."""
+SESSIONS = 2
+"""At once: some components keep their session waiting, and each takes seconds to start."""
 _SECONDS = 900
 
 Wanted = list[tuple[str, str, str, str, list[str] | None]]
@@ -38,6 +38,7 @@ for label, module, name, kind, ids in WANTED:
 
 REPORT = """
 import json, os
+from kvloom_testkit import effort
 from kvloom_testkit.requirements import requirement_id
 
 seen = {}
@@ -50,6 +51,10 @@ def pytest_collection_modifyitems(items):
         return ids is None or requirement_id(item.name) in ids
 
     items[:] = filter(is_wanted, items)
+
+
+def pytest_runtest_setup(item):
+    effort.brief = wanted[item.cls.__name__] is None
 
 
 def pytest_runtest_logreport(report):

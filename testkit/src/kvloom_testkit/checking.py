@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import select
@@ -47,17 +48,20 @@ def check(
     only: Sequence[str] = (),
     seconds: float = hanging.SECONDS,
     tell: Callable[[Result], None] = lambda result: None,
+    repeat: int = 1,
+    thorough: bool = False,
 ) -> list[Result]:
     """Run the tests of a subject's kind, quietly, in a process of their own, which the component may end.
 
     only: ids of requirements; default: all. seconds: how long one may take. tell: called with each result in turn.
+    repeat: how often each is tried; it is met if it is each time. thorough: try longer what fails now and then.
     Raises ConfigError if the component cannot be opened.
     """
     titles = {one.id: one.title for one in requirements_of(conformance_of(subject.kind))}
     found: dict[str, Result] = {}
     troubles = 0
     while left := [each for each in only or titles if each not in found]:
-        session = _Session(subject, left, seconds)
+        session = _Session(subject, _Asked(left, seconds, repeat, thorough))
         try:
             for number, outcome, reason in session.results():
                 if CannotOpenError.__name__ in reason:
@@ -81,18 +85,29 @@ _Outcome = tuple[str, str, str]
 """Id, outcome, reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be tried, and how."""
+
+    wanted: Sequence[str]
+    seconds: float
+    repeat: int
+    thorough: bool
+
+
 class _Session:
     """The tests in a fork of this process; where there are no forks, in this one."""
 
-    def __init__(self, subject: subjects.Subject, wanted: Sequence[str], seconds: float) -> None:
-        self._subject, self._wanted, self._seconds = subject, wanted, seconds
+    def __init__(self, subject: subjects.Subject, asked: _Asked) -> None:
+        self._subject, self._asked = subject, asked
+        self._wanted, self._seconds = asked.wanted, asked.seconds
         self._child = 0
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
 
     def results(self) -> Iterator[_Outcome]:
         if not hasattr(os, "fork"):
             told: list[dict[str, Any]] = []
-            _run(self._subject, self._wanted, self._seconds, told.append)
+            _run(self._subject, self._asked, told.append)
             yield from ((one["id"], one["outcome"], one["reason"]) for one in told if "id" in one)
             return
         reading, writing = os.pipe()
@@ -151,7 +166,7 @@ class _Session:
             # As kvloom does in a forked process, which would otherwise be taken for the component's doing.
             sys.modules["torch"].set_num_threads(1)
         try:
-            _run(self._subject, self._wanted, self._seconds, tell)
+            _run(self._subject, self._asked, tell)
             tell({"done": True})
         finally:
             os._exit(1)
@@ -165,9 +180,7 @@ class _Session:
         return self._said.read().decode(errors="replace").strip()[-500:]
 
 
-def _run(
-    subject: subjects.Subject, wanted: Sequence[str], seconds: float, tell: Callable[[dict[str, Any]], None]
-) -> None:
+def _run(subject: subjects.Subject, asked: _Asked, tell: Callable[[dict[str, Any]], None]) -> None:
     """One session of pytest; says which test begins, and how each requirement came out."""
     # What is imported before pytest begins could not say what its assertions have seen.
     for cls in conformance_of(subject.kind).__mro__:
@@ -178,9 +191,10 @@ def _run(
     try:
         settings = str(INSTALLED.with_name("check.ini"))
         quiet = ["-q", "--no-header", "--no-summary", "-p", "no:cacheprovider", "--tb=short", "-W", "default"]
-        limits = [f"--kvloom-seconds={seconds}", "-k", " or ".join(wanted)]
+        limits = [f"--kvloom-seconds={asked.seconds}", "-k", " or ".join(asked.wanted)]
+        limits += ["--kvloom-thorough"] * asked.thorough
         where = ["--rootdir", str(INSTALLED.parent), "-c", settings, str(INSTALLED)]
-        pytest.main([*quiet, *limits, *where], plugins=[_Outcomes(tell), _Silent()])
+        pytest.main([*quiet, *limits, *where], plugins=[_Outcomes(tell, asked.repeat), _Silent()])
     finally:
         subjects.chosen.clear()
 
@@ -188,13 +202,16 @@ def _run(
 class _Outcomes:
     """A pytest plugin that puts the tests in the order of their ids, and says what became of each requirement."""
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[dict[str, Any]], None], repeat: int = 1) -> None:
+        self._tell, self._repeat = tell, repeat
+        self._failed: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
         self._outcomes: dict[str, tuple[str, str]] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        # Copies: between two times of one and the same, pytest would keep its fixtures.
+        items.extend([_once_more(item) for item in items for _ in range(1, self._repeat)])
         items.sort(key=lambda item: requirement_id(item.name) or "")
         self._left = Counter(requirement_id(item.name) or "" for item in items)
 
@@ -206,6 +223,7 @@ class _Outcomes:
         if report.passed and report.when != "call":
             return
         before = self._outcomes.get(number, ("", ""))[0]
+        self._failed[number] += report.failed
         if report.failed and before != "not met":
             crash = getattr(report.longrepr, "reprcrash", None)
             self._outcomes[number] = "not met", str(crash.message if crash is not None else report.longrepr)
@@ -220,7 +238,15 @@ class _Outcomes:
         self._left[number] -= 1
         if not self._left[number] and number in self._outcomes:
             outcome, reason = self._outcomes[number]
+            if self._repeat > 1 and outcome == "not met":
+                reason = f"{self._failed[number]} of {self._repeat} times: {reason}"
             self._tell(asdict(Result(number, "", outcome, reason)))
+
+
+def _once_more(item: pytest.Item) -> pytest.Item:
+    another = copy.copy(item)
+    another._initrequest()  # type: ignore[attr-defined]
+    return another
 
 
 def _number(nodeid: str) -> str:

@@ -11,11 +11,23 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+
+try:
+    import resource
+except ImportError:  # not of Unix
+    resource = None  # type: ignore[assignment]
+
+_DIRECTORY = "the working directory"
+_FILE_MASK = "the mask of new files"
+_LIMITS = "limits of resources"
+_LOCALE = "the locale"
+_SIGNAL_MASK = "the mask of signals"
 
 
 @contextmanager
@@ -23,11 +35,47 @@ def left_as_it_is() -> Iterator[None]:
     """Fails if anything of it is another afterwards, and says what. Of torch and numpy only if they were imported."""
     np, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     variables = tuple(os.environ)  # a library may add what only it reads
-    before = _state(variables, np, torch)
+    before, called = _state(variables, np, torch), set[str]()
     with put_back():
-        yield
+        with _watched(called):
+            yield
         changed = [name for name, value in _state(variables, np, torch).items() if value != before[name]]
+    changed += [f"{name} for a moment" for name in sorted(called - {*changed})]
     assert not changed, f"changed for the whole process: {', '.join(changed)}"
+
+
+@contextmanager
+def _watched(called: set[str]) -> Iterator[None]:
+    """Adds to `called` what is changed by a call of Python, on any thread, though it be put back at once."""
+    calls: list[tuple[Any, str, str, Callable[..., bool]]] = [
+        (os, "umask", _FILE_MASK, lambda mask: True),
+        (os, "chdir", _DIRECTORY, lambda path: True),
+        (os, "fchdir", _DIRECTORY, lambda fd: True),
+        (locale, "setlocale", _LOCALE, lambda category, value=None: value is not None),
+        (resource, "setrlimit", _LIMITS, lambda which, limits: True),
+        (signal, "pthread_sigmask", _SIGNAL_MASK, lambda how, mask: _on_main_thread() and bool(mask)),
+    ]
+    there = [(module, name, getattr(module, name), *about) for module, name, *about in calls if hasattr(module, name)]
+
+    def noting(function: Callable[..., Any], what: str, changes: Callable[..., bool]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if changes(*args, **kwargs):
+                called.add(what)
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name, function, what, changes in there:
+        setattr(module, name, noting(function, what, changes))
+    try:
+        yield
+    finally:
+        for module, name, function, *_ in there:
+            setattr(module, name, function)
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()  # a thread of its own may do as it likes
 
 
 @contextmanager
@@ -36,7 +84,8 @@ def put_back() -> Iterator[None]:
     again."""
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handlers, level, disabled = logging.root.handlers[:], logging.root.level, logging.root.manager.disable
-    environment, where, mask = dict(os.environ), os.getcwd(), _umask()
+    environment, where, mask, limits = dict(os.environ), os.getcwd(), _umask(), _limits()
+    blocked = _signal_mask()
     undo = [
         partial(setattr, module, name, getattr(module, name))
         for module, names in ((sys, ("excepthook", "unraisablehook", "displayhook")), (threading, ("excepthook",)))
@@ -65,6 +114,12 @@ def put_back() -> Iterator[None]:
         os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
         os.chdir(where)
         os.umask(mask)
+        if blocked != _signal_mask():
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, limit in limits.items():
+            if limit != resource.getrlimit(number):
+                with suppress(ValueError, OSError):  # what was lowered for good
+                    resource.setrlimit(number, limit)
         for each in undo:
             each()
 
@@ -88,6 +143,16 @@ def _undo_of_torch() -> list[Callable[[], object]]:
     return undo
 
 
+def _signal_mask() -> set[signal.Signals]:
+    """Of this thread, from which others inherit it."""
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ()) if hasattr(signal, "pthread_sigmask") else set()
+
+
+def _limits() -> dict[int, tuple[int, int]]:
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {number: resource.getrlimit(number) for number in {getattr(resource, name) for name in names}}
+
+
 def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
@@ -104,9 +169,13 @@ def _state(variables: Sequence[str], np: Any, torch: Any) -> dict[str, object]:
         "warnings": _filters_of_everything,
         "garbage collection": lambda: (gc.isenabled(), gc.get_threshold()),
         "limits of the interpreter": lambda: (sys.getrecursionlimit(), sys.getswitchinterval()),
-        "the locale": lambda: locale.setlocale(locale.LC_ALL),
-        "the working directory": os.getcwd,
-        "the mask of new files": _umask,
+        _SIGNAL_MASK: _signal_mask,
+        _LIMITS: lambda: (_limits(), *((os.getpriority(os.PRIO_PROCESS, 0),) if hasattr(os, "getpriority") else ())),
+        "processors it may use": lambda: os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+        "the time zone": lambda: (time.tzname, time.timezone),
+        _LOCALE: lambda: locale.setlocale(locale.LC_ALL),
+        _DIRECTORY: os.getcwd,
+        _FILE_MASK: _umask,
         "environment variables": lambda: [os.environ.get(name) for name in variables],
         "the default timeout of sockets": socket.getdefaulttimeout,
         "random numbers": random.getstate,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvloom_testkit import effort
+
 INSTALLED = Path(__file__).with_name("installed.py")
 """The module of tests that `--kvloom` adds to what is collected."""
 
@@ -21,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                     help="a setting of it, as in YAML; {tmp} stands for a directory of each test's own")  # fmt: skip
     group.addoption("--kvloom-seconds", type=float, default=None, metavar="SECONDS",
                     help="how long one requirement may take before it counts as hanging")  # fmt: skip
+    group.addoption("--kvloom-thorough", action="store_true",
+                    help="try longer: more rounds of what races, more blobs, more kills")  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     seconds = config.getoption("--kvloom-seconds")
     if seconds is not None and not seconds > 0:
         raise pytest.UsageError(f"--kvloom-seconds: expected more than 0, not {seconds:g}")
+    effort.thorough = config.getoption("--kvloom-thorough")
     if config.getoption("--kvloom"):
         from kvloom import KVLoomError
         from kvloom_testkit import subjects

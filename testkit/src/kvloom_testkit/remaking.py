@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 import json
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from kvloom import KVSpec
 from kvloom_testkit import subjects
@@ -68,6 +72,28 @@ def with_other_settings(component: Any) -> Iterator[Any]:
                 yield type(component)(other, spec_of(component))
             except ValueError:  # ConfigError and ValidationError are two
                 continue
+
+
+def by_another_path(component: Any, folder: Path) -> Iterator[Any]:
+    """Instances whose settings name the same directory by a symbolic link, made in `folder`. The caller closes them."""
+    config = getattr(component, "config", None)
+    for number, name in enumerate(type(config).model_fields if isinstance(config, BaseModel) else ()):
+        before, path = _directory_in(getattr(config, name))
+        if path is None:
+            continue
+        link = folder / f"link-{number}"
+        link.symlink_to(path, target_is_directory=True)
+        with contextlib.suppress(ValueError):  # it takes none
+            other = type(config).model_validate({**config.model_dump(), name: f"{before}{link}"})
+            yield type(component)(other, component.spec)
+
+
+def _directory_in(value: Any) -> tuple[str, Path | None]:
+    """What stands before the path, and the path itself, if a setting is that of a directory which is there."""
+    text = str(value) if isinstance(value, str | Path) else ""
+    before = "file://" if text.startswith("file://") else ""
+    path = Path(text.removeprefix(before))
+    return before, path if path.is_absolute() and path.is_dir() else None
 
 
 def _others(annotation: Any, now: Any) -> list[Any]:

@@ -19,9 +19,12 @@ _MARKS = {"met": "ok", "not met": "FAIL", "skipped": "-", "not tried": "?"}
 INTERRUPTED = 130
 
 
-def run(kind: str, type_: str, settings: Sequence[str], only: Sequence[str], seconds: float, *, as_json: bool) -> int:
+def run(
+    kind: str, type_: str, settings: Sequence[str], only: Sequence[str], seconds: float, *,
+    as_json: bool, repeat: int = 1, thorough: bool = False,
+) -> int:  # fmt: skip
     """Check one component and print how it came out; the exit status."""
-    (subject,) = subjects.choose([f"{kind}:{type_}"], settings)
+    (subject,) = subjects.choose([f"{kind}:{type_}"], settings, said_by=("TYPE", "--set"))
     known = {one.id: one.title for one in requirements_of(conformance_of(subject.kind))}
     asked = {each.strip().upper() for text in only for each in text.split(",") if each.strip()}
     wanted = sorted(asked or known)
@@ -29,6 +32,8 @@ def run(kind: str, type_: str, settings: Sequence[str], only: Sequence[str], sec
         raise ConfigError("--only", f"no requirement {', '.join(unknown)}; a {subject.kind} has {', '.join(known)}")
     if not seconds > 0:
         raise ConfigError("--seconds", f"expected more than 0, not {seconds:g}")
+    if repeat < 1:
+        raise ConfigError("--repeat", f"expected at least 1, not {repeat}")
     width = max(len(known[each]) for each in wanted)
     with output.progress(f"{subject.kind} {subject.type}", len(wanted)) as step:
 
@@ -39,7 +44,7 @@ def run(kind: str, type_: str, settings: Sequence[str], only: Sequence[str], sec
             step()
 
         try:
-            rows = check(subject, only=wanted, seconds=seconds, tell=tell)
+            rows = check(subject, only=wanted, seconds=seconds, tell=tell, repeat=repeat, thorough=thorough)
         except KeyboardInterrupt:
             print(f"{subject.kind} {subject.type}: interrupted", file=sys.stderr)
             return INTERRUPTED

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 SECONDS = 30.0
@@ -13,21 +15,31 @@ _PROCESS_SECONDS = 120.0
 """Of a fresh interpreter, which may have to import torch on a machine with much else to do."""
 _SWITCH_SECONDS = 1e-5
 """How often threads take turns: what goes wrong when they meet goes wrong sooner."""
+_PAUSE_OF = 20
+"""Of so many calls and returns of a restless thread, one is followed by a pause."""
 
 
-def together(*functions: Callable[[], object], seconds: float = SECONDS) -> None:
-    """Run each function on a thread of its own, all beginning at once; raises the first error of any of them."""
+def together(*functions: Callable[[], object], seconds: float = SECONDS, restless: bool = False) -> None:
+    """Run each function on a thread of its own, all beginning at once; raises the first error of any of them.
+
+    restless: between calls, those of the component's own code too, they pause now and then. What must not be
+    interrupted and has no lock is then interrupted, however quick it is.
+    """
     errors: list[BaseException] = []
     start = threading.Barrier(len(functions))
 
-    def run(function: Callable[[], object]) -> None:
+    def run(number: int, function: Callable[[], object]) -> None:
         try:
             start.wait(seconds)
+            if restless:
+                sys.setprofile(_pauses(number))
             function()
         except BaseException as error:
             errors.append(error)
+        finally:
+            sys.setprofile(None)
 
-    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in functions]
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(functions)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
@@ -38,8 +50,38 @@ def together(*functions: Callable[[], object], seconds: float = SECONDS) -> None
     finally:
         sys.setswitchinterval(interval)
     if errors:
-        raise errors[0]
+        raise next((one for one in errors if not isinstance(one, threading.BrokenBarrierError)), errors[0])
     assert not any(thread.is_alive() for thread in threads), f"a thread was still busy after {seconds:.0f} s"
+
+
+def in_rounds(count: int, *functions: Callable[[int], object], restless: bool = True) -> None:
+    """`together`, but so many times, each time beginning at once; the functions are told the number of the round."""
+    begin = threading.Barrier(len(functions))
+
+    def run(function: Callable[[int], object]) -> None:
+        try:
+            for number in range(count):
+                begin.wait(SECONDS)
+                function(number)
+        except BaseException:
+            begin.abort()  # else the others would wait for it
+            raise
+
+    try:
+        together(*(lambda one=one: run(one) for one in functions), restless=restless)  # type: ignore[misc]
+    except threading.BrokenBarrierError as error:
+        raise AssertionError("a thread failed, or was late") from error
+
+
+def _pauses(seed: int) -> Callable[..., None]:
+    """For `sys.setprofile`."""
+    chance, pause = random.Random(seed).random, time.sleep
+
+    def pauses(frame: object, event: str, arg: object) -> None:
+        if chance() * _PAUSE_OF < 1:
+            pause(1e-6)
+
+    return pauses
 
 
 def in_fresh_process(

@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from kvloom import ConfigError, KVSpec, PluginError, Registry
+from kvloom.config.problems import dotted, problems, unknown
 from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.kinds import conformance_of, kind_of
 
@@ -57,8 +58,9 @@ class Subject:
         try:
             return self.cls.Config.model_validate(_filled(self.settings, tmp_path))
         except ValidationError as error:
-            wrong = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
-            said = [": ".join(filter(None, one)) for one in wrong]
+            known = self.cls.Config.model_fields
+            found = problems(error, stray=lambda path: unknown(str(path[-1]), known))
+            said = [": ".join(filter(None, (dotted(path), text))) for path, text in found]
             raise ConfigError(f"{self.kind} {self.type}", "; ".join(said)) from None
 
     def tests(self) -> type[Conformance]:
@@ -101,19 +103,25 @@ class Subject:
         return None
 
 
-def choose(named: Iterable[str], settings: Iterable[str]) -> list[Subject]:
-    """The subjects of `KIND:TYPE` and `KEY=VALUE` texts. Raises ConfigError."""
-    values = dict(_setting(text) for text in settings)
+def choose(
+    named: Iterable[str], settings: Iterable[str], *, said_by: tuple[str, str] = ("--kvloom", "--kvloom-set")
+) -> list[Subject]:
+    """The subjects of `KIND:TYPE` and `KEY=VALUE` texts. Raises ConfigError.
+
+    said_by: what the user gave them with, for errors.
+    """
+    by_name, by_setting = said_by
+    values = dict(_setting(text, by_setting) for text in settings)
     registry, found = Registry.discover(), []
     for name in named:
         word, separator, type_ = name.partition(":")
         if not separator:
-            raise ConfigError("--kvloom", f"expected KIND:TYPE, as backend:disk, not {name!r}")
+            raise ConfigError(by_name, f"expected KIND:TYPE, as backend:disk, not {name!r}")
         kind = kind_of(word)
         try:
             cls = registry.get(kind, type_)
         except PluginError as error:
-            raise ConfigError("--kvloom", str(error)) from error
+            raise ConfigError(by_name, str(error)) from error
         subject = Subject(kind, type_, cls, values)
         subject.config(Path(tempfile.gettempdir()))  # what is wrong is said now, and once
         subject.harness()
@@ -121,15 +129,15 @@ def choose(named: Iterable[str], settings: Iterable[str]) -> list[Subject]:
     return found
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def _setting(text: str, said_by: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not key:
-        raise ConfigError("--set", f"expected KEY=VALUE, not {text!r}")
+        raise ConfigError(said_by, f"expected KEY=VALUE, not {text!r}")
     try:
         return key, value if _TMP in value else yaml.safe_load(value)
     except yaml.YAMLError:
         hint = f"; {_TMP} stands for a directory" if "{" in value else ""
-        raise ConfigError("--set", f"{key}: {value!r} is not YAML; put it in quotes{hint}") from None
+        raise ConfigError(said_by, f"{key}: {value!r} is not YAML; put it in quotes{hint}") from None
 
 
 def _filled(value: Any, tmp_path: Path) -> Any:

@@ -23,12 +23,21 @@ def add(commands: typer.Typer) -> None:
         ] = None,
         only: Annotated[list[str] | None, typer.Option("--only", help="Ids of requirements; default: all.")] = None,
         seconds: Annotated[float, typer.Option("--seconds", help="How long each may take before it hangs.")] = 120.0,
+        repeat: Annotated[
+            int, typer.Option("--repeat", help="How often to try each, for what fails now and then.")
+        ] = 1,
+        thorough: Annotated[
+            bool, typer.Option("--thorough", help="Try longer: more rounds of what races, more blobs, more kills.")
+        ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Hold an installed component to the requirements of its kind."""
         from kvloom_testkit import report
 
-        raise typer.Exit(report.run(kind, type, set or [], only or [], seconds, as_json=as_json))
+        status = report.run(
+            kind, type, set or [], only or [], seconds, as_json=as_json, repeat=repeat, thorough=thorough
+        )
+        raise typer.Exit(status)
 
     @commands.command("new")
     def new(

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 
 from kvloom import StorageBackend
-from kvloom_testkit.backends.base import BackendRequirements, Open, content, torn, versions_of
+from kvloom_testkit import effort
+from kvloom_testkit.backends.base import (
+    ANSWER_SECONDS,
+    BackendRequirements,
+    Open,
+    content,
+    contents,
+    torn,
+    versions_of,
+)
 from kvloom_testkit.backends.landing import Landing
 from kvloom_testkit.keys import Namespace, blob_of
-from kvloom_testkit.requirements import needs
-from kvloom_testkit.running import together
+from kvloom_testkit.requirements import claims, needs
+from kvloom_testkit.running import in_rounds, together
 
 VERSIONS = 60
 DELETIONS = 200
 READS = 60
 """How many at least."""
+WRITERS = 4
+ROUNDS = 20
 TURNS = 120
 STRIDES = (1, 7, 11, 13, 17, 19)
 """Each thread goes through all the keys in an order of its own."""
@@ -39,6 +51,7 @@ class ConcurrencyRequirements(BackendRequirements):
         together(
             *(partial(work.do, partial(_put_versions, backend, key, version, first)) for first in (1, 2)),
             *(partial(_read_whole, reader, key, version, work) for reader in readers),
+            restless=True,
         )
         last = backend.get(key)
         assert last is not None and not torn(last, version)
@@ -46,19 +59,26 @@ class ConcurrencyRequirements(BackendRequirements):
     def test_B10_puts_at_the_same_time_are_all_kept(self, names: Namespace, opened: Open) -> None:
         """Blobs that several threads put under different keys are all there afterwards, each under its own.
 
+        So it is with what several instances put.
+
         Why: a tier has writers of its own besides the callers' threads.
 
-        Usually: an index is read, changed and written back without a lock, or scratch files share a name.
+        Usually: an index is read, changed and written back without a lock, scratch files or a buffer are shared, or
+        what a blob is kept under is counted up by each instance for itself.
         """
-        backend, keys = opened(), names.keys(80)
-        blobs = {key: blob_of(3000, seed=number) for number, key in enumerate(keys)}
+        backend = opened()
+        count_ = ROUNDS if type(backend).bounded else effort.rounds(ROUNDS)
+        writers = [backend, opened() if type(backend).shared else backend] * (WRITERS // 2)
+        keys = names.keys(WRITERS * count_)
+        blobs = {key: blob_of(20_000 + number, seed=number) for number, key in enumerate(keys)}
 
-        def put(some: list[str]) -> None:
-            for key in some:
-                backend.put(key, [blobs[key][:1000], blobs[key][1000:]])
+        def put(writer: int, number: int) -> None:
+            key = keys[WRITERS * number + writer]
+            writers[writer].put(key, [blobs[key][:1000], blobs[key][1000:]])
 
-        together(*(partial(put, keys[first::4]) for first in range(4)))
-        assert [key for key in keys if content(backend.get(key)) != blobs[key]] == []
+        in_rounds(count_, *(partial(put, writer) for writer in range(WRITERS)))
+        for reader in writers[:2]:
+            assert [key for key in keys if content(reader.get(key)) != blobs[key]] == []
 
     def test_B11_get_beside_delete_is_whole_or_none(self, names: Namespace, opened: Open) -> None:
         """While a key is deleted and put again, reading it gives the whole blob or nothing, and never raises.
@@ -70,13 +90,14 @@ class ConcurrencyRequirements(BackendRequirements):
         backend, key, version = opened(), names.key(), versions_of(20_000)
 
         def put_and_delete() -> None:
-            for number in range(1, DELETIONS):
+            for number in range(1, effort.rounds(DELETIONS)):
                 backend.put(key, [version(number % 9)])
                 backend.delete(key)
             backend.put(key, [version(9)])
 
         work = _Work(1)
-        together(partial(work.do, put_and_delete), *[partial(_read_whole, backend, key, version, work)] * 3)
+        readers = [partial(_read_whole, backend, key, version, work)] * 3
+        together(partial(work.do, put_and_delete), *readers, restless=True)
         assert content(backend.get(key)) == version(9)
 
     @needs("create")
@@ -122,14 +143,37 @@ class ConcurrencyRequirements(BackendRequirements):
         ]
 
         def use(verb: Callable[[str], object], stride: int) -> None:
-            for turn in range(TURNS):
+            for turn in range(effort.rounds(TURNS)):
                 verb(keys[turn * stride % len(keys)])
 
-        together(*(partial(use, verb, stride) for verb, stride in zip(verbs, STRIDES, strict=True)))
+        together(*(partial(use, verb, stride) for verb, stride in zip(verbs, STRIDES, strict=True)), restless=True)
+
+    def test_B43_what_one_thread_did_another_sees(self, names: Namespace, opened: Open) -> None:
+        """What a thread put or deleted, every other thread sees with its next call, whichever of them asked before.
+
+        Why: blobs are written by a tier's own threads and read by its callers'.
+
+        Usually: a connection or a cache for each thread, which goes on showing what there was when it was asked first.
+        """
+        backend, key = opened(), names.key()
+        lists, room = claims(backend, "scan", StorageBackend), memoryview(bytearray(1))
+
+        def sees(blob: bytes | None) -> None:
+            assert content(backend.get(key)) == blob and contents(backend.get_many([key])) == [blob]
+            assert backend.contains(key) == backend.get_range(key, 0, room) == (blob is not None)
+            assert _got_into(backend, key) == blob and backend.contains_many([key]) == [blob is not None]
+            assert not lists or [entry.key for entry in backend.scan(names.prefix)] == [key] * (blob is not None)
+
+        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
+            for writer, reader in ((one, another), (another, one)):
+                for blob in (b"one", b"another", None, b"a third"):
+                    change = partial(backend.put, key, [blob]) if blob else partial(backend.delete, key)
+                    writer.submit(change).result(ANSWER_SECONDS)
+                    reader.submit(sees, blob).result(ANSWER_SECONDS)
 
 
 def _put_versions(backend: StorageBackend, key: str, version: Callable[[int], bytes], first: int) -> None:
-    for number in range(first, VERSIONS, 2):
+    for number in range(first, effort.rounds(VERSIONS), 2):
         blob = version(number)
         backend.put(key, [blob[:100], blob[100:]])
 

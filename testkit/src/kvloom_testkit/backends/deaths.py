@@ -7,11 +7,15 @@ import time
 
 import pytest
 
+from kvloom import StorageBackend
+from kvloom_testkit import effort
 from kvloom_testkit.backends.base import BackendRequirements, Open
 from kvloom_testkit.backends.programs import run
 from kvloom_testkit.keys import Namespace
-from kvloom_testkit.requirements import needs
+from kvloom_testkit.requirements import claims, needs
 
+STEPS = 40
+"""At so many calls of one `put` a process is killed, if there is time."""
 LEASE_SECONDS = 10.0
 """How long a right may outlive the process that had it, as the contract says."""
 
@@ -57,8 +61,8 @@ def heard(pipe):
 """
 """Begins the programs below."""
 
-PUT = """
-BYTES, PARTS, MOMENTS = 3 << 20, 64, (0, 0.0005, 0.002, 0.005, 0.02)
+LOOK = """
+BYTES = 3 << 20
 
 
 def version(number):
@@ -67,6 +71,34 @@ def version(number):
 
 def is_whole(blob):
     return blob is None or (len(blob) > 0 and blob == version(blob[0]))
+
+
+def got(backend, key):
+    blob = backend.get(key)
+    return None if blob is None else bytes(memoryview(blob))
+
+
+def look(key):
+    backend = opened()
+    blob = got(backend, key)
+    assert is_whole(blob), f"a part of a blob: {len(blob)} bytes"
+    assert bool(backend.contains(key)) == (blob is not None), "`contains` does not agree with `get`"
+    listed = [entry.key for entry in backend.scan(key)]
+    assert blob is not None or key not in listed, "listed, and not there"
+    backend.put(key, [version(9)])
+    assert got(backend, key) == version(9), "what is put after it"
+    backend.close()
+
+
+def check_what_is_left(key):
+    status = ended(forked(lambda: look(key)))
+    if status != 0:
+        sys.exit("a process that looks at what a killed one left " + ("hung" if status is None else "failed"))
+
+"""
+
+PUT = """
+PARTS, MOMENTS = 64, (0, 0.0005, 0.002, 0.005, 0.02)
 
 
 def put(told):
@@ -82,23 +114,6 @@ def put(told):
             backend.put(keys[0], blob)
 
 
-def got(backend, key):
-    blob = backend.get(key)
-    return None if blob is None else bytes(memoryview(blob))
-
-
-def look():
-    backend = opened()
-    blob = got(backend, keys[0])
-    assert is_whole(blob), f"a part of a blob: {len(blob)} bytes"
-    assert bool(backend.contains(keys[0])) == (blob is not None), "`contains` does not agree with `get`"
-    listed = [entry.key for entry in backend.scan(keys[0])]
-    assert blob is not None or keys[0] not in listed, "listed, and not there"
-    backend.put(keys[0], [version(9)])
-    assert got(backend, keys[0]) == version(9), "what is put after it"
-    backend.close()
-
-
 for moment in MOMENTS:
     hears, told = os.pipe()
     child = forked(lambda: put(told))
@@ -109,10 +124,58 @@ for moment in MOMENTS:
     if ended(child) != -signal.SIGKILL or not all(begun):
         sys.exit("a process that puts ended by itself, or hung")
     os.close(hears)
-    status = ended(forked(look))
-    if status != 0:
-        sys.exit("a process that looks at what a killed one left " + ("hung" if status is None else "failed"))
+    check_what_is_left(keys[0])
 """
+"""Killed at moments of which nobody knows what they are in the middle of."""
+
+PUT_STEP_BY_STEP = """
+import gc
+
+BYTES = 20_000
+FEWEST, SECONDS = 10, 4
+most = int(arguments[0])
+gc.disable()  # what is collected, and when, is no step
+
+
+def put(key, number, last, told=None):
+    # To be killed at the last step; without one, says how many there are.
+    backend, step, this_process = opened(), 0, os.getpid()
+    if number == 2:
+        backend.put(key, [version(1)])
+
+    def count(frame, event, arg):
+        nonlocal step
+        step += 1
+        if step == last:
+            os.kill(this_process, signal.SIGKILL)
+
+    blob = version(number)
+    sys.setprofile(count)
+    backend.put(key, [blob[:5000], blob[5000:]])
+    sys.setprofile(None)
+    if told is not None:
+        os.write(told, b"%d" % step)
+    elif step < last:
+        os.kill(this_process, signal.SIGKILL)  # it took fewer this time
+
+
+started = time.monotonic()
+for number, some in ((1, keys[: most + 1]), (2, keys[most + 1 :])):
+    hears, told = os.pipe()
+    if ended(forked(lambda: put(some[most], number, 0, told))) != 0:
+        sys.exit("a process that puts a blob failed, or hung")
+    steps = int(os.read(hears, 20))
+    wanted = sorted({1 + steps * place // most for place in range(most)})
+    for tried, (key, last) in enumerate(zip(some, wanted)):
+        if tried >= FEWEST and time.monotonic() - started > number * SECONDS and most < 200:
+            break
+        # The steps in an order that leaves no long gaps when time is up.
+        last = wanted[tried * 7919 % len(wanted)]
+        if ended(forked(lambda: put(key, number, last))) != -signal.SIGKILL:
+            sys.exit("a process that puts ended by itself, or hung")
+        check_what_is_left(key)
+"""
+"""Killed between two of its calls, before and after what it asks of the system: as many as there is time for."""
 
 HOLD = """
 def ask(right, told):
@@ -137,6 +200,36 @@ for right in keys:
     print(answer or "failed")
 """
 
+REFUSED = """
+import resource
+
+LIMIT = 64 << 10
+blob = bytes(range(256)) * 4096
+backend = opened()
+for form, key in zip(arguments, keys):
+    verbs = {
+        "put": lambda: backend.put(key, [blob]),
+        "put_many": lambda: backend.put_many([(key, [blob])]),
+        "put_over": lambda: backend.put_over(key, [blob], []),
+        "create": lambda: backend.create(key, [blob]),
+    }
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    try:
+        verbs[form]()
+        raised = False
+    except Exception:
+        raised = True
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    got = backend.get(key)
+    assert raised or got is not None, f"`{form}` raised nothing, and nothing is there"
+    assert got is None or bytes(got) == blob, f"after `{form}` a part of the blob is there"
+    backend.put(key, [blob])
+    assert bytes(backend.get(key)) == blob, "put again when there was no limit"
+backend.close()
+"""
+
 
 class DeathRequirements(BackendRequirements):
     """Processes that end without `close`."""
@@ -145,6 +238,7 @@ class DeathRequirements(BackendRequirements):
     def test_B36_a_put_that_is_killed_leaves_no_part(self, names: Namespace, opened: Open) -> None:
         """After the process was killed in `put`, a new one opens the store and finds a version whole, or nothing.
 
+        It is killed at chance moments of a long `put`, and between any two calls that a short one makes.
         `contains` agrees, `scan` lists no blob that is not there, and the key can be put again.
 
         Why: processes are killed, for want of memory above all, and the store outlives them.
@@ -157,7 +251,28 @@ class DeathRequirements(BackendRequirements):
             pytest.skip("this system has no fork")
         backend = opened()
         opened.close(backend)
-        run(CHILDREN + PUT, backend, [names.key()])
+        run(CHILDREN + LOOK + PUT, backend, [names.key()])
+        most = effort.rounds(STEPS)
+        keys = [names.named(f"-/{number}") for number in range(2 * (most + 1))]
+        run(CHILDREN + LOOK + PUT_STEP_BY_STEP, backend, keys, arguments=[str(most)])
+
+    def test_B45_a_write_that_fails_is_said(self, names: Namespace, opened: Open) -> None:
+        """Where the system refuses to write, `put` and its other forms raise, or the blob is there all the same.
+
+        It is tried with a limit on the size of files, which is that of this process: what servers write has none. When
+        it is lifted, everything works.
+
+        Why: a blob that is said to be kept, and is not, is counted as if it took up room, and looked for in vain.
+
+        Usually: an OSError that is passed over in silence, because only a cache has failed; or one on a thread that
+        nobody asks.
+        """
+        if not hasattr(os, "fork"):
+            pytest.skip("this system has no fork")
+        backend = opened()
+        opened.close(backend)
+        forms = ["put", "put_many", "put_over"] + ["create"] * claims(backend, "create", StorageBackend)
+        run(CHILDREN + REFUSED, backend, names.keys(len(forms)), arguments=forms)
 
     @needs("hold")
     def test_B37_one_process_has_a_right_until_it_ends(self, names: Namespace, opened: Open) -> None:

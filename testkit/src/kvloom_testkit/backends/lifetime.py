@@ -6,10 +6,12 @@ import contextlib
 import gc
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from kvloom import BackendError, StorageBackend
 from kvloom_testkit.backends.base import BackendRequirements, Make, Open, again, content
@@ -17,6 +19,7 @@ from kvloom_testkit.backends.broken import BreaksHalfWay, Broken
 from kvloom_testkit.backends.landing import Landing
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.process_state import left_as_it_is
+from kvloom_testkit.remaking import by_another_path
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import together
 
@@ -94,9 +97,11 @@ class LifetimeRequirements(BackendRequirements):
     def test_B27_identity_tells_which_store_it_is(self, names: Namespace, opened: Open) -> None:
         """Two instances on the same store give the same text, before and after something was put; or None.
 
+        So it is where the settings name a directory, and one of them by a symbolic link.
+
         Why: two tiers on one store would count its bytes twice and evict each other's; they are refused at start.
 
-        Usually: something of the instance (a connection, a time, an id) is in it.
+        Usually: something of the instance (a connection, a time, an id) is in it, or it is the path as it was written.
         """
         backend = opened()
         before = backend.identity()
@@ -104,7 +109,14 @@ class LifetimeRequirements(BackendRequirements):
         after = backend.identity()
         assert before == after, "asked twice"
         assert before is None or (isinstance(before, str) and before)
-        assert again(backend, opened).identity() == before, "another instance on the same store"
+        backend = again(backend, opened)
+        assert backend.identity() == before, "another instance on the same store"
+        opened.close(backend)
+        with tempfile.TemporaryDirectory() as folder:
+            for other in by_another_path(backend, Path(folder)):
+                told = other.identity()
+                other.close()
+                assert told in (before, None), "an instance on the same store, by a symbolic link"
 
     @needs("hold")
     def test_B28_one_at_a_time_has_a_right(self, names: Namespace, opened: Open) -> None:
@@ -202,12 +214,13 @@ class LifetimeRequirements(BackendRequirements):
 
     def test_B42_the_process_is_left_as_it_is(self, names: Namespace, make: Make) -> None:
         """Opening an instance, using every verb and closing it change nothing that belongs to the whole process:
-        logging, handlers of signals, the working directory, the umask, random numbers, torch's settings.
+        logging, handlers and masks of signals, the working directory, the umask, the locale, limits, random numbers,
+        torch's settings. Not for a moment either, where others would notice.
 
         Why: it is a guest in a server, whose other parts rely on all of that.
 
-        Usually: `logging.basicConfig` in the constructor, a umask that is set for the store's files and stays, or
-        `os.chdir` into the store, so that keys can be names of files.
+        Usually: `logging.basicConfig` in the constructor, a umask that is set while the store's files are made, by
+        which other threads make theirs, or `os.chdir` into the store, so that keys can be names of files.
         """
         with left_as_it_is():
             backend = make()

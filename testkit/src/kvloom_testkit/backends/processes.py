@@ -8,10 +8,12 @@ from importlib import metadata
 
 import pytest
 
+from kvloom import StorageBackend
 from kvloom_testkit.backends.base import BackendRequirements, Open, content
+from kvloom_testkit.backends.deaths import CHILDREN
 from kvloom_testkit.backends.programs import run
 from kvloom_testkit.keys import Namespace, blob_of
-from kvloom_testkit.requirements import needs
+from kvloom_testkit.requirements import claims, needs
 
 READ = """
 backend = opened()
@@ -62,6 +64,64 @@ assert bytes(backend.get(keys[0])) == b"again"
 backend.close()
 """
 
+EACH_OTHER = """
+def sees(backend, key, blob):
+    got = backend.get(key)
+    got = None if got is None else bytes(got)
+    assert got == blob, f"{got!r} is read where another process has put {blob!r}"
+    assert bool(backend.contains(key)) == (blob is not None), f"`contains` says otherwise, where there is {blob!r}"
+    assert backend.get_range(key, 0, memoryview(bytearray(1))) == (blob is not None), "`get_range` says otherwise"
+    listed = [entry.key for entry in backend.scan(key)]
+    assert not lists or (key in listed) == (blob is not None), f"a listing, where there is {blob!r}"
+
+
+def other_process():
+    os.close(asks)
+    os.close(hears)
+    backend = opened()
+    for step in (
+        lambda: backend.put(keys[0], [b"blob 1"]),
+        lambda: backend.put(keys[0], [b"blob 2"]),
+        lambda: backend.delete(keys[0]),
+        lambda: sees(backend, keys[1], None),
+        lambda: sees(backend, keys[1], b"of the parent"),
+        lambda: sees(backend, keys[1], None),
+    ):
+        if not os.read(asked, 1):
+            sys.exit("the one that asks has ended")
+        step()
+        os.write(told, b".")
+    backend.close()
+
+
+lists = bool(arguments)
+(asked, asks), (hears, told) = os.pipe(), os.pipe()
+child = forked(other_process)
+os.close(asked)
+os.close(told)
+
+
+def let_it_go_on():
+    os.write(asks, b".")
+    if not heard(hears):
+        sys.exit("the other process failed, or hung")
+
+
+backend = opened()
+sees(backend, keys[0], None)
+for blob in (b"blob 1", b"blob 2", None):
+    let_it_go_on()
+    sees(backend, keys[0], blob)
+let_it_go_on()
+backend.put(keys[1], [b"of the parent"])
+let_it_go_on()
+backend.delete(keys[1])
+let_it_go_on()
+if ended(child) != 0:
+    sys.exit("the other process failed, or hung")
+backend.close()
+"""
+
 
 class ProcessRequirements(BackendRequirements):
     """Processes."""
@@ -80,6 +140,21 @@ class ProcessRequirements(BackendRequirements):
         backend, (one, other) = opened(), names.keys(2)
         run(FORK, backend, [one, other])
         assert [content(backend.get(key)) for key in (one, other)] == [b"again", b"child's"]
+
+    @needs("shared")
+    def test_B46_two_processes_see_each_other_at_once(self, names: Namespace, opened: Open) -> None:
+        """What one process puts or deletes, another that has the store open sees with its next call, listings included.
+
+        Why: `shared` is claimed; ranks and replicas find each other's KV that way.
+
+        Usually: a cache, of blobs or of what there is not, that all instances of a process have in common, so that two
+        of them in one process agree.
+        """
+        if not hasattr(os, "fork"):
+            pytest.skip("this system has no fork")
+        backend = opened()
+        lists = ["lists"] * claims(backend, "scan", StorageBackend)
+        run(CHILDREN + EACH_OTHER, backend, names.keys(2), arguments=lists)
 
     @needs("persistent")
     def test_B24_another_process_reads_the_same(self, names: Namespace, opened: Open) -> None:

@@ -14,7 +14,7 @@ from kvloom_testkit.running import in_fresh_process
 OPEN = """
 import importlib, importlib.util, json, os, signal, sys, time
 
-module, file, name, config, spec, entries, keys = json.loads(sys.argv[1])
+module, file, name, config, spec, entries, keys, arguments = json.loads(sys.argv[1])
 try:
     module = importlib.import_module(module)
 except ImportError:  # a test module, which its runner imported in a way of its own
@@ -38,14 +38,20 @@ def opened():
 
 
 def run(
-    program: str, backend: StorageBackend, keys: list[str], *, entries: list[str] | None = None, hash_seed: str = "0"
-) -> str:
-    """What a fresh process prints that can open a backend like this one."""
+    program: str, backend: StorageBackend, keys: list[str], *, entries: list[str] | None = None, hash_seed: str = "0",
+    arguments: list[str] | None = None,
+) -> str:  # fmt: skip
+    """What a fresh process prints that can open a backend like this one.
+
+    entries: modules that it imports first. arguments: what else it is told.
+    """
     cls, config = type(backend), backend.config
     if "<locals>" in cls.__qualname__ or not isinstance(config, Config):
         pytest.skip(f"{cls.__qualname__} cannot be made in another process: it needs a class and a Config of a module")
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     spec = backend.spec or KVSpec(model="kit", num_layers=3, num_kv_heads=2, head_size=8, dtype="bfloat16")
     settings = config.model_dump_json()
-    told = json.dumps([cls.__module__, file, cls.__qualname__, settings, spec.to_json(), entries or [], keys])
+    told = json.dumps(
+        [cls.__module__, file, cls.__qualname__, settings, spec.to_json(), entries or [], keys, arguments or []]
+    )
     return in_fresh_process(OPEN + program, told, hash_seed=hash_seed)

@@ -10,6 +10,7 @@ import pytest
 from kvloom import StorageBackend
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, Raw, again, content
 from kvloom_testkit.backends.broken import FAILURES, BreaksHalfWay
+from kvloom_testkit.backends.landing import Landing
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims
 from kvloom_testkit.running import together
@@ -190,6 +191,36 @@ class ValueRequirements(BackendRequirements):
             assert backend.get(new) is None and not backend.contains(new)
             assert content(backend.get(old)) in (blob, None) and content(backend.get(victim)) in (blob, None)
             together(lambda: (backend.put(names.key(2), [blob]), backend.get(old)), seconds=ANSWER_SECONDS)
+
+    def test_B44_a_chunk_of_a_large_model_fits(self, names: Namespace, opened: Open) -> None:
+        """A blob of 33 MiB comes back whole, by `get`, `get_into` and `get_range`.
+
+        Where the store is `bounded`, `put` may refuse it, or `get` give None; never a part.
+
+        Why: 256 tokens of a model of 8 billion parameters take 32 MiB.
+
+        Usually: a limit of the store's on what one value may have, or of a message, at 16 MiB as a rule.
+        """
+        backend, key = opened(), names.key()
+        page = blob_of((1 << 20) + 3)
+        half = page * 16 + page[: 1 << 19]
+        size, bounded = 2 * len(half), type(backend).bounded
+        try:
+            backend.put(key, [half, half])
+        except Exception:
+            assert bounded
+            return
+        got = content(backend.get(key))
+        none, whole = got is None, got == half + half
+        assert whole or (bounded and none), f"of {size} bytes came {len(got or b'')}"
+        del got
+        landing, end = Landing(), memoryview(bytearray(1000))
+        there = backend.get_into(key, landing)
+        whole = landing.reserved == [size] and landing.memory[: len(half)] == landing.memory[len(half) :] == half
+        assert whole or (bounded and not there), f"into the memory of {size} bytes came something else"
+        there = backend.get_range(key, size - len(end), end)
+        whole = end == half[-len(end) :]
+        assert whole or (bounded and not there), "the end of it is something else"
 
     def test_B34_put_and_get_do_not_hide_faults_of_each_other(
         self, names: Namespace, opened: Open, raw: Raw | None

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvloom import Buffers, Chunk, CorruptBlobError
+from kvloom import Buffers, Chunk, Config, CorruptBlobError, KVSpec
 from kvloom_testkit.mutants import Mutant, Oddity
 from kvloom_testkit.reference.serializer import RowsSerializer
 
@@ -56,6 +56,23 @@ class InflatesWhateverComes(Mutant, _Deflates):
 
     def inflated(self, data: bytes, num_bytes: int) -> bytes:
         return zlib.decompress(data)
+
+
+class CompressesByOne(Mutant, _Deflates):
+    """One compressor for everybody, which costs much to make; each blob ends where it is flushed."""
+
+    breaks = "S09"
+
+    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+        super().__init__(config, spec)
+        self._compressor = zlib.compressobj(1, wbits=-15)
+
+    def encode(self, chunk: Chunk) -> Buffers:
+        data = b"".join(RowsSerializer.encode(self, chunk))
+        return [self._compressor.compress(data) + self._compressor.flush(zlib.Z_FULL_FLUSH)]
+
+    def inflated(self, data: bytes, num_bytes: int) -> bytes:
+        return zlib.decompressobj(wbits=-15).decompress(data, num_bytes)
 
 
 class InflatesNoMoreThanItNeeds(Oddity, _Deflates):

@@ -67,6 +67,15 @@ class ListsAThousand(Mutant, DirectoryBackend):
         return islice(super().scan(prefix), 1000)
 
 
+class ListsFourThousand(Mutant, DirectoryBackend):
+    """A page is as long as that, and there is only one."""
+
+    breaks = "B38"
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        return islice(super().scan(prefix), 4096)
+
+
 class DeletesAThousand(Mutant, DirectoryBackend):
     """As many as one request may name."""
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import locale
 import logging
 import os
 import random
+import resource
+import signal
 import socket
 from collections.abc import Sequence
 
-from kvloom import Buffer, Buffers
+from kvloom import Buffer, Buffers, Sink
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.backend import DirectoryBackend
+from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class LogsEverything(Mutant, DirectoryBackend):
@@ -61,3 +65,61 @@ class HidesItsFiles(Mutant, DirectoryBackend):
     def check_writable(self) -> None:
         os.umask(0o077)
         super().check_writable()
+
+
+class HidesWhatItIsWriting(Mutant, DirectoryBackend):
+    """And puts the mask back: what another thread makes meanwhile, nobody else can read."""
+
+    breaks = "B42"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        before = os.umask(0o077)
+        try:
+            super().put(key, blob)
+        finally:
+            os.umask(before)
+
+
+class VisitsTheStore(Mutant, DirectoryBackend):
+    """To look for something, and comes back."""
+
+    breaks = "B42"
+
+    def contains(self, key: str) -> bool:
+        here = os.getcwd()
+        os.chdir(self._path)
+        try:
+            return os.path.exists(self._file(key).name)
+        finally:
+            os.chdir(here)
+
+
+class SpeaksItsOwnLanguage(Mutant, DirectoryBackend):
+    """For the sake of a number with a point in it."""
+
+    breaks = "B42"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        locale.setlocale(locale.LC_NUMERIC, "C")
+
+
+class IsNotInterrupted(Mutant, DirectoryBackend):
+    """By any signal, from its first put on."""
+
+    breaks = "B42"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        super().put(key, blob)
+
+
+class MayOpenMoreFiles(Mutant, CompleteDirectoryBackend):
+    """Than everybody thinks there may be."""
+
+    breaks = "B42"
+
+    def get_into(self, key: str, sink: Sink) -> bool:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+        return super().get_into(key, sink)

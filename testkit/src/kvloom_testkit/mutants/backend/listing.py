@@ -43,6 +43,15 @@ class IgnoresThePrefix(Mutant, DirectoryBackend):
         return super().scan()
 
 
+class FindsThePrefixAnywhere(Mutant, DirectoryBackend):
+    """As `in` does, and LIKE with a percent sign on both sides."""
+
+    breaks = "B16"
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        return (entry for entry in super().scan() if prefix in entry.key)
+
+
 class ListsFileNames(Mutant, DirectoryBackend):
     """Which are not the keys."""
 
