@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-COSTS_FILE = os.environ.get("KVLOOM_TEST_COSTS")
+COSTS_FILE = os.environ.get("TEST_COSTS_FILE")
 # Tensors in tests are small: a second thread of torch's adds two thirds of the processor time, which it spends waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -45,7 +45,7 @@ class _Counts:
 
 
 class _Costs:
-    """Appends a line of JSON for each test to the file that KVLOOM_TEST_COSTS names; scripts/test_costs.py prints them.
+    """Appends a line of JSON for each test to the file that TEST_COSTS_FILE names; scripts/test_costs.py prints them.
 
     Processor seconds include child processes that ended, and fixtures, which the first test to use one pays for.
     """

@@ -1,4 +1,4 @@
-"""Print what a test run cost, from the file that KVLOOM_TEST_COSTS named: test_costs.py FILE
+"""Print what a test run cost, from the file that TEST_COSTS_FILE named: test_costs.py FILE
 
 The twenty slowest tests by wall time, processor seconds by package, and the largest test process.
 """
