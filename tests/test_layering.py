@@ -26,7 +26,7 @@ LAYERS = (
     {"hookspecs", "verbs"},
     {"plugins"},
     {"config", "legacy", "migration"},
-    {"runtime", "task", "keys", "envelope", "memory", "events", "records", "native"},
+    {"interrupts", "runtime", "task", "keys", "envelope", "memory", "events", "records", "native"},
     {"tiers"},
     {"background", "blending", "layers", "moving"},
     {"opening"},
@@ -41,7 +41,9 @@ HOME = {name: home.split(".")[0] for name, home in kvloom._HOME.items()}
 NONDETERMINISTIC = {"threading", "time", "random", "queue", "concurrent", "asyncio", "multiprocessing", "secrets"}
 FORBIDDEN_IN_CORE = {
     **{name: {"runtime"} for name in NONDETERMINISTIC},
-    "threading": {"runtime", "protection"},  # the latter for memory that is each thread's own
+    "threading": {"runtime", "interrupts", "protection"},  # the last for memory that is each thread's own
+    "time": {"runtime", "interrupts"},
+    "queue": {"interrupts"},
     "pluggy": {"plugins", "hookspecs"},
     "pickle": set(),
 }

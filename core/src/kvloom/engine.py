@@ -23,8 +23,11 @@ from kvloom.config import EngineConfig, resolve
 from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.observer import ChunkEvent
 from kvloom.errors import BackendError
+from kvloom.events import Callers
 from kvloom.index import Index
+from kvloom.interrupts import shielded_waiting
 from kvloom.layers import Loading, Storing, check_connector
+from kvloom.memory.pages import settle_threads
 from kvloom.moving import Mover, check_where
 from kvloom.opening import Parts, Source, open_parts
 from kvloom.plugins import Registry
@@ -105,8 +108,14 @@ class Engine(Index):
         ranks of `spec.world_size`. Raises ConfigError (with the YAML path and what to do) or PluginError: a
         configuration that cannot work is refused here, not found out about while serving. ValueError: for another role.
         """
-        parts = open_parts(config, spec, role=role, registry=registry, runtime=runtime)
-        return (cls(parts) if role == "engine" else Index(parts))._told_of()
+        runtime = runtime or SystemRuntime()
+        settle_threads()  # here: the caller's own work would wait as well
+
+        def opened() -> Index:
+            parts = open_parts(config, spec, role=role, registry=registry, runtime=runtime)
+            return (cls(parts) if role == "engine" else Index(parts))._told_of()
+
+        return runtime.uninterrupted(opened, discard=lambda index: index.close(), leave=True)
 
     def sibling(self, spec: KVSpec) -> Engine:
         """An engine for other KV over the same tiers: another set of adapters of the same model.
@@ -115,6 +124,10 @@ class Engine(Index):
         """
         if (spec.dtype, spec.blob_shape(1)) != (self.spec.dtype, self.spec.blob_shape(1)):
             raise ValueError("spec: a sibling's KV has the shape and dtype of the engine it stands beside")
+        make = partial(self._sibling, spec)
+        return self._runtime.uninterrupted(make, discard=Engine.close, leave=True)
+
+    def _sibling(self, spec: KVSpec) -> Engine:
         self._check_open()
         resolved = resolve(self.config, self._parts.registry)
         others = replace(
@@ -131,6 +144,7 @@ class Engine(Index):
         for handle in tuple(self._by_layer):
             handle.inherited(BackendError(self._gone))
 
+    @shielded_waiting
     def close(self) -> None:
         """Write what was accepted, within the tiers' deadlines, and give everything back. Idempotent."""
         if self._closed:
@@ -160,15 +174,20 @@ class Engine(Index):
         configuration of no kind that `open` takes.
         """
         config = EngineConfig.load(config)
-        with _named.lock:
-            engine = cls.get(instance_id)
-            if engine is None:
-                engine = _named.engines[instance_id] = cls.open(config, spec)
-            if engine.config != config:
-                raise ValueError(f"instance_id: {instance_id!r} exists with another configuration; destroy it first")
-            if engine.spec != spec:
-                raise ValueError(f"instance_id: {instance_id!r} exists with another spec; destroy it first")
-            return engine
+
+        def named() -> Engine:
+            with _named.lock:
+                engine = cls.get(instance_id)
+                if engine is None:
+                    engine = _named.engines[instance_id] = cls.open(config, spec)
+                return engine
+
+        engine = SystemRuntime().uninterrupted(named, leave=True)
+        if engine.config != config:
+            raise ValueError(f"instance_id: {instance_id!r} exists with another configuration; destroy it first")
+        if engine.spec != spec:
+            raise ValueError(f"instance_id: {instance_id!r} exists with another spec; destroy it first")
+        return engine
 
     @classmethod
     def get(cls, instance_id: str) -> Engine | None:
@@ -179,10 +198,14 @@ class Engine(Index):
     @classmethod
     def destroy(cls, instance_id: str) -> None:
         """Close and forget the engine of that name. It is fine if there is none."""
-        with _named.lock:
-            engine = _named.engines.pop(instance_id, None)
-        if engine is not None:
-            engine.close()
+
+        def close() -> None:
+            with _named.lock:
+                engine = _named.engines.pop(instance_id, None)
+            if engine is not None:
+                engine.close()
+
+        SystemRuntime().uninterrupted(close, leave=True)
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
 
@@ -194,12 +217,24 @@ class Engine(Index):
         Returns a bool CPU mask `[tokens]`: whose KV is there now. It is False from the first chunk on that no
         tier could give, verified and in time.
         """
+        task = Task(self._runtime)
+        work = partial(self._retrieve, task, self._callers(), tokens, mask, salt, where)
+        return self._runtime.uninterrupted(work, cancel=task.cancel)
+
+    def _retrieve(
+        self,
+        task: Task,
+        callers: Callers,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        salt: str | None,
+        where: Mapping[str, Any],
+    ) -> torch.Tensor:
         whole, first = self._selected(tokens, mask, salt)
         keys = [segment.key for segment in whole]
         # Before, so that room is not made at its own cost; after, so that what came in between has its place.
         self._stack.touch(keys)
-        task = Task(self._runtime)
-        record = self._record("retrieve", whole, first, tokens)
+        record = self._record("retrieve", whole, first, tokens, callers=callers)
         chain = Chain(keys)
         task.run(lambda task: self._mover.load(task, whole[first:], where, chain=chain, gaps=False, record=record))
         moved = task.result()
@@ -217,11 +252,24 @@ class Engine(Index):
 
         Returns when the caller's KV may be overwritten; tiers below memory are written in the background.
         """
+        task = Task(self._runtime)
+        self._runtime.uninterrupted(
+            partial(self._store, task, self._callers(), tokens, mask, salt, where), cancel=task.cancel
+        )
+
+    def _store(
+        self,
+        task: Task,
+        callers: Callers,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        salt: str | None,
+        where: Mapping[str, Any],
+    ) -> None:
         whole, first = self._selected(tokens, mask, salt)
         keys = [segment.key for segment in whole]
         self._stack.touch(keys, count=False)  # before, so that room is not made at its own cost
-        task = Task(self._runtime)
-        record = self._record("store", whole, first, tokens)
+        record = self._record("store", whole, first, tokens, callers=callers)
         task.run(lambda task: self._mover.save(task, whole[first:], where, chain=Chain(keys), record=record))
         task.result()
         self._stack.touch([segment.key for segment in whole])
@@ -235,10 +283,15 @@ class Engine(Index):
         `Loading.wait(layer)` gives the mask of that layer. Close it, or use it as a context manager. Raises
         NotImplementedError if the connector does not move single layers.
         """
-        whole, first = self._selected(tokens, mask, salt)
-        record = self._record("retrieve_layer", whole, first, tokens)
-        chain = [segment.key for segment in whole]
-        return self._loading(whole[first:], tokens.numel(), where, chain=chain, record=record)
+        callers = self._callers()
+
+        def begun() -> Loading:
+            whole, first = self._selected(tokens, mask, salt)
+            record = self._record("retrieve_layer", whole, first, tokens, callers=callers)
+            chain = [segment.key for segment in whole]
+            return self._loading(whole[first:], tokens.numel(), where, chain=chain, record=record)
+
+        return self._runtime.uninterrupted(begun, discard=Loading.close)
 
     def store_layer(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
@@ -249,6 +302,17 @@ class Engine(Index):
         until then it holds memory, and without `finish` nothing is stored. Raises NotImplementedError if the connector
         does not move single layers.
         """
+        begun = partial(self._storing, self._callers(), tokens, mask, salt, where)
+        return self._runtime.uninterrupted(begun, discard=Storing.close)
+
+    def _storing(
+        self,
+        callers: Callers,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        salt: str | None,
+        where: Mapping[str, Any],
+    ) -> Storing:
         check_connector(self.connector, "read_layer")
         whole, first = self._selected(tokens, mask, salt)
         keys = [segment.key for segment in whole]
@@ -260,7 +324,7 @@ class Engine(Index):
         storing = Storing(
             whole[first:], tokens.numel(), where, chain=Chain(keys), stack=self._stack, connector=self.connector,
             events=self._events, runtime=self._runtime, finished=finished, on_end=self._ended,
-            record=self._record("store_layer", whole, first, tokens),
+            record=self._record("store_layer", whole, first, tokens, callers=callers),
         )  # fmt: skip
         self._by_layer.add(storing)
         return storing
@@ -271,29 +335,39 @@ class Engine(Index):
         Nothing leased or pinned makes room for them. At most 1,024 tasks wait: one too many is done at once, with
         nothing moved (and counted as dropped).
         """
-        whole, first = self._selected(tokens, mask, salt)
-        keys = [segment.key for segment in whole]
-        self._stack.touch(keys)
-        record = self._record("prefetch", whole, first, tokens)
-        work = partial(self._mover.warm, segments=whole[first:], chain=Chain(keys), record=record)
-        self._check_open()
-        return self._background.start(whole[first:], work, record, ahead=True)
+        callers = self._callers()
+
+        def begun() -> Task:
+            whole, first = self._selected(tokens, mask, salt)
+            keys = [segment.key for segment in whole]
+            self._stack.touch(keys)
+            record = self._record("prefetch", whole, first, tokens, callers=callers)
+            work = partial(self._mover.warm, segments=whole[first:], chain=Chain(keys), record=record)
+            self._check_open()
+            return self._background.start(whole[first:], work, record, ahead=True)
+
+        return self._runtime.uninterrupted(begun, discard=Task.cancel, leave=True)
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
         """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
-        segments = self._named(tokens, salt)
         task = Task(self._runtime)
+        return self._runtime.uninterrupted(partial(self._pin, task, self._callers(), tokens, salt), cancel=task.cancel)
+
+    def _pin(self, task: Task, callers: Callers, tokens: torch.Tensor, salt: str | None) -> int:
+        segments = self._named(tokens, salt)
         chain = Chain([segment.key for segment in segments])
-        record = self._record("pin", segments, 0, tokens)
+        record = self._record("pin", segments, 0, tokens, callers=callers)
         task.run(lambda task: self._mover.warm(task, segments, chain=chain, record=record))
         task.result()
         pinned = [segment for segment in segments if self._stack.memory.pin([segment.key], True)]
         return sum(segment.end - segment.start for segment in pinned)
 
+    @shielded_waiting
     def unpin(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
         """Let the chunks of `tokens` be evicted again."""
         self._stack.memory.pin([segment.key for segment in self.segments(tokens, salt=salt)], False)
 
+    @shielded_waiting
     def remove(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
         """Delete the chunks of `tokens` from every tier, pinned ones too.
 
@@ -302,6 +376,7 @@ class Engine(Index):
         """
         self._stack.remove([segment.key for segment in self.segments(tokens, salt=salt)])
 
+    @shielded_waiting
     def clear(self, salt: str | None = None) -> None:
         """Delete all KV of this model that was stored under `salt`; with None, under any. Raises as `remove` does."""
         self._check_open()
@@ -313,11 +388,13 @@ class Engine(Index):
         self._check_open()
         return self._stack.memory if self._stack.memory.keep else None
 
+    @shielded_waiting
     def changes(self) -> Changes:
         """Which chunks came into memory, and which left it, since the last call: for one mirror in another process."""
         self._check_open()
         return self._stack.memory.changes()
 
+    @shielded_waiting
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every accepted write is in its tier, or has failed; False if `timeout` seconds were not enough."""
         self._check_here()
@@ -325,6 +402,7 @@ class Engine(Index):
 
     # -- the primitives ------------------------------------------------------------------------------------------------
 
+    @shielded_waiting
     def touch(self, segments: Sequence[Segment]) -> None:
         """Note that a chain was used, in every tier: so for what an engine's own prefix cache had already."""
         self._check_open()
@@ -335,35 +413,51 @@ class Engine(Index):
 
         into: takes the KV in place of the engine's connector; chunks are of the format and shape of the latter.
         """
-        connector = into or self.connector
-        check_where(connector, segments, where)
-        chain = Chain([segment.key for segment in segments])
-        record = self._record("load", segments)
-        work = partial(
-            self._mover.load, segments=segments, where=where, chain=chain, gaps=True, into=connector,
-            record=record,
-        )  # fmt: skip
-        self._check_open()
-        return self._background.start(segments, work, record, awaited=True)
+        callers = self._callers()
+
+        def begun() -> Task:
+            connector = into or self.connector
+            check_where(connector, segments, where)
+            chain = Chain([segment.key for segment in segments])
+            record = self._record("load", segments, callers=callers)
+            work = partial(
+                self._mover.load, segments=segments, where=where, chain=chain, gaps=True, into=connector,
+                record=record,
+            )  # fmt: skip
+            self._check_open()
+            return self._background.start(segments, work, record, awaited=True)
+
+        return self._runtime.uninterrupted(begun, discard=Task.cancel)
 
     def load_layers(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Loading:
         """`load`, layer by layer, of segments that are there: it ends at the first that is not.
 
         Masks are over the tokens up to the last segment's end. Otherwise as `retrieve_layer`.
         """
-        num_tokens = max((segment.end for segment in segments), default=0)
-        chain = [segment.key for segment in segments]
-        record = self._record("load_layers", segments)
-        return self._loading(segments, num_tokens, where, chain=chain, connector=into or self.connector, record=record)
+        callers = self._callers()
+
+        def begun() -> Loading:
+            num_tokens = max((segment.end for segment in segments), default=0)
+            chain = [segment.key for segment in segments]
+            record = self._record("load_layers", segments, callers=callers)
+            connector = into or self.connector
+            return self._loading(segments, num_tokens, where, chain=chain, connector=connector, record=record)
+
+        return self._runtime.uninterrupted(begun, discard=Loading.close)
 
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
-        check_where(self.connector, segments, where)
-        chain = Chain([segment.key for segment in segments])
-        record = self._record("save", segments)
-        work = partial(self._mover.save, segments=segments, where=where, chain=chain, record=record)
-        self._check_open()
-        return self._background.start(segments, work, record)
+        callers = self._callers()
+
+        def begun() -> Task:
+            check_where(self.connector, segments, where)
+            chain = Chain([segment.key for segment in segments])
+            record = self._record("save", segments, callers=callers)
+            work = partial(self._mover.save, segments=segments, where=where, chain=chain, record=record)
+            self._check_open()
+            return self._background.start(segments, work, record)
+
+        return self._runtime.uninterrupted(begun, discard=Task.cancel)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class EventBus:
                 try:
                     said.append((observer, observer.caller()))
                 except Exception as error:
-                    self._blame(observer, error)
+                    self._runtime.uninterrupted(partial(self._blame, observer, error), leave=True)
         return said
 
     def emit_request(self, request: Request, callers: Callers) -> None:

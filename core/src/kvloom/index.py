@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Self
 
 import torch
 
 from kvloom import keys as keying
 from kvloom.contracts.observer import CounterKey, Totals
+from kvloom.contracts.tokens import TokenDatabase
 from kvloom.errors import BackendError
+from kvloom.events import Callers
+from kvloom.interrupts import shielded_waiting
 from kvloom.opening import Parts
 from kvloom.records import NO_RECORD, OpenRecord, Record
 from kvloom.runtime import opened
 from kvloom.tiers.base import Tier
-from kvloom.types import Health, Hit, Segment
+from kvloom.types import ChunkKey, Health, Hit, Segment
 
 
 class _View:
@@ -27,11 +31,14 @@ class _View:
         self.spec = engine.spec
         self._stack = weakref.ref(engine._stack)
         self._events = weakref.ref(engine._events)
+        self._runtime = engine._runtime
 
+    @shielded_waiting
     def health(self) -> Health:
         stack = self._stack()
         return Health(()) if stack is None else stack.health()
 
+    @shielded_waiting
     def counters(self) -> Mapping[CounterKey, Totals]:
         events = self._events()
         return {} if events is None else events.counters()
@@ -58,6 +65,7 @@ class Index:
         self.connector = connector
         self.fingerprint = keying.fingerprint(parts.spec, connector.format, connector.representation)
         self._tokens = parts.tokens
+        self._learns = type(parts.tokens).learn is not TokenDatabase.learn
         self._others = tuple(database for _, database in parts.others)
         for its_spec, database in ((parts.spec, parts.tokens), *parts.others):
             database.fingerprint = keying.fingerprint(its_spec, connector.format, connector.representation)
@@ -88,8 +96,9 @@ class Index:
         self._closed = True
         self._gone = self._gone or f"this engine was opened in process {pid}; open one in this process"
 
+    @shielded_waiting
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Give everything back. Idempotent. An interrupted caller leaves at once; closing goes on without it."""
         if not self._closed:
             self._closed = True
             self._not_at_exit()
@@ -115,11 +124,13 @@ class Index:
         """How many tokens a chunk has."""
         return self.config.chunk_tokens
 
+    @shielded_waiting
     def health(self) -> Health:
         """How the tiers are: which are paused and why, what they hold, what hangs. Asks no backend."""
         self._check_here()
         return self._stack.health()
 
+    @shielded_waiting
     def counters(self) -> Mapping[CounterKey, Totals]:
         """What has happened so far: (event, tier, reason) to its totals."""
         self._check_here()
@@ -134,38 +145,43 @@ class Index:
         """
         self._check_names(search_range)
         segments = self.segments(tokens, salt=salt)
-        with self._record("lookup", segments, 0, tokens).going_on() as record:
-            hit = self._lookup(segments, tokens, search_range, salt)
+        keys = [key for _, _, key in segments]
+        if not self._events.sees_requests and not self._others and self._stack.all_in_memory(keys, search_range):
+            return _hit(segments, [self._stack.memory.name] * len(keys))
+        return self._lookup(self._callers(), segments, keys, tokens, search_range, salt)
+
+    @shielded_waiting
+    def _lookup(
+        self, callers: Callers, segments: Sequence[Segment], keys: list[ChunkKey], tokens: torch.Tensor,
+        search_range: Sequence[str] | None, salt: str | None,
+    ) -> Hit:  # fmt: skip
+        with self._record("lookup", segments, 0, tokens, callers=callers).going_on() as record:
+            hit = _hit(segments, self._located(segments, keys, tokens, search_range, salt))
             record.served_tokens = hit.tokens
             for name, count in hit.by_tier.items():
                 record.gave(name, count)
             return hit
 
-    def _lookup(
-        self, segments: Sequence[Segment], tokens: torch.Tensor, search_range: Sequence[str] | None, salt: str | None
-    ) -> Hit:
-        keys = [key for _, _, key in segments]
+    def _located(
+        self, segments: Sequence[Segment], keys: list[ChunkKey], tokens: torch.Tensor,
+        search_range: Sequence[str] | None, salt: str | None,
+    ) -> list[str | None]:  # fmt: skip
         for database in self._others:  # asked about in one go
             keys += [segment.key for segment in database.segments(tokens, salt=self._salt(salt))]
         located = self._stack.locate(keys, search_range)
         if self._others:
             count = len(segments)
             located = [None if None in located[i::count] else located[i] for i in range(count)]
-        hit = 0
-        by_tier: dict[str, int] = {}
-        for (start, end, _), name in zip(segments, located, strict=True):
-            if name is None:
-                break
-            hit = end
-            by_tier[name] = by_tier.get(name, 0) + end - start
-        return Hit(hit, by_tier)
+        return located
 
     def segments(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None
     ) -> list[Segment]:
         """The segments of the selected tokens, with their keys. Raises ValueError for a mask that fits no chunks."""
         self._check_open()
-        return self._tokens.segments(tokens, mask, salt=self._salt(salt))
+        cut = partial(self._tokens.segments, tokens, mask, salt=self._salt(salt))
+        # One that learns nothing has nothing to be left half-changed.
+        return self._runtime.uninterrupted(cut, leave=True) if self._learns else cut()
 
     def passage(
         self, tokens: torch.Tensor, *, lead: Sequence[int] = (), context: str = "", salt: str | None = None
@@ -192,18 +208,26 @@ class Index:
         """
         self._check_open()
         self._check_names(search_range)
-        return self._stack.locate([segment.key for segment in segments], search_range)
+        keys = [segment.key for segment in segments]
+        if self._stack.all_in_memory(keys, search_range):
+            return [self._stack.memory.name] * len(keys)
+        return self._runtime.uninterrupted(partial(self._stack.locate, keys, search_range), leave=True)
+
+    def _callers(self) -> Callers:
+        """What the observers want to remember of this thread, on which a request begins."""
+        return self._events.callers() if self._events.sees_requests else ()
 
     def _record(
-        self, verb: str, segments: Sequence[Segment], first: int = 0, tokens: torch.Tensor | None = None
-    ) -> Record:
-        """Of a request that begins on this thread. first: of the segments that are selected. tokens: all of them."""
+        self, verb: str, segments: Sequence[Segment], first: int = 0, tokens: torch.Tensor | None = None, *,
+        callers: Callers,
+    ) -> Record:  # fmt: skip
+        """Of a request that begins now. first: of the segments that are selected. tokens: all of them."""
         if not self._events.sees_requests:
             return NO_RECORD
         num_tokens = tokens.numel() if tokens is not None else segments[-1].end if segments else 0
         return OpenRecord(
             verb, segments, first=first, num_tokens=num_tokens, chunk_tokens=self.config.chunk_tokens,
-            events=self._events, runtime=self._runtime,
+            events=self._events, callers=callers, runtime=self._runtime,
         )  # fmt: skip
 
     def _salt(self, salt: str | None) -> str:
@@ -223,3 +247,15 @@ class Index:
         unknown = [name for name in names or () if name not in self._stack.tiers]
         if unknown:
             raise ValueError(f"search_range: no tier {unknown[0]!r}; this engine has {', '.join(self._stack.tiers)}")
+
+
+def _hit(segments: Sequence[Segment], located: Sequence[str | None]) -> Hit:
+    """The leading segments that are somewhere, by where they are."""
+    hit = 0
+    by_tier: dict[str, int] = {}
+    for (start, end, _), name in zip(segments, located, strict=True):
+        if name is None:
+            break
+        hit = end
+        by_tier[name] = by_tier.get(name, 0) + end - start
+    return Hit(hit, by_tier)

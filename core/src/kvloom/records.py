@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvloom.contracts.observer import Request, Step
 
 if TYPE_CHECKING:
-    from kvloom.events import EventBus
+    from kvloom.events import Callers, EventBus
     from kvloom.runtime import Runtime
     from kvloom.types import Segment
 
@@ -71,9 +71,9 @@ class OpenRecord(Record):
 
     def __init__(
         self, verb: str, segments: Sequence[Segment], *, first: int, num_tokens: int, chunk_tokens: int,
-        events: EventBus, runtime: Runtime,
+        events: EventBus, callers: Callers, runtime: Runtime,
     ) -> None:  # fmt: skip
-        """segments: the whole chain, of which those from `first` on are selected. On the caller's thread."""
+        """segments: the whole chain, of which those from `first` on are selected. callers: from the caller's thread."""
         self._verb = verb
         self._segments = segments
         self._first = first
@@ -83,7 +83,7 @@ class OpenRecord(Record):
         self._now = runtime.now
         self._began = runtime.now()
         self._wall = runtime.wall() - self._began
-        self._callers = events.callers()
+        self._callers = callers
         self._changing = runtime.lock()
         self._sums: dict[tuple[str, str, str], _Sum] = {}
         self._sources: dict[str, int] = {}

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvloom import interrupts
 from kvloom.errors import BackendError, DeadlineExceeded
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,16 @@ class Runtime(Protocol):
         A daemon thread that is in torch when the interpreter goes away would take the process down with SIGABRT.
         """
 
+    def uninterrupted(
+        self, function: Callable[[], T], *, cancel: Callable[[], None] | None = None,
+        discard: Callable[[T], object] | None = None, leave: bool = False,
+    ) -> T:  # fmt: skip
+        """Return what `function` returns, or raise what it raises. It runs where no signal handler can.
+
+        If a signal handler raises in the caller, that is raised at once, but for this: with `cancel`, once that has
+        returned; without, once `function` has. leave: not even then. discard: gets what the function returns later.
+        """
+
 
 class SystemRuntime:
     """The real one."""
@@ -80,6 +91,7 @@ class SystemRuntime:
     now = staticmethod(time.monotonic)
     wall = staticmethod(time.time)
     sleep = staticmethod(time.sleep)
+    uninterrupted = staticmethod(interrupts.uninterrupted)
 
     def random(self) -> float:
         return self._random.random()

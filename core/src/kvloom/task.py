@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kvloom.errors import DeadlineExceeded
+from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.runtime import Runtime
 
 
@@ -44,14 +45,7 @@ class Task:
 
         Raises DeadlineExceeded, the task being cancelled, if it takes longer than `timeout` seconds.
         """
-        until = math.inf if timeout is None else self._runtime.now() + timeout
-        with self._changed:
-            while not self._done:
-                left = until - self._runtime.now()
-                if left <= 0:
-                    break
-                self._changed.wait(min(left, 3600.0))
-        if not self._done:
+        if not self.wait(math.inf if timeout is None else timeout):
             self.cancel()
             raise DeadlineExceeded(f"not done within {timeout} seconds")
         if self._error is not None:
@@ -61,12 +55,17 @@ class Task:
 
     def wait(self, timeout: float) -> bool:
         """Whether it is done, after at most `timeout` seconds. Nothing is cancelled."""
+        return self._done or self._wait(timeout)
+
+    @shielded_waiting
+    def _wait(self, timeout: float) -> bool:
         until = self._runtime.now() + timeout
         with self._changed:
             while not self._done and (left := until - self._runtime.now()) > 0:
-                self._changed.wait(left)
+                self._changed.wait(min(left, 3600.0))
             return self._done
 
+    @shielded
     def cancel(self) -> None:
         """Stop as soon as the copy under way, if any, is over, and give back what is held. Twice is fine."""
         with self._touching:

@@ -454,3 +454,6 @@ class SimRuntime:
 
     def at_exit(self, close: Callable[[], None]) -> Callable[[], None]:
         return lambda: None  # a simulated process is killed, or closes what it has opened
+
+    def uninterrupted(self, function: Callable[[], Any], **_: Any) -> Any:
+        return function()

@@ -13,6 +13,7 @@ from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
+from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.chain import Chain
@@ -88,6 +89,12 @@ class Loading:
         """
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer: {layer} of {self.num_layers}")
+        if self._ready <= layer:
+            self._wait(layer)
+        return self._mask(self._prefix.count(layer))
+
+    @shielded_waiting
+    def _wait(self, layer: int) -> None:
         until = self._runtime.now() + self._stack.deadline
         with self._changed:
             while self._ready <= layer and not self._ended:
@@ -101,7 +108,6 @@ class Loading:
             if self._ended or self._visit.given_up:
                 raise BackendError("the loading was closed")
             self._cut(layer)
-        return self._mask(self._prefix.count(layer))
 
     def result(self) -> torch.Tensor:
         """The mask of the last layer, bool `[tokens]`: whose KV is there in every layer.
@@ -115,6 +121,7 @@ class Loading:
         for layer in range(self.num_layers):
             yield layer, self.wait(layer)
 
+    @shielded
     def cancel(self) -> None:
         """Stop as soon as the copy under way, if any, is over; nothing more is written then. Twice is fine."""
         with self._writing:
@@ -122,6 +129,7 @@ class Loading:
         if not self._ended:  # in a forked child nobody is there to be woken, and no lock to be trusted
             self._fetch.wake()
 
+    @shielded
     def close(self) -> None:
         """Cancel, and give back everything; a backend call under way keeps its memory until it returns."""
         self.cancel()

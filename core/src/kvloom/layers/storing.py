@@ -12,6 +12,7 @@ from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.observer import Event
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
+from kvloom.interrupts import shielded
 from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.chain import Chain
@@ -101,6 +102,10 @@ class Storing:
         """
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer: {layer} of {self.num_layers}")
+        self._layer(layer, where)
+
+    @shielded
+    def _layer(self, layer: int, where: Mapping[str, Any]) -> None:
         with self._reading:
             if not self._open:
                 raise BackendError("the storing is closed")
@@ -115,6 +120,7 @@ class Storing:
             self._done.add(layer)
             self._stack.keeper.go_on(self._claims)
 
+    @shielded
     def finish(self) -> None:
         """Keep what was copied: in memory now, in the tiers below in the background, as `Engine.store` does.
 
@@ -139,6 +145,7 @@ class Storing:
             self._stack.keeper.settle(self._claims, stored=True)
             self._on_end(self)
 
+    @shielded
     def close(self) -> None:
         """Give the memory back; without `finish` before, nothing is stored. Twice is fine."""
         with self._reading:

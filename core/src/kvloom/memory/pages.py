@@ -40,7 +40,7 @@ class Pages:
 
     def __init__(self, size: int, runtime: Runtime, *, pinner: Pinner | None = None, piece_bytes: int = 0) -> None:
         self.size = size
-        _settle_threads()
+        settle_threads()
         self._map = _mapping(size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.view = memoryview(self._map)
@@ -151,7 +151,8 @@ def _slab_ends(size: int, piece_bytes: int) -> tuple[int, ...]:
     return (*(step * number for number in range(1, count)), size)
 
 
-def _settle_threads() -> None:
+def settle_threads() -> None:
+    """Have torch work on one thread in a forked process: for the thread that calls this, and those begun later."""
     if was_forked() and torch.get_num_threads() > 1:
         # OpenMP waits for the threads of the parent, which are not here, for ever.
         torch.set_num_threads(1)

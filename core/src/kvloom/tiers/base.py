@@ -6,13 +6,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvloom.errors import BackendError
+from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.memory import Lease
-from kvloom.runtime import opened
+from kvloom.memory.pages import settle_threads
+from kvloom.runtime import SystemRuntime, opened
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.types import EXACT, Chunk, ChunkKey, KVSpec, MemoryFormat, TierHealth
 
@@ -70,6 +73,7 @@ class Tier(ABC):
 
     name: str
     dst_device: torch.device
+    _runtime: Runtime
 
     def __init__(self, name: str, layout: Layout, *, dst_device: str = "cpu") -> None:
         self.name = name
@@ -90,7 +94,10 @@ class Tier(ABC):
         """
         from kvloom.tiers.build import open_tier
 
-        return open_tier(block, spec, dst_device=dst_device, runtime=runtime)
+        runtime = runtime or SystemRuntime()
+        settle_threads()
+        make = partial(open_tier, block, spec, dst_device=dst_device, runtime=runtime)
+        return runtime.uninterrupted(make, discard=Tier.close, leave=True)
 
     def inherited(self, pid: int) -> None:
         """In a forked child: refuse every verb, and have nothing to close."""
@@ -119,6 +126,7 @@ class Tier(ABC):
     def contains(self, key: ChunkKey) -> bool:
         """Whether the tier says it holds `key`: a forecast, nothing is verified."""
 
+    @shielded
     def get(self, key: ChunkKey) -> torch.Tensor | None:
         """The verified chunk on `dst_device`, the caller's to keep, or None: `[planes, layers, tokens, hidden]`, in the
         dtype of the spec.
@@ -132,6 +140,7 @@ class Tier(ABC):
         finally:
             loaded.release()
 
+    @shielded
     def batched_put(self, keys_and_chunks: Iterable[tuple[ChunkKey, torch.Tensor]], blocking: bool = True) -> int:
         """Keep several chunks; how many were stored (with blocking=False: how many were accepted).
 
@@ -150,6 +159,7 @@ class Tier(ABC):
         for key in keys:
             yield self.get(key)
 
+    @shielded_waiting
     def close(self) -> None:
         """Finish what was accepted, within the deadline, and give everything back. Idempotent."""
         if not self._closed:

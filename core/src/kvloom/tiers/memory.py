@@ -11,6 +11,7 @@ import torch
 
 from kvloom.contracts.observer import Event, EventName
 from kvloom.events import EventBus
+from kvloom.interrupts import shielded_waiting
 from kvloom.memory import Block, Pool, Reservation, caller
 from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Tier
@@ -79,12 +80,14 @@ class MemoryTier(Tier):
         """Bytes of the pool in use, reservations and chunks on their way included."""
         return self.pool.used_bytes
 
+    @shielded_waiting
     def health(self) -> TierHealth:
         """What is held; memory does not fail."""
         return TierHealth(self.name, "ok", blobs=len(self), bytes=self.used_bytes, capacity=self.pool.capacity)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
+    @shielded_waiting
     def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None, *, exact: bool = False) -> list[bool]:
         """Which keys are held (with `exact`: exactly)."""
         self._check_here()
@@ -100,6 +103,11 @@ class MemoryTier(Tier):
                 return [key in entries for key in keys]
             return [(held := entries.get(key)) is not None and held.chunk.exact for key in keys]
 
+    def has_all(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether every key is held; takes no lock, and says no where keys expire."""
+        return self._held.ttl is None and all(map(self._held.entries.__contains__, keys))
+
+    @shielded_waiting
     def contains(self, key: ChunkKey) -> bool:
         self._check_here()
         return key in self._held.entries if self._held.ttl is None else self.find([key])[0]
@@ -124,11 +132,13 @@ class MemoryTier(Tier):
         with self._lock:
             self._held.touch(chain)
 
+    @shielded_waiting
     def chunks(self) -> list[ChunkKey]:
         """The keys held, least recently used first, the pinned ones last."""
         with self._lock:
             return self._held.keys()
 
+    @shielded_waiting
     def changes(self) -> Changes:
         """What came and what left since the last call, for a process that mirrors this tier. One caller only."""
         with self._lock:
@@ -205,6 +215,7 @@ class MemoryTier(Tier):
         self._held.add(key, new)
         return loaded, None if present is None else present.block
 
+    @shielded_waiting
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> int:
         """Keep chunks from being evicted, or allow it again; how many are held."""
         chain = list(keys)
@@ -213,6 +224,7 @@ class MemoryTier(Tier):
             # From the tail, so that a head that is unpinned is more recent than its tail.
             return sum(self._held.pin(key, pinned, wall) for key in reversed(chain))
 
+    @shielded_waiting
     def remove(self, keys: Iterable[ChunkKey]) -> int:
         """Forget chunks, pinned ones too; how many there were.
 

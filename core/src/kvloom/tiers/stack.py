@@ -52,6 +52,11 @@ class Stack:
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
+    def all_in_memory(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> bool:
+        """Whether `locate` would say so of every key. Takes no lock and changes nothing: the main thread may ask."""
+        memory = self.memory
+        return memory.keep and (names is None or memory.name in names) and memory.has_all(keys)
+
     def locate(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> list[str | None]:
         """The fastest of the tiers `names` (default: all) that says it holds each key."""
         visit = self.visit()

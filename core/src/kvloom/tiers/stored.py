@@ -19,6 +19,7 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.events import EventBus
+from kvloom.interrupts import shielded_waiting
 from kvloom.protection import Protection
 from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Call, Runtime
@@ -147,6 +148,7 @@ class StoredTier(Tier):
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
+    @shielded_waiting
     def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
         self._check_here()
@@ -173,6 +175,7 @@ class StoredTier(Tier):
         """Whether a write would be accepted without waiting."""
         return self._writes.has_room(nbytes)
 
+    @shielded_waiting
     def contains(self, key: ChunkKey) -> bool:
         self._check_here()
         return self._writes.pending(key) or self.find([key])[0]
@@ -210,6 +213,7 @@ class StoredTier(Tier):
             self._on_lost(key, chunk, "the write queue is full")
         return write
 
+    @shielded_waiting
     def flush(self, until: float) -> bool:
         """Wait until every accepted write has been written or has failed; False if `until` came first."""
         return self._writes.flush(until)
@@ -237,6 +241,7 @@ class StoredTier(Tier):
 
     # -- operator's verbs ----------------------------------------------------------------------------------------------
 
+    @shielded_waiting
     def remove(self, keys: Sequence[ChunkKey]) -> None:
         """Delete blobs; they are gone on return. Raises BackendError if that cannot be said."""
 
@@ -252,6 +257,7 @@ class StoredTier(Tier):
 
         self._delete("remove", delete)
 
+    @shielded_waiting
     def clear(self, prefix: str) -> None:
         """Delete every blob whose key starts with `prefix`, a beginning of `<fingerprint>/<salt tag>/`; as `remove`."""
 
@@ -306,6 +312,7 @@ class StoredTier(Tier):
         """Backend calls past their deadline that have not returned yet."""
         return self.calls.abandoned
 
+    @shielded_waiting
     def health(self) -> TierHealth:
         """How the tier is, from what is known here: nothing is asked of the backend."""
         self._check_here()
