@@ -336,6 +336,6 @@ def test_nobody_can_send_it_much() -> None:
     publisher = Publisher(Settings("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "", 10, 10, 10, 10, None))
     try:
         assert publisher._router is not None
-        assert {publisher._router.maxmsgsize, publisher._pub.maxmsgsize} == {4096}
+        assert {publisher._router.socket.maxmsgsize, publisher._pub.socket.maxmsgsize} == {4096}
     finally:
         publisher.close()

@@ -10,6 +10,7 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,12 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork her
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path / "kvloom"
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The usual directory of sockets, in one with a short name: the path of a socket has some 100 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="kv") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        yield Path(short) / "kvloom"
 
 
 def test_it_says_what_happened(tmp_path: Path) -> None:
@@ -196,11 +199,13 @@ def test_a_forked_child_does_not_hold_the_lock_of_a_dead_parent(runtime: Path) -
     ready, go = os.pipe()
     parent = os.fork()
     if not parent:  # pragma: no cover
-        sockets.bind_default("parent")
-        if not os.fork():
-            os.close(go)
-            os.read(ready, 1)
-        os._exit(0)
+        try:
+            sockets.bind_default("parent")
+            if not os.fork():
+                os.close(go)
+                os.read(ready, 1)
+        finally:
+            os._exit(0)
     os.waitpid(parent, 0)
     assert len(list(runtime.glob("*.sock"))) == 1 and sockets.running() == []
     os.close(go)
