@@ -30,6 +30,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pages._AHEAD_BYTES = 2 << 20
 
 
+# The process keeps one thread for verbs of the main thread: it is there before tests count threads.
+SystemRuntime().uninterrupted(int)
+
+
 def pytest_collection_finish() -> None:
     """Collecting garbage skips torch and the tests: it is cheap, and frees closed engines often."""
     gc.collect()

@@ -416,7 +416,7 @@ def test_a_requirement_that_is_not_met_is_explained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With what, why, the usual cause, and what was seen; and the exit status is 1."""
-    monkeypatch.setattr(subjects, "choose", lambda *_: [Subject("observer", "once", ClosesOnce)])
+    monkeypatch.setattr(subjects, "choose", lambda *_, **__: [Subject("observer", "once", ClosesOnce)])
     assert report.run("observer", "once", [], [], 60.0, as_json=False) == 1
     said = capsys.readouterr().out
     for expected in (
@@ -439,7 +439,7 @@ def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
         "    def on_event(self, event):\n"
         "        open(sys.argv[1], 'w').close()\n"
         "        threading.Event().wait(1000)\n"
-        "subjects.choose = lambda *_: [subjects.Subject('observer', 'stuck', Stuck)]\n"
+        "subjects.choose = lambda *_, **__: [subjects.Subject('observer', 'stuck', Stuck)]\n"
         "sys.exit(report.run('observer', 'stuck', [], ['O06,O02'], 60.0, as_json=False))\n"
     )
     begun = tmp_path / "begun"
