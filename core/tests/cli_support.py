@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from policies_support import eventually
 
 import kvloom
 from kvloom import Buffer, Buffers, Engine, Entry, KVSpec, hookimpl
@@ -59,6 +60,9 @@ def fill(config: Path, count: int, spec: KVSpec = SPEC, *, first: int = 0, salt:
     kv = torch.randn(spec.blob_shape(len(tokens)), generator=torch.Generator().manual_seed(first))
     with Engine.open(config, spec) as engine:
         engine.store(torch.tensor(tokens), kv=kv.to(spec.torch_dtype), salt=salt)
+        assert engine.flush(30)
+        # What is over a bound goes once the store has been listed, which a busy machine may not have done by now.
+        assert eventually(lambda: all(tier.recovered for tier in engine.health().tiers if tier.capacity is not None))
         assert engine.flush(30)
     return tokens
 

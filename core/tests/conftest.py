@@ -20,7 +20,7 @@ from kvloom.memory import pages
 from kvloom.runtime import SystemRuntime
 from kvloom.tiers import upkeep
 
-settings.register_profile("kvloom", deadline=None, max_examples=int(os.environ.get("KVLOOM_EXAMPLES", 25)))
+settings.register_profile("kvloom", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", 25)))
 settings.load_profile("kvloom")
 
 # Several processes run tests at a time, and OpenMP's threads of one spin while another's work. Also in what they start.

@@ -16,8 +16,8 @@ from simulation.world import run_seed
 
 HERE = Path(__file__).parent
 SHORT_OPS = 3_000
-LONG_OPS = int(os.environ.get("KVLOOM_SIMULATION_OPS", 350_000))
-"""`KVLOOM_SIMULATION_OPS=1000000 make test-full` runs a million."""
+LONG_OPS = int(os.environ.get("SIMULATION_OPS", 350_000))
+"""`SIMULATION_OPS=1000000 make test-full` runs a million."""
 REPLAYED = range(300, 303)
 
 
