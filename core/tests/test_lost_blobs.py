@@ -58,6 +58,12 @@ class Serving:
     def ask(self, verb: str, function: Callable[[], Any], visit: object) -> Any:
         return function()
 
+    def begin(self, verb: str, function: Callable[[], Any], visit: object) -> Callable[[], Any]:
+        return function
+
+    def answer(self, verb: str, call: Callable[[], Any], visit: object) -> Any:
+        return call()
+
 
 class World:
     """What a tier knows of a store, without the tier."""

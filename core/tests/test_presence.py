@@ -39,6 +39,12 @@ class Serving:
     def ask(self, verb: str, function: Callable[[], Any], visit: Visit) -> Any:
         return function()
 
+    def begin(self, verb: str, function: Callable[[], Any], visit: Visit) -> Callable[[], Any]:
+        return function
+
+    def answer(self, verb: str, call: Callable[[], Any], visit: Visit) -> Any:
+        return call()
+
 
 def presence(*, lossless: bool, exact_only: bool) -> Presence:
     """Over a ledger that knows one blob of each kind, and is complete."""

@@ -243,6 +243,6 @@ PLANTS: dict[Plant, Planted] = {
     pinned_is_evicted: Planted(("lost pin",), 2004),
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
-    layer_not_checked: Planted(("wrong bytes",), 136),
+    layer_not_checked: Planted(("wrong bytes",), 3148),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
 }

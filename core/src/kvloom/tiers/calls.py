@@ -118,18 +118,32 @@ class Calls:
 
     def ask(self, verb: str, function: Callable[[], T], visit: Visit) -> T | None:
         """The answer to a short question, or None: the tier is given up for this operation."""
-        if not self.serves(visit):
+        call = self.begin(verb, function, visit)
+        return None if call is None else self.answer(verb, call, visit)
+
+    def begin(self, verb: str, function: Callable[[], T], visit: Visit) -> Call[T] | None:
+        """Put a short question, for `answer`; None if the tier is given up for this operation, or its time is spent."""
+        if not self.serves(visit) or visit.until <= self._now():
             return None
         try:
-            call = self.questions.submit(self.judged(verb, function, self.reading), seconds=self.deadline)
+            return self.questions.submit(self.judged(verb, function, self.reading), seconds=self.deadline)
         except BackendError as error:
             self.failed(verb, error, self.reading)
             visit.lost.add(self.name)
             return None
+
+    def answer(self, verb: str, call: Call[T], visit: Visit) -> T | None:
+        """Wait for what was asked, as long as the operation does; None: the tier is given up for it."""
+        visit.waits_for(self.questions.wake)
         try:
-            return call.result(visit.patience(self.deadline))
+            call.wait(min(visit.patience(self.deadline), call.overdue_at), stopped=lambda: visit.given_up)
+        finally:
+            visit.waits_for(None)
+        try:
+            return call.result(self._now())
         except Exception as error:
-            self.late(verb, error, call, self.reading)
+            if not visit.given_up:
+                self.late(verb, error, call, self.reading)
             visit.lost.add(self.name)
             return None
 
@@ -194,12 +208,12 @@ class Calls:
 
     def late(self, verb: str, error: Exception, call: Call[Any], breaker: Breaker) -> None:
         """The caller of `call` went on without it. What the function itself raised was judged where it ran."""
-        if isinstance(error, DeadlineExceeded):
-            # One that has hardly begun, because others were before it or the operation was short of time, is no fault.
-            if call.running and call.overdue_at - self._now() <= 0.1 * self.deadline:
+        if isinstance(error, DeadlineExceeded) and call.overdue_at - self._now() <= 0.1 * self.deadline:
+            # Else it had hardly begun when the operation had no time left, which another tier may have taken.
+            if call.running:
                 self.failed(verb, error, breaker)
             else:
-                self.report(verb, error)
+                self.report(verb, error)  # others were before it
 
     def failed(self, verb: str, error: Exception, breaker: Breaker) -> None:
         self.report(verb, error)

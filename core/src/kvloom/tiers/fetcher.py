@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvloom.contracts.observer import Event
 from kvloom.envelope import ALIGN_BYTES
@@ -15,6 +15,7 @@ from kvloom.tiers.arrivals import WholeRead
 from kvloom.tiers.base import Layout, Loaded, Shape
 from kvloom.tiers.flights import Read
 from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.search import Search
 from kvloom.tiers.stored import StoredTier
 from kvloom.tiers.visit import Visit
 from kvloom.types import ChunkKey, Segment
@@ -30,8 +31,8 @@ class _Arrival:
     """A segment on its way to the engine."""
 
     segment: Segment
-    tiers: list[StoredTier]
-    """Stored tiers where it may be, fastest first; those tried already are gone."""
+    tiers: list[StoredTier] = field(default_factory=list)
+    """Stored tiers from which it may be read, fastest first; those tried already are gone. Set before it is started."""
     loaded: Loaded | None = None
     read: Read | WholeRead | None = None
     source: StoredTier | None = None
@@ -81,19 +82,19 @@ class Fetcher:
             for _, loaded in run:
                 loaded.release()
         # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
-        yield from self._stream(deque(self._arrivals(segments, visit)), shape, visit, gaps=gaps)
+        search = self._search(keys, visit)
+        try:
+            yield from self._stream(deque(map(_Arrival, segments)), search, shape, visit, gaps=gaps)
+        finally:
+            search.close()
 
-    def _arrivals(self, segments: Sequence[Segment], visit: Visit) -> list[_Arrival]:
-        keys = [segment.key for segment in segments]
-        absent = [key for key, here in zip(keys, self.memory.find(keys), strict=True) if not here]
-        holders: dict[ChunkKey, list[StoredTier]] = {key: [] for key in absent}
-        for tier in self.stored:
-            for key, here in zip(absent, tier.find(absent, visit), strict=True):
-                if here:
-                    holders[key].append(tier)
-        return [_Arrival(segment, holders.get(segment.key, list(self.stored))) for segment in segments]
+    def _search(self, keys: Sequence[ChunkKey], visit: Visit) -> Search:
+        here = self.memory.find(keys)
+        return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], visit)
 
-    def _stream(self, waiting: deque[_Arrival], shape: Shape, visit: Visit, *, gaps: bool) -> Runs:
+    def _stream(
+        self, waiting: deque[_Arrival], search: Search, shape: Shape, visit: Visit, *, gaps: bool
+    ) -> Runs:  # fmt: skip
         if not waiting:
             return
         window = self._window(waiting[0], shape)
@@ -101,15 +102,19 @@ class Fetcher:
         run: list[tuple[Segment, Loaded]] = []
         try:
             while waiting or started:
-                while waiting and len(started) < window:
+                while waiting and len(started) < window and search.knows(waiting[0].segment.key):
                     started.append(waiting.popleft())
+                    started[-1].tiers = search.tiers(started[-1].segment.key)
                     self._start(started[-1], shape, visit)
-                arrival = started[0]
-                if run and (len(run) >= window or not arrival.done):
+                if run and (len(run) >= window or not started or not started[0].done):
                     yield run  # what is here need not wait for what is not, and nothing waits holding a lease
                     for _, loaded in run:
                         loaded.release()
                     run = []
+                if not started:
+                    search.tiers(waiting[0].segment.key)  # waits until a tier has answered, or has not in time
+                    continue
+                arrival = started[0]
                 arrived = self._finish(arrival, shape, visit)
                 started.popleft()
                 if arrived is not None:

@@ -9,6 +9,7 @@ from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import CorruptBlobError, LaterVersionError, UnreadableBlobError
 from kvloom.memory import pages_of
 from kvloom.protection import Protection
+from kvloom.runtime import Call
 from kvloom.tiers.calls import Calls
 from kvloom.tiers.ledger import Fidelity, Ledger
 from kvloom.tiers.remembered import Remembered
@@ -24,6 +25,31 @@ def chains(keys: Sequence[ChunkKey]) -> list[Sequence[ChunkKey]]:
         if not place or key.namespace != keys[place - 1].namespace or key.depth <= keys[place - 1].depth
     ]
     return [keys[start:stop] for start, stop in zip(starts, [*starts[1:], len(keys)], strict=True)]
+
+
+class Question:
+    """What a tier was asked about some keys: one answer for each, in their order."""
+
+    __slots__ = ("_answer", "_call")
+
+    def __init__(self, answer: Callable[[], list[bool]], call: Call[list[bool]] | None = None) -> None:
+        """call: what `answer` waits for."""
+        self._answer = answer
+        self._call = call
+
+    @property
+    def done(self) -> bool:
+        """`answer` does not wait."""
+        return self._call is None or self._call.done
+
+    def answer(self) -> list[bool]:
+        """Waits as long as the operation does; all False if the tier does not say."""
+        return self._answer()
+
+    def cancel(self) -> None:
+        """Nobody wants the answer."""
+        if self._call is not None:
+            self._call.cancel()
 
 
 class Presence:
@@ -51,28 +77,54 @@ class Presence:
 
     def find(self, keys: Sequence[ChunkKey], visit: Visit) -> list[bool]:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
+        return self.seek(keys, visit).answer()
+
+    def seek(self, keys: Sequence[ChunkKey], visit: Visit) -> Question:
+        """Begin `find`: what the store has to be asked is asked on a thread of the tier's."""
         if not self._calls.serves(visit):
-            return [False] * len(keys)
+            return Question(lambda: [False] * len(keys))
         known, doubtful = self._ledger.known(keys), self._doubtful(keys)
         unknown: set[ChunkKey] = set()
-        if self._backend.shared or not self._ledger.complete:
+        if self._may_hold_more:
             unknown = {key for key, fidelity in zip(keys, known, strict=True) if fidelity is None}
         undated: set[ChunkKey] = set()
         if self._ttl and self._ledger.undated:  # a header says when
             undated = {key for key, fidelity in zip(keys, known, strict=True) if fidelity is Fidelity.UNKNOWN}
         said = self._remembered.get([*unknown]) if unknown else {}
+
+        def found() -> list[bool]:
+            doomed = self.doomed()
+            return [
+                said.get(key, True) and (key in unknown or fidelity in self._usable) and key not in doomed
+                for key, fidelity in zip(keys, known, strict=True)
+            ]
+
         asked = [key for key in keys if key in doubtful or key in undated or (key in unknown and key not in said)]
-        if asked:
-            there = self._calls.ask("contains", lambda: self._there(asked, doubtful, undated), visit)
+        if not asked:
+            return Question(found)
+        call = self._calls.begin("contains", lambda: self._there(asked, doubtful, undated), visit)
+
+        def learnt() -> list[bool]:
+            there = None if call is None else self._calls.answer("contains", call, visit)
             if there is None:
                 return [False] * len(keys)
             said.update(zip(asked, there, strict=True))
             self._remembered.put([key for key in asked if key in unknown], said)
-        doomed = self.doomed()
-        return [
-            said.get(key, True) and (key in unknown or found in self._usable) and key not in doomed
-            for key, found in zip(keys, known, strict=True)
-        ]
+            return found()
+
+        return Question(learnt, call)
+
+    def may_hold(self, key: ChunkKey) -> bool:
+        """Whether it is worth reading a key, as far as is known here and now: nothing is asked of the store."""
+        known = self._ledger.known([key])[0]
+        if known is None:
+            return self._may_hold_more and self._remembered.get([key]).get(key, True)
+        return known in self._usable
+
+    @property
+    def _may_hold_more(self) -> bool:
+        """The store may have what the ledger does not know of."""
+        return self._backend.shared or not self._ledger.complete
 
     def doubt(self) -> None:
         """The store has failed, or is back: nothing that it said before counts."""

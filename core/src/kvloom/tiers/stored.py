@@ -31,7 +31,7 @@ from kvloom.tiers.landings import Landings
 from kvloom.tiers.ledger import Ledger
 from kvloom.tiers.loads import Loads
 from kvloom.tiers.memory import MemoryTier
-from kvloom.tiers.presence import Presence
+from kvloom.tiers.presence import Presence, Question
 from kvloom.tiers.reader import BlobReader
 from kvloom.tiers.remembered import Remembered
 from kvloom.tiers.upkeep import Upkeep
@@ -153,6 +153,15 @@ class StoredTier(Tier):
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
         self._check_here()
         return self._presence.find(keys, visit or self._visit())
+
+    def seek(self, keys: Sequence[ChunkKey], visit: Visit) -> Question:
+        """Begin `find`, for whoever has something else to do until the store has answered."""
+        self._check_here()
+        return self._presence.seek(keys, visit)
+
+    def may_hold(self, key: ChunkKey) -> bool:
+        """Whether it is worth reading a key, as far as is known here and now."""
+        return self._presence.may_hold(key)
 
     def satisfied(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
         """For which keys an exact chunk need not be written: there, on its way, unwelcome, or no writing at all now."""
