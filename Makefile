@@ -48,10 +48,11 @@ lint: $(READY) ## ruff, and mypy --strict on core
 test: lint ## lint, types and every test that is not slow
 	$(BIN)/pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile
 
-test-full: $(SERVERS_READY) ## the slow tests
+test-full: $(SERVERS_READY) ## the slow tests; SIMULATION_OPS=1000000 simulates longer
 	@sh scripts/fuzzer.sh
-	$(BIN)/python -m pytest -m slow core/tests
-	$(BIN)/python -m pytest -m slow -n logical --maxprocesses 8 --dist loadfile testkit/tests plugins/*/tests plugins/*/tests_servers tests
+	$(BIN)/python -m pytest -m slow core/tests/test_simulation.py
+	$(BIN)/python -m pytest -m slow -n logical --maxprocesses 8 --dist loadfile --ignore=core/tests/test_simulation.py \
+		core/tests testkit/tests plugins/*/tests plugins/*/tests_servers tests
 
 $(SERVERS_READY): $(READY) scripts/servers_requirements.txt scripts/servers.sh
 	@sh scripts/servers.sh $(VENV)
