@@ -80,7 +80,8 @@ class StorageBackend(Component):
         """Every blob whose key starts with `prefix`, in any order; where a store cannot list, nothing.
 
         The prefix is text and no pattern. Everything else may be called while a listing is under way, and a listing may
-        be left before its end.
+        be left before its end. One that cannot read some places in which blobs may lie goes on past them, and raises
+        IncompleteListingError at its end: the core then keeps what was listed, and lets the store grow no further.
         """
         return iter(())
 
