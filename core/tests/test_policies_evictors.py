@@ -228,3 +228,20 @@ def test_what_cannot_be_listed_keeps_a_bounded_store_from_growing(
     assert eventually(lambda: second.health().ok), "it is tried again"
     stored(second, 2)
     assert set(Shelf.shelves["default"].blobs) > before
+
+
+@pytest.mark.usefixtures("hurried")
+def test_who_cannot_get_the_right_to_evict_says_so_and_learns_on(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hold(shelf: Shelf, name: str) -> bool:
+        raise PermissionError(13, "Permission denied", "+hold-evict")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Shelf, "hold", hold)
+        engine = open_engine(SHELF | {"capacity": 64 * BLOB_BYTES})
+        assert eventually(lambda: engine.health().tiers[0].state == "degraded")
+        health = engine.health().tiers[0]
+        assert "right to evict" in health.reason and "+hold-evict" in health.reason and not health.evicts
+        assert eventually(lambda: engine.health().tiers[0].recovered), "it is listed all the same"
+    assert eventually(lambda: engine.health().ok and engine.health().tiers[0].evicts)

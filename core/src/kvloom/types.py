@@ -128,7 +128,7 @@ class TierHealth:
     state: str
     """`ok`; `paused`: skipped until it answers again; `read only`: not written to until that works again; `stuck`:
     every thread is held by a call that hangs; `neglected`: listing or deleting hangs, so that bounds may not hold;
-    `degraded`: not all that it holds is accounted for, or nobody here may evict, so that it does not grow."""
+    `degraded`: not all that it holds is accounted for, so that it does not grow, or this process cannot evict."""
     reason: str = ""
     """The last error, unless it is ok."""
     retry_in_seconds: float | None = None

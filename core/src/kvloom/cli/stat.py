@@ -122,7 +122,12 @@ def _evictor(store: Store) -> str:
         return "owner"
     if type(backend).hold is StorageBackend.hold:
         return "unknown"
-    return "nobody" if store.ask(lambda: backend.hold("evict")) else "a process"
+    try:
+        return "nobody" if store.ask(lambda: backend.hold("evict")) else "a process"
+    except BackendError as error:
+        if not isinstance(error.__cause__, PermissionError):
+            raise
+        return "unknown"  # who may only read cannot ask
 
 
 def _count(store: Store, summary: Summary) -> None:

@@ -348,8 +348,8 @@ class StoredTier(Tier):
         if state == "ok" and hangs:
             state = "neglected"
         reason = calls.last_error or "upkeep: no answer"
-        if state == "ok" and self.upkeep.unlisted:
-            state, reason = "degraded", self.upkeep.unlisted
+        if state == "ok" and (degraded := self.upkeep.unlisted or self.upkeep.shut_out):
+            state, reason = "degraded", degraded
         return TierHealth(
             self.name,
             state,

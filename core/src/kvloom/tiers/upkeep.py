@@ -79,6 +79,8 @@ class Upkeep:
         self._restored = False
         self.unlisted = ""
         """Why the last listing does not account for all that the store holds; empty if it does."""
+        self.shut_out = ""
+        """Why this process cannot ask for the right to evict; empty if it can, or another has it."""
         self.evicts = bounded and (not backend.shared or self._elected())
         """This process deletes what is over a bound."""
         ledger.enforced = self.evicts
@@ -209,6 +211,20 @@ class Upkeep:
         except Exception:  # told of already, if it did not hang; the rounds go on asking
             return False
 
+    def _ask_to_evict(self) -> bool:
+        try:
+            held = self._backend.hold(EVICT)
+        except Exception as error:
+            said = f"cannot get the right to evict: {one_line(error)}"
+            if said != self.shut_out:
+                self._calls.report("hold", error)
+            self.shut_out = said
+            if self.evicts:
+                raise
+            return False  # the rest of the round is for who does not evict, too
+        self.shut_out = ""
+        return held
+
     # -- now and then --------------------------------------------------------------------------------------------------
 
     def _keep_on(self) -> None:
@@ -250,7 +266,7 @@ class Upkeep:
             return
         if self._bounded and self._backend.shared:
             # Asked again by who has it, too: the right goes with the directory if that is removed.
-            held = self._backend.hold(EVICT)
+            held = self._ask_to_evict()
             if held != self.evicts:
                 log.info("tier=%s this process %s", self.name, "evicts" if held else "does not evict any more")
                 self._list_at = 0.0  # what its predecessor has deleted is not there
