@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from cli_support import CHUNK, Rack, fill, rack_installed, run
 
+from kvloom import Entry, IncompleteListingError
+
 HOLDER = """
 import sys
 from kvloom_backend_disk.backend import DiskBackend
@@ -61,6 +63,23 @@ def test_a_tier_that_fails_is_said_to(racks: Path, verb: str, state: str) -> Non
     done = run("stat", racks, status=1)
     assert re.search(rf"rack\s+{state}\s", done.out) and re.search(r"other\s+ok\s+\S+ \S+\s+unknown", done.out)
     assert done.err.startswith("kvloom: tier rack: ") and done.err.endswith("Connection refused\n")
+
+
+def test_a_tier_that_cannot_all_be_listed_is_degraded_and_what_is_listed_counts(
+    racks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = Rack.scan
+
+    def incomplete(rack: Rack, prefix: str = "") -> Iterator[Entry]:
+        yield from scan(rack, prefix)
+        if not prefix:
+            raise IncompleteListingError("1 places cannot be read, the first: fp/-")
+
+    monkeypatch.setattr(Rack, "scan", incomplete)
+    done = run("stat", racks, "--json", status=1)
+    first, _ = done.json
+    assert (first["state"], first["blobs"]) == ("degraded", 3) and "fp/-" in first["reason"]
+    assert "kvloom: tier rack: IncompleteListingError: 1 places" in done.err
 
 
 def test_a_tier_that_does_not_close_keeps_nobody(racks: Path) -> None:

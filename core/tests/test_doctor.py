@@ -235,3 +235,21 @@ def test_a_hang_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DiskBackend, "put", lambda *_: time.sleep(5))
     code, found = doctor(written(tmp_path, f"{{type: disk, path: {tmp_path / 'kv'}, deadline: 200ms}}"))
     assert code == 1 and of(found, "tier", "disk")[-1].verdict == "problem"
+
+
+def test_a_bounded_tier_that_cannot_all_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store"
+    (store / "fp" / "+00").mkdir(parents=True)
+    file = written(tmp_path, f"{{type: disk, path: {store}, capacity: 1MiB}}")
+    assert not [one for one in of(doctor(file)[1], "tier") if "cannot be read" in one.text]
+    scandir = os.scandir
+
+    def denied(path: Any) -> Any:
+        if str(path).endswith("/fp/"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    code, found = doctor(file)
+    (one,) = [one for one in of(found, "tier") if "cannot be read" in one.text]
+    assert code == 1 and one.verdict == "problem" and f"{store}/fp (Permission denied)" in one.text

@@ -11,7 +11,7 @@ import torch
 from core_support import Gate, Shelf, tokens_of
 from policies_support import BLOB_BYTES, KV, MEMORY, SHELF, Open, count, eventually, held, stored
 
-from kvloom import Entry
+from kvloom import Entry, IncompleteListingError
 
 
 class Town:
@@ -198,3 +198,50 @@ def test_what_was_used_last_survives_a_restart_with_less_room(
     engine = open_engine(SHELF | {"capacity": 4 * BLOB_BYTES})
     assert eventually(lambda: len(Shelf.shelves["default"].blobs) == 4)
     assert set(Shelf.shelves["default"].blobs) == used
+
+
+@pytest.mark.usefixtures("hurried")
+def test_what_cannot_be_listed_keeps_a_bounded_store_from_growing(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan, unread = Shelf.scan, [True]
+
+    def incomplete(shelf: Shelf, prefix: str = "") -> Iterator[Entry]:
+        yield from scan(shelf, prefix)
+        if unread:
+            raise IncompleteListingError("1 places cannot be read, the first: fp/-")
+
+    first = open_engine(SHELF | {"capacity": 64 * BLOB_BYTES})
+    stored(first, 1)
+    first.close()
+    monkeypatch.setattr(Shelf, "scan", incomplete)
+    second = open_engine(SHELF | {"capacity": 64 * BLOB_BYTES})
+    assert eventually(lambda: second.health().tiers[0].state == "degraded")
+    health = second.health().tiers[0]
+    assert not second.health().ok and "fp/-" in health.reason and not health.recovered
+    assert health.blobs == len(Shelf.shelves["default"].blobs) > 0, "what was listed is kept"
+    before = set(Shelf.shelves["default"].blobs)
+    second.store(tokens_of(2), kv=torch.zeros_like(KV))
+    second.flush()
+    assert set(Shelf.shelves["default"].blobs) == before and held(second, 1) == 16
+    unread.clear()
+    assert eventually(lambda: second.health().ok), "it is tried again"
+    stored(second, 2)
+    assert set(Shelf.shelves["default"].blobs) > before
+
+
+@pytest.mark.usefixtures("hurried")
+def test_who_cannot_get_the_right_to_evict_says_so_and_learns_on(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hold(shelf: Shelf, name: str) -> bool:
+        raise PermissionError(13, "Permission denied", "+hold-evict")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Shelf, "hold", hold)
+        engine = open_engine(SHELF | {"capacity": 64 * BLOB_BYTES})
+        assert eventually(lambda: engine.health().tiers[0].state == "degraded")
+        health = engine.health().tiers[0]
+        assert "right to evict" in health.reason and "+hold-evict" in health.reason and not health.evicts
+        assert eventually(lambda: engine.health().tiers[0].recovered), "it is listed all the same"
+    assert eventually(lambda: engine.health().ok and engine.health().tiers[0].evicts)

@@ -69,6 +69,7 @@ _HOME = {
             "ConfigError",
             "CorruptBlobError",
             "DeadlineExceeded",
+            "IncompleteListingError",
             "KVLoomError",
             "LaterVersionError",
             "PluginError",
@@ -133,6 +134,7 @@ if TYPE_CHECKING:
     from kvloom.errors import ConfigError as ConfigError
     from kvloom.errors import CorruptBlobError as CorruptBlobError
     from kvloom.errors import DeadlineExceeded as DeadlineExceeded
+    from kvloom.errors import IncompleteListingError as IncompleteListingError
     from kvloom.errors import KVLoomError as KVLoomError
     from kvloom.errors import LaterVersionError as LaterVersionError
     from kvloom.errors import PluginError as PluginError

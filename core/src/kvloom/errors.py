@@ -28,6 +28,10 @@ class DeadlineExceeded(BackendError):
     """A backend call outlived its deadline and was abandoned."""
 
 
+class IncompleteListingError(BackendError):
+    """The end of a listing that went on past places which cannot be read, though blobs may lie there."""
+
+
 class CorruptBlobError(KVLoomError):
     """A blob whose bytes are not what was stored under its key: a miss, and removed or written over."""
 

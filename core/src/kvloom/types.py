@@ -127,7 +127,8 @@ class TierHealth:
     name: str
     state: str
     """`ok`; `paused`: skipped until it answers again; `read only`: not written to until that works again; `stuck`:
-    every thread is held by a call that hangs; `neglected`: listing or deleting hangs, so that bounds may not hold."""
+    every thread is held by a call that hangs; `neglected`: listing or deleting hangs, so that bounds may not hold;
+    `degraded`: not all that it holds is accounted for, so that it does not grow, or this process cannot evict."""
     reason: str = ""
     """The last error, unless it is ok."""
     retry_in_seconds: float | None = None

@@ -18,7 +18,7 @@ from simulation.layerwise import LayerVerbs
 from simulation.oracle import Allowance, Oracle
 
 _GARBAGE = 0x3C3C
-_STATES = ("ok", "paused", "read only", "stuck", "neglected")
+_STATES = ("ok", "paused", "read only", "stuck", "neglected", "degraded")
 
 
 @dataclass(eq=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvloom import IncompleteListingError
 from kvloom_backend_disk.layout import Layout
 
 CHUNK = f"{'0a' * 16}/-/7-{'3f' * 32}"
@@ -136,3 +139,36 @@ def test_deleting_everything_leaves_no_directories(tmp_path: Path, open_backend:
     assert sorted(os.listdir(tmp_path)) == ["+tmp", "spec"]
     backend.put(keys[0], [b"y"])
     assert backend.get(keys[0]) == b"y"
+
+
+def test_a_listing_goes_past_what_holds_no_blobs(tmp_path: Path, open_backend: Any) -> None:
+    """A link in a loop, a link that leads back, and a directory in which no key lies."""
+    backend = open_backend(tmp_path)
+    backend.put(CHUNK, [b"blob"])
+    (tmp_path / "itself").symlink_to("itself")
+    (tmp_path / "here").symlink_to(".")
+    (tmp_path / "lost+found").mkdir(0o000)
+    (tmp_path / "lost+found").rmdir()
+    (tmp_path / "lost+found").symlink_to("/proc/self/fd")  # would be read, were it looked at
+    assert names(backend.scan()) == [CHUNK]
+
+
+@pytest.mark.parametrize("where", ["abc", f"{'0a' * 16}/x", f"{'0a' * 16}/-/+3e"])
+def test_a_listing_goes_past_what_it_cannot_read_and_says_so(
+    tmp_path: Path, open_backend: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    backend = open_backend(tmp_path)
+    backend.put(CHUNK, [b"blob"])
+    (tmp_path / where).mkdir()
+    scandir = os.scandir
+
+    def denied(path: str) -> Any:
+        if path.rstrip("/") == str(tmp_path / where):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    found = []
+    with pytest.raises(IncompleteListingError, match=re.escape(f"{where} (Permission denied)")):
+        found.extend(backend.scan())
+    assert names(found) == [CHUNK]

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -278,3 +279,54 @@ def test_a_file_system_without_locks_says_so_once(
     assert backend.hold("evict") and backend.hold("other") and backend.hold("evict")
     (record,) = caplog.records
     assert "no file locks in" in record.message
+
+
+def lock(directory: Path) -> Path:
+    return directory / "+hold-evict"
+
+
+@pytest.mark.parametrize(("directory", "file"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
+def test_only_who_may_write_to_the_directory_may_open_the_lock(
+    tmp_path: Path, open_backend: Any, directory: int, file: int
+) -> None:
+    backend = open_backend(tmp_path)
+    tmp_path.chmod(directory)
+    assert backend.hold("evict")
+    assert stat.S_IMODE(lock(tmp_path).stat().st_mode) == file
+
+
+def test_a_lock_that_readers_may_have_is_replaced(tmp_path: Path, open_backend: Any) -> None:
+    backend = open_backend(tmp_path)
+    tmp_path.chmod(0o755)
+    lock(tmp_path).touch()
+    lock(tmp_path).chmod(0o644)
+    with lock(tmp_path).open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_EX)
+        assert backend.hold("evict") and backend.hold("evict")
+    assert not open_backend(tmp_path).hold("evict"), "the new one is a lock like any other"
+
+
+def test_where_no_modes_are_kept_the_lock_of_another_stays(
+    tmp_path: Path, open_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)
+    lock(tmp_path).touch()
+    lock(tmp_path).chmod(0o644)
+    monkeypatch.setattr(os, "fchmod", lambda fd, mode: None)
+    first = open_backend(tmp_path)
+    assert first.hold("evict") and not open_backend(tmp_path).hold("evict") and first.hold("evict")
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("elsewhere")])
+def test_what_lies_in_the_place_of_a_lock_is_replaced(tmp_path: Path, open_backend: Any, put: Any) -> None:
+    backend = open_backend(tmp_path)
+    put(lock(tmp_path))
+    assert backend.hold("evict")
+    assert stat.S_ISREG(lock(tmp_path).lstat().st_mode) and not (tmp_path / "elsewhere").exists()
+
+
+def test_who_is_shut_out_says_so(tmp_path: Path, open_backend: Any) -> None:
+    backend = open_backend(tmp_path)
+    lock(tmp_path).mkdir()
+    with pytest.raises(OSError, match="hold-evict"):
+        backend.hold("evict")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from kvloom.checkup.finding import Finding, note, ok, problem
 from kvloom.checkup.machine import available_bytes
 from kvloom.cli import output
 from kvloom.cli.store import RUNTIME, Store, for_a_try, opened
-from kvloom.errors import KVLoomError
+from kvloom.errors import BackendError, IncompleteListingError, KVLoomError
 
 if TYPE_CHECKING:
     from kvloom.config import Resolved, TierChoice
@@ -36,6 +37,7 @@ def looked_at(resolved: Resolved) -> Iterator[Finding]:
         if isinstance(path, (str, Path)):
             yield from _directory(choice, Path(path).expanduser())
         yield _tried(choice)
+        yield from _listed(choice)
 
 
 def _memory(choice: TierChoice) -> Finding:
@@ -57,6 +59,21 @@ def _tried(choice: TierChoice) -> Finding:
                 store.ask(lambda: store.backend.delete_many([key]))  # which removes what is empty then
     except KVLoomError as error:
         return problem("tier", choice.name, str(error))
+
+
+def _listed(choice: TierChoice) -> Iterator[Finding]:
+    """Whether all that a bounded tier holds can be counted."""
+    if choice.write == "never" or (choice.capacity is None and not choice.quota):
+        return
+    try:
+        with opened(choice, made=False) as store:
+            deque(store.entries(), maxlen=0)
+    except BackendError as error:
+        if isinstance(error.__cause__, IncompleteListingError):
+            text = f"{error.__cause__}; the tier does not grow until they can: change their owner, or remove them"
+            yield problem("tier", choice.name, text)
+    except KVLoomError:
+        return  # said already
 
 
 def _written(store: Store, key: str, blob: bytes) -> Finding:

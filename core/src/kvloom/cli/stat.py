@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from kvloom.cli import output
 from kvloom.cli.config import File, load
-from kvloom.errors import BackendError, DeadlineExceeded
+from kvloom.errors import BackendError, DeadlineExceeded, IncompleteListingError
 from kvloom.plugins import Registry
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Summary:
     type: str
     capacity: int | None
     state: str = "ok"
-    """Or `no answer`, `failed`, `not opened`."""
+    """Or `degraded` (not all could be listed), `no answer`, `failed`, `not opened`."""
     reason: str = ""
     """Why it is not ok."""
     answer_seconds: float | None = None
@@ -81,14 +82,25 @@ def _summary(choice: TierChoice) -> Summary:
         with opened(choice, made=False) as store:
             summary.state = "failed"
             _ask(store, summary)
-            _count(store, summary)
+            summary.reason = _unlisted(lambda: _count(store, summary))
             summary.evicts = _evictor(store)
-            summary.state = "ok"
+            summary.state = "degraded" if summary.reason else "ok"
     except Exception as error:
         cause = error.__cause__ if isinstance(error, BackendError) and error.__cause__ else error
         summary.state = "no answer" if isinstance(cause, DeadlineExceeded) else summary.state
         summary.reason = said(cause)
     return summary
+
+
+def _unlisted(count: Callable[[], None]) -> str:
+    """Why not all could be counted; empty if it was."""
+    try:
+        count()
+    except BackendError as error:
+        if not isinstance(error.__cause__, IncompleteListingError):
+            raise
+        return f"{type(error.__cause__).__name__}: {error.__cause__}"
+    return ""
 
 
 def _ask(store: Store, summary: Summary) -> None:
@@ -110,7 +122,12 @@ def _evictor(store: Store) -> str:
         return "owner"
     if type(backend).hold is StorageBackend.hold:
         return "unknown"
-    return "nobody" if store.ask(lambda: backend.hold("evict")) else "a process"
+    try:
+        return "nobody" if store.ask(lambda: backend.hold("evict")) else "a process"
+    except BackendError as error:
+        if not isinstance(error.__cause__, PermissionError):
+            raise
+        return "unknown"  # who may only read cannot ask
 
 
 def _count(store: Store, summary: Summary) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvloom.bounded import get_at_most
-from kvloom.errors import BackendError, ConfigError, CorruptBlobError, UnreadableBlobError
+from kvloom.errors import BackendError, ConfigError, CorruptBlobError, IncompleteListingError, UnreadableBlobError
 from kvloom.runtime import Call, SystemRuntime, Workers
 from kvloom.types import ChunkKey, Entry
 
@@ -60,10 +60,23 @@ class Store:
             return self.workers.run(function, seconds=self.choice.deadline)
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """The listing. BackendError as `ask` raises it."""
+        """The listing. BackendError as `ask` raises it; if not all can be listed, after what can."""
         listing = self.ask(lambda: iter(self.backend.scan(prefix)))
-        while batch := self.ask(lambda: list(islice(listing, _BATCH))):
+        unread: list[IncompleteListingError] = []
+
+        def some() -> list[Entry]:
+            batch: list[Entry] = []
+            try:
+                batch.extend(islice(listing, _BATCH))
+            except IncompleteListingError as error:
+                unread.append(error)
+            return batch
+
+        while batch := self.ask(some):
             yield from batch
+        with self.errors():
+            if unread:
+                raise unread[0]
 
     def blobs(self) -> Iterator[tuple[ChunkKey, Entry]]:
         """The listing, of chunks only."""

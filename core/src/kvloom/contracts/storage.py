@@ -80,7 +80,8 @@ class StorageBackend(Component):
         """Every blob whose key starts with `prefix`, in any order; where a store cannot list, nothing.
 
         The prefix is text and no pattern. Everything else may be called while a listing is under way, and a listing may
-        be left before its end.
+        be left before its end. One that cannot read some places in which blobs may lie goes on past them, and raises
+        IncompleteListingError at its end: the core then keeps what was listed, and lets the store grow no further.
         """
         return iter(())
 
@@ -184,6 +185,7 @@ class StorageBackend(Component):
         name: of `[A-Za-z0-9._-]`. Never waits. Asking again while holding it is True. Two instances in one process
         exclude each other too. What it takes in the store is no blob. Where the end of a process is noticed by a lease,
         that lasts ten seconds at most. The default is for stores that nobody shares: always True; of
-        those that share one, each then evicts by what it knows itself.
+        those that share one, each then evicts by what it knows itself. Raise where this process cannot have the right
+        whoever else does: the tier's health says so. Who may not write to the store cannot have it, nor be in its way.
         """
         return True

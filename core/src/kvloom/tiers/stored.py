@@ -17,7 +17,13 @@ from kvloom.bounded import one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
+from kvloom.errors import (
+    BackendError,
+    CorruptBlobError,
+    DeadlineExceeded,
+    IncompleteListingError,
+    UnreadableBlobError,
+)
 from kvloom.events import EventBus
 from kvloom.interrupts import shielded_waiting
 from kvloom.protection import Protection
@@ -165,7 +171,7 @@ class StoredTier(Tier):
 
     def satisfied(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
         """For which keys an exact chunk need not be written: there, on its way, unwelcome, or no writing at all now."""
-        if self.policy.write == "never" or self._writes.stuck or self.calls.write_paused:
+        if self.policy.write == "never" or self._writes.stuck or self.calls.write_paused or self._may_not_grow:
             return [True] * len(keys)
         pending = self._writes.pending
         enough = self._presence.enough(keys, visit or self._visit(), ignore=pending)
@@ -176,7 +182,9 @@ class StoredTier(Tier):
 
         written: as `outlived` takes it.
         """
-        if self._writes.stuck or self.calls.write_paused or self._writes.pending(key) or self.outlived(written):
+        if self._writes.stuck or self.calls.write_paused or self._may_not_grow:
+            return False
+        if self._writes.pending(key) or self.outlived(written):
             return False
         return not self._presence.known_enough([key])[0] and self._welcome(key)
 
@@ -230,6 +238,9 @@ class StoredTier(Tier):
     def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain, record: Record) -> bool:
         began = self._runtime.now()
         chunk = loaded.chunk
+        if self._may_not_grow:
+            self._on_lost(key, chunk, "the tier is degraded")
+            return False
         with self._landings.of(key, since):
             removed = partial(self._purges.hit, key, since)
             written = self._writer.write(key, loaded, chain=chain, removed=removed, record=record)
@@ -271,7 +282,7 @@ class StoredTier(Tier):
         """Delete every blob whose key starts with `prefix`, a beginning of `<fingerprint>/<salt tag>/`; as `remove`."""
 
         def delete() -> None:
-            found = [entry.key for place in (prefix, QUARANTINE + prefix) for entry in self.backend.scan(place)]
+            found, unread = self._names_below(prefix)
             names = dict.fromkeys([*found, *map(str, self.ledger.names(prefix))])
             keys = [*_keys_of(names)]
             try:
@@ -281,8 +292,20 @@ class StoredTier(Tier):
                 raise
             self.ledger.forget(keys)
             self._events.left(self.name, keys)
+            if unread is not None:
+                raise unread
 
         self._delete("clear", delete)
+
+    def _names_below(self, prefix: str) -> tuple[list[str], IncompleteListingError | None]:
+        found: list[str] = []
+        unread = None
+        for place in (prefix, QUARANTINE + prefix):
+            try:
+                found.extend(entry.key for entry in self.backend.scan(place))
+            except IncompleteListingError as error:
+                unread = error
+        return found, unread
 
     def _forget_gone(self, keys: Sequence[ChunkKey]) -> None:
         since = self.ledger.mark()
@@ -333,10 +356,13 @@ class StoredTier(Tier):
             state = "read only"
         if state == "ok" and hangs:
             state = "neglected"
+        reason = calls.last_error or "upkeep: no answer"
+        if state == "ok" and (degraded := self.upkeep.unlisted or self.upkeep.shut_out):
+            state, reason = "degraded", degraded
         return TierHealth(
             self.name,
             state,
-            reason="" if state == "ok" else calls.last_error or "upkeep: no answer",
+            reason="" if state == "ok" else reason,
             retry_in_seconds=max(0.0, breaker.probe_at - self._runtime.now()) if breaker.open else None,
             failures=max(calls.reading.failures, calls.writing.failures),
             abandoned_calls=calls.abandoned + hangs,
@@ -349,6 +375,11 @@ class StoredTier(Tier):
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _may_not_grow(self) -> bool:
+        """What the tier holds is bounded, and not known."""
+        return bool(self.upkeep.unlisted) and (self.policy.capacity is not None or bool(self.policy.quota))
 
     def _visit(self) -> Visit:
         return Visit(self._runtime, self.deadline, since=self._purges.mark())

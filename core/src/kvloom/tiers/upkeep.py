@@ -8,10 +8,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from kvloom.bounded import get_at_most
+from kvloom.bounded import get_at_most, one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
+from kvloom.errors import (
+    BackendError,
+    CorruptBlobError,
+    DeadlineExceeded,
+    IncompleteListingError,
+    UnreadableBlobError,
+)
 from kvloom.events import EventBus
 from kvloom.runtime import Call, Runtime, Thread
 from kvloom.tiers.calls import Calls
@@ -71,6 +77,10 @@ class Upkeep:
         self._thread: Thread | None = None
         self._record_at = 0.0
         self._restored = False
+        self.unlisted = ""
+        """Why the last listing does not account for all that the store holds; empty if it does."""
+        self.shut_out = ""
+        """Why this process cannot ask for the right to evict; empty if it can, or another has it."""
         self.evicts = bounded and (not backend.shared or self._elected())
         """This process deletes what is over a bound."""
         ledger.enforced = self.evicts
@@ -201,6 +211,20 @@ class Upkeep:
         except Exception:  # told of already, if it did not hang; the rounds go on asking
             return False
 
+    def _ask_to_evict(self) -> bool:
+        try:
+            held = self._backend.hold(EVICT)
+        except Exception as error:
+            said = f"cannot get the right to evict: {one_line(error)}"
+            if said != self.shut_out:
+                self._calls.report("hold", error)
+            self.shut_out = said
+            if self.evicts:
+                raise
+            return False  # the rest of the round is for who does not evict, too
+        self.shut_out = ""
+        return held
+
     # -- now and then --------------------------------------------------------------------------------------------------
 
     def _keep_on(self) -> None:
@@ -242,7 +266,7 @@ class Upkeep:
             return
         if self._bounded and self._backend.shared:
             # Asked again by who has it, too: the right goes with the directory if that is removed.
-            held = self._backend.hold(EVICT)
+            held = self._ask_to_evict()
             if held != self.evicts:
                 log.info("tier=%s this process %s", self.name, "evicts" if held else "does not evict any more")
                 self._list_at = 0.0  # what its predecessor has deleted is not there
@@ -285,10 +309,17 @@ class Upkeep:
             self._keep_record()
 
     def _list(self) -> None:
-        began = self._runtime.now()
-        victims = self._ledger.recover(self._entries())
+        began, before = self._runtime.now(), self.unlisted
+        missed: list[str] = []
+        victims = self._ledger.recover(self._entries(missed))
+        if missed:
+            self._ledger.complete = False  # what is not known may be there
+        self.unlisted = missed[0] if missed else ""
+        if self.unlisted != before:
+            log.warning("tier=%s %s", self.name, f"is degraded: {self.unlisted}" if missed else "is whole again")
         took = self._runtime.now() - began
-        self._list_at = began + max(RELIST_SECONDS, 20 * took) if self._backend.shared else float("inf")
+        again = self._backend.shared or missed
+        self._list_at = began + max(RELIST_SECONDS, 20 * took) if again else float("inf")
         while victims:
             some, victims = victims[:256], victims[256:]
             self._alive_at = self._runtime.now()
@@ -298,9 +329,13 @@ class Upkeep:
                 self._ledger.kept(victims)
                 raise
 
-    def _entries(self) -> Iterator[Entry]:
-        for entry in self._backend.scan():
-            self._alive_at = self._runtime.now()
-            if self._closed:
-                raise BackendError("closed while the store was being listed")
-            yield entry
+    def _entries(self, missed: list[str]) -> Iterator[Entry]:
+        """The listing; `missed` gets what it says of places that it could not read."""
+        try:
+            for entry in self._backend.scan():
+                self._alive_at = self._runtime.now()
+                if self._closed:
+                    raise BackendError("closed while the store was being listed")
+                yield entry
+        except IncompleteListingError as error:
+            missed.append(f"not all of the store could be listed: {one_line(error)}")

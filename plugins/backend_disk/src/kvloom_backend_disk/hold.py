@@ -1,4 +1,7 @@
-"""Rights that one process at a time has in a store: locks (flock) on files in its root, which die with the process."""
+"""Rights that one process at a time has in a store: locks (flock) on files in its root, which die with the process.
+
+Whoever may read a file may lock it. So only who may write to the directory may read the file of a lock.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import threading
 import weakref
 from pathlib import Path
@@ -16,6 +20,11 @@ logger = logging.getLogger("kvloom.backend_disk")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+# Without O_NONBLOCK, opening a FIFO that somebody put there would wait.
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# What opening a symbolic link or a socket says, on one system or another.
+_NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EOPNOTSUPP)
+_ATTEMPTS = 8
 _everybody: weakref.WeakSet[Holds] = weakref.WeakSet()
 
 
@@ -31,7 +40,10 @@ class Holds:
         _everybody.add(self)
 
     def take(self, name: str) -> bool:
-        """Whether the right is this instance's now. Raises ValueError for a bad name, OSError if it cannot be told."""
+        """Whether the right is this instance's now.
+
+        Raises ValueError for a bad name, OSError if it cannot be told or can never be.
+        """
         if not _NAME.fullmatch(name):
             raise ValueError(f"hold: {name!r} should be up to 100 of [A-Za-z0-9._-]")
         self._drop_inherited()
@@ -58,11 +70,7 @@ class Holds:
         self.release()
 
     def _locked(self, path: Path) -> int | None:
-        try:
-            fd = _open(path, os.O_RDONLY)
-        except PermissionError as error:
-            self._warn(f"cannot open {path} ({error.strerror}): this process will never have the right")
-            return None
+        fd = _open(path, os.O_RDONLY)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,14 +107,76 @@ class Holds:
 
 
 def _open(path: Path, mode: int) -> int:
-    flags = mode | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    """The file of a lock. What lies in its place, or could be locked by who may not write here, is replaced."""
+    for _ in range(_ATTEMPTS):
+        try:
+            fd = _opened(path, mode)
+        except FileNotFoundError:
+            fd = _made(path, mode)
+        if fd is not None:
+            return fd
+    raise OSError(errno.EEXIST, f"somebody puts something else there again and again: {path}")
+
+
+def _opened(path: Path, mode: int) -> int | None:
+    """None if it is no file of ours, which is gone then."""
     try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        os.makedirs(path.parent, exist_ok=True)
-        return os.open(path, flags, 0o666)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)  # another user's, which is good enough
+        fd = os.open(path, mode | _FLAGS)
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+    else:
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and not _is_too_open(fd, status, _writers(path.parent)):
+            return fd
+        os.close(fd)
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        os.unlink(path)
+    return None
+
+
+def _made(path: Path, mode: int) -> int | None:
+    """None if somebody else has made one meanwhile."""
+    os.makedirs(path.parent, exist_ok=True)
+    try:
+        fd = os.open(path, mode | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+    except FileExistsError:
+        return None
+    try:
+        writers = _writers(path.parent)
+        group = os.stat(path.parent).st_gid
+        if writers & stat.S_IRWXG and os.fstat(fd).st_gid != group:
+            try:
+                os.fchown(fd, -1, group)
+            except OSError:
+                writers &= ~stat.S_IRWXG  # another group than the one that may write there
+        with contextlib.suppress(PermissionError):  # of a file system that keeps no modes
+            os.fchmod(fd, 0o600 | writers)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _writers(directory: Path) -> int:
+    """The bits by which group and others may read and write what whoever may write to `directory` may have."""
+    mode = os.stat(directory).st_mode
+    return (0o060 if mode & stat.S_IWGRP else 0) | (0o006 if mode & stat.S_IWOTH else 0)
+
+
+def _is_too_open(fd: int, status: os.stat_result, writers: int) -> bool:
+    """Whether more than `writers` may read the file, on a file system that could keep them out."""
+    if not _readers(status.st_mode) & ~writers:
+        return False
+    try:
+        os.fchmod(fd, 0o600 | writers)
+    except OSError:
+        return os.geteuid() not in (0, status.st_uid)  # another user's; refused to its owner: modes are not kept
+    return not _readers(os.fstat(fd).st_mode) & ~writers
+
+
+def _readers(mode: int) -> int:
+    return mode & (stat.S_IRGRP | stat.S_IROTH)
 
 
 def _is_still(fd: int, path: Path) -> bool:

@@ -7,6 +7,7 @@ key is never a file where a directory is needed; `hh`, two hex digits, keeps eve
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
-from kvloom import Entry
+from kvloom import Entry, IncompleteListingError
 
 SCRATCH = "+tmp"
 """The directory of files that are still being written."""
@@ -25,6 +26,8 @@ _KEY = re.compile(rf"((?:{_PART}/)*)({_PART})")
 _SHARD = re.compile(r"\+[0-9a-f]{2}")
 _CHUNK_NAME = re.compile(r"[0-9]+-([0-9a-f]{2})[0-9a-f]{62}")
 _MAX_KEY_CHARS = 200
+# A link to itself is not there for anybody: no blob can lie below it.
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 class Layout:
@@ -42,34 +45,16 @@ class Layout:
         return f"{self._root}/{above}+{_shard(name)}/{name}"
 
     def scan(self, prefix: str) -> Iterator[Entry]:
-        """Every blob whose key starts with `prefix`. Blobs that vanish meanwhile are left out."""
+        """Every blob whose key starts with `prefix`. Blobs that vanish meanwhile are left out.
+
+        Goes on past what cannot be read, and raises IncompleteListingError at the end if blobs may lie there.
+        """
         above, slash, beginning = prefix.rpartition("/")
         if not slash or _KEY.fullmatch(above):
-            yield from self._walk(above + slash, beginning)
-
-    def _walk(self, above: str, beginning: str) -> Iterator[Entry]:
-        for entry in _listing(f"{self._root}/{above}"):
-            if entry.name.startswith("+"):
-                if _SHARD.fullmatch(entry.name):
-                    yield from self._blobs(entry.path, above, beginning)
-            elif entry.name.startswith(beginning):
-                yield from self._walk(f"{above}{entry.name}/", "")
-
-    def _blobs(self, directory: str, above: str, beginning: str) -> Iterator[Entry]:
-        shard = directory[-2:]
-        room = _MAX_KEY_CHARS - len(above)
-        if above and not _KEY.fullmatch(above[:-1]):
-            return
-        for entry in _listing(directory):
-            name = entry.name
-            # A file that is not where `path` puts its key is not ours (an editor's, a network file system's).
-            if not name.startswith(beginning) or len(name) > room or not _belongs(name, shard):
-                continue
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            yield Entry(above + name, status.st_blocks * 512, status.st_mtime, status.st_atime)
+            listing = _Listing(self._root)
+            yield from listing.walk(above + slash, beginning)
+            if listing.unread:
+                raise IncompleteListingError(f"{listing.unread} places cannot be read, the first: {listing.first}")
 
     def remove(self, path: str) -> None:
         """Remove what lies at the path of a key, if anything: a blob, or whatever else somebody put there."""
@@ -115,9 +100,65 @@ def _shard(name: str) -> str:
     return match[1] if match else f"{crc32(name.encode()) & 0xFF:02x}"
 
 
-def _listing(directory: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+class _Listing:
+    """One walk through the directory, and what could not be read in it."""
+
+    def __init__(self, root: str) -> None:
+        self.unread = 0
+        self.first = ""
+        self._root = root
+        self._real = os.path.realpath(root)
+        self._linked: set[str] = set()
+
+    def walk(self, above: str, beginning: str) -> Iterator[Entry]:
+        for entry in self._entries(f"{self._root}/{above}", is_root=not above):
+            name = entry.name
+            if name.startswith("+"):
+                if _SHARD.fullmatch(name):
+                    yield from self._blobs(entry.path, above, beginning)
+            # Where no key leads there is no blob: a file system's `lost+found` need not be readable.
+            elif (
+                name.startswith(beginning)
+                and _NAME.fullmatch(name)
+                and len(above) + len(name) < _MAX_KEY_CHARS
+                and not (entry.is_symlink() and self._was_here(entry.path))
+            ):
+                yield from self.walk(f"{above}{name}/", "")
+
+    def _was_here(self, path: str) -> bool:
+        """Whether what a link leads to is listed anyway: in the store, or by another link. Loops are such."""
+        real = os.path.realpath(path)
+        if f"{real}/".startswith(f"{self._real}/") or f"{self._real}/".startswith(f"{real}/") or real in self._linked:
+            return True
+        self._linked.add(real)
+        return False
+
+    def _blobs(self, directory: str, above: str, beginning: str) -> Iterator[Entry]:
+        shard = directory[-2:]
+        room = _MAX_KEY_CHARS - len(above)
+        for entry in self._entries(directory):
+            name = entry.name
+            # A file that is not where `path` puts its key is not ours (an editor's, a network file system's).
+            if not name.startswith(beginning) or len(name) > room or not _belongs(name, shard):
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except OSError as error:
+                self._missed(entry.path, error)
+                continue
+            yield Entry(above + name, status.st_blocks * 512, status.st_mtime, status.st_atime)
+
+    def _entries(self, directory: str, *, is_root: bool = False) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(directory) as entries:
+                return list(entries)
+        except OSError as error:
+            if is_root and error.errno not in _NOTHING_THERE:
+                raise
+            self._missed(directory, error)
+            return []
+
+    def _missed(self, path: str, error: OSError) -> None:
+        if error.errno not in _NOTHING_THERE:
+            self.unread += 1
+            self.first = self.first or f"{path.rstrip('/')} ({error.strerror})"

@@ -75,5 +75,5 @@ ABANDONED_CALLS = Metric(
 FAILURES = Metric("kvloom_tier_failures_in_a_row", "gauge", "Failures of a tier since it last worked.", ("tier",))
 INFO = Metric("kvloom_engine_info", "gauge", "1 for each engine, with what it is.", ("model", "fingerprint", "version"))
 
-STATES = ("ok", "paused", "read only", "stuck", "neglected")
+STATES = ("ok", "paused", "read only", "stuck", "neglected", "degraded")
 METRICS = tuple(value for value in dict(globals()).values() if isinstance(value, Metric))

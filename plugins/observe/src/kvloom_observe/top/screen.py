@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_STYLES = {"ok": "green", "paused": "red", "read only": "yellow", "stuck": "red", "neglected": "yellow"}
+_UNWELL = ("read only", "neglected", "degraded")
+_STYLES = {"ok": "green", "paused": "red", "stuck": "red", **dict.fromkeys(_UNWELL, "yellow")}
 
 
 def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: str = "") -> RenderableType:
