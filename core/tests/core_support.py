@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -103,6 +104,13 @@ class Gate:
     def __call__(self, verb: str, key: str) -> None:
         self.waiting += 1
         self._event.wait(30)
+
+    def reached(self) -> None:
+        """Wait until a call stands before it; fail if none comes, as where a deadline ended it before."""
+        until = time.monotonic() + 20
+        while not self.waiting:
+            assert time.monotonic() < until, "no call came to the gate"
+            time.sleep(0.001)
 
     def open(self) -> None:
         self._event.set()

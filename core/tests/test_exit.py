@@ -98,8 +98,7 @@ def test_a_prefetch_does_not_keep_a_save_from_being_done(open_engine: Callable[.
     engine = open_engine({"type": "memory", "capacity": "1MiB"}, shelf)
     Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
     prefetches = [engine.prefetch(tokens_of(16) + first) for first in range(8)]
-    while not gate.waiting:
-        pass
+    gate.reached()
     save = engine.save(engine.segments(tokens_of(16) + 8), kv=kv_of(16))
     threading.Timer(0.3, gate.open).start()
     engine.close()

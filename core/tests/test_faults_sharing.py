@@ -125,12 +125,11 @@ def test_a_late_write_does_not_bring_back_what_was_cleared(
             raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Shelf, "put", put_and_fail)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
     shelf = Shelf.shelves["default"]
     shelf.before = lambda verb, key: gate(verb, key) if verb == "put" and not key.startswith("spec") else None
     engine.store(TOKENS[:4], kv=KV)
-    while not gate.waiting:
-        pass
+    gate.reached()
     engine.clear()
     gate.open()
     while engine.tiers["shelf"].abandoned_calls:
@@ -139,7 +138,7 @@ def test_a_late_write_does_not_bring_back_what_was_cleared(
 
 
 def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_engine: Open, gate: Gate) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
     shelf, tier = Shelf.shelves["default"], engine.tiers["shelf"]
     blobs = [segment.key for segment in engine.segments(TOKENS[:4])]
 
@@ -154,8 +153,7 @@ def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_en
 
     shelf.before = trouble
     engine.store(TOKENS[:4], kv=KV)
-    while not gate.waiting:
-        pass
+    gate.reached()
     engine.remove(TOKENS[:4])
     gate.open()
     until = time.monotonic() + 20
@@ -167,7 +165,7 @@ def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_en
 
 
 def test_what_a_late_write_left_is_not_served_while_it_is_taken_back(open_engine: Open, gate: Gate) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
     shelf = Shelf.shelves["default"]
     taking_back = Gate()
 
@@ -178,12 +176,10 @@ def test_what_a_late_write_left_is_not_served_while_it_is_taken_back(open_engine
 
     shelf.before = hold
     engine.store(TOKENS[:4], kv=KV)
-    while not gate.waiting:
-        pass
+    gate.reached()
     engine.remove(TOKENS[:4])
     gate.open()
-    while not taking_back.waiting:
-        pass
+    taking_back.reached()
     assert shelf.blobs and not engine.retrieve(TOKENS[:4], kv=torch.zeros_like(KV)).any()
     assert (
         engine.lookup(TOKENS[:4]).tokens == 0 and engine.tiers["shelf"].get(engine.segments(TOKENS[:4])[0].key) is None
@@ -216,7 +212,7 @@ def test_a_late_read_does_not_bring_back_what_was_removed(open_engine: Open, gat
 
 def test_closing_ends_every_task_and_the_verbs_say_so(open_engine: Open, gate: Gate) -> None:
     filled(open_engine)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
     Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
     tasks = [engine.prefetch(TOKENS) for _ in range(12)]
     engine.close()
@@ -232,7 +228,7 @@ def test_closing_ends_every_task_and_the_verbs_say_so(open_engine: Open, gate: G
 
 
 def test_a_backend_that_hangs_in_close_is_left_behind(open_engine: Open, gate: Gate) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
     Shelf.shelves["default"].close = lambda: gate("close", "")  # type: ignore[method-assign]
     engine.close()
     assert count(engine, "tier_error") == 1

@@ -66,8 +66,7 @@ def test_what_arrived_before_a_cancel_is_not_written_after_it(open_engine: Open,
     ranges.before = lambda key, offset: gate("range", key) if layer_at(offset) >= 0 else None
     got = torch.zeros_like(KV)
     loading = engine.retrieve_layer(TOKENS, kv=got)
-    while not gate.waiting:
-        pass
+    gate.reached()
     runs = loading._fetch.runs
 
     def cancel_at_the_last_moment(group: range) -> Any:

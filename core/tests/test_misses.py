@@ -57,8 +57,7 @@ def test_what_was_cancelled_was_given_up(open_engine: Open, gate: Gate) -> None:
     engine = open_engine(MEMORY, SHELF)
     Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
     task = engine.load(engine.segments(TOKENS), kv=torch.zeros_like(KV))
-    while not gate.waiting:
-        pass
+    gate.reached()
     with pytest.raises(DeadlineExceeded):
         task.result(0.0)
     until = time.monotonic() + 20  # it is one miss for each chunk: wait for the last
