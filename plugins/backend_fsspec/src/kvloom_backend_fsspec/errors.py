@@ -92,3 +92,8 @@ def failed_for_one(text: str) -> bool:
     Ceph says so for what is replaced meanwhile, in up to half of the requests, and never if it is asked for one alone.
     """
     return _NOT_THIS_ONE.search(text) is not None
+
+
+def was_not_sent(text: str) -> bool:
+    """Return whether a request ended on its way: servers close idle connections just when one is used."""
+    return "error sending request" in text

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from kvloom import BackendError, CorruptBlobError, Sink
 from kvloom_backend_fsspec.config import Config
-from kvloom_backend_fsspec.errors import explained, failed_for_one, is_beyond_the_end, says_no_bucket
+from kvloom_backend_fsspec.errors import explained, failed_for_one, is_beyond_the_end, says_no_bucket, was_not_sent
 from kvloom_backend_fsspec.native import native
 from kvloom_backend_fsspec.obstore_client import client_of
 from kvloom_backend_fsspec.store import Listed, Memory
@@ -165,7 +165,7 @@ class ObstoreStore:
     def delete(self, names: Sequence[str]) -> None:
         if len(names) > 1:
             try:
-                self._ask(lambda: self._native.delete(self._client, list(names)))
+                self._delete_batch(list(names))
                 return
             except FileNotFoundError:
                 pass  # of one; of the others nothing is known
@@ -175,6 +175,15 @@ class ObstoreStore:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self._ask(functools.partial(self._native.delete, self._alone, name))
+
+    def _delete_batch(self, names: list[str]) -> None:
+        """By one request. obstore repeats no POST that was lost on its way, since few are idempotent; this one is."""
+        try:
+            self._ask(lambda: self._native.delete(self._client, names))
+        except BackendError as error:
+            if not was_not_sent(str(error)):
+                raise
+            self._ask(lambda: self._native.delete(self._client, names))
 
     def list(self, directory: str) -> Iterator[Listed]:
         with self._explaining():
