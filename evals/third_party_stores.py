@@ -45,6 +45,8 @@ WHY = {
     ("fsspec_local", "B09"): "`pipe_file` opens the file itself for writing, which empties it: readers see a part",
     ("fsspec_local", "B11"): "the same: a reader beside a put finds an empty file",
     ("fsspec_local", "B36"): "the same: a process that is killed meanwhile leaves the part that it has written",
+    ("fsspec_local", "B33"): "looking whether a file is there and opening it are two steps, with no lock",
+    ("fsspec_local", "B45"): "the same: a put that the system ends leaves a part, which is read as the blob",
     ("zarr_local", "B04"): "`delete` of a key that is the beginning of others removes a directory and all in it",
     ("zarr_local", "B08"): _PATHS,
     ("zarr_local", "B16"): "`list_prefix` takes the prefix for a directory, where `MemoryStore`'s compares text: one "
@@ -61,6 +63,7 @@ WHY = {
     ("dbm_dumb", "B18"): "it lists the dictionary that others change: `RuntimeError`",
     ("dbm_dumb", "B33"): "it is not made for threads: two that write its index rename each other's files away",
     ("dbm_dumb", "B36"): "values are written in place, and the index that says where they end only at `close`",
+    ("dbm_dumb", "B42"): "opening sets the umask to 0 and back at once, to learn it",
     ("rocksdict", "B25"): "`close` raises `DbClosedError` the second time",
     ("zodb", "B09"): "writers that meet raise `ConflictError`: who uses it must try again, and the adapter does not",
     ("zodb", "B10"): "the same: of puts at the same time some raise",
