@@ -248,6 +248,7 @@ def test_a_new_version_outlives_the_quarantine_of_the_old(rack: Path, moment: in
 
 def test_beside_an_engine_that_stores_and_evicts(config: Path, root: Path) -> None:
     config.write_text(config.read_text().replace("disk,", "disk, capacity: 96KiB,"))
+    fill(config, 1)  # there is a store before it is read
     stop = threading.Event()
 
     def serve() -> None:
