@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from clock_support import Hang, SkippingClock, skipping_clock
 from core_support import CHUNK, SPEC, Gate, Shelf, Watcher, Witness
 from hypothesis import settings
 from layers_support import STEP, Ranges
@@ -78,6 +79,20 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.open()
+
+
+@pytest.fixture
+def skipping() -> Iterator[SkippingClock]:
+    with skipping_clock() as clock:
+        yield clock
+
+
+@pytest.fixture
+def hang(skipping: SkippingClock) -> Iterator[Hang]:
+    """Name it after `open_engine` in a test: it opens before engines are closed."""
+    hang = Hang(skipping)
+    yield hang
+    hang.open()
 
 
 @pytest.fixture

@@ -94,6 +94,13 @@ class Shelf(DictBackend):
         return {key: blob for key, blob in list(self._blobs.items()) if not key.startswith("spec/")}
 
 
+def eventually(done: Callable[[], Any]) -> bool:
+    until = time.monotonic() + 60
+    while not done() and time.monotonic() < until:
+        time.sleep(0.002)
+    return bool(done())
+
+
 class Gate:
     """Lets nobody through until it is opened."""
 
@@ -103,14 +110,11 @@ class Gate:
 
     def __call__(self, verb: str, key: str) -> None:
         self.waiting += 1
-        self._event.wait(30)
+        self._event.wait(60)
 
-    def reached(self) -> None:
-        """Wait until a call stands before it; fail if none comes, as where a deadline ended it before."""
-        until = time.monotonic() + 20
-        while not self.waiting:
-            assert time.monotonic() < until, "no call came to the gate"
-            time.sleep(0.001)
+    def reached(self, calls: int = 1) -> None:
+        """Wait until that many have come to it; fail if they do not, as where a deadline ended one before."""
+        assert eventually(lambda: self.waiting >= calls), f"{self.waiting} of {calls} calls came to the gate"
 
     def open(self) -> None:
         self._event.set()

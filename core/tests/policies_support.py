@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
+from core_support import eventually as eventually
 from core_support import kv_of, tokens_of
 
 from kvloom import Engine
@@ -16,13 +15,6 @@ BLOB_BYTES = 8192
 """Of one chunk: a page of header and a page of payload."""
 Open = Callable[..., Engine]
 TOKENS, KV = tokens_of(16), kv_of(16)
-
-
-def eventually(done: Callable[[], Any]) -> bool:
-    until = time.monotonic() + 20
-    while not done() and time.monotonic() < until:
-        time.sleep(0.005)
-    return bool(done())
 
 
 def count(engine: Engine, name: str, reason: str = "") -> int:

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from core_support import Gate, Shelf, kv_of, matches, tokens_of
+from clock_support import Hang
+from core_support import Shelf, eventually, kv_of, matches, tokens_of
 from faults_support import (
     DAMAGE,
     KV,
@@ -177,23 +178,23 @@ def test_no_damage_whatever_gives_wrong_kv(open_engine: Open, data: st.DataObjec
         retrieve(engine)
 
 
-def test_hanging_reads_end_at_the_deadline_and_are_bounded(open_engine: Open, gate: Gate) -> None:
+def test_hanging_reads_end_at_the_deadline_and_are_bounded(open_engine: Open, hang: Hang) -> None:
     shelf = filled(open_engine)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
+    engine = open_engine(MEMORY, SHELF)
     shelf = Shelf.shelves["default"]
-    shelf.before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    shelf.before = lambda verb, key: hang(verb, key) if verb == "get" else None
     for _ in range(6):
         assert retrieve(engine) == [False] * 4
     tier = engine.tiers["shelf"]
-    assert gate.waiting == tier.abandoned_calls <= shelf.threads, "no more threads than the tier has"
+    assert hang.waiting == tier.abandoned_calls <= shelf.threads, "no more threads than the tier has"
     assert count(engine, "tier_paused") >= 1
     other, kv = tokens_of(8, 5), kv_of(8, 5)
     engine.store(other, kv=kv)
     assert engine.lookup(other, ["memory"]).tokens == 8, "serving goes on"
-    gate.open()
-    while tier.abandoned_calls:
-        pass
+    hang.open()
+    assert eventually(lambda: not tier.abandoned_calls)
     shelf.before = lambda *_: None
+    hang.clock.skip(60)  # whatever it is paused for
     until = time.monotonic() + 20
     while not engine.health().ok and time.monotonic() < until:
         engine.lookup(TOKENS)
@@ -201,39 +202,38 @@ def test_hanging_reads_end_at_the_deadline_and_are_bounded(open_engine: Open, ga
         assert time.monotonic() < until, "the tier is back"
 
 
-def test_a_late_read_never_lands_in_memory_that_has_a_new_owner(open_engine: Open, gate: Gate) -> None:
+def test_a_late_read_never_lands_in_memory_that_has_a_new_owner(open_engine: Open, hang: Hang) -> None:
     filled(open_engine)
-    engine = open_engine({"type": "memory", "capacity": "16KiB"}, SHELF | {"deadline": "100ms"})
-    Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    engine = open_engine({"type": "memory", "capacity": "16KiB"}, SHELF)
+    Shelf.shelves["default"].before = lambda verb, key: hang(verb, key) if verb == "get" else None
     assert retrieve(engine) == [False] * 4
     mine = [tokens_of(16, seed) for seed in range(20, 24)]
     for seed, tokens in zip(range(20, 24), mine, strict=True):
         engine.store(tokens, kv=kv_of(16, seed))
-    gate.open()
-    while engine.tiers["shelf"].abandoned_calls:
-        pass
+    hang.open()
+    assert eventually(lambda: not engine.tiers["shelf"].abandoned_calls)
     for seed, tokens in zip(range(20, 24), mine, strict=True):
         got = torch.zeros_like(KV)
         mask = engine.retrieve(tokens, kv=got)
         assert matches(got, kv_of(16, seed), mask)
 
 
-def test_hanging_writes_never_hold_the_caller_past_its_deadline(open_engine: Open, gate: Gate) -> None:
-    engine = open_engine({"type": "memory", "capacity": "32KiB"}, SHELF | {"deadline": "100ms"})
+def test_hanging_writes_never_hold_the_caller_past_its_deadline(open_engine: Open, hang: Hang) -> None:
+    engine = open_engine({"type": "memory", "capacity": "32KiB"}, SHELF)
     shelf = Shelf.shelves["default"]
-    shelf.before = lambda verb, key: gate(verb, key) if verb == "put" and not key.startswith("spec") else None
+    shelf.before = lambda verb, key: hang(verb, key) if verb == "put" and not key.startswith("spec") else None
     for seed in range(30, 36):
         engine.store(tokens_of(16, seed), kv=kv_of(16, seed))
     engine.flush(5)
-    assert gate.waiting <= 2
+    assert hang.waiting <= 2
     assert count(engine, "dropped") > 0
-    gate.open()
-    while engine.tiers["shelf"].abandoned_calls:
-        pass
+    hang.open()
+    assert eventually(lambda: not engine.tiers["shelf"].abandoned_calls)
     for seed in range(30, 36):
         got = torch.zeros_like(KV)
         mask = engine.retrieve(tokens_of(16, seed), kv=got)
         assert matches(got, kv_of(16, seed), mask)
+    hang.clock.skip(60)
     until = time.monotonic() + 20
     while engine.lookup(TOKENS, ["shelf"]).tokens < 16:
         assert time.monotonic() < until, "writing goes on"
@@ -252,10 +252,7 @@ def test_capacity_holds_and_tails_go_before_heads(open_engine: Open) -> None:
     assert engine.lookup(tokens_of(16, 43)).tokens == 8, "half of the older prompt: its head"
     assert count(engine, "evicted") > 0
     open_engine(SHELF | {"capacity": 5 * max(map(len, shelf.blobs.values()))})
-    until = time.monotonic() + 20
-    while len(shelf.blobs) > 5 and time.monotonic() < until:
-        pass
-    assert len(shelf.blobs) == 5, "the bound holds after a restart with less room"
+    assert eventually(lambda: len(shelf.blobs) <= 5) and len(shelf.blobs) == 5, "the bound holds after a restart"
 
 
 def test_two_engines_on_one_store_share_their_hits(open_engine: Open) -> None:

@@ -8,7 +8,8 @@ import time
 
 import pytest
 import torch
-from core_support import CHUNK, SPEC, Gate, Shelf, kv_of, tokens_of
+from clock_support import Hang
+from core_support import CHUNK, SPEC, Gate, Shelf, eventually, kv_of, tokens_of
 from faults_support import KV, MEMORY, SHELF, TOKENS, Open, chunk_names, count, filled, retrieve
 
 from kvloom import BackendError, Buffers, Tier, chain
@@ -46,8 +47,7 @@ def test_a_lookup_does_not_wait_behind_reads(open_engine: Open, gate: Gate) -> N
     engine = open_engine(MEMORY, SHELF)
     Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
     loads = [engine.prefetch(TOKENS) for _ in range(3)]
-    while gate.waiting < 4:
-        pass
+    gate.reached(4)
     assert engine.lookup(TOKENS, ["shelf"]).tokens == 16
     assert not any(load.done for load in loads)
 
@@ -115,7 +115,7 @@ def test_a_purge_that_failed_says_so_and_forgets_nothing(open_engine: Open, verb
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "and fails once it is there"])
 def test_a_late_write_does_not_bring_back_what_was_cleared(
-    open_engine: Open, gate: Gate, monkeypatch: pytest.MonkeyPatch, fails: bool
+    open_engine: Open, hang: Hang, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     put = Shelf.put
 
@@ -125,26 +125,25 @@ def test_a_late_write_does_not_bring_back_what_was_cleared(
             raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Shelf, "put", put_and_fail)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
+    engine = open_engine(MEMORY, SHELF)
     shelf = Shelf.shelves["default"]
-    shelf.before = lambda verb, key: gate(verb, key) if verb == "put" and not key.startswith("spec") else None
+    shelf.before = lambda verb, key: hang(verb, key) if verb == "put" and not key.startswith("spec") else None
     engine.store(TOKENS[:4], kv=KV)
-    gate.reached()
+    hang.reached()
     engine.clear()
-    gate.open()
-    while engine.tiers["shelf"].abandoned_calls:
-        pass
+    hang.open()
+    assert eventually(lambda: not engine.tiers["shelf"].abandoned_calls)
     assert engine.flush(20) and not shelf.blobs and engine.lookup(TOKENS).tokens == 0
 
 
-def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_engine: Open, gate: Gate) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
+def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_engine: Open, hang: Hang) -> None:
+    engine = open_engine(MEMORY, SHELF)
     shelf, tier = Shelf.shelves["default"], engine.tiers["shelf"]
     blobs = [segment.key for segment in engine.segments(TOKENS[:4])]
 
     def trouble(verb: str, key: str) -> None:
         if verb == "put" and not key.startswith("spec"):
-            gate(verb, key)
+            hang(verb, key)
             shelf.before = fail
 
     def fail(verb: str, key: str) -> None:
@@ -153,32 +152,30 @@ def test_a_late_write_that_cannot_be_taken_back_counts_and_is_not_served(open_en
 
     shelf.before = trouble
     engine.store(TOKENS[:4], kv=KV)
-    gate.reached()
+    hang.reached()
     engine.remove(TOKENS[:4])
-    gate.open()
-    until = time.monotonic() + 20
-    while (not shelf.blobs or tier.abandoned_calls or tier.ledger.known(blobs) == [None]) and time.monotonic() < until:
-        pass
+    hang.open()
+    assert eventually(lambda: shelf.blobs and not tier.abandoned_calls and tier.ledger.known(blobs) != [None])
     assert engine.flush(20) and list(shelf.blobs) == [str(key) for key in blobs]
     assert engine.lookup(TOKENS[:4]).tokens == 0 and not engine.retrieve(TOKENS[:4], kv=torch.zeros_like(KV)).any()
     assert tier.ledger.bytes == 8192 and [victim.key for victim in tier.ledger.release(1)] == blobs
 
 
-def test_what_a_late_write_left_is_not_served_while_it_is_taken_back(open_engine: Open, gate: Gate) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
+def test_what_a_late_write_left_is_not_served_while_it_is_taken_back(open_engine: Open, hang: Hang) -> None:
+    engine = open_engine(MEMORY, SHELF)
     shelf = Shelf.shelves["default"]
     taking_back = Gate()
 
     def hold(verb: str, key: str) -> None:
         if verb == "put" and not key.startswith("spec"):
-            gate(verb, key)
+            hang(verb, key)
             shelf.before = lambda verb, key: taking_back(verb, key) if verb == "delete" else None
 
     shelf.before = hold
     engine.store(TOKENS[:4], kv=KV)
-    gate.reached()
+    hang.reached()
     engine.remove(TOKENS[:4])
-    gate.open()
+    hang.open()
     taking_back.reached()
     assert shelf.blobs and not engine.retrieve(TOKENS[:4], kv=torch.zeros_like(KV)).any()
     assert (
@@ -202,18 +199,17 @@ def test_a_late_read_does_not_bring_back_what_was_removed(open_engine: Open, gat
 
     shelf.get_into = held  # type: ignore[method-assign]
     task = engine.prefetch(TOKENS)
-    while gate.waiting < 4:
-        pass
+    gate.reached(4)
     engine.remove(TOKENS)
     gate.open()
     assert not task.result(20).any()
     assert engine.lookup(TOKENS).tokens == 0 and engine._stack.memory.used_bytes == 0
 
 
-def test_closing_ends_every_task_and_the_verbs_say_so(open_engine: Open, gate: Gate) -> None:
+def test_closing_ends_every_task_and_the_verbs_say_so(open_engine: Open, hang: Hang) -> None:
     filled(open_engine)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
-    Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    engine = open_engine(MEMORY, SHELF)
+    Shelf.shelves["default"].before = lambda verb, key: hang(verb, key) if verb == "get" else None
     tasks = [engine.prefetch(TOKENS) for _ in range(12)]
     engine.close()
     for task in tasks:
@@ -227,9 +223,9 @@ def test_closing_ends_every_task_and_the_verbs_say_so(open_engine: Open, gate: G
         engine.lookup(TOKENS)
 
 
-def test_a_backend_that_hangs_in_close_is_left_behind(open_engine: Open, gate: Gate) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "500ms"})
-    Shelf.shelves["default"].close = lambda: gate("close", "")  # type: ignore[method-assign]
+def test_a_backend_that_hangs_in_close_is_left_behind(open_engine: Open, hang: Hang) -> None:
+    engine = open_engine(MEMORY, SHELF)
+    Shelf.shelves["default"].close = lambda: hang("close", "")  # type: ignore[method-assign]
     engine.close()
     assert count(engine, "tier_error") == 1
 
@@ -240,9 +236,7 @@ def test_a_listing_that_fails_is_reported(open_engine: Open, monkeypatch: pytest
 
     monkeypatch.setattr(Shelf, "scan", scan)
     engine = open_engine(MEMORY, SHELF | {"capacity": "1MiB"})
-    until = time.monotonic() + 20
-    while not count(engine, "tier_error") and time.monotonic() < until:
-        pass
+    assert eventually(lambda: count(engine, "tier_error"))
     assert any(key.reason.startswith("upkeep") for key in engine.counters())
 
 
@@ -251,10 +245,7 @@ def test_an_engine_that_cannot_open_leaves_no_thread(open_engine: Open) -> None:
     for _ in range(3):
         with pytest.raises(ValueError, match="less than one chunk"):
             open_engine({"type": "memory", "capacity": "16B"}, observers=["log"])
-    until = time.monotonic() + 20
-    while threading.active_count() > before and time.monotonic() < until:
-        pass
-    assert threading.active_count() <= before
+    assert eventually(lambda: threading.active_count() <= before)
 
 
 def test_put_respects_write_never_and_a_device_that_is_not_here_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from clock_support import Hang
 from core_support import Gate, tokens_of
 from layers_support import (
     DEEP,
@@ -36,10 +37,10 @@ pytestmark = pytest.mark.usefixtures("ranges")
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "leave", "engine"])
-def test_what_is_cancelled_never_writes_afterwards(open_engine: Open, ranges: Ranges, gate: Gate, how: str) -> None:
+def test_what_is_cancelled_never_writes_afterwards(open_engine: Open, hang: Hang, ranges: Ranges, how: str) -> None:
     fill(open_engine)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "3s"}, spec=DEEP)
-    ranges.before = lambda key, offset: gate("range", key) if layer_at(offset) >= 3 else None
+    engine = open_engine(MEMORY, SHELF, spec=DEEP)
+    ranges.before = lambda key, offset: hang("range", key) if layer_at(offset) >= 3 else None
     got = torch.zeros_like(KV)
     loading = engine.retrieve_layer(TOKENS, kv=got)
     mask = loading.wait(2)
@@ -55,7 +56,7 @@ def test_what_is_cancelled_never_writes_afterwards(open_engine: Open, ranges: Ra
     with pytest.raises(BackendError, match="closed"):
         loading.wait(3)
     assert loading.wait(2).all(), "what was there is there"
-    gate.open()
+    hang.open()
     assert settled(engine) and torch.equal(got, before) and not got[:, 3:].any()
     loading.close()
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from core_support import CHUNK, Gate, Shelf, tokens_of
+from clock_support import Hang
+from core_support import CHUNK, Shelf, tokens_of
 from faults_support import misses
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -211,18 +212,18 @@ def test_the_kth_read_that_fails_never_gives_wrong_kv(open_engine: Open, ranges:
     pytest.fail("never got through without a fault")
 
 
-def test_a_hanging_store_ends_the_prefix_at_the_deadline(open_engine: Open, ranges: Ranges, gate: Gate) -> None:
+def test_a_hanging_store_ends_the_prefix_at_the_deadline(open_engine: Open, hang: Hang, ranges: Ranges) -> None:
     fill(open_engine)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "3s"}, spec=DEEP)
+    engine = open_engine(MEMORY, SHELF, spec=DEEP)
     bad = names_of(engine)[2]
-    ranges.before = lambda key, offset: gate("range", key) if key == bad and layer_at(offset) >= 3 else None
+    ranges.before = lambda key, offset: hang("range", key) if key == bad and layer_at(offset) >= 3 else None
     got = torch.zeros_like(KV)
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
         masks = [mask for _, mask in loading]
     assert chunks_in(masks) == [4, 4, 4, 2, 2, 2] and right(got, KV, masks)
     assert engine._stack.memory.pool.used_bytes > kept(engine)[0], "the call has its memory"
     assert engine.tiers["shelf"].abandoned_calls >= 1  # type: ignore[attr-defined]
-    gate.open()
+    hang.open()
     assert settled(engine) and right(got, KV, masks)
     ranges.before = lambda *_: None
     got, masks = by_layers(engine)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from clock_support import Hang
 from core_support import Gate, Shelf
 from faults_support import DAMAGE, KV, MEMORY, SHELF, TOKENS, Open, chunk_names, filled, misses, retrieve
 from hypothesis import HealthCheck, given, settings
@@ -42,10 +43,10 @@ def test_what_is_not_given_is_missed(
         assert "behind a miss" not in misses(engine) or verb == "retrieve"
 
 
-def test_a_tier_that_is_late_or_left_alone_gave_no_answer(open_engine: Open, gate: Gate) -> None:
+def test_a_tier_that_is_late_or_left_alone_gave_no_answer(open_engine: Open, hang: Hang) -> None:
     filled(open_engine)
-    engine = open_engine(MEMORY, SHELF | {"deadline": "100ms"})
-    Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    engine = open_engine(MEMORY, SHELF)
+    Shelf.shelves["default"].before = lambda verb, key: hang(verb, key) if verb == "get" else None
     for _ in range(4):
         assert retrieve(engine) == [False] * 4
     assert engine.health().tiers[1].state in ("paused", "stuck")

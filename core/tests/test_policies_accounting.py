@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from clock_support import Hang, SkippingClock
 from core_support import Gate, Shelf, kv_of, tokens_of
 from policies_support import BLOB_BYTES, MEMORY, SHELF, Open, count, eventually, held, stored
 
@@ -19,7 +20,7 @@ def ledger_is_exact(engine: Engine) -> bool:
     return (tier.blobs, tier.bytes) == (len(blobs), sum(-(-len(blob) // 4096) * 4096 for blob in blobs.values()))
 
 
-def test_deletes_that_fail_are_not_forgotten(open_engine: Open) -> None:
+def test_deletes_that_fail_are_not_forgotten(open_engine: Open, skipping: SkippingClock) -> None:
     engine = open_engine(SHELF | {"capacity": 4 * BLOB_BYTES})
     stored(engine, 1)
 
@@ -32,6 +33,7 @@ def test_deletes_that_fail_are_not_forgotten(open_engine: Open) -> None:
     stored(engine, 2)
     assert len(shelf.blobs) == 4 and ledger_is_exact(engine), "no room could be made, so nothing came in"
     shelf.before = lambda *_: None
+    skipping.skip(60)
     assert eventually(lambda: not engine.tiers["shelf"].calls.write_paused)  # type: ignore[attr-defined]
     stored(engine, 3)
     assert len(shelf.blobs) <= 4 and held(engine, 3) > 0 and ledger_is_exact(engine)
@@ -80,7 +82,7 @@ def removed_while_it_was_written(engine: Engine, gate: Gate) -> tuple[Shelf, Cal
 
     shelf.before = trouble
     engine.store(tokens_of(4, 1), kv=kv_of(4, 1))
-    assert eventually(lambda: gate.waiting)
+    gate.reached()
     engine.remove(tokens_of(4, 1))
     gate.open()
     assert eventually(lambda: count(engine, "tier_error") or engine.flush(0)) and engine.flush(20)
@@ -95,10 +97,10 @@ def removed_while_it_was_written(engine: Engine, gate: Gate) -> tuple[Shelf, Cal
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("bound", [{}, {"capacity": "1MiB"}])
 def test_what_was_removed_while_it_was_written_is_deleted_as_soon_as_that_works(
-    open_engine: Open, gate: Gate, bound: dict[str, str]
+    open_engine: Open, hang: Hang, bound: dict[str, str]
 ) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "1s"} | bound)
-    shelf, mend = removed_while_it_was_written(engine, gate)
+    engine = open_engine(MEMORY, SHELF | bound)
+    shelf, mend = removed_while_it_was_written(engine, hang)
     time.sleep(0.1)
     assert len(shelf.blobs) == 1
     mend()
@@ -106,9 +108,9 @@ def test_what_was_removed_while_it_was_written_is_deleted_as_soon_as_that_works(
     assert eventually(lambda: count(engine, "evicted", "removed") == 1 and ledger_is_exact(engine))
 
 
-def test_what_was_stored_again_after_it_was_removed_stays(open_engine: Open, gate: Gate) -> None:
-    engine = open_engine(MEMORY, SHELF | {"deadline": "1s", "capacity": "1MiB"})
-    shelf, mend = removed_while_it_was_written(engine, gate)
+def test_what_was_stored_again_after_it_was_removed_stays(open_engine: Open, hang: Hang) -> None:
+    engine = open_engine(MEMORY, SHELF | {"capacity": "1MiB"})
+    shelf, mend = removed_while_it_was_written(engine, hang)
     tier: Any = engine.tiers["shelf"]
     (segment,) = engine.segments(tokens_of(4, 1))
     tier.put(segment.key, kv_of(4, 1))
@@ -182,8 +184,7 @@ def test_what_is_cleared_while_it_is_being_listed(
 
     monkeypatch.setattr(Shelf, "scan", listed)
     engine = open_engine(SHELF | {"capacity": "1MiB"})
-    while not gate.waiting:
-        time.sleep(0.001)
+    gate.reached()
     engine.clear()
     gate.open()
     assert eventually(lambda: engine.health().tiers[0].recovered) and ledger_is_exact(engine)

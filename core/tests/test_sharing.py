@@ -44,8 +44,7 @@ def test_loads_of_one_chunk_at_one_time_are_one_read(open_engine: Open, gate: Ga
     Shelf.shelves["default"].before = before
     got = [torch.zeros_like(KV) for _ in range(6)]
     tasks = [engine.load(engine.segments(TOKENS), kv=kv) for kv in got]
-    while gate.waiting < 4:
-        time.sleep(0.001)
+    gate.reached(4)
     gate.open()
     for task, kv in zip(tasks, got, strict=True):
         assert task.result(20).all() and torch.equal(kv, KV)
@@ -60,8 +59,7 @@ def test_one_who_cancels_does_not_cancel_for_the_others(open_engine: Open, gate:
     engine = open_engine(MEMORY, SHELF)
     Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
     first, second = (engine.load(engine.segments(TOKENS), kv=torch.zeros_like(KV)) for _ in range(2))
-    while gate.waiting < 4:
-        time.sleep(0.001)
+    gate.reached(4)
     first.cancel()
     assert not first.result(20).any(), "at once, though the store still hangs"
     assert not second.done
