@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from core_support import PromptLedger as Ledger
@@ -151,6 +152,27 @@ def test_nothing_of_a_chain_goes_for_what_is_behind_it(clock: Clock) -> None:
     assert ledger.admit(keys[1], 2, Chain(keys)) == [Victim(keys[2], 2, "capacity")], "what is behind makes room"
     ledger.enforced = False
     assert ledger.admit(keys[5], 9 - 5, chain) == [], "who does not evict says nothing"
+
+
+@pytest.mark.parametrize(("bounds", "reason"), [({"capacity": 3}, "capacity"), ({"quota": {"*": 3}}, "quota")])
+def test_what_is_admitted_first_leaves_room_for_what_is_before_it(
+    clock: Clock, bounds: dict[str, Any], reason: str
+) -> None:
+    """Two threads write a chain, and the one with the chunk before is the later one."""
+    ledger = Ledger(clock, **bounds)
+    write(ledger, key("old"))
+    keys = chain_of("a", 4)
+    chain = Chain(keys)
+    for one in keys:
+        ledger.expect(one, chain)
+    for one in keys[1:3]:
+        assert ledger.admit(one, 1, chain) == [], "there is room for it"
+    assert ledger.admit(keys[3], 1, chain) is None, "there is none for the first as well"
+    assert ledger.admit(keys[0], 1, chain) == [Victim(key("old"), 1, reason)]
+    for one in keys[:3]:
+        ledger.note(one, EXACT)
+        assert ledger.excess(one, chain) == []
+    assert [known is EXACT for known in ledger.known(keys)] == [True, True, True, False]
 
 
 def test_what_is_being_written_does_not_go_for_what_is_behind_it_either(clock: Clock) -> None:

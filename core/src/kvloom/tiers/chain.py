@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 from kvloom.types import ChunkKey
@@ -14,13 +14,14 @@ _depth = attrgetter("depth")
 class Chain:
     """Chunks of which each is of use only with all before it. Costs nothing until somebody asks."""
 
-    __slots__ = ("_depths", "_ends", "_keys")
+    __slots__ = ("_depths", "_ends", "_keys", "_settled")
 
     def __init__(self, keys: Sequence[ChunkKey] = ()) -> None:
         self._keys = keys
         # Filled when first asked for, and shared by all that are about the same chunks.
         self._depths: dict[bytes, int] = {}
         self._ends: dict[int, int] = {}
+        self._settled: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -62,6 +63,15 @@ class Chain:
     def ends_before(self, key: ChunkKey, place: object) -> bool:
         """Whether there was no room in that place for something before `key`."""
         return bool(self._ends) and self._ends.get(id(place), key.depth) < key.depth
+
+    def expected_before(self, key: ChunkKey, place: object, expected: Callable[[ChunkKey], bool]) -> int:
+        """How many chunks before `key` are expected in that place. Those found not to be are not asked about again."""
+        stop = bisect_left(self._keys, key.depth, key=_depth)
+        start = self._settled.get(id(place), 0)
+        while start < stop and not expected(self._keys[start]):
+            start += 1
+        self._settled[id(place)] = start
+        return sum(each.depth < key.depth and expected(each) for each in self._keys[start:stop])
 
     def backwards(self) -> Iterator[ChunkKey]:
         return reversed(self._keys)

@@ -218,7 +218,8 @@ class Holdings:
     def has_room_behind(self, chain: Chain, key: ChunkKey, nbytes: int) -> bool:
         """Whether nothing of `chain` that comes before `key` would have to go for `key` to have `nbytes`.
 
-        If not, it is said to the chain where it ends.
+        Threads write at the same time: what comes before `key` and has no room yet is to have as much. If there is not
+        that much, it is said to the chain where it ends.
         """
         if not self.enforced:
             return True
@@ -235,7 +236,8 @@ class Holdings:
 
     def _room_behind(self, chain: Chain, key: ChunkKey, nbytes: int, spared: Callable[[bytes], bool]) -> bool:
         own = self.find(key)
-        more = nbytes - self.rows.bytes[own]
+        to_come = chain.expected_before(key, self, lambda each: self.rows.state[self.find(each)] == PENDING)
+        more = (1 + to_come) * nbytes - self.rows.bytes[own]
         tenant = self.tenants.get(key.namespace)
         bounds = [(self.ring, self.bytes, self.capacity)]
         if tenant is not None and tenant.ring is not None:
@@ -248,7 +250,9 @@ class Holdings:
                 short -= self.rows.bytes[row] if row != own else 0
                 if short <= 0:
                     break
-            if short > 0 and any(self.rows.state[self.find(each)] >= WRITING for each in chain.before(key)):
+            if short > 0 and (
+                to_come or any(self.rows.state[self.find(each)] >= WRITING for each in chain.before(key))
+            ):
                 return False  # there is too much already, being written; what is written first would go first
         return True
 
