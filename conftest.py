@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +98,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for requirement in getattr(getattr(item, "cls", None), "slow", ()):
             if item.name.startswith(f"test_{requirement}_"):
                 item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Engines of tests are many and small, and what is installed is the same for all of them."""
+    if "kvloom.plugins" in sys.modules:
+        from kvloom import plugins
+
+        plugins._installed = _read_once(plugins._installed)
+    if "kvloom.memory.pages" in sys.modules:
+        from kvloom.memory import pages
+
+        pages._AHEAD_BYTES = 2 << 20  # it takes memory and time in each of hundreds of engines
+
+
+def _read_once(installed: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+    """`installed`, which reads files of every distribution, as long as nothing is put into a folder of `sys.path`."""
+    known: dict[object, list[Any]] = {}
+
+    def remembered() -> Iterator[Any]:
+        places = tuple((place, os.stat(place).st_mtime_ns if os.path.exists(place) else 0) for place in sys.path)
+        if places not in known:
+            known[places] = list(installed())
+        return iter(known[places])
+
+    return remembered
 
 
 def pytest_configure(config: pytest.Config) -> None:

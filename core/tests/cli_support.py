@@ -18,9 +18,9 @@ import torch
 from policies_support import eventually
 
 import kvloom
-from kvloom import Buffer, Buffers, Engine, Entry, KVSpec, hookimpl
+from kvloom import Buffer, Buffers, Engine, Entry, KVSpec, Registry, hookimpl
 from kvloom.builtin.dict_backend import DictBackend
-from kvloom.cli.main import main
+from kvloom.cli.main import ELSEWHERE, VERBS, main
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16", revision="abc")
 CHUNK = 4
@@ -38,10 +38,23 @@ class Done(NamedTuple):
         return json.loads(self.out)
 
 
+@contextlib.contextmanager
+def only_verb(verb: str) -> Iterator[None]:
+    """The command has this verb of the core's and no other: to look at the options of all takes most of a run."""
+    verbs = {name: line for name, line in VERBS.items() if name == verb}
+    with (
+        mock.patch.dict(VERBS, verbs, clear=True),
+        mock.patch.dict(ELSEWHERE, clear=True),
+        mock.patch.object(Registry, "add_commands", return_value=None),
+    ):
+        yield
+
+
 def run(*arguments: object, status: int | None = 0) -> Done:
-    """Run the command in this process. status: the exit status that is expected; None for any."""
+    """Run a verb of the core in this process. status: the exit status that is expected; None for any."""
     out, err = io.StringIO(), io.StringIO()
     with (
+        only_verb(str(arguments[0])),
         mock.patch.object(sys, "argv", ["kvloom", *map(str, arguments)]),
         mock.patch.dict("os.environ", {"COLUMNS": "250"}),
         contextlib.redirect_stdout(out),

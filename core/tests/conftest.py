@@ -17,7 +17,6 @@ from hypothesis import settings
 from layers_support import STEP, Ranges
 
 from kvloom import Engine, KVSpec, Registry
-from kvloom.memory import pages
 from kvloom.runtime import SystemRuntime
 from kvloom.tiers import upkeep
 
@@ -27,8 +26,6 @@ settings.load_profile("kvloom")
 # Several processes run tests at a time, and OpenMP's threads of one spin while another's work. Also in what they start.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What is made present ahead of its use takes memory and time in each of hundreds of engines.
-pages._AHEAD_BYTES = 2 << 20
 
 
 # The process keeps one thread for verbs of the main thread: it is there before tests count threads.

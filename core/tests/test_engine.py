@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from core_support import CHUNK, CHUNK_BYTES, SPEC, Gate, Shelf, kv_of, matches, tokens_of
+from core_support import CHUNK, CHUNK_BYTES, SPEC, Gate, Shelf, eventually, kv_of, matches, tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -210,8 +210,7 @@ def test_a_cancelled_or_late_load_never_writes_afterwards(open_engine: Open, gat
         late.result(0.05)
     gate.open()
     for task in (cancelled, late):
-        while not task.done:
-            pass
+        assert eventually(lambda task=task: task.done)
     assert not got.any()
 
 

@@ -286,8 +286,7 @@ def test_what_a_whole_store_is_copying_is_left_to_it(open_engine: Open, gate: Ga
 
     engine.connector.read = slow  # type: ignore[method-assign]
     saving = engine.save(engine.segments(TOKENS[:8]), kv=KV)
-    while not gate.waiting:
-        time.sleep(0.001)
+    gate.reached()
     with engine.store_layer(TOKENS, kv=KV) as storing:
         assert storing.mask.tolist() == [False] * 8 + [True] * 8
         gate.open()

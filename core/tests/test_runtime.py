@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+from core_support import eventually
 from simulation.fibers import Process, Scheduler, SimRuntime
 
 from kvloom import BackendError, DeadlineExceeded
@@ -59,8 +60,7 @@ def test_a_queued_call_that_is_given_up_never_runs(workers: Workers) -> None:
     gate = threading.Event()
     ran = []
     busy = [workers.submit(gate.wait) for _ in range(2)]
-    while any(call._state == "queued" for call in busy):
-        SystemRuntime.sleep(0.001)
+    assert eventually(lambda: not any(call._state == "queued" for call in busy))
     queued = workers.submit(lambda: ran.append(1), seconds=SOON)
     with pytest.raises(DeadlineExceeded):
         queued.result()
@@ -87,8 +87,7 @@ def test_no_more_threads_than_asked_for(workers: Workers) -> None:
 def test_closing_cancels_what_has_not_begun(workers: Workers) -> None:
     gate = threading.Event()
     running = [workers.submit(gate.wait) for _ in range(2)]
-    while any(call._state == "queued" for call in running):
-        SystemRuntime.sleep(0.001)
+    assert eventually(lambda: not any(call._state == "queued" for call in running))
     queued = workers.submit(lambda: 1)
     threading.Timer(0.05, gate.set).start()
     workers.close(5.0)
@@ -102,8 +101,7 @@ def test_closing_cancels_what_has_not_begun(workers: Workers) -> None:
 def test_a_cancelled_call_is_not_overdue_and_its_result_is_discarded(workers: Workers) -> None:
     gate, discarded = threading.Event(), []
     calls = [workers.submit(lambda: gate.wait() and 7, seconds=LATER, discard=discarded.append) for _ in range(2)]
-    while any(call._state == "queued" for call in calls):
-        SystemRuntime.sleep(0.001)
+    assert eventually(lambda: not any(call._state == "queued" for call in calls))
     for call in calls:
         call.cancel()
     assert not workers.abandoned and not workers.stuck

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from core_support import eventually
 
 from kvloom import BackendError, ChunkKey
 from kvloom.runtime import SystemRuntime, Workers
@@ -102,8 +103,7 @@ def test_what_no_thread_takes_is_given_back(desk: Desk, monkeypatch: pytest.Monk
 def test_what_is_late_is_lost_once_and_keeps_its_memory_until_it_returns(desk: Desk, fails: bool) -> None:
     chunk = Chunk()
     write = desk.submit(A, chunk, fails=fails)
-    while write.began is None:
-        pass
+    assert eventually(lambda: write.began is not None)
     desk.clock.time += 11
     assert desk.queue.stuck and write.outcome is False and not desk.queue.pending(A)
     assert desk.lost == ["deadline"] and chunk.releases == 0
