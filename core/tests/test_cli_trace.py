@@ -383,6 +383,6 @@ def test_what_is_packed_tighter_than_any_trace_is_not_unpacked(tmp_path: Path, m
     monkeypatch.setattr("kvloom.replay.trace._MOST_LINE_BYTES", 1 << 12)
     trace = mooncake(tmp_path / "trace.jsonl", (512, [1]))
     packed = tmp_path / "trace.gz"
-    packed.write_bytes(gzip.compress(trace.read_bytes() + b"\n" * (8 << 20)))
+    packed.write_bytes(gzip.compress(trace.read_bytes() + b"\n" * (2 << 20)))
     result = replay(packed, memory(tmp_path, 9), *KIB)
     assert result["trace"]["broken"] == 1 and "packed as tightly" in result["trace"]["first_broken"][0]["why"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
 import re
 import shutil
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -227,36 +229,33 @@ def test_two_tiers_each_have_their_say(tmp_path: Path) -> None:
 
 # -- beside others -----------------------------------------------------------------------------------------------------
 
-LIVE = """
-import sys, torch, kvloom
-spec = kvloom.KVSpec(**__import__("json").loads(open(sys.argv[2]).read()))
-with kvloom.Engine.open(sys.argv[1], spec) as engine:
-    print("open", flush=True)
-    number = 0
-    while not sys.stdin.closed and number < 4000:
-        tokens = torch.arange(10_000 + 8 * number, 10_008 + 8 * number)
-        engine.store(tokens, kv=torch.zeros(spec.blob_shape(8), dtype=torch.bfloat16))
-        number += 1
-        if number % 50 == 0:
-            print(number, flush=True)
-"""
+
+def live(path: Path, told: Connection) -> None:
+    with Engine.open(path, SPEC) as engine:
+        for number in itertools.count():
+            tokens = torch.arange(10_000 + 8 * number, 10_008 + 8 * number)
+            engine.store(tokens, kv=torch.zeros(SPEC.blob_shape(8), dtype=torch.bfloat16))
+            if number == 50:
+                told.send(number)
+            time.sleep(0.001)
 
 
 def test_a_store_that_another_process_uses_is_looked_into_all_the_same(tmp_path: Path) -> None:
     path = config(tmp_path, capacity=8 * BLOB_BYTES)
     tokens = fill(path, 4)
-    (tmp_path / "spec.json").write_text(SPEC.to_json())
-    command = [sys.executable, "-c", LIVE, path, tmp_path / "spec.json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as live:
-        try:
-            assert live.stdout is not None
-            assert live.stdout.readline() == "open\n" and live.stdout.readline() == "50\n"
-            found = [verdicts(path, tokens, "--verify") for _ in range(5)]
-            # The record is written within a minute; before, the command says from when to when it knows.
-            assert all(set(one) <= {"evicted", "never stored"} for one in found)
-            assert live.poll() is None, "and does it no harm"
-        finally:
-            live.terminate()
+    forking = multiprocessing.get_context("fork")
+    mine, told = forking.Pipe(duplex=False)
+    other = forking.Process(target=live, args=(path, told), daemon=True)
+    other.start()
+    try:
+        assert mine.poll(60) and mine.recv() == 50
+        found = [verdicts(path, tokens, "--verify") for _ in range(5)]
+        # The record is written within a minute; before, the command says from when to when it knows.
+        assert all(set(one) <= {"evicted", "never stored"} for one in found)
+        assert other.is_alive(), "and does it no harm"
+    finally:
+        other.kill()
+        other.join()
 
 
 @pytest.fixture

@@ -14,6 +14,10 @@ from kvloom_testkit import BackendConformance
 
 
 class TestFilesByObstore(BackendConformance):
+    slow = (
+        "B37",
+    )  # the lease of a process that was killed is over after seconds; test_lease has what begins and ends it
+
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], StorageBackend]:
         return lambda: FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv"))

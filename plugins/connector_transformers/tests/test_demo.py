@@ -69,12 +69,18 @@ def canned(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(command, "_process", lambda console, role, job, out: answers[role])
 
 
-def test_two_processes_end_to_end(app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "forked", [("store", "answer"), pytest.param(("store",), marks=pytest.mark.slow)], ids="+".join
+)
+def test_two_processes_end_to_end(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, forked: tuple[str, ...]
+) -> None:
+    """A fork has nothing of what its sibling, the first process, has loaded; one that is none has nothing of ours."""
     pytest.importorskip("kvloom_backend_disk", reason="the disk tier is not installed")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    real = subprocess.Popen  # of the second: the first could have left nothing in it
+    real = subprocess.Popen
     monkeypatch.setattr(
-        command.subprocess, "Popen", lambda args, **more: (Forked if "store" in args else real)(args, **more)
+        command.subprocess, "Popen", lambda args, **more: (Forked if set(forked) & set(args) else real)(args, **more)
     )
     out = tmp_path / "out"
     document = tmp_path / "document.txt"

@@ -62,6 +62,12 @@ def test_keys_are_these() -> None:
     """They name KV in stores: other keys for the same tokens would orphan all of it."""
     keys = [str(each.key) for each in radix(chunk_tokens=32).segments(torch.arange(50), salt="s")]
     assert [key.rpartition("/")[2][:20] for key in keys] == KNOWN
+
+
+@pytest.mark.slow
+def test_keys_are_these_whatever_the_hash_seed() -> None:
+    """That of each run is another one, but for where it is set."""
+    keys = [str(each.key) for each in radix(chunk_tokens=32).segments(torch.arange(50), salt="s")]
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import torch; from radix_support import radix\n"

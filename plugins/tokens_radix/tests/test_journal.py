@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 
@@ -190,36 +192,36 @@ def test_a_directory_that_goes_away_is_no_error_while_serving(tmp_path: Path, ca
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
-_CHILD = f"""
-import sys; sys.path.insert(0, {HERE!r})
-from pathlib import Path
-from radix_support import radix, tokens_of
-database = radix(path=Path(sys.argv[1]))
-seed = int(sys.argv[2])
-print("ready", flush=True)
-while True:
-    database.learn(tokens_of(300, seed))
-    if seed % 20 == 0:
-        print(seed, flush=True)
-    seed += 1
-"""
+_FORKING = multiprocessing.get_context("fork")
 
 
-def child(path: Path, seed: int) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", _CHILD, str(path), str(seed)], stdout=subprocess.PIPE, text=True)
+def _learns(path: Path, seed: int, told: Connection) -> None:
+    database = radix(path=path)
+    for each in itertools.count(seed):
+        database.learn(tokens_of(300, each))
+        if each % 20 == 0:
+            told.send(each)
+
+
+@contextlib.contextmanager
+def child(path: Path, seed: int) -> Iterator[Connection]:
+    """A process that learns until it is killed, and now and then says how far it is."""
+    mine, told = _FORKING.Pipe(duplex=False)
+    process = _FORKING.Process(target=_learns, args=(path, seed, told), daemon=True)
+    process.start()
+    try:
+        yield mine
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_killed_in_the_middle_what_was_written_is_there(tmp_path: Path) -> None:
     for start in (0, 100_000):
-        process = child(tmp_path, start)
-        try:
-            assert process.stdout is not None
+        with child(tmp_path, start) as said:
             for _ in range(20):
-                last = process.stdout.readline()
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.communicate(timeout=30)
-        assert int(last) > start
+                last = said.recv()
+        assert last > start
         branches = [torch.cat([tokens_of(300, seed)[:150], tokens_of(100, 1)]) for seed in range(start, start + 100)]
         found = [150 in each for each in cuts(tmp_path, branches)]
         assert found[0] and found == sorted(found, reverse=True)
@@ -229,15 +231,10 @@ def test_killed_in_the_middle_what_was_written_is_there(tmp_path: Path) -> None:
 def test_two_processes_have_a_file_each(tmp_path: Path) -> None:
     database = radix(path=tmp_path)
     database.learn(tokens_of(300, 500))
-    process = child(tmp_path, 0)
-    try:
-        assert process.stdout is not None
+    with child(tmp_path, 0) as said:
         for _ in range(5):
-            process.stdout.readline()
+            said.recv()
         database.learn(tokens_of(300, 501))
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
     database.close()
     assert len(journals(tmp_path)) == 2
     branch = torch.cat([tokens_of(300, 501)[:150], tokens_of(100, 1)])
