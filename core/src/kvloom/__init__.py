@@ -62,6 +62,7 @@ _HOME = {
         "types",
     ),
     "get_at_most": "bounded",
+    "uninterrupted": "interrupts",
     **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
     **dict.fromkeys(
         [
@@ -142,6 +143,7 @@ if TYPE_CHECKING:
     from kvloom.hookspecs import hookimpl as hookimpl
     from kvloom.index import Index as Index
     from kvloom.installing import pip_install as pip_install
+    from kvloom.interrupts import uninterrupted as uninterrupted
     from kvloom.keys import chain as chain
     from kvloom.keys import fingerprint as fingerprint
     from kvloom.keys import int32_tokens as int32_tokens

@@ -252,7 +252,12 @@ def uninterrupted(
     function: Callable[[], T], *, cancel: Callable[[], None] | None = None,
     discard: Callable[[T], object] | None = None, leave: bool = False,
 ) -> T:  # fmt: skip
-    """`Runtime.uninterrupted`, by threads."""
+    """Call a function where no signal handler runs, so that none can raise in the middle of it; return what it returns.
+
+    On the main thread that is another thread; elsewhere it is called as it is. If a handler raises meanwhile, the
+    caller gets that: at once with `leave`; else when `cancel` has returned or, without one, when the function is over,
+    for up to five seconds. discard: is called with what the function returns after that.
+    """
     if _thread.get_ident() != _servers.main:
         return function()
     return _servers.call(function, cancel=cancel, discard=discard, leave=leave)

@@ -11,7 +11,7 @@ import pytest
 
 from kvloom import BackendError, CorruptBlobError
 from kvloom_backend_fsspec.backend import FsspecBackend
-from kvloom_backend_fsspec.obstore_store import PART_BYTES
+from kvloom_backend_fsspec.obstore_store import PART_BYTES, ObstoreStore
 
 SIZE = 3 * PART_BYTES + 12_345
 
@@ -35,7 +35,10 @@ class Room:
 
 @pytest.fixture
 def backend(tmp_path: Path) -> FsspecBackend:
-    return FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv"))
+    config = FsspecBackend.Config(url=f"file://{tmp_path}/kv")
+    backend = FsspecBackend(config)
+    backend._clients[os.getpid()] = ObstoreStore(config)  # as of a bucket; local files are read without it
+    return backend
 
 
 @pytest.mark.parametrize("expected", [False, True], ids=["met by surprise", "expected"])

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvloom_backend_redis import link as link_module
 from kvloom_backend_redis.errors import ProtocolError, ServerError
 from kvloom_backend_redis.link import Link, Reply, packed
 
@@ -170,6 +171,28 @@ def test_an_array_without_end_is_an_error() -> None:
         with pytest.raises(ProtocolError):
             link.reply()
         assert not link.clean
+
+
+def test_replies_of_one_exchange_have_a_bound_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server, or who is between it and us, could send a million texts of a mebibyte each in one array."""
+    monkeypatch.setattr(link_module, "_MOST_REPLIES", 1000)
+    text = encoded(b"x" * 400)
+    with linked() as (link, end):
+        for _ in range(2):
+            end.sendall(b"*2\r\n" + 2 * text)
+            link.send(packed(b"SCAN", b"0"))
+            assert link.reply() == 2 * [b"x" * 400] and link.clean, "each exchange begins anew"
+        end.sendall(3 * text)
+        link.send(packed(b"INFO"), replies=3)
+        assert link.reply() == link.reply() == b"x" * 400
+        with pytest.raises(ProtocolError, match="more than 1000 bytes"):
+            link.reply()
+        assert not link.clean
+    with linked() as (link, end):
+        end.sendall(b"*100\r\n" + 100 * b":1\r\n")
+        link.send(packed(b"SCAN", b"0"))
+        with pytest.raises(ProtocolError, match="more than 1000 bytes"):
+            link.reply()
 
 
 def test_a_refusal_leaves_the_link_as_good_as_new() -> None:

@@ -12,6 +12,7 @@ import torch
 from vllm_fakes import BLOCK, SlidingWindowSpec, kv_cache_config, layer_spec, vllm_config
 
 from kvloom import ConfigError, EngineConfig, MemoryFormat
+from kvloom_connector_vllm import weights
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import Adapters, identify
 from kvloom_connector_vllm.names import Names
@@ -142,6 +143,22 @@ def test_one_tensor_of_many_makes_another_model(tmp_path: Path) -> None:
         seen.add(file_digest(path))
         assert file_digest(path) == folder_digest(tmp_path)
     assert len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        json.dumps({str(number): {"data_offsets": [0, 2 << 20]} for number in range(3)}).encode(),
+        b"[" * 100_000 + b"]" * 100_000, b"[]", b'{"a": []}', b'{"a": {"data_offsets": [0.5, 1e6]}}',
+        b'{"a": {"data_offsets": [0, 1, 2]}}', b'{"a": {"data_offsets": 7}}', b"\xff",
+    ],
+)  # fmt: skip
+def test_a_header_that_lies_is_sampled_as_bytes(tmp_path: Path, header: bytes) -> None:
+    """Three tensors that claim the same bytes would be three times the work; a header has room for a million."""
+    content = len(header).to_bytes(8, "little") + header + bytes(4 << 20)
+    (path := tmp_path / "model.safetensors").write_bytes(content)
+    with path.open("rb") as file:
+        assert list(weights._parts(file, len(content), ".safetensors")) == [(0, len(content))]
 
 
 def test_a_model_may_be_a_file_or_have_its_weights_elsewhere(tmp_path: Path) -> None:

@@ -325,6 +325,19 @@ def test_special_files_are_not_waited_for(tmp_path: Path, part: str, kind: str) 
     signal.alarm(0)
 
 
+@pytest.mark.parametrize(("directory", "lock"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
+def test_who_cannot_write_cannot_lock(tmp_path: Path, directory: int, lock: int) -> None:
+    """A lock needs no more than the right to read: who held them all would have each start begin another file."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept").chmod(directory)
+    learnt(tmp_path / "kept", prompts(3))
+    (path,) = (tmp_path / "kept").glob("*.lock")
+    assert path.stat().st_mode & 0o777 == lock
+    path.chmod(0o644)  # of an earlier release
+    learnt(tmp_path / "kept", prompts(3))
+    assert path.stat().st_mode & 0o777 == lock
+
+
 def test_a_record_longer_than_any_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     learnt(tmp_path, prompts(3))
     (file,) = journals(tmp_path)

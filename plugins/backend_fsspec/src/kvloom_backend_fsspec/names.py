@@ -12,11 +12,17 @@ import uuid
 
 _PART = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._-]+"
 _KEY = re.compile(rf"(?:{_PART}/)*{_PART}")
+_WHOLE_PART = re.compile(_PART)
 _MAX_KEY_CHARS = 200
 _BLOB = "=kv"
 
 HOLDS = "=hold"
 """The directory of rights."""
+
+
+def leads_to_keys(directory: str) -> bool:
+    """Return whether a key may have a part of this name: a file system's `lost+found` need not be listed."""
+    return _WHOLE_PART.fullmatch(directory) is not None
 
 
 class Names:

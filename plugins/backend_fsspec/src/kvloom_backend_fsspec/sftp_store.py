@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvloom import BackendError, CorruptBlobError, KVLoomError, Sink, pip_install
+from kvloom import BackendError, CorruptBlobError, IncompleteListingError, KVLoomError, Sink, pip_install
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained
-from kvloom_backend_fsspec.names import Names
+from kvloom_backend_fsspec.names import Names, leads_to_keys
 from kvloom_backend_fsspec.store import Listed, Memory
 
 _CONNECTIONS = 4
@@ -100,23 +100,35 @@ class SftpStore:
         return self._found(lambda sftp: _read_range(sftp, name, offset, into)) is True
 
     def size(self, name: str) -> int | None:
-        return self._ask(lambda sftp: _size(sftp, name))
+        return self._found(lambda sftp: _length(sftp, name))
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
             self._found(lambda sftp, path=f"/{name}": sftp.remove(path))
 
     def list(self, directory: str) -> Iterator[Listed]:
-        """Directory by directory: one that vanishes meanwhile is passed over."""
-        pending = [directory]
+        """Directory by directory: one that vanishes meanwhile is passed over.
+
+        Goes on past those that this user may not read, and raises IncompleteListingError at the end.
+        """
+        pending, unread = [directory], []
         while pending:
             inside = pending.pop()
-            for found in self._found(partial(_entries, path=f"/{inside}")) or ():
+            try:
+                entries = self._found(partial(_entries, path=f"/{inside}")) or ()
+            except BackendError as error:
+                if inside == directory or not isinstance(error.__cause__, PermissionError):
+                    raise
+                unread.append(inside)
+                continue
+            for found in entries:
                 name = f"{inside}/{found.filename}".lstrip("/")
-                if stat.S_ISDIR(found.st_mode or 0):
-                    pending.append(name)
-                else:
+                if not stat.S_ISDIR(found.st_mode or 0):
                     yield Listed(name, found.st_size or 0, float(found.st_mtime or 0), "")
+                elif leads_to_keys(found.filename):
+                    pending.append(name)
+        if unread:
+            raise IncompleteListingError(f"{len(unread)} directories cannot be read, the first: /{unread[0]}")
 
     def close(self) -> None:
         self._closed = True
@@ -297,7 +309,15 @@ def _make(sftp: Any, directory: str) -> None:
             raise OSError(f"the directory /{directory} cannot be made: {error}") from error
 
 
-def _read(sftp: Any, name: str, sink: Sink) -> bool:
+def _length(sftp: Any, name: str) -> int | None:
+    """Of a file; what is no regular file is not there. To open a FIFO, a server waits for its writer."""
+    status = sftp.stat(f"/{name}")
+    return int(status.st_size) if stat.S_ISREG(status.st_mode) else None
+
+
+def _read(sftp: Any, name: str, sink: Sink) -> bool | None:
+    if _length(sftp, name) is None:
+        return None
     with sftp.open(f"/{name}", "rb", 0) as file:
         size = file.stat().st_size
         if not size:
@@ -307,6 +327,8 @@ def _read(sftp: Any, name: str, sink: Sink) -> bool:
 
 
 def _read_range(sftp: Any, name: str, offset: int, into: memoryview) -> bool:
+    if _length(sftp, name) is None:
+        return False
     with sftp.open(f"/{name}", "rb", 0) as file:
         if file.stat().st_size < offset + len(into):
             return False

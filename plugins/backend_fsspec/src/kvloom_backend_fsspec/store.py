@@ -76,6 +76,10 @@ class Memory:
 
 def open_store(config: Config) -> ObjectStore:
     """A client of this process's. Raises ValueError or ImportError with the remedy if the settings cannot work."""
+    if config.place.scheme in ("file", "local"):
+        from kvloom_backend_fsspec import local_files
+
+        return (local_files.LocalObstoreStore if config.by_obstore else local_files.LocalFsspecStore)(config)
     if config.by_obstore:
         from kvloom_backend_fsspec.obstore_store import ObstoreStore
 

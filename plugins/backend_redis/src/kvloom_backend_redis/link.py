@@ -28,6 +28,10 @@ _MOST_ROWS = 1 << 20
 _DEEPEST = 8
 _MOST_TEXT = 1 << 20
 """What is no blob: a key, a page of figures."""
+_MOST_REPLIES = 32 << 20
+"""Memory for all replies of one exchange that are no blobs: a cluster's table of slots takes half of it at most."""
+_VALUE_BYTES = 32
+"""What a number counts as."""
 
 
 def packed(*words: bytes) -> bytes:
@@ -51,6 +55,7 @@ class Link:
         self.be_patient(timeout)
         self._waited = 0.0
         self._moved = 0
+        self._held = 0
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
@@ -89,7 +94,7 @@ class Link:
     def send(self, *parts: Buffer, replies: int = 1) -> None:
         """Send one or more requests, which will have so many replies."""
         if not self._owed:
-            self._waited, self._moved = 0.0, 0
+            self._waited, self._moved, self._held = 0.0, 0, 0
         self._owed += replies
         views = [view for view in (memoryview(part).cast("B") for part in parts) if len(view)]
         if not self._vectored:
@@ -158,6 +163,7 @@ class Link:
 
     def _value(self, depth: int) -> Reply:
         line = self._line()
+        self._hold(_VALUE_BYTES + len(line))
         kind = line[:1]
         if kind == b"+":
             return line[1:]
@@ -173,7 +179,13 @@ class Link:
             return None if size == -1 else [self._value(depth - 1) for _ in range(_size(size, _MOST_ROWS, line))]
         raise ProtocolError(f"no reply: {_quoted(line)}")
 
+    def _hold(self, nbytes: int) -> None:
+        self._held += nbytes
+        if self._held > _MOST_REPLIES:
+            raise ProtocolError(f"replies of more than {_MOST_REPLIES} bytes")
+
     def _bulk(self, size: int) -> bytes:
+        self._hold(size)
         data = bytearray(size)
         view = memoryview(data)
         done = self._take(view)

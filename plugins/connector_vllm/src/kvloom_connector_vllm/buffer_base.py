@@ -8,7 +8,6 @@ import importlib.util
 import random
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,8 +26,9 @@ from kvloom import (
     StorageBackend,
     envelope,
     get_at_most,
+    uninterrupted,
 )
-from kvloom_connector_vllm.buffer_room import Room
+from kvloom_connector_vllm.buffer_room import Room, Until
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.001, 0.05
@@ -80,11 +80,18 @@ class BufferOnBackend:
 
     def counts(self) -> dict[str, int]:
         """What has happened in this process so far, by the names that the methods say."""
-        with self._changed:
-            return dict(self._counts)
+
+        def copied() -> dict[str, int]:
+            with self._changed:
+                return dict(self._counts)
+
+        return uninterrupted(copied, leave=True)
 
     def close(self) -> None:
         """Let go of the store and of whoever waits. What is in the buffer stays there. Idempotent."""
+        uninterrupted(self._close, leave=True)
+
+    def _close(self) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -99,7 +106,7 @@ class BufferOnBackend:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _put(self, key: str, blob: Buffers, *, until: float) -> None:
+    def _put(self, key: str, blob: Buffers, *, until: Until) -> None:
         """Keep `blob` once there is room. Raises DeadlineExceeded, ValueError if there can never be, BackendError."""
         self._check_open()
         nbytes = sum(memoryview(buffer).nbytes for buffer in blob)
@@ -120,7 +127,7 @@ class BufferOnBackend:
         """A blob, None if there is none. Raises CorruptBlobError, before it is read, if no entry is that long."""
         return get_at_most(self._backend, place, self.capacity + envelope.MAX_HEADER_BYTES)
 
-    def _wait(self, until: float, pause: float) -> float | None:
+    def _wait(self, until: Until, pause: float) -> float | None:
         """Wait until something may have changed. How long to wait next; None when there is no more time.
 
         pause: what the last call returned, at first 0. Raises BackendError if the buffer was closed.
@@ -128,7 +135,7 @@ class BufferOnBackend:
         pause = min(max(2 * pause, _SHORTEST_SECONDS), _LONGEST_SECONDS)
         with self._changed:
             self._check_open()
-            left = until - time.monotonic()
+            left = until.left()
             if left <= 0:
                 return None
             # Other processes cannot be heard, so it is looked again; not all of them at the same time.

@@ -8,6 +8,7 @@ each other and give way: they try again after times that differ.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -19,6 +20,21 @@ _BLOCK_BYTES = 4096
 
 Wait = Callable[[float], float | None]
 """Waits a while longer than the argument says; how long it was, or None if there is no more time."""
+
+
+class Until:
+    """Until when a call may wait, by the monotonic clock; another thread may end that."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, seconds: float) -> None:
+        self.at = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self.at - time.monotonic()
+
+    def end(self) -> None:
+        self.at = -math.inf
 
 
 def new_id() -> str:
@@ -46,16 +62,15 @@ class Room:
         self._turn = threading.Lock()
 
     @contextlib.contextmanager
-    def reserved(self, nbytes: int, *, replacing: str, wait: Wait, until: float) -> Iterator[None]:
+    def reserved(self, nbytes: int, *, replacing: str, wait: Wait, until: Until) -> Iterator[None]:
         """Room for `nbytes`, in which the key `replacing` may be put within.
 
-        Raises ValueError if there can never be, DeadlineExceeded if there was none in time. until: by the monotonic
-        clock.
+        Raises ValueError if there can never be, DeadlineExceeded if there was none in time.
         """
         needed = -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
         if needed > self._capacity:
             raise ValueError(f"{needed} bytes do not fit into a capacity of {self._capacity}; make capacity larger")
-        if not self._turn.acquire(timeout=max(0.0, until - time.monotonic())):
+        if not self._turn.acquire(timeout=max(0.0, until.left())):
             raise DeadlineExceeded(self._full(needed))
         try:
             mine = self._reserve(needed, replacing, wait)

@@ -11,14 +11,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from kvloom import BackendError, CorruptBlobError, StorageBackend, UnreadableBlobError, envelope, get_at_most
+from kvloom import (
+    BackendError,
+    CorruptBlobError,
+    StorageBackend,
+    UnreadableBlobError,
+    envelope,
+    get_at_most,
+    uninterrupted,
+)
 from kvloom_connector_vllm import buffer_blobs
 from kvloom_connector_vllm.buffer_base import BufferOnBackend, vllm_base
-from kvloom_connector_vllm.buffer_room import age_seconds, new_id
+from kvloom_connector_vllm.buffer_room import Until, age_seconds, new_id
 
 _PAGE_BYTES = 4096
 _NOTHING = 5
@@ -81,11 +90,15 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         for name, tensor in (*prefix._asdict().items(), ("key", key), ("value", value), ("hidden", hidden)):
             if tensor is not None:
                 buffer_blobs.check(name, tensor)
+        until = Until(self.timeout)
+        uninterrupted(partial(self._insert, [*prefix, key, value, hidden], until), cancel=until.end)
+
+    def _insert(self, tensors: list[torch.Tensor | None], until: Until) -> None:
         place = f"{self._name}/entry/{new_id()}"
-        blob = buffer_blobs.seal(place, [*prefix, key, value, hidden])
+        blob = buffer_blobs.seal(place, tensors)
         self._upkeep()
         try:
-            self._put(place, blob, until=time.monotonic() + self.timeout)
+            self._put(place, blob, until=until)
         except BackendError:
             with contextlib.suppress(Exception):  # a store may fail and have it all the same
                 self._backend.delete(place)
@@ -99,14 +112,18 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         places. The one with the most tokens in common is taken, of several the one with the fewest others, then the
         oldest. None and None: the oldest entry, whatever it is.
 
-        Waits for one; five times None if none came in time. Nobody else gets what was returned. Damaged entries
+        Waits for one; five times None if none came in time. A signal handler that raises may cost the entry that was
+        being taken. Nobody else gets what was returned. Damaged entries
         (counted as `corrupt`) are deleted; those of later versions (`unreadable`) stay. What the store refuses to do is
         `failed`, and tried again until the time is over.
         """
         if input_tokens is None and roi is not None:
             raise ValueError("input_tokens: None takes any entry, and then roi is None too")
         query = None if input_tokens is None else _prefix(input_tokens, roi)
-        until = time.monotonic() + self.timeout
+        until = Until(self.timeout)
+        return uninterrupted(partial(self._drop_select, query, until), cancel=until.end)
+
+    def _drop_select(self, query: Prefix | None, until: Until) -> list[torch.Tensor | None]:
         pause: float | None = 0.0
         while pause is not None:
             self._check_open()

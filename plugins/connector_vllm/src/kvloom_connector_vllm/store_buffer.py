@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from kvloom import BackendError, CorruptBlobError, StorageBackend, UnreadableBlobError
+from kvloom import BackendError, CorruptBlobError, StorageBackend, UnreadableBlobError, uninterrupted
 from kvloom_connector_vllm import buffer_blobs
 from kvloom_connector_vllm.buffer_base import BufferOnBackend, vllm_base
+from kvloom_connector_vllm.buffer_room import Until
 
 
 class KVStoreBuffer(BufferOnBackend, vllm_base("KVStoreBufferBase")):  # type: ignore[misc]
@@ -34,11 +35,12 @@ class KVStoreBuffer(BufferOnBackend, vllm_base("KVStoreBufferBase")):  # type: i
         place = self._place(key)
         self._check_open()
         if value is None:
-            self._delete(place)
+            uninterrupted(partial(self._delete, place))
             return
         buffer_blobs.check("value", value)
-        until = time.monotonic() + self.timeout
-        self._put(place, buffer_blobs.seal(place, [value], params={"key": key}), until=until)
+        until = Until(self.timeout)
+        blob = buffer_blobs.seal(place, [value], params={"key": key})
+        uninterrupted(partial(self._put, place, blob, until=until), cancel=until.end)
 
     def get(self, key: str) -> torch.Tensor | None:
         """The tensor under `key`, verified, in host memory of its own; None if there is none that can be had.
@@ -48,6 +50,9 @@ class KVStoreBuffer(BufferOnBackend, vllm_base("KVStoreBufferBase")):  # type: i
         """
         place = self._place(key)
         self._check_open()
+        return uninterrupted(partial(self._get, key, place), leave=True)
+
+    def _get(self, key: str, place: str) -> torch.Tensor | None:
         try:
             blob = self._content(place)
             if blob is None:

@@ -44,7 +44,7 @@ class ZmqEventsConfig(Config):
     max_connections: int = Field(default=64, ge=1)
     """Connections to an endpoint; with more, all are dropped and may connect again."""
     replay_batches: int = Field(default=10_000, ge=1)
-    """How many batches are kept, for subscribers that ask for what they missed."""
+    """How many batches are kept, of 64 MiB together at most, for subscribers that ask for what they missed."""
     remember: ByteSize = Field(default=ByteSize(64 << 20), ge=0)
     """Memory for the tokens of chunks that are stored later than they are named."""
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from kvloom_events_zmq import replays
 from kvloom_events_zmq.listener import LINGER_SECONDS, Listener
-from kvloom_events_zmq.wire import END, AnyEvent, Batch, sequence
+from kvloom_events_zmq.replays import Replays
+from kvloom_events_zmq.wire import AnyEvent, Batch, sequence
 
 log = logging.getLogger("kvloom.events_zmq")
 
@@ -48,13 +50,14 @@ class Publisher:
         self._closing = False
         self._skipped = False
         self._number = 0
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.replay_batches)
+        self._replays = Replays(settings.topic.encode(), most_batches=settings.replay_batches)
         self._context = zmq.Context()
         try:
-            self._pub = self._bound(zmq.PUB, "endpoint", settings.endpoint)
+            self._pub = self._bound(zmq.PUB, "endpoint", settings.endpoint, settings.hwm)
             self._router = None
             if settings.replay_endpoint is not None:
-                self._router = self._bound(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint)
+                self._router = self._bound(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, replays.WAITING)
+                self._router.socket.router_mandatory = 1  # who is slow, or gone, is told apart
         except ValueError:
             self._context.destroy(linger=0)
             raise
@@ -64,11 +67,8 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvloom-events-zmq")
         self._thread.start()
 
-    def _bound(self, kind: int, name: str, endpoint: str) -> Listener:
-        settings = self.settings
-        return Listener(
-            self._context, kind, name, endpoint, hwm=settings.hwm, max_connections=settings.max_connections
-        )  # fmt: skip
+    def _bound(self, kind: int, name: str, endpoint: str, hwm: int) -> Listener:
+        return Listener(self._context, kind, name, endpoint, hwm=hwm, max_connections=self.settings.max_connections)
 
     @property
     def endpoint(self) -> str:
@@ -113,6 +113,8 @@ class Publisher:
         try:
             while True:
                 waits = [wait for one in listeners if (wait := one.attend()) is not None]
+                if self._router is not None and (wait := self._replays.send(self._router.socket)) is not None:
+                    waits.append(wait)
                 ready = dict(poller.poll(None if not waits else int(1000 * min(waits)) + 1))
                 if self._ear.fileno() in ready:
                     self._ear.recv(4096)
@@ -122,7 +124,7 @@ class Publisher:
                 if closing:
                     return
                 if self._router is not None and self._router.socket in ready:
-                    self._replay(self._router.socket)
+                    self._replays.hear(self._router.socket)
         finally:
             for one in listeners:
                 one.close()
@@ -138,21 +140,9 @@ class Publisher:
     def _send(self, events: list[AnyEvent]) -> None:
         payload = msgspec.msgpack.encode(Batch(time.time(), events, self.settings.data_parallel_rank))
         number, self._number = self._number, self._number + 1
-        self._sent.append((number, payload))
+        if self._router is not None:
+            self._replays.keep(number, payload)
         self._pub.socket.send_multipart((self.settings.topic.encode(), sequence(number), payload))
-
-    def _replay(self, router: zmq.Socket[bytes]) -> None:
-        """Who asks gets what is still there from a number on. One that does not read what it asked for loses it."""
-        client, *frames = router.recv_multipart()
-        if len(frames) != 2 or len(frames[1]) != 8:
-            log.warning("a replay was asked for in %d frames; expected an empty one and 8 bytes", len(frames))
-            return
-        first = int.from_bytes(frames[1], "big")
-        topic = self.settings.topic.encode()
-        for number, payload in self._sent:
-            if number >= first:
-                router.send_multipart((client, b"", topic, sequence(number), payload))
-        router.send_multipart((client, b"", b"", END, b""))
 
 
 _shared: dict[tuple[int, str], tuple[Publisher, int]] = {}

@@ -49,9 +49,9 @@ def take(directory: Path, name: str) -> tuple[Slot | None, Path | None]:
     return slot, slot.path if slot.path in files else files[0] if files else None
 
 
-def regular(path: Path, flags: int) -> int:
+def regular(path: Path, flags: int, mode: int = 0o666) -> int:
     """A descriptor of a file. Raises OSError, without waiting, if something else lies there."""
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -70,12 +70,17 @@ def _written(directory: Path, name: str) -> list[tuple[int, int, Path]]:
 
 
 def _locked(stem: Path) -> Slot | None:
+    """The slot, unless another process has it. Whoever may read a file may lock it: so only who may write here may."""
+    mode = 0o600 | _writers(stem.parent)
     try:
-        fd = regular(Path(f"{stem}.lock"), os.O_RDWR | os.O_CREAT)
+        fd = regular(Path(f"{stem}.lock"), os.O_RDWR | os.O_CREAT, mode)
     except OSError as error:
         if error.errno in _NO_LOCK:  # something else lies there
             return None
         raise
+    with contextlib.suppress(PermissionError):  # another user's
+        if stat.S_IMODE(os.fstat(fd).st_mode) != mode:  # what the umask took, or an earlier release gave
+            os.fchmod(fd, mode)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -85,3 +90,9 @@ def _locked(stem: Path) -> Slot | None:
         os.close(fd)
         raise
     return Slot(Path(f"{stem}.journal"), fd)
+
+
+def _writers(directory: Path) -> int:
+    """The bits by which others may read and write what whoever may write to `directory` may have."""
+    mode = directory.stat().st_mode
+    return (0o060 if mode & stat.S_IWGRP else 0) | (0o006 if mode & stat.S_IWOTH else 0)

@@ -115,6 +115,7 @@ _own: dict[int, str] = {}
 @contextmanager
 def set_for(config: Any) -> Iterator[None]:
     """Have a model attend by `attend`. One at a time for each config."""
+    settle(config)
     before = config._attn_implementation
     _own[id(config)] = before
     AttentionInterface.register(NAME, attend)
@@ -124,6 +125,12 @@ def set_for(config: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
+
+
+def settle(config: Any) -> None:
+    """Undo what a pass left that was interrupted at its very end. No pass may be under way."""
+    if config._attn_implementation == NAME:
+        config._attn_implementation = _own[id(config)]
 
 
 def _own_of(module: Any) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from itertools import pairwise
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -103,8 +103,8 @@ class BlendPass:
         rest, kwargs = more
         self._projecting = True
         try:
-            with _narrow_queries(module):
-                module.forward(hidden, *rest, **self._arguments(kwargs))
+            with _narrow_queries(module) as narrowed:
+                narrowed.run(module.forward, hidden, *rest, **self._arguments(kwargs))
         except _Projected as projected:
             return self._blend(layer, projected.key, projected.value)
         finally:
@@ -187,26 +187,31 @@ class _Projected(Exception):
         self.key, self.value = key, value
 
 
+_narrowing: ContextVar[object] = ContextVar("narrowing", default=None)
+"""Whose hooks are to do something: an interrupt may leave others behind, and other threads may call the model."""
+
+
 @contextmanager
-def _narrow_queries(layer: torch.nn.Module) -> Iterator[None]:
-    """Where Q has a projection of its own, compute it for one row: nobody looks at it."""
+def _narrow_queries(layer: torch.nn.Module) -> Iterator[Context]:
+    """Where Q has a projection of its own, compute it for one row in this context: nobody looks at it."""
     projections = [module for name, module in layer.named_modules() if name.rsplit(".", 1)[-1] == "q_proj"]
-    hooks, owner = [], get_ident()
+    hooks, mine, context = [], object(), copy_context()
+    context.run(_narrowing.set, mine)
     for module in projections:
         rows: list[int] = []
 
         def narrow(_: Any, args: tuple[Any, ...], rows: list[int] = rows) -> tuple[Any, ...]:
-            if get_ident() != owner:
+            if _narrowing.get() is not mine:
                 return args
             rows[:] = [args[0].shape[1]]
             return (args[0][:, :1], *args[1:])
 
         def widen(_: Any, args: Any, output: torch.Tensor, rows: list[int] = rows) -> torch.Tensor:
-            return output.expand(-1, rows[0], -1) if get_ident() == owner else output
+            return output.expand(-1, rows[0], -1) if _narrowing.get() is mine else output
 
         hooks += [module.register_forward_pre_hook(narrow), module.register_forward_hook(widen)]
     try:
-        yield
+        yield context
     finally:
         for hook in hooks:
             hook.remove()

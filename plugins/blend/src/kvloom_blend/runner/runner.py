@@ -19,7 +19,7 @@ from kvloom_connector_transformers.identity import transformers_model
 from ..executors import NoneExecutor
 from ..retrievers.landing import LandingTask
 from ..rotation import Rotations, Turn, gate, rotations_of
-from .attention import set_for
+from .attention import set_for, settle
 from .blend_pass import BlendCache, BlendPass, Plane, split_caches
 from .given import GivenTask, kv_of
 
@@ -79,9 +79,12 @@ class Runner:
         self._one_at_a_time = _lock_of(self.model)
         self._try()
 
-    def at_rest(self) -> threading.Lock:
-        """A context manager: no pass of the model is under way in it."""
-        return self._one_at_a_time
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """No pass of the model is under way in it, and its attention is its own."""
+        with self._one_at_a_time:
+            settle(self.model.config.get_text_config(decoder=True))
+            yield
 
     def prefill(self, rows: Sequence[torch.Tensor], *, keep_logits: int = 1, note: str = "") -> Prefilled:
         """What the model computes by itself. rows: 1-D token ids of each prompt."""

@@ -1,0 +1,90 @@
+"""Reading of local directories, past the clients: both wait for the writer of a FIFO, in a thread that is lost then."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from kvloom import BackendError, CorruptBlobError, Sink
+from kvloom_backend_fsspec.errors import explained
+from kvloom_backend_fsspec.fsspec_store import FsspecStore
+from kvloom_backend_fsspec.obstore_store import ObstoreStore
+from kvloom_backend_fsspec.store import Memory
+
+if TYPE_CHECKING:
+    from kvloom_backend_fsspec.config import Place
+
+_PIECE_BYTES = 256 << 10
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP)
+"""The last two are what opening a socket says."""
+
+
+class _LocalFiles:
+    """What is no regular file is not there."""
+
+    _place: Place
+
+    def get(self, name: str) -> bytes | None:
+        memory = Memory()
+        return memory.data if self.read(name, memory) else None
+
+    def read(self, name: str, sink: Sink) -> bool:
+        with self._opened(name) as found:
+            if found is None:
+                return False
+            file, size = found
+            if not size:
+                raise CorruptBlobError(f"an empty file: {name}")
+            _fill(sink.reserve(size)[:size], file, 0, sink.filled)
+        return True
+
+    def read_range(self, name: str, offset: int, into: memoryview) -> bool:
+        with self._opened(name) as found:
+            if found is None or found[1] < offset + len(into):
+                return False
+            _fill(into, found[0], offset, lambda _: None)
+        return True
+
+    def size(self, name: str) -> int | None:
+        with self._opened(name) as found:
+            return None if found is None else found[1]
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[int, int] | None]:
+        """A descriptor, and how long the file is: the same version to the end."""
+        try:
+            file = os.open(f"/{name}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _NOTHING:
+                raise BackendError(explained(error, self._place)) from error
+            yield None
+            return
+        try:
+            status = os.fstat(file)
+            yield (file, status.st_size) if stat.S_ISREG(status.st_mode) else None
+        except OSError as error:
+            raise BackendError(explained(error, self._place)) from error
+        finally:
+            os.close(file)
+
+
+class LocalObstoreStore(_LocalFiles, ObstoreStore):
+    """`file://` by obstore."""
+
+
+class LocalFsspecStore(_LocalFiles, FsspecStore):
+    """`file://` and `local://` by fsspec."""
+
+
+def _fill(view: memoryview, file: int, offset: int, filled: Callable[[int], object]) -> None:
+    at = 0
+    while at < len(view):
+        got = os.preadv(file, [view[at : at + _PIECE_BYTES]], offset + at)
+        if not got:
+            raise BackendError(f"the file has {offset + at} bytes of {offset + len(view)}")
+        at += got
+        filled(at)

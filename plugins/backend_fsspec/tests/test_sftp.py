@@ -1,0 +1,84 @@
+"""What lies in the directories of an SFTP server: no FIFO is opened, and what cannot be read ends no listing."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvloom import BackendError, IncompleteListingError
+from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_backend_fsspec.store import Memory
+
+pytest.importorskip("paramiko")
+
+FILE, DIRECTORY, FIFO = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755, stat.S_IFIFO | 0o644
+
+
+class Server:
+    """paramiko's client of a server whose directories hold `tree`: a mode, or the error of who looks into it."""
+
+    def __init__(self, tree: dict[str, int | Exception]) -> None:
+        self.tree = tree
+
+    def stat(self, path: str) -> Any:
+        if path not in self.tree:
+            raise FileNotFoundError(errno.ENOENT, path)
+        return SimpleNamespace(st_mode=self.tree[path], st_size=4)
+
+    def listdir_attr(self, path: str) -> list[Any]:
+        inside = self.tree.get(path)
+        if isinstance(inside, Exception):
+            raise inside
+        modes = {name: mode for name, mode in self.tree.items() if name.rpartition("/")[0] == path}
+        return [
+            SimpleNamespace(
+                filename=name.rpartition("/")[2], st_mode=mode if isinstance(mode, int) else DIRECTORY, st_size=4,
+                st_mtime=0,
+            )
+            for name, mode in modes.items()
+        ]  # fmt: skip
+
+    def open(self, path: str, *_: Any) -> Any:
+        raise AssertionError(f"{path} was opened")
+
+
+def backend(monkeypatch: pytest.MonkeyPatch, tree: dict[str, int | Exception]) -> FsspecBackend:
+    found = FsspecBackend(FsspecBackend.Config(url="sftp://host/kv"))
+    connection = SimpleNamespace(sftp=Server({"/kv": DIRECTORY, **tree}), close=lambda: None)
+    monkeypatch.setattr(found._store(), "_connect", lambda: connection)
+    return found
+
+
+def test_what_is_no_file_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = backend(monkeypatch, {"/kv/fifo=kv": FIFO, "/kv/directory=kv": DIRECTORY, "/kv/a=kv": FILE})
+    for key in ("fifo", "directory", "nothing"):
+        assert it.get(key) is None and not it.contains(key) and not it.get_into(key, Memory())
+        assert not it.get_range(key, 0, memoryview(bytearray(1)))
+    assert it.contains("a")
+    with pytest.raises(BackendError, match="was opened"):
+        it.get("a")
+
+
+def test_a_listing_goes_on_past_what_cannot_be_read_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    sound: dict[str, int | Exception] = {"/kv/a=kv": FILE, "/kv/z": DIRECTORY, "/kv/z/b=kv": FILE}
+    it = backend(monkeypatch, {**sound, "/kv/lost+found": refused, "/kv/=hold": refused})
+    assert [entry.key for entry in it.scan()] == ["a", "z/b"], "no key leads there"
+    it = backend(monkeypatch, {**sound, "/kv/y": refused})
+    seen: list[str] = []
+    with pytest.raises(IncompleteListingError, match="1 directories cannot be read, the first: /kv/y"):
+        seen.extend(map(attrgetter("key"), it.scan()))
+    assert seen == ["a", "z/b"]
+    for error in (OSError("Socket is closed"), OSError(errno.EIO, "Failure")):
+        it = backend(monkeypatch, {**sound, "/kv/y": error})
+        monkeypatch.setattr(it._store(), "_retries", 0)
+        with pytest.raises(BackendError) as caught:
+            list(it.scan())
+        assert not isinstance(caught.value, IncompleteListingError)
+    with pytest.raises(BackendError, match="Permission denied"):
+        list(backend(monkeypatch, {"/kv": refused}).scan())

@@ -1,0 +1,66 @@
+"""What lies in a local directory and is no file is not there, and nobody waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloom import BackendError, CorruptBlobError
+from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_backend_fsspec.store import Memory
+
+DRIVERS = ("obstore", "fsspec")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"/proc/self/fd/{(directory := os.open(path.parent, os.O_PATH))}/{path.name}")
+    os.close(directory)
+
+
+MAKE: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "socket": _socket,
+    "link to a fifo": lambda path: (os.mkfifo(path.with_name("fifo")), path.symlink_to("fifo")),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting() -> Iterator[None]:
+    """Whoever waits for the writer of a FIFO waits for ever: here the process ends, as no handler of Python's runs."""
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("what", MAKE)
+def test_it_is_a_miss_and_is_written_over(tmp_path: Path, driver: str, what: str) -> None:
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver=driver))
+    MAKE[what](tmp_path / "a=kv")
+    assert backend.get("a") is None and not backend.contains("a")
+    assert not backend.get_range("a", 0, memoryview(bytearray(1)))
+    assert not backend.get_range("a", 0, memoryview(b""))
+    assert not backend.get_into("a", Memory())
+    backend.put("a", [b"blob"])
+    assert backend.get("a") == b"blob"
+    backend.delete("a")
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_what_cannot_be_opened_is_an_error_and_what_is_empty_is_corrupt(tmp_path: Path, driver: str) -> None:
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver=driver))
+    (tmp_path / "a=kv").touch()
+    with pytest.raises(CorruptBlobError, match="an empty file"):
+        backend.get("a")
+    with pytest.raises(BackendError, match="File name too long"):
+        backend._store().get("x" * 300)

@@ -1,0 +1,45 @@
+"""What Ctrl-C leaves behind of a pass does nothing to the model: it computes what it did before, and is blended."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from blend_models import config, joined, model, text, whole
+
+from kvloom_blend import blended
+from kvloom_blend.runner.attention import set_for
+from kvloom_blend.runner.blend_pass import _narrow_queries
+
+PROMPT = joined(text(1), text(0), text(2))
+
+
+@pytest.fixture
+def mine() -> Any:
+    return copy.deepcopy(model())
+
+
+def test_hooks_that_are_left_behind_do_nothing(mine: Any) -> None:
+    before = whole(mine, PROMPT)
+    narrowed = _narrow_queries(mine.model.layers[2])
+    context = narrowed.__enter__()
+    assert torch.equal(whole(mine, PROMPT), before)
+    assert not torch.equal(context.run(whole, mine, PROMPT), before), "they do something to whom they are for"
+
+
+def test_attention_that_is_left_behind_is_undone(mine: Any) -> None:
+    before, own = whole(mine, PROMPT), mine.config._attn_implementation
+    with blended(mine, config({"executor": "none"})) as it:
+        it.remember(text(0))
+        left = set_for(mine.config)
+        left.__enter__()
+        assert torch.equal(whole(mine, PROMPT), before)
+        assert it.prefill(PROMPT, store=False).blended_tokens, "and is no change of the model"
+        assert mine.config._attn_implementation == own
+        left = set_for(mine.config)
+        left.__enter__()
+        with set_for(mine.config):
+            assert torch.equal(whole(mine, PROMPT), before)
+        assert mine.config._attn_implementation == own
