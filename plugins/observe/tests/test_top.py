@@ -108,7 +108,8 @@ class Else(BaseHTTPRequestHandler):
         if "binary" in self.path:
             self.wfile.write(b"\xff\xfe")
             return
-        self.wfile.write(b"# HELP x y\n# TYPE x counter\nx_total 1\n" if "metrics" in self.path else b"<html> {")
+        body = b"# HELP x y\n# TYPE x counter\nx_total 1\n" if "metrics" in self.path else b"<html> {"
+        self.wfile.write(b'kvloom_engine_info{engine="one"} 1\n' if "labels" in self.path else body)
 
     def log_message(self, *_: Any) -> None: ...
 
@@ -120,6 +121,7 @@ def test_what_is_no_engine_of_kvloom(tmp_path: Path) -> None:
     try:
         for path, words in (
             ("metrics", "no metrics of kvloom"),
+            ("labels", "no metrics of kvloom"),
             ("", "no metrics of"),
             ("404", "status 404"),
             ("binary", "no metrics"),
