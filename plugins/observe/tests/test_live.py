@@ -29,8 +29,8 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork her
 
 
 @pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> Path:
-    """The usual directory of sockets."""
+def runtime(tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The usual directory of sockets. tmp_path: pytest's own directories are made before another is the usual one."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     return short_path / "kvloom"
@@ -172,7 +172,7 @@ def test_what_is_no_snapshot_is_said(short_path: Path, body: bytes) -> None:
     bound = sockets.bind(short_path / "s")
     server = HTTPServer(bound.listener, lambda _: Response(200, body))
     server.start()
-    with pytest.raises(ValueError, match="no engine of kvloom answers there|is of another version"):
+    with pytest.raises(ValueError, match=r"no engine of kvloom answers there|is of another version"):
         sockets.ask(bound.path)
     server.close()
     bound.close()
