@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -89,6 +90,13 @@ class _Costs:
         line = {**cost, "wall": self._wall.pop(report.nodeid)}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory for sockets, whose paths have some 100 bytes at most; those below `tmp_path` may be longer."""
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp" if os.path.isdir("/tmp") else None) as short:
+        yield Path(short)
 
 
 @pytest.hookimpl(tryfirst=True)

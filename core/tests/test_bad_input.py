@@ -66,6 +66,12 @@ def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
     assert refused(file) == f"{file}: nested too deeply"
 
 
+def test_a_number_that_is_none_does_not_blame_the_name_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("chunk_tokens: " + "9" * 5000)
+    assert refused(file) == f"{file}: not YAML: a number or a date in it is none that can be"
+
+
 def test_the_name_of_a_file_that_can_be_none() -> None:
     assert refused("a\0b.yaml").startswith("'a\\x00b.yaml': cannot be read: ")
     assert refused("~no-such-user/a.yaml") == "~no-such-user/a.yaml: cannot be read: No such file or directory"

@@ -53,7 +53,16 @@ def test_an_error_of_a_server_does_not_either(rack: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b"[" * 1_000_000, b'{"a":' * 50_000, b"{", b"\xff", b'{"spec": 3}']
+    "content",
+    [
+        b'{"identity": {}, "spec": {"model": [1]}}',
+        b"[" * 100_000,
+        b"[" * 1_000_000,
+        b'{"a":' * 50_000,
+        b"{",
+        b"\xff",
+        b'{"spec": 3}',
+    ],
 )
 def test_a_record_that_is_none_is_passed_over(rack: Path, content: bytes) -> None:
     fill(rack, 2)
@@ -61,6 +70,8 @@ def test_a_record_that_is_none_is_passed_over(rack: Path, content: bytes) -> Non
     for verb in ("stat", "scrub"):
         done = run(verb, rack)
         assert SPEC.model in done.out or verb == "scrub"
+    (own,) = [key.removeprefix("spec/")[:8] for key in Rack.racks["one"] if "abab" not in key and key[:5] == "spec/"]
+    assert "the tiers have records of no other" in run("why", rack, "--fingerprint", own).out
 
 
 def test_a_record_that_is_too_long_is_not_read(rack: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,7 +163,8 @@ def test_which_model_must_be_clear(config: Path, prompts: Path, tmp_path: Path) 
         ('{"token": [1]}', '1: expected {"tokens": [...]} or {"text": "..."}'),
         ('{"tokens": [1], "salt": 3}', "1: salt: expected text, got 3"),
         ('{"text": "a"}', "1: text needs a tokenizer"),
-        ("not/a/key", "1: not a chunk key: 'not/a/key'"),
+        ("not/a/key", "1: not a chunk key: 'not/a/key'; a prompt is JSON, such as {\"text\""),
+        ("[" * 100_000, "1: not JSON that anybody writes: nested too deeply"),
         (None, " cannot be read: No such file or directory"),
     ],
 )
@@ -172,6 +174,20 @@ def test_files_that_are_no_prompts(config: Path, tmp_path: Path, line: str | Non
         file.write_text(line)
     refused = run("warm", file, "--config", config, status=2).err
     assert refused.startswith(f"kvloom: {file}:{problem}") and refused.count("\n") == 1
+
+
+def test_a_text_file_is_one_prompt(
+    config: Path, tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "prompt.txt"
+    text.write_text("[what is no JSON")
+    tokenizer = SimpleNamespace(from_pretrained=lambda name, **_: lambda content: {"input_ids": tokens})
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=tokenizer))
+    (row,) = run("warm", "--text", text, "--tokenizer", "its", "--config", config, "--json").json["lines"]
+    assert row["tokens"] == row["hit"] == len(tokens)
+    for wrong in ([], [text, "--text", text]):
+        assert "FILE: give a file of prompts, or" in run("warm", *wrong, "--config", config, status=2).err
+    assert "--tokenizer: by which" in run("warm", "--text", text, "--config", config, status=2).err
 
 
 def test_text_needs_a_tokenizer_that_is_here(config: Path, tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_a_config_and_what_it_resolves_to_are_frozen(registry: Registry) -> None
         ({"tiers": {"type": "memory"}}, "tiers: should be a list, not {'type': 'memory'}"),
         ({"tiers": [{"capacity": 1}]}, "tiers.0.type: missing; it has no default"),
         ({"tiers": [{"type": "memory", "capacity": "lots"}]}, "tiers.0.capacity: should be a size such as 512MiB"),
+        ({"tiers": [{"type": "memory", "capacity": "3foo"}]}, "tiers.0.capacity: should be a size such as 512MiB"),
+        ({"tiers": [{"type": "memory", "quota": {}}]}, "tiers.0.quota: should not be empty"),
         ({"tiers": [{"type": "memory", "capacity": 0}]}, "tiers.0.capacity: should be more than nothing"),
         ({"tiers": [{"type": "memory", "capacity": True}]}, "tiers.0.capacity: should be a number, not true"),
         ({"tiers": [{"type": "memory", "path": "/x"}]}, "tiers.0.path: unknown key; known: capacity, deadline, name"),

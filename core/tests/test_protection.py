@@ -269,7 +269,13 @@ def test_bad_keys_are_told_at_the_start_and_never_quoted(
 
 @pytest.mark.parametrize(
     ("protect", "path"),
-    [({"keys": ""}, "keys"), ({}, "keys"), ({"mode": "hide", "keys": "x"}, "mode"), ({"keys": "x", "key": 1}, "key")],
+    [
+        ({"keys": ""}, "keys"),
+        ({"keys": "a\0b"}, "keys"),
+        ({}, "keys"),
+        ({"mode": "hide", "keys": "x"}, "mode"),
+        ({"keys": "x", "key": 1}, "key"),
+    ],
 )
 def test_bad_settings(open_engine: Open, protect: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as caught:

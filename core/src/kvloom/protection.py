@@ -249,5 +249,6 @@ def _content(path: Path) -> str:
         if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & stat.S_IROTH:
             log.warning("%s can be read by every user of this machine", path)
         return path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("keys", f"cannot read {path}: {error}; name a file with keys, or env:NAME") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text of keys, or no name of a file"
+        raise ConfigError("keys", f"cannot read {path}: {reason}; name a file with keys, or env:NAME") from error

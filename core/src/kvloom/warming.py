@@ -88,6 +88,8 @@ def read_prompts(file: Path, tokenizer: str | Tokenizer | None = None) -> Iterat
                 yield _prompt(number, line.strip(), encode)
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"{file}:{number}", str(error)) from None
+            except RecursionError:
+                raise ConfigError(f"{file}:{number}", "not JSON that anybody writes: nested too deeply") from None
 
 
 def _lines(text: str) -> list[str]:
@@ -107,7 +109,7 @@ def _prompt(number: int, line: str, encode: Tokenizer | None) -> Prompt:
         try:
             return Prompt(number, key=ChunkKey.parse(line))
         except ValueError:
-            raise ValueError(f"not a chunk key: {line[:80]!r}; a prompt is JSON") from None
+            raise ValueError(f'not a chunk key: {line[:80]!r}; a prompt is JSON, such as {{"text": "..."}}') from None
     fields = json.loads(line)
     unknown = fields.keys() - {"tokens", "text", "salt"}
     if unknown or ("tokens" in fields) == ("text" in fields):
@@ -119,6 +121,8 @@ def _prompt(number: int, line: str, encode: Tokenizer | None) -> Prompt:
     if tokens is None:
         if encode is None:
             raise ValueError("text needs a tokenizer: name one, or give tokens")
+        if not isinstance(fields["text"], str):
+            raise TypeError(f"text: expected text, got {fields['text']!r}")
         tokens = list(encode(fields["text"]))
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise ValueError("tokens: expected a list of token ids")

@@ -48,6 +48,8 @@ def test_a_config_without_blending_and_another_connector() -> None:
         blended(model(), {"connector": "transformers", "tiers": ["memory"]})
     with pytest.raises(ConfigError, match="connector"):
         blended(model(), {**config(NONE), "connector": "plain"})
+    with pytest.raises(ConfigError, match=r"^tiers\.0\.pth: unknown key"):  # before the weights are read
+        blended(None, {**config(NONE), "tiers": [{"type": "dict", "pth": "kv"}]})
 
 
 def test_an_engine_of_another_model_is_refused() -> None:

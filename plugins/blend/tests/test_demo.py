@@ -14,7 +14,7 @@ import torch
 from blend_models import model
 from blend_texts import TEXTS, Letters
 
-from kvloom import BlendExecutor, BlendRequest, EngineConfig
+from kvloom import BlendExecutor, BlendRequest, ConfigError, EngineConfig
 from kvloom_blend.commands import demo
 from kvloom_blend.demo import measure, report
 from kvloom_blend.demo.random_choice import RandomExecutor
@@ -163,3 +163,11 @@ def test_without_matplotlib_there_are_lines(
     said = capsys.readouterr().out
     assert "█▅▁" in said and "pip install matplotlib" in said and "\nchart:" not in said
     assert not (tmp_path / "blend.png").exists()
+
+
+def test_a_configuration_that_no_demo_made_is_not_written_over(tmp_path: Path, measured: tuple[object, Path]) -> None:
+    measure.check_own(measured[1])
+    mine = tmp_path / "blend.yaml"
+    mine.write_text("connector: vllm\n")
+    with pytest.raises(ConfigError, match=r"--out: .*blend\.yaml is there already, and not from a demo"):
+        demo(model="it", documents=None, question=None, tokens=16, orders=1, out=tmp_path)

@@ -175,11 +175,25 @@ def test_kv_of_an_earlier_run_goes_unless_kept(
 ) -> None:
     canned(monkeypatch)
     kept = tmp_path / "kv" / "something"
-    for options, there in (["--keep"], True), ([], False):
-        kept.parent.mkdir(exist_ok=True)
-        kept.touch()
+    for options, there in ([], False), (["--keep"], True), ([], False):
+        if (tmp_path / "job.json").exists():
+            kept.parent.mkdir(exist_ok=True)
+            kept.touch()
         assert CliRunner().invoke(app, ["--size", "small", "--out", str(tmp_path), *options]).exit_code == 0
         assert kept.exists() is there
+
+
+@pytest.mark.parametrize("name", ["kv/mine", "laptop.yaml", "job.json", "result.json"])
+def test_what_no_demo_made_is_neither_removed_nor_written_over(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    canned(monkeypatch)
+    mine = tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("{}")
+    done = CliRunner().invoke(app, ["--size", "small", "--out", str(tmp_path)])
+    assert done.exit_code == 2 and "not from a demo" in " ".join(done.output.split())
+    assert mine.read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,11 @@ def test_training_mode_is_refused(model: CachedModel) -> None:
         model.generate(ROW)
 
 
+def test_a_configuration_is_checked_before_the_weights_are_read(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^tiers\.0\.pth: unknown key"):
+        cached(None, config | {"tiers": [{"type": "disk", "path": "kv", "pth": "kv"}]})
+
+
 def test_another_connector_is_a_config_error(llama: PreTrainedModel, config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="connector"):
         cached(llama, config | {"connector": "plain"})

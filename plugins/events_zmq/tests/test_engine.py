@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zmq_support import SECONDS, Subscriber, free_port, subscriber
 
-from kvloom import ChunkEvent, ChunkKey, ConfigError, Engine, Segment, chain
+from kvloom import ChunkEvent, ChunkKey, ConfigError, Engine, EngineConfig, Segment, chain, check_config
 from kvloom_events_zmq.naming import Names, block_hashes
 from kvloom_events_zmq.observer import EventsLostError, ZmqEventsObserver
 from kvloom_events_zmq.publisher import Publisher, Settings
@@ -184,6 +184,20 @@ def test_a_port_in_use_is_an_error_that_names_it() -> None:
             Engine.open(config(replay_endpoint=endpoint), SPEC)
     with pytest.raises(ConfigError, match=r"observers\.0\.endpoint.*tcp://ADDRESS:PORT"):
         Engine.open(config(endpoint="127.0.0.1:5557"), SPEC)
+
+
+def test_a_relative_path_begins_where_the_configuration_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = 'observers: [{type: events_zmq, endpoint: "ipc://kv/events", replay_endpoint: "ipc://~/replay"}]'
+    (tmp_path / "kv.yaml").write_text(block)
+    monkeypatch.setenv("HOME", "/home/us")
+    (observer,) = check_config(EngineConfig.from_file(tmp_path / "kv.yaml")).observers
+    assert observer.config.endpoint == f"ipc://{tmp_path}/kv/events"
+    assert observer.config.replay_endpoint == "ipc:///home/us/replay"
+    for as_it_is in ("ipc:///run/kv", "ipc://@kv", "tcp://127.0.0.1:5557"):
+        assert ZmqEventsObserver.Config(endpoint=as_it_is).endpoint == as_it_is
+    for none in ("ipc://", "ipc://*", "tcp"):
+        with pytest.raises(ValueError, match="not an endpoint"):
+            ZmqEventsObserver.Config(endpoint=none)
 
 
 def test_engines_of_a_process_share_an_endpoint_and_give_it_back() -> None:

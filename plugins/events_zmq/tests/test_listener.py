@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -59,6 +60,28 @@ def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         with connected(one.endpoint) as client:
             until_closed(client)
         one.close()
+
+
+def test_a_path_that_is_taken_is_left_as_it_is(short_path: Path) -> None:
+    note, place = short_path / "note.txt", short_path / "socket"
+    note.write_text("mine")
+    with zmq.Context() as context:
+
+        def bound(path: Path) -> Listener:
+            return Listener(context, zmq.PUB, "endpoint", f"ipc://{path}", hwm=10, max_connections=10)
+
+        with pytest.raises(ValueError, match=rf"endpoint: {note} is there, and no socket; name another path"):
+            bound(note)
+        assert note.read_text() == "mine"
+        one = bound(place)
+        with pytest.raises(ValueError, match=rf"endpoint: {place} is in use"):
+            bound(place)
+        one.close()
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(short_path / "dead"))
+        bound(short_path / "dead").close()
+        with pytest.raises(ValueError, match=r"too long for a socket \(107 bytes"):
+            bound(short_path / ("x" * 100))
 
 
 def test_few_descriptors_count_as_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

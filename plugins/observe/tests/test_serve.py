@@ -33,8 +33,8 @@ CHROMIUM = next(
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def runtime(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
 
 
 @contextmanager
@@ -145,13 +145,13 @@ def test_one_process_at_a_time_answers_and_ends_with_the_page(monkeypatch: pytes
         questions._run(hangs)
 
 
-def test_an_engine_that_goes_away_is_said(tmp_path: Path) -> None:
+def test_an_engine_that_goes_away_is_said(tmp_path: Path, short_path: Path) -> None:
     engine = opened(tmp_path, "live")
     with served(engine, tmp_path) as page:
         assert ask(page, "/snapshot.json")[0] == 200
         engine.close()
         status, told, _ = ask(page, "/snapshot.json")
-        assert status == 503 and str(tmp_path) in told["error"] and "start one with" in told["error"]
+        assert status == 503 and str(short_path) in told["error"] and "start one with" in told["error"]
 
 
 def test_a_port_in_use_and_half_of_a_question(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from kvloom_observe.top.watch import keys, quits, watch
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def runtime(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     monkeypatch.setenv("COLUMNS", "80")
 
 
@@ -72,15 +72,15 @@ def test_which_engine(tmp_path: Path) -> None:
     assert "asked for by http://" in str(top("ftp://one", "--once").exception)
 
 
-def test_the_socket_of_a_dead_engine(tmp_path: Path) -> None:
-    path = tmp_path / "dead.sock"
+def test_the_socket_of_a_dead_engine(short_path: Path) -> None:
+    path = short_path / "dead.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    (tmp_path / "file").touch()
+    (short_path / "file").touch()
     for place, words in (
         (path, "its engine has ended"),
-        (tmp_path / "file", "no socket"),
-        (tmp_path / "x", "no engine is"),
+        (short_path / "file", "no socket"),
+        (short_path / "x", "no engine is"),
     ):
         for verb in (["top", "--once"], ["serve", "--port", "0"]):
             error = CliRunner().invoke(app(), [*verb, str(place)]).exception
@@ -108,7 +108,8 @@ class Else(BaseHTTPRequestHandler):
         if "binary" in self.path:
             self.wfile.write(b"\xff\xfe")
             return
-        self.wfile.write(b"# HELP x y\n# TYPE x counter\nx_total 1\n" if "metrics" in self.path else b"<html> {")
+        body = b"# HELP x y\n# TYPE x counter\nx_total 1\n" if "metrics" in self.path else b"<html> {"
+        self.wfile.write(b'kvloom_engine_info{engine="one"} 1\n' if "labels" in self.path else body)
 
     def log_message(self, *_: Any) -> None: ...
 
@@ -120,6 +121,7 @@ def test_what_is_no_engine_of_kvloom(tmp_path: Path) -> None:
     try:
         for path, words in (
             ("metrics", "no metrics of kvloom"),
+            ("labels", "no metrics of kvloom"),
             ("", "no metrics of"),
             ("404", "status 404"),
             ("binary", "no metrics"),

@@ -54,6 +54,27 @@ def read_json(path: Path) -> Any:
         raise ConfigError(str(path), "not JSON that anybody writes: nested too deeply") from None
 
 
+def tokenized(text: Path, tokenizer: str) -> list[int]:
+    """As the model's own tokenizer has it, with what it puts in front. Nothing is downloaded."""
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(str(text), f"cannot be read: {reason}") from None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            "--tokenizer", "transformers is not installed; pip install transformers, or give token ids"
+        ) from None
+    try:
+        ids: list[int] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)(content)["input_ids"]
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError("--tokenizer", f"{tokenizer!r} cannot be loaded from here: {reason}") from None
+    return ids
+
+
 def read_spec(path: Path) -> KVSpec:
     """The spec in a file: what `KVSpec.to_json()` gives, or a tier's record. Raises ConfigError with the path."""
     value = read_json(path)

@@ -232,4 +232,5 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     whole = isinstance(record, dict) and all(isinstance(record.get(part), dict) for part in ("identity", "spec"))
-    return record if whole else None
+    named = whole and all(isinstance(record["spec"].get(name, ""), str) for name in ("model", "revision"))
+    return record if named else None

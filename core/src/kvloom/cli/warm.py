@@ -17,7 +17,7 @@ import typer
 
 from kvloom.cli import output
 from kvloom.cli.config import load
-from kvloom.cli.model import Keys, read_spec, recorded
+from kvloom.cli.model import Keys, read_spec, recorded, tokenized
 from kvloom.errors import ConfigError
 from kvloom.plugins import Registry
 
@@ -52,25 +52,26 @@ def add(commands: typer.Typer, registry: Registry) -> None:
     @commands.command("warm")
     def warm(
         file: Annotated[
-            Path,
-            typer.Argument(metavar="FILE", help="Prompts as JSON, or one prompt or key in a line."),
-        ],
+            Path | None,
+            typer.Argument(metavar="[FILE]", help="Prompts as JSON, or one prompt or key in a line; none with --text."),
+        ] = None,
+        *,
         config: Annotated[Path, typer.Option(metavar="CONFIG", help="The engine's YAML configuration.")],
         into: Annotated[str | None, typer.Option(metavar="TIER", help="Copy what slower tiers hold into this.")] = None,
         spec: Annotated[
             Path | None, typer.Option(metavar="SPEC.json", help="The model; else the tiers' record.")
         ] = None,
         model: Annotated[str | None, typer.Option(help="The model's name, where tiers hold several.")] = None,
+        text: Annotated[Path | None, typer.Option(metavar="PROMPT.txt", help="One prompt: a text file.")] = None,
         tokenizer: Annotated[str | None, typer.Option(help="For text: what transformers' AutoTokenizer takes.")] = None,
         threads: Annotated[int, typer.Option(min=1, max=64, help="Blobs to copy at a time.")] = 4,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Say which tiers hold prompts, and copy them into a faster one. Exit status 1 if something cannot be read."""
         from kvloom.cli.store import stores
-        from kvloom.warming import read_prompts
 
         settings, resolved = load(config)
-        prompts = list(read_prompts(file, tokenizer))
+        prompts = _prompts(file, text, tokenizer)
         with stores(resolved, made=into is not None) as opened:
             target = None if into is None else _target(opened, resolved, into)
             keyings = _keyings(prompts, opened, settings, resolved, spec=spec, model=model)
@@ -85,6 +86,22 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         else:
             _print(lines, opened, copied)
         raise typer.Exit(1 if any(one.went_wrong for one in copied) else 0)
+
+
+def _prompts(file: Path | None, text: Path | None, tokenizer: str | None) -> list[Prompt]:
+    """What is asked about. Raises ConfigError."""
+    import torch
+
+    from kvloom.warming import Prompt, read_prompts
+
+    if (file is None) == (text is None):
+        raise ConfigError("FILE", "give a file of prompts, or one prompt as text (--text and --tokenizer)")
+    if file is not None:
+        return list(read_prompts(file, tokenizer))
+    assert text is not None
+    if tokenizer is None:
+        raise ConfigError("--tokenizer", "by which tokenizer does --text become tokens? name the model's")
+    return [Prompt(1, torch.tensor(tokenized(text, tokenizer), dtype=torch.int32))]
 
 
 def _target(opened: Sequence[Store], resolved: Resolved, name: str) -> Store:

@@ -15,7 +15,7 @@ import typer
 
 from kvloom.cli import output
 from kvloom.cli.config import File, load
-from kvloom.cli.model import Keys, read_json, read_spec, recorded
+from kvloom.cli.model import Keys, read_json, read_spec, recorded, tokenized
 from kvloom.errors import ConfigError
 from kvloom.plugins import Registry
 
@@ -95,33 +95,12 @@ def _prompt(tokens: Path | None, text: Path | None, tokenizer: str | None) -> to
     if text is not None:
         if tokenizer is None:
             raise ConfigError("--tokenizer", "by which tokenizer does --text become tokens? name the model's")
-        return torch.tensor(_tokenized(text, tokenizer), dtype=torch.int32)
+        return torch.tensor(tokenized(text, tokenizer), dtype=torch.int32)
     assert tokens is not None
     value = read_json(tokens)
     if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
         raise ConfigError(str(tokens), "should be a JSON list of token ids")
     return torch.tensor(value, dtype=torch.int32)
-
-
-def _tokenized(text: Path, tokenizer: str) -> list[int]:
-    """As the model's own tokenizer has it, with what it puts in front. Nothing is downloaded."""
-    try:
-        content = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(str(text), f"cannot be read: {reason}") from None
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ConfigError(
-            "--tokenizer", "transformers is not installed; pip install transformers, or give --tokens"
-        ) from None
-    try:
-        ids: list[int] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)(content)["input_ids"]
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError("--tokenizer", f"{tokenizer!r} cannot be loaded from here: {reason}") from None
-    return ids
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ from kvloom.config.blocks import (
 )
 from kvloom.config.compared import compared
 from kvloom.config.others import other_problems
-from kvloom.config.problems import KeyPath, Origins, problems, unknown
+from kvloom.config.problems import KeyPath, Origins, Problem, problems, unknown
 from kvloom.errors import ConfigError
 from kvloom.masking import MASK
 
@@ -106,7 +106,8 @@ class EngineConfig(BaseModel):
         Relative paths in the file begin where the file is.
         """
         file = Path(os.path.expanduser(path))
-        return cls._built(sources.read(file), environment=os.environ, directory=Path(os.path.abspath(file)).parent)
+        tree, twice = sources.read(file)
+        return cls._built(tree, twice, environment=os.environ, directory=Path(os.path.abspath(file)).parent)
 
     @classmethod
     def from_env(cls) -> EngineConfig:
@@ -158,12 +159,14 @@ class EngineConfig(BaseModel):
 
     @classmethod
     def _built(
-        cls, tree: Mapping[str, Any], *, environment: Mapping[str, str] | None = None, directory: Path | None = None
-    ) -> EngineConfig:
-        tree, variables = sources.overridden(tree, environment or {}, defaults=_defaults())
-        tree, templates, secrets, found = sources.interpolated(sources.traced(tree, os.environ), os.environ)
+        cls, tree: Mapping[str, Any], twice: Sequence[Problem] = (), *,
+        environment: Mapping[str, str] | None = None, directory: Path | None = None,
+    ) -> EngineConfig:  # fmt: skip
+        tree, variables, wrong = sources.overridden(tree, environment or {}, defaults=_defaults())
+        tree, templates, secrets, missing = sources.interpolated(sources.traced(tree, os.environ), os.environ)
+        found = [*twice, *wrong, *missing]
         origins = Origins(templates, variables, secrets, directory)
-        empty = {path for path, _ in found}  # what could not be filled in says nothing about the rest
+        empty = {path for path, _ in found}  # what could not be filled in, or is given twice, says nothing more
         try:
             config = cls.model_validate(tree)
         except ValidationError as error:

@@ -53,7 +53,7 @@ def _of_plugins(tree: Mapping[str, Any], found: Sequence[Problem], origins: Orig
     try:
         plugins = PluginsBlock.model_validate(tree.get("plugins", {}))
     except ValidationError:  # which of them may load is not known
-        return []
+        plugins = PluginsBlock()
     checks: Checks | None = None
     for at, kind, block in blocks:
         below = [path[len(at) :] for path, _ in found if path[: len(at)] == at]

@@ -29,8 +29,8 @@ _UNQUOTED = re.compile(r"""[{\[,:]\s*([^\s"',{\[]*\$\{[^}]*\}[^\s"',}\]]*)""")
 _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. ConfigError if it cannot be read, is something else or gives a key twice."""
+def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """The mapping in a YAML file, and which keys it gives twice. ConfigError if it cannot be read or is no mapping."""
     try:
         tree, twice = loaded(text := path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -44,15 +44,14 @@ def read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), f"not YAML: {error}") from None
     except ValueError as error:
-        raise ConfigError(repr(str(path)), f"cannot be read: {error}; name a file") from None
-    if twice:
-        (first, problem), *rest = twice
-        raise ConfigError(dotted(first), "\n".join([problem, *(f"{dotted(key)}: {text}" for key, text in rest)]))
+        if "\0" in str(path):
+            raise ConfigError(repr(str(path)), f"cannot be read: {error}; name a file") from None
+        raise ConfigError(str(path), "not YAML: a number or a date in it is none that can be") from None
     if tree is None:
-        return {}
+        return {}, []
     if not isinstance(tree, dict):
         raise ConfigError(str(path), f"should hold settings such as `connector: plain`, not {type(tree).__name__}")
-    return tree
+    return tree, twice
 
 
 class TooLargeError(yaml.YAMLError):
@@ -126,26 +125,32 @@ def _repeated(node: yaml.Node, at: KeyPath, seen: set[int]) -> Iterator[Problem]
 
 def overridden(
     tree: Mapping[str, Any], environment: Mapping[str, str], *, defaults: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """`tree` with KVLOOM_ variables on top, and which variable set which path.
+) -> tuple[dict[str, Any], dict[KeyPath, str], list[Problem]]:
+    """`tree` with KVLOOM_ variables on top, which variable set which path, and what is wrong with them.
 
     `KVLOOM_SALT=x` sets `salt`, `KVLOOM_TIERS__1__CAPACITY=2GiB` sets `tiers.1.capacity`. Values are YAML, except for
     settings that are text. defaults: every setting's, for variables that reach into one which `tree` leaves out.
     """
     result = dict(tree)
     variables: dict[KeyPath, str] = {}
+    wrong: list[Problem] = []
     for name in sorted(environment):  # KVLOOM_TIERS comes before what reaches into it
         if not name.startswith(PREFIX) or name in (TRACE, TRACE_MAX_BYTES):
             continue
         first, *rest = name.removeprefix(PREFIX).lower().split("__")
-        if first not in defaults:
-            raise ConfigError(name, _no_setting(first, defaults))
-        value = _parsed(environment[name], name) if rest or not isinstance(defaults[first], str) else environment[name]
-        if rest:
-            value, rest = _placed(copy.deepcopy(result.get(first, defaults[first])), rest, value, name), rest
+        try:
+            if first not in defaults:
+                raise ConfigError(name, _no_setting(first, defaults))
+            text_alone = isinstance(defaults[first], str) and not rest
+            value = environment[name] if text_alone else _parsed(environment[name], name)
+            if rest:
+                value = _placed(copy.deepcopy(result.get(first, defaults[first])), rest, value, name)
+        except ConfigError as error:
+            wrong.append(((error.path,), error.problem))
+            continue
         result[first] = value
         variables[(first, *(int(word) if word.isdigit() else word for word in rest))] = name
-    return result, variables
+    return result, variables, wrong
 
 
 def traced(tree: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:

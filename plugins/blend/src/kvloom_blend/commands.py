@@ -162,11 +162,15 @@ def demo(
     from kvloom import ConfigError
 
     from . import screen
-    from .demo.measure import measure
+    from .demo.measure import check_own, measure
     from .demo.report import checks, draw_chart, print_results, sparklines
     from .demo.texts import QUESTIONS, module_texts, read_texts
     from .loading import default_model, loaded
 
+    try:
+        check_own(out)
+    except ValueError as error:
+        raise ConfigError("--out", str(error)) from None
     name = model or default_model()
     loading, tokenizer = loaded(name, None)
     texts = read_texts(documents) if documents else module_texts()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from kvloom import ConfigError, Engine, EngineConfig, Hit, KVSpec
+from kvloom import ConfigError, Engine, EngineConfig, Hit, KVSpec, check_config
 
 from .calls import check_call
 from .identity import describe, signature, transformers_model
@@ -79,6 +79,7 @@ def cached(model: Any, config: str | Path | Mapping[str, Any] | EngineConfig) ->
         raise ConfigError(
             "connector", f"is {config.connector.type!r}; a transformers model needs `connector: transformers`"
         )
+    check_config(config)  # before every weight is read
     return CachedModel(model, config)
 
 

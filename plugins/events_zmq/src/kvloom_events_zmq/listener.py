@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import resource
+import socket
+import stat
 import time
 
 import zmq
@@ -45,7 +49,11 @@ class Listener:
         _bounded(self.socket, endpoint, hwm)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
+            _check_path(endpoint)
             self.socket.bind(endpoint)
+        except OSError as error:
+            self.close()
+            raise ValueError(f"{name}: {error}; name another path") from error
         except zmq.ZMQError as error:
             text = f"cannot bind {endpoint}: {error.strerror}; name an address of this machine with a free port"
             raise ValueError(f"{name}: {text}") from error
@@ -78,8 +86,9 @@ class Listener:
     def _bind_again(self) -> float | None:
         self._connections.clear()
         try:
+            _check_path(self.endpoint)
             self.socket.bind(self.endpoint)
-        except zmq.ZMQError:  # somebody else has the port now, or ZeroMQ has not given it back yet
+        except (OSError, zmq.ZMQError):  # somebody else has the port now, or ZeroMQ has not given it back yet
             self._bind_at = time.monotonic() + _PAUSE_SECONDS
             return _PAUSE_SECONDS
         self._bind_at = None
@@ -92,6 +101,26 @@ class Listener:
         spare = min(most // _SPARE_SHARE, _MAX_SPARE)
         # A descriptor's number is the lowest that was free.
         return most != resource.RLIM_INFINITY and max(self._connections, default=0) >= most - spare
+
+
+def _check_path(endpoint: str) -> None:
+    """ZeroMQ removes whatever lies at the path of a socket, a file or one in use. Raises OSError for these."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or path.startswith("@"):  # no path
+        return
+    if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+        raise OSError(f"{path}: too long for a socket ({zmq.IPC_PATH_MAX_LEN} bytes at most)")
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(f"{path} is there, and no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        with contextlib.suppress(ConnectionRefusedError):  # what a process that has ended left
+            probe.connect(path)
+            raise OSError(f"{path} is in use")
 
 
 def _bounded(opened: zmq.Socket[bytes], endpoint: str, hwm: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from kvloom import ByteSize, ChunkEvent, ChunkKey, Config, Event, KVSpec, Observer
 from kvloom_events_zmq.naming import Named, Names, block_hashes
@@ -50,10 +52,15 @@ class ZmqEventsConfig(Config):
 
     @field_validator("endpoint", "replay_endpoint")
     @classmethod
-    def _is_endpoint(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("tcp://", "ipc://", "inproc://")):
+    def _is_endpoint(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """A path begins where the configuration file is; `@name` is none."""
+        scheme, _, place = (value or "").partition("://")
+        if value is not None and (scheme not in ("tcp", "ipc", "inproc") or not place or value == "ipc://*"):
             raise ValueError(f"not an endpoint: {value!r}; write tcp://ADDRESS:PORT or ipc://PATH")
-        return value
+        if scheme != "ipc" or place.startswith("@"):
+            return value
+        directory = (info.context or {}).get("directory", Path())
+        return f"ipc://{directory / os.path.expanduser(place)}"
 
 
 class ZmqEventsObserver(Observer):

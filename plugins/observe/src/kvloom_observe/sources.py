@@ -90,9 +90,10 @@ def scrape(url: str) -> dict[str, Any]:
         families = {family.name: family for family in text_string_to_metric_families(text)}
     except ValueError:
         raise ValueError(f"{url}: no metrics of Prometheus") from None
-    if "kvloom_engine_info" not in families:
-        raise ValueError(f"{url}: no metrics of kvloom")
-    return _snapshot(families)
+    try:
+        return _snapshot(families)
+    except (KeyError, IndexError):  # a metric or a label is lacking
+        raise ValueError(f"{url}: no metrics of kvloom") from None
 
 
 def _snapshot(families: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ INTRODUCTION = "What parts of Python's standard library say of themselves."
 RATIOS = (0.05, 0.15, 0.3, 0.5)
 EXECUTORS = ("cacheblend", "hybrid", "question_attention", "epic", "random")
 ANSWER_TOKENS = 16
+_FIRST_LINE = "# Written by `kvloom blend demo`.\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def measure(
     _check_room(model, max(map(len, prompts)) + ANSWER_TOKENS)
     out.mkdir(parents=True, exist_ok=True)
     config = configuration(separator, lead)
-    (out / "blend.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    (out / "blend.yaml").write_text(_FIRST_LINE + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     with BlendedModel(model, Engine.open(config, spec_of(model)), owner=True) as ours:
         for document in documents:
             ours.remember(document)
@@ -101,6 +102,17 @@ def measure(
         result = replace(_measured(ours, documents, prompts), example=example)
     (out / "blend.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
     return result
+
+
+def check_own(out: Path) -> None:
+    """The demo writes over what is in `out` only where an earlier one made it. Raises ValueError."""
+    there = [out / name for name in ("blend.yaml", "blend.json", "blend.png") if (out / name).exists()]
+    try:
+        own = not there or (out / "blend.yaml").read_text(encoding="utf-8").startswith(_FIRST_LINE)
+    except (OSError, UnicodeDecodeError):
+        own = False
+    if not own:
+        raise ValueError(f"{there[0]} is there already, and not from a demo; name a directory of its own")
 
 
 def configuration(separator: Sequence[int], lead: Sequence[int]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvloom import BackendError, ConfigError, Engine, EngineConfig, Segment
+from kvloom import BackendError, ConfigError, Engine, EngineConfig, Segment, check_config
 from kvloom_connector_transformers import spec_of
 from kvloom_connector_transformers.calls import check_call
 from kvloom_connector_transformers.identity import signature
@@ -38,6 +38,7 @@ def blended(model: Any, config: str | Path | Mapping[str, Any] | EngineConfig) -
     """
     config = EngineConfig.load(config)
     _check(config)
+    check_config(config)  # before every weight is read
     if any(weights.is_meta for weights in model.parameters()):
         raise ValueError("model: has no weights (device `meta`); load them first")
     engine = Engine.open(config, spec_of(model))

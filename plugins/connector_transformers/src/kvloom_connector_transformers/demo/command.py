@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .job import Job
 
 _QUESTION = "\n\n\nIn short, this module"
+_WRITTEN = ("kv", "laptop.yaml", "job.json", "result.json", "ttft.png", "store.log", "answer.log")
 _CONFIG = """\
 # Written by `kvloom demo`. Use it with your own model: cached(model, "laptop.yaml").
 connector: transformers
@@ -77,6 +78,7 @@ def demo(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--size") from None
     model, text, kv = "" if size else _model(model), document or _heapq(), out / "kv"
+    _check_own(out)
     if not keep:
         shutil.rmtree(kv, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -165,6 +167,19 @@ def _process(console: Console, role: str, job: Job, out: Path) -> dict[str, Any]
         return result
     console.print(f"process {number} failed: {said.get('error') or log.read_text(encoding='utf-8')}", style="bold red")
     raise typer.Exit(1)
+
+
+def _check_own(out: Path) -> None:
+    """The demo removes `kv` and writes over its files, so only where an earlier one made them. Raises BadParameter."""
+    from .job import Job
+
+    if not (there := [name for name in _WRITTEN if (out / name).exists()]):
+        return
+    try:
+        Job.load(out / "job.json")
+    except (OSError, ValueError, TypeError):
+        text = f"{out / there[0]} is there already, and not from a demo; name a directory of its own"
+        raise typer.BadParameter(text, param_hint="--out") from None
 
 
 def _kept(stored: Mapping[str, Any]) -> str:

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .snapshot import VERSION
+
 log = logging.getLogger("kvloom.observe")
 
 SUFFIX = ".sock"
 LOCK_SUFFIX = ".lock"
 """Behind a socket's name. Who holds this file's lock has the socket; the lock ends with the process."""
-_MAX_ANSWER_BYTES = 16 << 20
-"""A snapshot has some 100 KiB."""
 _MAX_PATH_BYTES = 100
 """A Unix socket's path has 108 bytes at most, 104 on macOS."""
 _BACKLOG = 16
@@ -267,4 +267,6 @@ def ask(path: Path, *, series: bool = False, timeout: float = 5.0) -> dict[str, 
         connection.close()
     if not isinstance(told, dict) or "version" not in told:
         raise ValueError(f"{path}: no engine of kvloom answers there")
+    if told["version"] != VERSION:
+        raise ValueError(f"{path}: its engine is of another version of kvloom; use the command that came with it")
     return told
