@@ -67,7 +67,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         monkeypatch.chdir(tmp_path)
         for name in ("test_mine", "conftest", "kvloom_testkit.installed"):
             monkeypatch.delitem(sys.modules, name, raising=False)
-        quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib", "--basetemp=tmp"]
+        without = ("cacheprovider", "xdist", "unraisableexception")  # the last one collects garbage twice
+        quiet = ["-q", *(f"-pno:{name}" for name in without), "--import-mode=importlib", "--basetemp=tmp"]
         status = pytest.main([*quiet, *arguments])
         return Done(int(status), *capsys.readouterr())
 

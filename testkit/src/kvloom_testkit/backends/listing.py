@@ -12,7 +12,7 @@ from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Op
 from kvloom_testkit.backends.landing import Landing
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
-from kvloom_testkit.running import together
+from kvloom_testkit.running import comes_true, together
 
 ABOUT_NOW_SECONDS = 3600.0
 """How far a store's clock may be from ours."""
@@ -247,9 +247,4 @@ def _says_at_least(num_bytes: int, backend: StorageBackend, names: Namespace, ke
 
 def _comes_true(told: Callable[[], bool]) -> bool:
     """Whether it does before a listing should have settled."""
-    until = time.monotonic() + SETTLING_SECONDS
-    while not told():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
+    return comes_true(told, SETTLING_SECONDS)
