@@ -13,17 +13,16 @@ SESSIONS = 2
 """At once: some components keep their session waiting, and each takes seconds to start."""
 _SECONDS = 900
 
-Wanted = list[tuple[str, str, str, str, list[str] | None]]
-"""Of each component: label, module, class, kind, ids (None: all)."""
+Wanted = list[tuple[str, str, str, str, list[str], bool]]
+"""Of each component: label, module, class, kind, ids, and whether it is briefly tried, because it is right."""
 Settings = dict[str, dict[str, object]]
 
-MODULE = '''
+MODULE = """
 import importlib, json, os
 import pytest
 from kvloom_testkit import subjects
 
 WANTED = json.loads(os.environ["KIT_WANTED"])
-"""[name of the test class, module, class, kind, ids or None for all]"""
 
 
 def made(module, name, kind):
@@ -31,30 +30,36 @@ def made(module, name, kind):
     return subjects.Subject(kind, cls.type, cls, json.loads(os.environ["KIT_SETTINGS"]).get(kind, {})).tests()
 
 
-for label, module, name, kind, ids in WANTED:
+for label, module, name, kind, *_ in WANTED:
     base = made(module, name, kind)
     globals()[label] = type(label, (base,), {"__module__": __name__})
-'''
+"""
 
 REPORT = """
-import json, os
+import gc, json, os
 from kvloom_testkit import effort
 from kvloom_testkit.requirements import requirement_id
 
 seen = {}
-wanted = {label: ids for label, *_, ids in json.loads(os.environ["KIT_WANTED"])}
+wanted = {label: (ids, brief) for label, *_, ids, brief in json.loads(os.environ["KIT_WANTED"])}
 
 
-def pytest_collection_modifyitems(items):
-    def is_wanted(item):
-        ids = wanted[item.cls.__name__]
-        return ids is None or requirement_id(item.name) in ids
+def pytest_pycollect_makeitem(collector, name, obj):
+    if collector.name in wanted and requirement_id(name) not in (None, *wanted[collector.name][0]):
+        return []  # most of them: none is even made
 
-    items[:] = filter(is_wanted, items)
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # else requirements that collect go through all that was imported
 
 
 def pytest_runtest_setup(item):
-    effort.brief = wanted[item.cls.__name__] is None
+    effort.brief = brief = wanted[item.cls.__name__][1]
+    if item.cls.kind == "backend":  # what is right must not fail on a slow machine; mutants keep everybody waiting
+        from kvloom_testkit.backends import lifetime, listing
+
+        lifetime._SECONDS, listing.SETTLING_SECONDS = (5, 6) if brief else (0.3, 1.2)
 
 
 def pytest_runtest_logreport(report):
@@ -89,11 +94,13 @@ def _session(where: Path, wanted: Wanted, settings: Settings) -> dict[str, tuple
     (where / "pytest.ini").write_text("[pytest]\n")
     environment = {
         **os.environ,
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # some take long to import
         "KIT_WANTED": json.dumps(wanted),
         "KIT_SETTINGS": json.dumps(settings),
         "KIT_REPORT": str(where / "report.json"),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(where)]
+    plugins = [each for name in ("no:cacheprovider", "no:logging", "kvloom_testkit") for each in ("-p", name)]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--tb=short", str(where)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
     assert (where / "report.json").exists(), done.stdout + done.stderr
     seen: dict[str, tuple[str, str]] = json.loads((where / "report.json").read_text())

@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 from kvloom import Buffer, Buffers, StorageBackend
-from kvloom_testkit import BackendConformance
+from kvloom_testkit import BackendConformance, effort
 from kvloom_testkit.backends.base import Raw
 from kvloom_testkit.reference.backend import DirectoryBackend
 from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
+
+
+@pytest.fixture(autouse=True)
+def brief(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them is tried at length: the others are the same but for a few requirements."""
+    monkeypatch.setattr(effort, "brief", request.cls is not TestDirectory)
 
 
 class Files:
@@ -56,6 +62,8 @@ class Backwards(DirectoryBackend):
 
 
 class TestBackwards(BackendConformance):
+    slow = ("B23", "B24", "B26", "B36", "B37", "B45", "B46")
+
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], StorageBackend]:
         return lambda: Backwards(Backwards.Config(path=tmp_path))

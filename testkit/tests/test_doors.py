@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sessions import Done, Sessions
 
 from kvloom import Config, ConfigError, Event
 from kvloom.cli.main import main
@@ -45,31 +45,14 @@ class Base(ObserverConformance):
 """
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a command said, and its exit status."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """A session of pytest in this process, on one module of tests.
-
-    Not by `pytester`, which makes each session import anew what the one before has imported.
-    """
+def run(tmp_path: Path, sessions: Sessions) -> Callable[..., Done]:
+    """A session of pytest in this process, on one module of tests."""
 
     def run(text: str, *arguments: str) -> Done:
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
         (tmp_path / "test_mine.py").write_text(HEAD + text)
-        monkeypatch.chdir(tmp_path)
-        for name in ("test_mine", "conftest", "kvloom_testkit.installed"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib", "--basetemp=tmp"]
-        status = pytest.main([*quiet, *arguments])
-        return Done(int(status), *capsys.readouterr())
+        return sessions.run(tmp_path, *arguments, forget=("test_mine", "conftest"))
 
     return run
 

@@ -12,7 +12,14 @@ from kvloom_testkit.requirements import requirements_of
 
 SETTINGS: dict[str, dict[str, object]] = {"backend": {"path": "{tmp}"}}
 """Of mutants and oddities, by kind."""
+PROCESSES = {"B23", "B24", "B26", "B36", "B37", "B45", "B46", "S11", "T09"}
+"""Requirements that start processes."""
+RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "S09", "X14"}
+"""Requirements that are about threads which meet."""
+LARGE = {"B38", "B44"}
+"""Requirements that take long for another reason: of oddities."""
 KINDS = pytest.mark.parametrize("kind", CLASSES)
+PARTS = pytest.mark.parametrize("outcomes", ["quick", pytest.param("slow", marks=pytest.mark.slow)], indirect=True)
 Outcomes = dict[str, tuple[str, str]]
 
 
@@ -20,21 +27,32 @@ def label(cls: type) -> str:
     return f"Test_{cls.__module__.rsplit('.', 1)[-1]}_{cls.__name__}"
 
 
+def ids_of(one: type, kind: str, part: str) -> set[str]:
+    """What one is tried on: a mutant on its requirement, an oddity on all; in a part of the tests."""
+    slow = PROCESSES | RACES
+    if issubclass(one, Mutant):
+        ids = {one.breaks}
+    else:
+        ids, slow = {each.id for each in requirements_of(conformance_of(kind))}, slow | LARGE
+    return ids & slow if part == "slow" else ids - slow
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Of every mutant on its requirement, of every oddity on all: few sessions of pytest, which take long to start."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[str, Outcomes]:
+    """The name of the part, and what became of everything in it: few sessions of pytest, which take long to start."""
     wanted: mutation.Wanted = [
-        (label(one), one.__module__, one.__name__, kind, [one.breaks] if issubclass(one, Mutant) else None)
+        (label(one), one.__module__, one.__name__, kind, sorted(ids), issubclass(one, Oddity))
         for kind in CLASSES
         for one in mutants.of(kind)
+        if (ids := ids_of(one, kind, request.param))
     ]
     seen: Outcomes = {}
     for _ in range(3):  # what is a matter of which thread comes first may get past once
         seen |= mutation.run(tmp_path_factory.mktemp("kit"), wanted, SETTINGS)
-        wanted = [row for row in wanted if row[4] and seen.get(f"{row[0]}::{row[4][0]}", ("",))[0] != "failed"]
+        wanted = [row for row in wanted if not row[5] and seen.get(f"{row[0]}::{row[4][0]}", ("",))[0] != "failed"]
         if not wanted:
             break
-    return seen
+    return request.param, seen
 
 
 @KINDS
@@ -43,18 +61,22 @@ def test_every_requirement_has_a_mutant(kind: str) -> None:
     assert broken == {one.id for one in requirements_of(conformance_of(kind))}
 
 
+@PARTS
 @KINDS
-def test_every_mutant_is_caught(kind: str, outcomes: Outcomes) -> None:
-    found = [one for one in mutants.of(kind) if issubclass(one, Mutant)]
-    seen = {one.__name__: outcomes.get(f"{label(one)}::{one.breaks}", ("did not run", ""))[0] for one in found}
+def test_every_mutant_is_caught(kind: str, outcomes: tuple[str, Outcomes]) -> None:
+    part, found = outcomes
+    mine = [one for one in mutants.of(kind) if issubclass(one, Mutant) and ids_of(one, kind, part)]
+    seen = {one.__name__: found.get(f"{label(one)}::{one.breaks}", ("did not run", ""))[0] for one in mine}
     assert {name: outcome for name, outcome in seen.items() if outcome != "failed"} == {}
 
 
+@PARTS
 @KINDS
-def test_what_is_odd_and_right_passes(kind: str, outcomes: Outcomes) -> None:
+def test_what_is_odd_and_right_passes(kind: str, outcomes: tuple[str, Outcomes]) -> None:
+    part, found = outcomes
     odd = [one for one in mutants.of(kind) if issubclass(one, Oddity)]
     assert odd
     for one in odd:
-        seen = {key: found for key, found in outcomes.items() if key.startswith(label(one) + "::")}
-        assert {key.split("::")[1] for key in seen} == {each.id for each in requirements_of(conformance_of(kind))}
+        seen = {key: outcome for key, outcome in found.items() if key.startswith(label(one) + "::")}
+        assert {key.split("::")[1] for key in seen} == ids_of(one, kind, part)
         assert {key: said for key, (outcome, said) in seen.items() if outcome == "failed"} == {}

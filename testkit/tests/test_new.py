@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import pkgutil
 import subprocess
 import sys
@@ -12,10 +11,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from sessions import Sessions
 
 from kvloom import ConfigError, EngineConfig
 from kvloom.plugins import KINDS
-from kvloom_testkit import scaffold
+from kvloom_testkit import effort, scaffold
 from kvloom_testkit.kinds import CLASSES
 
 STARTS = [word for word, start in scaffold.STARTS.items() if start.kind in CLASSES]
@@ -24,15 +24,16 @@ STARTS = [word for word, start in scaffold.STARTS.items() if start.kind in CLASS
 @pytest.mark.parametrize(
     "word", [pytest.param(word, marks=[] if word == "backend" else pytest.mark.slow) for word in STARTS]
 )
-def test_what_is_generated_meets_its_requirements(word: str, tmp_path: Path) -> None:
+def test_what_is_generated_meets_its_requirements(
+    word: str, tmp_path: Path, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = scaffold.create(word, "mine_too", tmp_path)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place / "src"), *sys.path])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(place)]
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    monkeypatch.setattr(effort, "brief", True)
+    monkeypatch.syspath_prepend(str(place / "src"))
+    done = sessions.run(place)
     assert done.returncode == 0, done.stdout[-3000:]
-    hooks = f"import kvloom_{word}_mine_too as plugin; print(plugin.{_hook(word)}()[0].type)"
-    done = subprocess.run([sys.executable, "-c", hooks], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "mine_too"
+    plugin = importlib.import_module(f"kvloom_{word}_mine_too")
+    assert [component.type for component in getattr(plugin, _hook(word))()] == ["mine_too"]
 
 
 @pytest.mark.parametrize("word", STARTS)

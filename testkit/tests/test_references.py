@@ -19,6 +19,7 @@ def held(kind: str, cls: type) -> type:
 
 TestRows = held("serializer", RowsSerializer)
 TestHalf = held("serializer", HalfSerializer)
+TestHalf.slow = ("S11",)  # type: ignore[attr-defined]
 TestEven = held("tokens", EvenTokenDatabase)
 TestSlots = held("connector", SlotsConnector)
 TestPieces = held("blend retriever", PiecesRetriever)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from kvloom_testkit import scaffold
+import pytest
+from sessions import Sessions
+
+from kvloom_testkit import effort, scaffold
 
 PAGE = Path(__file__).parents[2] / "docs/extend/your-first-backend.md"
 
 
-def test_the_first_backend_meets_its_requirements(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True, params=["brief", pytest.param("usual", marks=pytest.mark.slow)])
+def how_long(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Briefly, because what is on the pages is right; and as its readers do."""
+    monkeypatch.setattr(effort, "brief", request.param == "brief")
+
+
+def test_the_first_backend_meets_its_requirements(
+    tmp_path: Path, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = PAGE.read_text(encoding="utf-8")
     backend, tests = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     place = scaffold.create("backend", "sqlite", tmp_path)
@@ -22,15 +30,16 @@ def test_the_first_backend_meets_its_requirements(tmp_path: Path) -> None:
     assert tests == files[1].read_text().replace("path=tmp_path", 'path=tmp_path / "kv.sqlite"'), "what has changed"
     for path, code in zip(files, (backend, tests), strict=True):
         path.write_text(code, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place / "src"), *sys.path])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(place)]
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    monkeypatch.syspath_prepend(str(place / "src"))
+    done = sessions.run(place)
     assert done.returncode == 0, done.stdout[-3000:]
     counted = re.search(r"# (\d+ passed, \d+ skipped)", text)
     assert counted is not None and counted[1] in done.stdout
 
 
-def test_the_serializers_of_the_page_meet_their_requirements(tmp_path: Path) -> None:
+def test_the_serializers_of_the_page_meet_their_requirements(
+    tmp_path: Path, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = PAGE.with_name("your-first-serializer.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     code = "\n\n".join(block.split("\n\n\nlayered = ")[0] for block in blocks if "class " in block)
@@ -41,9 +50,6 @@ def test_the_serializers_of_the_page_meet_their_requirements(tmp_path: Path) -> 
     )
     (tmp_path / "test_page.py").write_text(code + tests)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = sessions.run(tmp_path, "--import-mode=prepend")
     assert done.returncode == 0, done.stdout[-3000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import select
@@ -165,6 +166,8 @@ class _Session:
         if "torch" in sys.modules:
             # As kvloom does in a forked process, which would otherwise be taken for the component's doing.
             sys.modules["torch"].set_num_threads(1)
+        gc.freeze()  # what was there before the fork is not collected, nor gone through, nor copied for that
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others' plugins are not needed, and take time to import
         try:
             _run(self._subject, self._asked, tell)
             tell({"done": True})
@@ -183,20 +186,26 @@ class _Session:
 def _run(subject: subjects.Subject, asked: _Asked, tell: Callable[[dict[str, Any]], None]) -> None:
     """One session of pytest; says which test begins, and how each requirement came out."""
     # What is imported before pytest begins could not say what its assertions have seen.
-    for cls in conformance_of(subject.kind).__mro__:
-        if cls.__module__ != "kvloom_testkit.conformance" and cls.__module__.startswith("kvloom_testkit."):
-            sys.modules.pop(cls.__module__, None)
+    for name in {cls.__module__ for cls in conformance_of(subject.kind).__mro__}:
+        if name != "kvloom_testkit.conformance" and name.startswith("kvloom_testkit.") and not _is_rewritten(name):
+            sys.modules.pop(name, None)
     sys.modules.pop("kvloom_testkit.installed", None)  # it has the tests of what was chosen when it was imported
     subjects.chosen[:] = [subject]
     try:
         settings = str(INSTALLED.with_name("check.ini"))
-        quiet = ["-q", "--no-header", "--no-summary", "-p", "no:cacheprovider", "--tb=short", "-W", "default"]
+        quiet = ["-q", "--no-header", "--no-summary", "-p", "no:cacheprovider", "-p", "kvloom_testkit"]
+        quiet += ["--tb=short", "-W", "default"]
         limits = [f"--kvloom-seconds={asked.seconds}", "-k", " or ".join(asked.wanted)]
         limits += ["--kvloom-thorough"] * asked.thorough
         where = ["--rootdir", str(INSTALLED.parent), "-c", settings, str(INSTALLED)]
         pytest.main([*quiet, *limits, *where], plugins=[_Outcomes(tell, asked.repeat), _Silent()])
     finally:
         subjects.chosen.clear()
+
+
+def _is_rewritten(module: str) -> bool:
+    """By pytest, which has begun already where its tests ask for a check."""
+    return hasattr(sys.modules.get(module), "@pytest_ar")
 
 
 class _Outcomes:

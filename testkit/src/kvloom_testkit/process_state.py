@@ -131,16 +131,21 @@ def _undo_of_torch() -> list[Callable[[], object]]:
     if np is not None:
         undo += [partial(np.seterr, **np.geterr()), partial(np.random.set_state, np.random.get_state())]
     if torch is not None:
-        threads = torch.get_num_threads()
         undo += [
+            _put_back_if_changed(torch.get_num_threads, torch.set_num_threads),
+            # Which imports torch's compiler, in a second of processor time.
+            _put_back_if_changed(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
             partial(torch.set_default_dtype, torch.get_default_dtype()),
             partial(torch.set_grad_enabled, torch.is_grad_enabled()),
             partial(torch.set_rng_state, torch.get_rng_state()),
             partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
-            partial(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()),
-            lambda: torch.set_num_threads(threads) if torch.get_num_threads() != threads else None,
         ]
     return undo
+
+
+def _put_back_if_changed(get: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[], object]:
+    before = get()
+    return lambda: put(before) if get() != before else None
 
 
 def _signal_mask() -> set[signal.Signals]:

@@ -73,6 +73,18 @@ def in_rounds(count: int, *functions: Callable[[int], object], restless: bool = 
         raise AssertionError("a thread failed, or was late") from error
 
 
+def comes_true(told: Callable[[], bool], seconds: float) -> bool:
+    """Whether it does within some seconds: asked often at first, and ever more seldom, for asking may be dear."""
+    until, pause = time.monotonic() + seconds, 0.01
+    while not told():
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause *= 1.5
+    return True
+
+
 def _pauses(seed: int) -> Callable[..., None]:
     """For `sys.setprofile`."""
     chance, pause = random.Random(seed).random, time.sleep

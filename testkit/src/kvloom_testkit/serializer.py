@@ -35,8 +35,9 @@ from kvloom_testkit.serializer_models import REAL_TOKENS, for_every_model, of_re
 from kvloom_testkit.serializer_settings import SettingsRequirements
 
 TOKENS = (1, 7, 16)
-ROUND_SECONDS = 1.0
-"""For four chunks: who takes longer is tried less often."""
+ROUNDS = 12
+ROUNDS_SECONDS = 1.0
+"""Of one thread's work: who takes longer for all rounds is tried less often."""
 
 Opened = Callable[[], Serializer]
 
@@ -290,7 +291,7 @@ def _decodes_on_threads(one: Serializer, num_tokens: int, *, restless: bool) -> 
     began = time.monotonic()
     expected = [decoded(one, chunk) for chunk in chunks]
     took = time.monotonic() - began
-    count = effort.rounds(12 if took < ROUND_SECONDS else 2)
+    count = effort.rounds(min(ROUNDS, max(2, int(ROUNDS_SECONDS / took)))) or 1
     wrong = [0] * len(chunks)
 
     def work(thread: int, number: int) -> None:

@@ -7,6 +7,7 @@ import pkgutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,12 @@ class Subject:
 
     def make(self, tmp_path: Path) -> Any:
         """A new instance, in its harness if its kind needs one. In texts of the settings, {tmp} becomes `tmp_path`."""
-        config = self.config(tmp_path)
-        harness = self.harness()
+        config, harness = self.config(tmp_path), self._harness
         return self.cls(config, SPEC) if harness is None else harness(lambda: self.cls(config, SPEC))
+
+    @cached_property
+    def _harness(self) -> Callable[[Callable[[], Any]], Any] | None:
+        return self.harness()  # which looks through all that is installed: not for each instance
 
     def config(self, tmp_path: Path) -> Any:
         """Its typed settings. Raises ConfigError."""
@@ -73,7 +77,7 @@ class Subject:
 
         base = conformance_of(self.kind)
         own = {"make": make, "__doc__": base.__doc__, "__module__": __name__}
-        separator = getattr(self.harness(), "separator", None)
+        separator = getattr(self._harness, "separator", None)
         return type(base.__name__, (base,), own if separator is None else {**own, "separator": separator})
 
     def harness(self) -> Callable[[Callable[[], Any]], Any] | None:

@@ -8,7 +8,6 @@ import os
 import re
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.remaking import by_another_path
 from kvloom_testkit.requirements import claims, needs
-from kvloom_testkit.running import together
+from kvloom_testkit.running import comes_true, together
 
 OPENINGS = 30
 SLACK = 10
@@ -275,12 +274,14 @@ def _more_after(use: Callable[[], object]) -> dict[str, int]:
     before = _held()
     for _ in range(OPENINGS):
         use()
-    until = time.monotonic() + _SECONDS
-    while True:
-        more = {what: number - before[what] for what, number in _held().items()}
-        if all(number < SLACK for number in more.values()) or time.monotonic() > until:
-            return more
-        time.sleep(0.05)
+    more: dict[str, int] = {}
+
+    def is_given_back() -> bool:
+        more.update({what: number - before[what] for what, number in _held().items()})
+        return all(number < SLACK for number in more.values())
+
+    comes_true(is_given_back, _SECONDS)
+    return more
 
 
 def _held() -> dict[str, int]:

@@ -12,7 +12,7 @@ from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Op
 from kvloom_testkit.backends.landing import Landing
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
-from kvloom_testkit.running import together
+from kvloom_testkit.running import comes_true, together
 
 ABOUT_NOW_SECONDS = 3600.0
 """How far a store's clock may be from ours."""
@@ -218,7 +218,7 @@ class ListingRequirements(BackendRequirements):
         Usually: only the first page of a listing is read, or the keys behind the limit of a request are left out.
         """
         backend = opened()
-        keys = names.keys(MANY_IF_BOUNDED if type(backend).bounded else MANY)
+        keys = names.keys(MANY_IF_BOUNDED if type(backend).bounded or effort.brief else MANY)
         blobs = [key.encode() for key in keys]
         began = time.monotonic()
         backend.put_many((key, [blob]) for key, blob in zip(keys, blobs, strict=True))
@@ -229,12 +229,13 @@ class ListingRequirements(BackendRequirements):
         if claims(backend, "scan", StorageBackend):
             found = [entry.key for entry in backend.scan(names.prefix)]
             assert len(found) == len(keys) and set(found) == set(keys)
-            if (is_quick or effort.thorough) and effort.rounds(MORE) > len(keys):
+            if (is_quick or effort.thorough) and not effort.brief:
                 keys = names.keys(effort.rounds(MORE))
                 backend.put_many((key, [b"blob"]) for key in keys[len(found) :])
                 assert sorted(entry.key for entry in backend.scan(names.prefix)) == sorted(keys)
         backend.delete_many(keys)
         assert not any(backend.contains_many(keys)) and backend.get(keys[-1]) is None
+        names.used.clear()  # nothing is left to be deleted
 
 
 def _listed(backend: StorageBackend, names: Namespace) -> dict[str, Entry]:
@@ -247,9 +248,4 @@ def _says_at_least(num_bytes: int, backend: StorageBackend, names: Namespace, ke
 
 def _comes_true(told: Callable[[], bool]) -> bool:
     """Whether it does before a listing should have settled."""
-    until = time.monotonic() + SETTLING_SECONDS
-    while not told():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
+    return comes_true(told, SETTLING_SECONDS)

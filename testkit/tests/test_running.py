@@ -1,0 +1,46 @@
+"""What requirements are built on: they wait without turning in circles, and put back only what was changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvloom_testkit import running, subjects
+from kvloom_testkit.process_state import put_back
+from kvloom_testkit.reference.observer import CountingObserver
+from kvloom_testkit.subjects import Subject
+
+
+def test_what_takes_long_to_put_back_is_left_alone_where_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call imports torch's compiler."""
+    mode, put = [False], list[bool]()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: mode[0])
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", put.append)
+    with put_back():
+        pass
+    assert put == []
+    with put_back():
+        mode[0] = True
+    assert put == [False]
+
+
+def test_what_takes_long_to_come_true_is_asked_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(running, "time", clock)
+    asked: list[float] = []
+    assert not running.comes_true(lambda: asked.append(now[0]), 5.0)  # type: ignore[func-returns-value]
+    assert len(asked) < 20 and asked[0] == 0.0 and asked[-1] == 5.0
+    assert running.comes_true(lambda: now[0] >= 6.0, 5.0)
+
+
+def test_harnesses_are_looked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(subjects.metadata, "entry_points", lambda *, group, name: asked.append(name) or [])
+    subject = Subject("observer", "kit_counting", CountingObserver)
+    subject.tests()
+    assert subject.make(tmp_path) is not subject.make(tmp_path)
+    assert asked == ["observer.kit_counting"]
