@@ -61,7 +61,7 @@ class Serving:
     def begin(self, verb: str, function: Callable[[], Any], visit: object) -> Callable[[], Any]:
         return function
 
-    def answer(self, verb: str, call: Callable[[], Any], visit: object) -> Any:
+    def answer(self, verb: str, call: Callable[[], Any], visit: object, *, seconds: float = 0.0) -> Any:
         return call()
 
 

@@ -132,11 +132,15 @@ class Calls:
             visit.lost.add(self.name)
             return None
 
-    def answer(self, verb: str, call: Call[T], visit: Visit) -> T | None:
-        """Wait for what was asked, as long as the operation does; None: the tier is given up for it."""
+    def answer(self, verb: str, call: Call[T], visit: Visit, *, seconds: float = math.inf) -> T | None:
+        """Wait for what was asked, as long as the operation does; None: the tier is given up for it.
+
+        seconds: wait no longer than that, if it is less.
+        """
         visit.waits_for(self.questions.wake)
         try:
-            call.wait(min(visit.patience(self.deadline), call.overdue_at), stopped=lambda: visit.given_up)
+            until = min(visit.patience(min(self.deadline, seconds)), call.overdue_at)
+            call.wait(until, stopped=lambda: visit.given_up)
         finally:
             visit.waits_for(None)
         try:

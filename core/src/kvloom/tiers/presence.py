@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvloom import envelope
@@ -32,8 +33,8 @@ class Question:
 
     __slots__ = ("_answer", "_call")
 
-    def __init__(self, answer: Callable[[], list[bool]], call: Call[list[bool]] | None = None) -> None:
-        """call: what `answer` waits for."""
+    def __init__(self, answer: Callable[[float], list[bool]], call: Call[list[bool]] | None = None) -> None:
+        """answer: takes the seconds that it may wait at most. call: what it waits for."""
         self._answer = answer
         self._call = call
 
@@ -42,9 +43,9 @@ class Question:
         """`answer` does not wait."""
         return self._call is None or self._call.done
 
-    def answer(self) -> list[bool]:
-        """Waits as long as the operation does; all False if the tier does not say."""
-        return self._answer()
+    def answer(self, seconds: float = math.inf) -> list[bool]:
+        """Waits as long as the operation does, and no longer than `seconds`; all False if the tier does not say."""
+        return self._answer(seconds)
 
     def cancel(self) -> None:
         """Nobody wants the answer."""
@@ -82,7 +83,7 @@ class Presence:
     def seek(self, keys: Sequence[ChunkKey], visit: Visit) -> Question:
         """Begin `find`: what the store has to be asked is asked on a thread of the tier's."""
         if not self._calls.serves(visit):
-            return Question(lambda: [False] * len(keys))
+            return Question(lambda seconds: [False] * len(keys))
         known, doubtful = self._ledger.known(keys), self._doubtful(keys)
         unknown: set[ChunkKey] = set()
         if self._may_hold_more:
@@ -101,11 +102,11 @@ class Presence:
 
         asked = [key for key in keys if key in doubtful or key in undated or (key in unknown and key not in said)]
         if not asked:
-            return Question(found)
+            return Question(lambda seconds: found())
         call = self._calls.begin("contains", lambda: self._there(asked, doubtful, undated), visit)
 
-        def learnt() -> list[bool]:
-            there = None if call is None else self._calls.answer("contains", call, visit)
+        def learnt(seconds: float) -> list[bool]:
+            there = None if call is None else self._calls.answer("contains", call, visit, seconds=seconds)
             if there is None:
                 return [False] * len(keys)
             said.update(zip(asked, there, strict=True))
