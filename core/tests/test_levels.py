@@ -114,3 +114,14 @@ def test_what_has_come_whole_within_the_deadline_is_in_the_mask_of_every_layer()
     levels = Levels(("sim_shared", "sim_shared"), memory=True)
     found = levels.run("wait", holder=1, chunks=PROMPT.chunks, hurt={1: "sluggish"})
     assert 0 < found.tokens < PROMPT.length, found
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize("had", [0, PROMPT.chunks], ids=["new", "there already"])
+def test_a_store_takes_the_time_of_the_healthy_tiers(memory: bool, silent: int, had: int) -> None:
+    levels = Levels(("sim_shared", "sim_shared"), memory=memory)
+    found = levels.run("store", holder=1 - silent, chunks=had, hurt={silent: "frozen"})
+    # Without memory it depends on the silent tier alone whether what the other has is copied once more.
+    most = HURRIED_SHARE * DEADLINE_SECONDS if had and not memory else 0.0
+    assert found.seconds < most + EARLY_SECONDS and not found.charged, found
