@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from core_support import CHUNK, Shelf, kv_of, matches, tokens_of
+from core_support import CHUNK, Serving, Shelf, kv_of, matches, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_support import chain_of
@@ -51,20 +51,6 @@ class Lossy(DictBackend):
         return super().contains_many(keys)
 
 
-class Serving:
-    def serves(self, visit: object) -> bool:
-        return True
-
-    def ask(self, verb: str, function: Callable[[], Any], visit: object) -> Any:
-        return function()
-
-    def begin(self, verb: str, function: Callable[[], Any], visit: object) -> Callable[[], Any]:
-        return function
-
-    def answer(self, verb: str, call: Callable[[], Any], visit: object) -> Any:
-        return call()
-
-
 class World:
     """What a tier knows of a store, without the tier."""
 
@@ -92,7 +78,7 @@ class World:
         return self.presence.find(keys, cast(Any, None))
 
     def enough(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self.presence.enough(keys, cast(Any, None), ignore=lambda key: False)
+        return self.presence.inquire(keys, cast(Any, None), ignore=lambda key: False).enough_of(keys)
 
 
 KEYS = chain_of("prompt", 6)

@@ -166,8 +166,10 @@ def test_what_is_past_its_time_counts_until_it_is_deleted(open_engine: Open, clo
     tier: Any = engine.tiers["shelf"]
     assert eventually(lambda: tier.ledger.complete)
     keys = [segment.key for segment in engine.segments(tokens_of(16, 1))]
-    assert tier.satisfied(keys) == [False] * 4, "it should be written again"
-    assert ledger_is_exact(engine)
+    inquiry = tier.inquire(keys, tier._visit())
+    inquiry.wait(tier._runtime.now() + 20)
+    assert tier.satisfied(keys, inquiry) == [False] * 4, "it should be written again"
+    assert eventually(lambda: ledger_is_exact(engine))
 
 
 def test_what_is_cleared_while_it_is_being_listed(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from core_support import CHUNK, tokens_of
+from core_support import CHUNK, Serving, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,6 @@ from kvloom.tiers.calls import Calls
 from kvloom.tiers.ledger import Fidelity, Ledger
 from kvloom.tiers.presence import Presence
 from kvloom.tiers.remembered import Remembered
-from kvloom.tiers.visit import Visit
 from kvloom.types import ChunkKey
 
 KEYS: dict[Fidelity | None, ChunkKey] = {
@@ -28,22 +27,6 @@ KEYS: dict[Fidelity | None, ChunkKey] = {
         strict=True,
     )
 }
-
-
-class Serving:
-    """Calls of a tier that asks at once."""
-
-    def serves(self, visit: Visit) -> bool:
-        return True
-
-    def ask(self, verb: str, function: Callable[[], Any], visit: Visit) -> Any:
-        return function()
-
-    def begin(self, verb: str, function: Callable[[], Any], visit: Visit) -> Callable[[], Any]:
-        return function
-
-    def answer(self, verb: str, call: Callable[[], Any], visit: Visit) -> Any:
-        return call()
 
 
 def presence(*, lossless: bool, exact_only: bool) -> Presence:

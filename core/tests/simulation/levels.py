@@ -22,6 +22,8 @@ QUICK_SECONDS = 1e-3
 """What a call of a healthy store takes."""
 EARLY_SECONDS = 50 * QUICK_SECONDS
 SLOW_SECONDS = 0.5
+SLUGGISH_SECONDS = 2.0
+"""In time for one call, but not for all of a prompt's."""
 PROMPT = Prompt([9_000_000 + at for at in range(6 * CHUNK_TOKENS)])
 
 
@@ -68,7 +70,7 @@ class Levels:
     ) -> Found:  # fmt: skip
         """`verb` by an engine that has just opened. The first `chunks` are in the tier `holder` (-1: in memory).
 
-        everywhere: and in all tiers below it. hurt: by number, tiers that are `frozen` or `slow` meanwhile.
+        everywhere: and in all tiers below it. hurt: by number, tiers that are `frozen`, `slow` or `sluggish` meanwhile.
         """
         found: list[Found] = []
         plugin.host.connect = lambda name: Client(self.stores[name], self._process, lambda: Guard())
@@ -101,7 +103,7 @@ class Levels:
             if how == "frozen":
                 store.freeze()
             else:
-                store.faults = Faults(SLOW_SECONDS)
+                store.faults = Faults(SLOW_SECONDS if how == "slow" else SLUGGISH_SECONDS)
         asked: set[str] = set()
         for store in self.stores.values():
             store.take_time = self._told(store, asked)  # type: ignore[method-assign]
@@ -159,6 +161,16 @@ def _retrieve_layer(engine: Engine, kv: torch.Tensor) -> int:
         return _right(kv, loading.result())
 
 
+def _wait(engine: Engine, kv: torch.Tensor) -> int:
+    with engine.retrieve_layer(PROMPT.tokens, kv=kv.view(torch.bfloat16)) as loading:
+        return int(loading.wait(loading.num_layers - 1).sum())
+
+
+def _load_layers(engine: Engine, kv: torch.Tensor) -> int:
+    with engine.load_layers(engine.segments(PROMPT.tokens), kv=kv.view(torch.bfloat16)) as loading:
+        return _right(kv, loading.result())
+
+
 def _load(engine: Engine, kv: torch.Tensor) -> int:
     moved = engine.load(engine.segments(PROMPT.tokens), kv=kv.view(torch.bfloat16)).result()
     return _right(kv, moved.repeat_interleave(CHUNK_TOKENS))
@@ -178,4 +190,6 @@ VERBS: dict[str, Callable[[Engine, torch.Tensor], int]] = {
     "prefetch": lambda engine, kv: int(engine.prefetch(PROMPT.tokens).result().sum()) * CHUNK_TOKENS,
     "pin": lambda engine, kv: engine.pin(PROMPT.tokens),
     "store": _store,
+    "wait": _wait,
+    "load_layers": _load_layers,
 }

@@ -66,12 +66,15 @@ class Loading:
         self._ended = False
         self._ready = 0
         self._error: BaseException | None = None
-        self._group = range(0)
-        self._written = 0
         self._fetch = LayerFetch(stack, segments, connector.shape, self._visit, runtime=runtime, events=events)
         self._prefix = self._fetch.prefix
+        self._moved = [0] * self._prefix.count(0)
+        """Of each chunk, how many of its layers are in the engine's KV: the first ones."""
         self.hit = self._fetch.hit
-        """The forecast: how many leading selected tokens the tiers said they hold, before anything was read."""
+        """The forecast: how many leading selected tokens the tiers said they hold, before anything was read.
+
+        Where faster tiers hold the first of them, one that has not answered within a tenth of its deadline has none.
+        """
         self.num_layers = self._fetch.num_layers
 
     def begin(self) -> None:
@@ -87,18 +90,22 @@ class Loading:
         Waits no longer than the deadline of the slowest tier; what is not there by then counts as lost. Raises
         BackendError if this was closed before, ValueError if there is no such layer, and what the connector raised.
         """
+        return self._mask_of(layer, patient=False)
+
+    def _mask_of(self, layer: int, *, patient: bool) -> torch.Tensor:
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer: {layer} of {self.num_layers}")
         if self._ready <= layer:
-            self._wait(layer)
+            self._wait(layer, patient=patient)
         return self._mask(self._prefix.count(layer))
 
     @shielded_waiting
-    def _wait(self, layer: int) -> None:
+    def _wait(self, layer: int, *, patient: bool) -> None:
+        """patient: longer than a deadline, as long as something arrives within each."""
         until = self._runtime.now() + self._stack.deadline
         with self._changed:
             while self._ready <= layer and not self._ended:
-                left = until - self._runtime.now()
+                left = (max(until, self._visit.until) if patient else until) - self._runtime.now()
                 if left <= 0:
                     break
                 self._changed.wait(min(left, 3600.0))
@@ -112,9 +119,10 @@ class Loading:
     def result(self) -> torch.Tensor:
         """The mask of the last layer, bool `[tokens]`: whose KV is there in every layer.
 
-        Waits as `wait` does, and raises what it does: BackendError, ValueError for a model without layers.
+        Waits as `Engine.retrieve` does: once nothing has arrived for the deadline of the slowest tier, what is not
+        there counts as lost. Raises what `wait` raises: BackendError, ValueError for a model without layers.
         """
-        return self.wait(self.num_layers - 1)
+        return self._mask_of(self.num_layers - 1, patient=True)
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Each layer and its mask, as `wait` gives it."""
@@ -157,7 +165,8 @@ class Loading:
         """What of this layer was not written by now never will be."""
         with self._writing:
             if self._ready <= layer:
-                self._prefix.cut(self._written if layer in self._group else 0, layer)
+                written = next((index for index, layers in enumerate(self._moved) if layers <= layer), len(self._moved))
+                self._prefix.cut(written, layer)
         self._fetch.wake()
 
     def _mask(self, chunks: int) -> torch.Tensor:
@@ -210,14 +219,13 @@ class Loading:
 
     def _move(self, group: range) -> bool:
         """Write a group of layers of every chunk that is still in play; False if this was cancelled."""
-        with self._writing:
-            self._group, self._written = group, 0
         for run in self._fetch.runs(group):
             with self._writing:
                 if self._visit.given_up:
                     return False
                 self._write(run)
-                self._written = run[-1].index + 1
+                for part in run:
+                    self._moved[part.index] = part.layers.stop
             self._visit.progress()  # what a copy takes is no tier's fault
         return not self._visit.given_up
 

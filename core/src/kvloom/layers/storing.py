@@ -16,10 +16,10 @@ from kvloom.interrupts import shielded
 from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Runtime
 from kvloom.tiers.chain import Chain
+from kvloom.tiers.keeper import Todo
 from kvloom.tiers.layered import layer_of
 from kvloom.tiers.rooms import Room
 from kvloom.tiers.stack import Stack
-from kvloom.tiers.stored import StoredTier
 from kvloom.types import EXACT, Chunk, Segment
 
 
@@ -68,7 +68,7 @@ class Storing:
         for segment in self._segments:
             self.mask[segment.start : segment.end] = True
 
-    def _plan(self, segments: Sequence[Segment], events: EventBus) -> list[tuple[Segment, list[StoredTier]]]:
+    def _plan(self, segments: Sequence[Segment], events: EventBus) -> Todo:
         """What is missing and has room, each with the stored tiers to write it to; other claims are given up."""
         stack, visit = self._stack, self._visit
         todo = stack.keeper.missing(segments, visit)

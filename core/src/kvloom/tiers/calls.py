@@ -132,13 +132,12 @@ class Calls:
             visit.lost.add(self.name)
             return None
 
-    def answer(self, verb: str, call: Call[T], visit: Visit) -> T | None:
-        """Wait for what was asked, as long as the operation does; None: the tier is given up for it."""
-        visit.waits_for(self.questions.wake)
-        try:
-            call.wait(min(visit.patience(self.deadline), call.overdue_at), stopped=lambda: visit.given_up)
-        finally:
-            visit.waits_for(None)
+    def answer(self, verb: str, call: Call[T], visit: Visit, *, seconds: float = math.inf) -> T | None:
+        """Wait for what was asked, as long as the operation does; None: the tier is given up for it.
+
+        seconds: wait no longer than that, if it is less.
+        """
+        self.wait(call, visit, min(visit.patience(min(self.deadline, seconds)), call.overdue_at))
         try:
             return call.result(self._now())
         except Exception as error:
@@ -146,6 +145,14 @@ class Calls:
                 self.late(verb, error, call, self.reading)
             visit.lost.add(self.name)
             return None
+
+    def wait(self, call: Call[Any], visit: Visit, until: float) -> None:
+        """Wait for what was asked until then at most; nobody gives anything up."""
+        visit.waits_for(self.questions.wake)
+        try:
+            call.wait(until, stopped=lambda: visit.given_up)
+        finally:
+            visit.waits_for(None)
 
     def in_time(self, read: Call[Any], visit: Visit) -> bool:
         """Wait for a read for as long as the operation does. If it is late, or given up, the tier is lost to it."""

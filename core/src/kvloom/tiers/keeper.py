@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvloom.contracts.observer import Event
 from kvloom.events import EventBus
@@ -11,11 +12,27 @@ from kvloom.runtime import Runtime
 from kvloom.tiers.base import Layout, Loaded, Shape
 from kvloom.tiers.claims import Claims, Holder, LongClaims
 from kvloom.tiers.memory import MemoryTier
+from kvloom.tiers.presence import Inquiry
 from kvloom.tiers.rooms import Room
+from kvloom.tiers.search import HURRIED_SHARE
 from kvloom.tiers.stored import StoredTier
 from kvloom.tiers.visit import Visit
 from kvloom.types import EXACT, Chunk, ChunkKey, Segment
 
+ANSWER_SECONDS = 0.02
+"""How long a store waits to hear what the tiers have. What is not said by then is found out before it is written."""
+
+
+class Lacking(NamedTuple):
+    """A tier that a chunk is to be written to."""
+
+    tier: StoredTier
+    inquiry: Inquiry | None = None
+    """If it may have it after all: says so later."""
+
+
+Todo = list[tuple[Segment, list[Lacking]]]
+"""Segments to be kept, each with the stored tiers to write it to."""
 Copy = Callable[[Sequence[Segment], Sequence[Chunk]], bool]
 """Fill chunks from the engine; False if that may no longer be done."""
 
@@ -59,25 +76,42 @@ class Keeper:
         if todo:
             self._copy_in(todo, shape, copy, visit)
 
-    def missing(self, segments: Sequence[Segment], visit: Visit) -> list[tuple[Segment, list[StoredTier]]]:
+    def missing(self, segments: Sequence[Segment], visit: Visit) -> Todo:
         """Those segments whose KV must be read from the engine, each with the stored tiers to write it to.
 
         What memory holds and a stored tier lacks is written to it at once.
         """
         keys = [segment.key for segment in segments]
         in_memory = self.memory.find(keys, exact=True)
-        lacking: list[list[StoredTier]] = [[] for _ in keys]
-        for tier in self._through:
-            for place, fine in zip(lacking, tier.satisfied(keys, visit), strict=True):
-                if not fine:
-                    place.append(tier)
         todo = []
-        for segment, here, tiers in zip(segments, in_memory, lacking, strict=True):
+        for segment, here, tiers in zip(segments, in_memory, self._lacking(keys, visit), strict=True):
             if not here and (self.memory.keep or tiers):
                 todo.append((segment, tiers))
             elif tiers:
                 self._write_from_memory(segment.key, tiers, visit)
         return todo
+
+    def _lacking(self, keys: Sequence[ChunkKey], visit: Visit) -> list[list[Lacking]]:
+        """For each key, the tiers to write it to. One that is silent holds up nothing but what is written to it."""
+        asked = [(tier, inquiry) for tier in self._through if (inquiry := tier.inquire(keys, visit)) is not None]
+        soon = self._runtime.now() + ANSWER_SECONDS
+        for _, inquiry in asked:
+            inquiry.wait(soon)
+        lacking = self._said(keys, asked)
+        if not self.memory.keep and any(tiers and all(one.inquiry for one in tiers) for tiers in lacking):
+            # It depends on the answers whether there is anything to be copied.
+            for tier, inquiry in asked:
+                inquiry.wait(visit.patience(HURRIED_SHARE * tier.deadline))
+            lacking = self._said(keys, asked)
+        return [[] for _ in keys] if visit.given_up else lacking
+
+    def _said(self, keys: Sequence[ChunkKey], asked: Sequence[tuple[StoredTier, Inquiry]]) -> list[list[Lacking]]:
+        lacking: list[list[Lacking]] = [[] for _ in keys]
+        for tier, inquiry in asked:
+            for key, place, fine in zip(keys, lacking, tier.satisfied(keys, inquiry), strict=True):
+                if not fine:
+                    place.append(Lacking(tier, inquiry if inquiry.concerns(key) else None))
+        return lacking
 
     # -- from the engine, layer by layer -------------------------------------------------------------------------------
 
@@ -100,30 +134,31 @@ class Keeper:
         if left and not stored:
             self._events.emit(Event("dropped", chunks=len(left), reason="left to another, who did not store it"))
 
-    def still_lacking(self, key: ChunkKey, tiers: Sequence[StoredTier]) -> list[StoredTier] | None:
+    def still_lacking(self, key: ChunkKey, tiers: Sequence[Lacking]) -> list[Lacking] | None:
         """Those of `tiers` that nobody has given the exact chunk to meanwhile; None if it need not be kept at all.
 
         As far as is known here and now.
         """
         if self.memory.find([key], exact=True)[0]:
             return None  # whoever put it there saw to the tiers
-        lacking = [tier for tier in tiers if not tier.has_enough(key)]
+        unsaid = [one for one in tiers if one.inquiry is not None and one.inquiry.concerns(key)]
+        lacking = unsaid + [one for one in tiers if one not in unsaid and not one.tier.has_enough(key)]
         return lacking if lacking or self.memory.keep else None
 
     # -- from the engine, in whole chunks ------------------------------------------------------------------------------
 
-    def _write_from_memory(self, key: ChunkKey, tiers: Sequence[StoredTier], visit: Visit) -> None:
+    def _write_from_memory(self, key: ChunkKey, tiers: Sequence[Lacking], visit: Visit) -> None:
         loaded = self.memory.lease([key])[0]
         if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
-            for tier in tiers if loaded.chunk.exact else ():  # it may have been another a moment ago
+            for tier, inquiry in tiers if loaded.chunk.exact else ():  # it may have been another a moment ago
                 if not tier.outlived(loaded.written):
                     tier.submit(
                         key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain,
-                        record=visit.record,
+                        record=visit.record, inquiry=inquiry,
                     )  # fmt: skip
             loaded.release()
 
-    def _copy_in(self, todo: list[tuple[Segment, list[StoredTier]]], shape: Shape, copy: Copy, visit: Visit) -> None:
+    def _copy_in(self, todo: Todo, shape: Shape, copy: Copy, visit: Visit) -> None:
         if not any(tiers for _, tiers in todo):
             # Memory is all there is: a tail that would push out its own head is not worth copying.
             room, fits = self.memory.pool.capacity, 0
@@ -163,7 +198,7 @@ class Keeper:
             self.insert(now, chunks, batch, visit, seconds=self._runtime.now() - began)
 
     def insert(
-        self, now: Sequence[tuple[Segment, list[StoredTier]]], chunks: Sequence[Chunk],
+        self, now: Sequence[tuple[Segment, list[Lacking]]], chunks: Sequence[Chunk],
         rooms: Sequence[Reservation | Room], visit: Visit, *, seconds: float,
     ) -> None:  # fmt: skip
         """Take chunks that were filled into memory, and write them to the stored tiers that lack them."""
@@ -174,10 +209,10 @@ class Keeper:
             loaded = self.memory.insert(
                 segment.key, chunk, block, written=written, since=visit.since, chain=visit.chain
             )
-            for tier in tiers:
+            for tier, inquiry in tiers:
                 tier.submit(
                     segment.key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain,
-                    record=visit.record,
+                    record=visit.record, inquiry=inquiry,
                 )  # fmt: skip
             loaded.release()
         self.memory.touch([segment.key for segment, _ in now])
@@ -186,9 +221,7 @@ class Keeper:
             nbytes = sum(chunk.nbytes for chunk in chunks)
             self._events.emit(Event("stored", self.memory.name, num_tokens, len(chunks), nbytes, seconds))
 
-    def _reserve(
-        self, todo: Sequence[tuple[Segment, list[StoredTier]]], shape: Shape, until: float
-    ) -> list[Reservation]:
+    def _reserve(self, todo: Todo, shape: Shape, until: float) -> list[Reservation]:
         """Memory for as many leading segments as there is room for now; for one, waiting if need be."""
         rooms: list[Reservation] = []
         for segment, _ in todo:

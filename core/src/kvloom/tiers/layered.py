@@ -14,6 +14,7 @@ from kvloom.tiers.ahead import Ahead, Incoming, Prefix
 from kvloom.tiers.base import Loaded, Shape
 from kvloom.tiers.layer_blobs import WHOLE_BYTES, groups, reads_ranges
 from kvloom.tiers.rooms import layer_bytes
+from kvloom.tiers.search import Search
 from kvloom.tiers.stack import Stack
 from kvloom.tiers.visit import Visit
 from kvloom.types import Chunk, Hit, Segment
@@ -49,22 +50,16 @@ class LayerFetch:
         self, stack: Stack, segments: Sequence[Segment], shape: Shape, visit: Visit, *, runtime: Runtime,
         events: EventBus,
     ) -> None:  # fmt: skip
-        """Asks the tiers what they hold; reads nothing yet."""
+        """Asks the tiers what they hold; reads nothing yet.
+
+        A tier that does not answer soon is given up, if there is something to be read from faster ones meanwhile.
+        """
         self._stack = stack
         self._runtime = runtime
         self._events = events
         self._visit = visit
         self._chunks: list[Incoming] = []
-        by_tier: dict[str, int] = {}
-        names = [tier.name for tier in stack.stored]
-        for segment, name in zip(segments, stack.locate([s.key for s in segments]), strict=True):
-            if name is None:
-                break
-            by_tier[name] = by_tier.get(name, 0) + segment.end - segment.start
-            tiers = list(stack.stored[names.index(name) :]) if name in names else list(stack.stored)
-            chunk_shape = tuple(shape(segment.end - segment.start))
-            self._chunks.append(Incoming(len(self._chunks), segment, chunk_shape, tiers))
-        self.hit = Hit(sum(by_tier.values()), by_tier)
+        self.hit = self._locate(segments, shape)
         self.num_layers = int(shape(1)[1])
         self.prefix = Prefix(len(self._chunks), self.num_layers, runtime)
         for chunk in self._chunks:
@@ -74,6 +69,24 @@ class LayerFetch:
         self.groups = groups(self.num_layers, max(steps, default=0))
         self._ahead = Ahead(stack, self._chunks, self.groups, self.prefix, visit, runtime)
         self._at_once = False
+
+    def _locate(self, segments: Sequence[Segment], shape: Shape) -> Hit:
+        """Find the tiers of the leading segments, up to the first that is nowhere."""
+        memory, stored, by_tier = self._stack.memory, self._stack.stored, dict[str, int]()
+        keys = [segment.key for segment in segments]
+        held = memory.find(keys)
+        search = Search(stored, [key for key, here in zip(keys, held, strict=True) if not here], self._visit)
+        try:
+            for segment, here in zip(segments, held, strict=True):
+                tiers = list(stored) if here else search.tiers(segment.key, hurried=bool(self._chunks))
+                if not (here or tiers):
+                    break
+                name, num_tokens = memory.name if here else tiers[0].name, segment.end - segment.start
+                by_tier[name] = by_tier.get(name, 0) + num_tokens
+                self._chunks.append(Incoming(len(self._chunks), segment, tuple(shape(num_tokens)), tiers))
+        finally:
+            search.close()
+        return Hit(sum(by_tier.values()), by_tier)
 
     def _can_come_by_layer(self, chunk: Incoming) -> bool:
         if not chunk.tiers or self._stack.layout.nbytes(chunk.shape) <= WHOLE_BYTES:

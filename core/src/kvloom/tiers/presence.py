@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import count
 
 from kvloom import envelope
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import CorruptBlobError, LaterVersionError, UnreadableBlobError
+from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, LaterVersionError, UnreadableBlobError
 from kvloom.memory import pages_of
 from kvloom.protection import Protection
 from kvloom.runtime import Call
@@ -32,8 +34,8 @@ class Question:
 
     __slots__ = ("_answer", "_call")
 
-    def __init__(self, answer: Callable[[], list[bool]], call: Call[list[bool]] | None = None) -> None:
-        """call: what `answer` waits for."""
+    def __init__(self, answer: Callable[[float], list[bool]], call: Call[list[bool]] | None = None) -> None:
+        """answer: takes the seconds that it may wait at most. call: what it waits for."""
         self._answer = answer
         self._call = call
 
@@ -42,14 +44,68 @@ class Question:
         """`answer` does not wait."""
         return self._call is None or self._call.done
 
-    def answer(self) -> list[bool]:
-        """Waits as long as the operation does; all False if the tier does not say."""
-        return self._answer()
+    def answer(self, seconds: float = math.inf) -> list[bool]:
+        """Waits as long as the operation does, and no longer than `seconds`; all False if the tier does not say."""
+        return self._answer(seconds)
 
     def cancel(self) -> None:
         """Nobody wants the answer."""
         if self._call is not None:
             self._call.cancel()
+
+
+class Inquiry:
+    """A store was asked which of some keys it has enough of: what that says of each, now or once it has answered."""
+
+    def __init__(
+        self, known: Callable[[Sequence[ChunkKey]], list[bool]], asked: Collection[ChunkKey],
+        call: Call[set[ChunkKey]] | None, calls: Calls, visit: Visit,
+    ) -> None:  # fmt: skip
+        """known: as `Presence.known_enough`. asked: what the store has to say something about. call: returns those of
+        them about which the store only raised; None if it could not be asked."""
+        self._known = known
+        self._asked = asked
+        self._call = call
+        self._calls = calls
+        self._visit = visit
+        self._told = count()
+
+    @property
+    def done(self) -> bool:
+        """There is nothing to wait for."""
+        return self._call is None or self._call.done
+
+    def concerns(self, key: ChunkKey) -> bool:
+        """Whether the answer is still to come, and says something about `key`."""
+        return not self.done and key in self._asked
+
+    def wait(self, until: float) -> None:
+        """Wait until there is an answer, but not beyond `until`, nor for a caller who has given up."""
+        if self._call is not None:
+            self._calls.wait(self._call, self._visit, until)
+
+    def enough_of(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which keys need not be written, as far as is known; all of them if the store was asked in vain."""
+        if self.done and self._asked:
+            silent = None if self._call is None else self._call.peek()
+            if silent is None:
+                self._visit.lost.add(self._calls.name)
+                return [True] * len(keys)
+            return [here or key in silent for here, key in zip(self._known(keys), keys, strict=True)]
+        return [here and not self.concerns(key) for here, key in zip(self._known(keys), keys, strict=True)]
+
+    def enough(self, key: ChunkKey) -> bool:
+        """Whether a key need not be written. Waits for the answer; raises BackendError if there is none in time."""
+        call = self._call
+        if call is not None and not call.wait():
+            if not next(self._told):
+                late = DeadlineExceeded("no answer within the deadline")
+                self._calls.late("contains", late, call, self._calls.reading)
+            call.cancel()
+        silent = None if call is None else call.peek()
+        if silent is None:
+            raise BackendError("the store does not say whether it has the chunk")
+        return key in silent or self._known([key])[0]
 
 
 class Presence:
@@ -82,7 +138,7 @@ class Presence:
     def seek(self, keys: Sequence[ChunkKey], visit: Visit) -> Question:
         """Begin `find`: what the store has to be asked is asked on a thread of the tier's."""
         if not self._calls.serves(visit):
-            return Question(lambda: [False] * len(keys))
+            return Question(lambda seconds: [False] * len(keys))
         known, doubtful = self._ledger.known(keys), self._doubtful(keys)
         unknown: set[ChunkKey] = set()
         if self._may_hold_more:
@@ -101,11 +157,11 @@ class Presence:
 
         asked = [key for key in keys if key in doubtful or key in undated or (key in unknown and key not in said)]
         if not asked:
-            return Question(found)
+            return Question(lambda seconds: found())
         call = self._calls.begin("contains", lambda: self._there(asked, doubtful, undated), visit)
 
-        def learnt() -> list[bool]:
-            there = None if call is None else self._calls.answer("contains", call, visit)
+        def learnt(seconds: float) -> list[bool]:
+            there = None if call is None else self._calls.answer("contains", call, visit, seconds=seconds)
             if there is None:
                 return [False] * len(keys)
             said.update(zip(asked, there, strict=True))
@@ -138,30 +194,26 @@ class Presence:
             return set()
         return {key for key, doubt in zip(keys, self._ledger.sightings.doubtful(keys), strict=True) if doubt}
 
-    def enough(self, keys: Sequence[ChunkKey], visit: Visit, *, ignore: Callable[[ChunkKey], bool]) -> list[bool]:
-        """For which keys there is nothing better to be written, or no telling.
+    def inquire(self, keys: Sequence[ChunkKey], visit: Visit, *, ignore: Callable[[ChunkKey], bool]) -> Inquiry:
+        """Begin to find out for which keys there is nothing better to be written, or no telling.
 
         A lossless tier does not have enough of a lossy or unreadable blob; what a blob is, is read from its header
         once. ignore: what nothing need be asked about.
         """
-        silent: set[ChunkKey] = set()
         unsure = [key for key in self._unsure(keys) if not ignore(key)]
         doubtful = self._doubtful(keys).difference(unsure)
-        if unsure or doubtful:
 
-            def look() -> set[ChunkKey]:
-                if doubtful:
-                    self._look_again([key for key in keys if key in doubtful])
-                return self._peek(unsure) if unsure else set()
+        def look() -> set[ChunkKey]:
+            if doubtful:
+                self._look_again([key for key in keys if key in doubtful])
+            return self._peek(unsure) if unsure else set()
 
-            answer = self._calls.ask("contains", look, visit)
-            if answer is None:
-                return [True] * len(keys)
-            silent = answer
-        return [here or key in silent for here, key in zip(self.known_enough(keys), keys, strict=True)]
+        asked = doubtful.union(unsure)
+        call = self._calls.begin("contains", look, visit) if asked else None
+        return Inquiry(self.known_enough, asked, call, self._calls, visit)
 
     def known_enough(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """`enough`, as far as is known here and now."""
+        """For which keys there is nothing better to be written, as far as is known here and now."""
         known = self._ledger.known(keys)
         if self._lossless:
             return [fidelity is Fidelity.EXACT or fidelity is Fidelity.LATER for fidelity in known]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvloom.tiers.presence import Question
 from kvloom.tiers.stored import StoredTier
 from kvloom.tiers.visit import Visit
 from kvloom.types import ChunkKey
+
+HURRIED_SHARE = 0.1
+"""The part of its deadline within which a tier has to answer if chunks of faster ones wait for that."""
 
 
 class Search:
@@ -33,13 +37,14 @@ class Search:
             self._go_on(wait=False)
         return key not in self._unknown
 
-    def tiers(self, key: ChunkKey) -> list[StoredTier]:
+    def tiers(self, key: ChunkKey, *, hurried: bool = False) -> list[StoredTier]:
         """The tiers from which to read a chunk, fastest first: the first that says it holds it, and those below.
 
         All of them for a key that was not searched. Waits for a tier's answer at most as long as the operation does.
+        hurried: and no longer than `HURRIED_SHARE` says; a tier that has not answered then is given up for it.
         """
         while key in self._unknown:
-            self._go_on(wait=True)
+            self._go_on(wait=True, hurried=hurried)
         first = self._first.get(key, 0)
         return [
             tier for number, tier in enumerate(self._stored[first:]) if (key in self._first and not number)
@@ -52,7 +57,7 @@ class Search:
             self._question.cancel()
             self._question = None
 
-    def _go_on(self, *, wait: bool) -> None:
+    def _go_on(self, *, wait: bool, hurried: bool = False) -> None:
         """Take the answers that are there, or one answer at most that is waited for, and ask the next tiers."""
         while self._left and self._asked < len(self._stored):
             if self._question is None:
@@ -60,7 +65,8 @@ class Search:
             if not (wait or self._question.done):
                 return
             wait = False
-            found, self._question = self._question.answer(), None
+            seconds = HURRIED_SHARE * self._stored[self._asked].deadline if hurried else math.inf
+            found, self._question = self._question.answer(seconds), None
             for key, here in zip(self._left, found, strict=True):
                 if here:
                     self._first[key] = self._asked

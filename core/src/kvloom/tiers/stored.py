@@ -37,7 +37,7 @@ from kvloom.tiers.landings import Landings
 from kvloom.tiers.ledger import Ledger
 from kvloom.tiers.loads import Loads
 from kvloom.tiers.memory import MemoryTier
-from kvloom.tiers.presence import Presence, Question
+from kvloom.tiers.presence import Inquiry, Presence, Question
 from kvloom.tiers.reader import BlobReader
 from kvloom.tiers.remembered import Remembered
 from kvloom.tiers.upkeep import Upkeep
@@ -169,12 +169,15 @@ class StoredTier(Tier):
         """Whether it is worth reading a key, as far as is known here and now."""
         return self._presence.may_hold(key)
 
-    def satisfied(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
-        """For which keys an exact chunk need not be written: there, on its way, unwelcome, or no writing at all now."""
+    def inquire(self, keys: Sequence[ChunkKey], visit: Visit) -> Inquiry | None:
+        """Begin to find out of which keys the store has enough; None if nothing at all is to be written now."""
         if self.policy.write == "never" or self._writes.stuck or self.calls.write_paused or self._may_not_grow:
-            return [True] * len(keys)
-        pending = self._writes.pending
-        enough = self._presence.enough(keys, visit or self._visit(), ignore=pending)
+            return None
+        return self._presence.inquire(keys, visit, ignore=self._writes.pending)
+
+    def satisfied(self, keys: Sequence[ChunkKey], inquiry: Inquiry) -> list[bool]:
+        """For which keys an exact chunk need not be written, as far as is known: there, on its way, or unwelcome."""
+        enough, pending = inquiry.enough_of(keys), self._writes.pending
         return [here or pending(key) or not self._welcome(key) for here, key in zip(enough, keys, strict=True)]
 
     def lacks(self, key: ChunkKey, written: float) -> bool:
@@ -210,12 +213,13 @@ class StoredTier(Tier):
 
     def submit(
         self, key: ChunkKey, loaded: Loaded, *, until: float, since: int, chain: Chain = NO_CHAIN,
-        record: Record = NO_RECORD,
+        record: Record = NO_RECORD, inquiry: Inquiry | None = None,
     ) -> Write | None:  # fmt: skip
         """Write an exact chunk in the background, taking over its lease; None (and counted) if it was dropped.
 
         since: a mark of the removals from before the chunk was got; what was removed after it is not kept.
         chain: what it is part of; nothing of it makes room for what is behind it. record: where it is noted.
+        inquiry: it is written only if the store turns out not to have enough of it.
         """
         chunk = loaded.chunk
         assert chunk.exact, "lossy chunks are never written on: they would be encoded twice"
@@ -224,8 +228,14 @@ class StoredTier(Tier):
             self._on_lost(key, chunk, "the tier is paused")
             return None
         store = self.calls.judged("put", partial(self._store, key, loaded, since, chain, record), self.calls.writing)
-        accepted = partial(self.ledger.expect, key, chain)
-        write = self._writes.submit(key, store, loaded, until=until, accepted=accepted, record=record)
+        expect = partial(self.ledger.expect, key, chain)
+        if inquiry is None:
+            write = self._writes.submit(key, store, loaded, until=until, accepted=expect, record=record)
+        else:  # what is expected is not looked for
+            wanted = partial(self._lacks_after_all, key, inquiry, expect)
+            write = self._writes.submit(
+                key, store, loaded, until=until, accepted=lambda: None, record=record, wanted=wanted
+            )
         if write is None:
             self._on_lost(key, chunk, "the write queue is full")
         return write
@@ -234,6 +244,12 @@ class StoredTier(Tier):
     def flush(self, until: float) -> bool:
         """Wait until every accepted write has been written or has failed; False if `until` came first."""
         return self._writes.flush(until)
+
+    def _lacks_after_all(self, key: ChunkKey, inquiry: Inquiry, expect: Callable[[], None]) -> bool:
+        if inquiry.enough(key):
+            return False
+        expect()
+        return True
 
     def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain, record: Record) -> bool:
         began = self._runtime.now()

@@ -74,12 +74,13 @@ class WriteQueue:
 
     def submit(
         self, key: ChunkKey, store: Callable[[], bool], loaded: Loaded, *, until: float, accepted: Callable[[], None],
-        record: Record = NO_RECORD,
+        record: Record = NO_RECORD, wanted: Callable[[], bool] = lambda: True,
     ) -> Write | None:  # fmt: skip
         """Queue a write, waiting for room until `until`; None (the chunk released) if there was none.
 
         A write of the same key that is under way stands for this one. accepted: called before the write can begin, and
-        only if no other stands for it: that one may have done already what it does to the ledger.
+        only if no other stands for it: that one may have done already what it does to the ledger. wanted: called on the
+        thread, before the write counts as begun; if it says no, the write is done. It has a bound of its own.
         """
         write = Write(key, loaded, record=record)
         record.hold()
@@ -89,7 +90,7 @@ class WriteQueue:
             loaded.release()
             return same
         try:
-            write.call = self.workers.submit(lambda: self._run(write, store), seconds=self._deadline)
+            write.call = self.workers.submit(lambda: self._run(write, store, wanted), seconds=self._deadline)
         except BackendError:
             self._settle(write, False)
             loaded.release()
@@ -141,11 +142,14 @@ class WriteQueue:
         self._lose(list(self._open.values()), "closed before it was written")
         self.workers.close(max(0.0, until - self._runtime.now()))
 
-    def _run(self, write: Write, store: Callable[[], bool]) -> None:
-        write.began = self._runtime.now()
+    def _run(self, write: Write, store: Callable[[], bool], wanted: Callable[[], bool]) -> None:
         outcome = False
         try:
-            outcome = store()
+            if not wanted():
+                outcome = True
+            elif write.outcome is None:
+                write.began = self._runtime.now()
+                outcome = store()
         except Exception as error:
             if write.outcome is None:
                 self._on_lost(write, f"write failed: {type(error).__name__}")
