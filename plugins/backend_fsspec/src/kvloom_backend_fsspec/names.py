@@ -41,6 +41,11 @@ class Names:
         ours = name.startswith(self._prefix) and name.endswith(_BLOB)
         return key if ours and len(key) <= _MAX_KEY_CHARS and _KEY.fullmatch(key) else None
 
+    def may_hold(self, place: str) -> bool:
+        """Whether a directory of that name, or the object, may have to do with a blob."""
+        inside = place.removeprefix(self._prefix).removesuffix(_BLOB)
+        return place.startswith(self._prefix) and _KEY.fullmatch(inside) is not None
+
     def right(self, name: str) -> str:
         """The directory of a right."""
         return f"{self._prefix}{HOLDS}/{name}"

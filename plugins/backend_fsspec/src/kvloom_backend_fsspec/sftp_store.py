@@ -25,6 +25,7 @@ from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained
 from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.store import Listed, Memory
+from kvloom_backend_fsspec.unread import Unread, is_refused
 
 _CONNECTIONS = 4
 """Per process: OpenSSH begins to refuse at ten that have not logged in yet."""
@@ -108,15 +109,24 @@ class SftpStore:
 
     def list(self, directory: str) -> Iterator[Listed]:
         """Directory by directory: one that vanishes meanwhile is passed over."""
+        unread = Unread(self._drafts)
         pending = [directory]
         while pending:
             inside = pending.pop()
-            for found in self._found(partial(_entries, path=f"/{inside}")) or ():
+            try:
+                entries = self._found(partial(_entries, path=f"/{inside}")) or ()
+            except BackendError as error:
+                if inside == directory or not is_refused(error.__cause__ or error):
+                    raise
+                unread.note(inside, error)
+                continue
+            for found in entries:
                 name = f"{inside}/{found.filename}".lstrip("/")
                 if stat.S_ISDIR(found.st_mode or 0):
                     pending.append(name)
                 else:
                     yield Listed(name, found.st_size or 0, float(found.st_mtime or 0), "")
+        unread.end()
 
     def close(self) -> None:
         self._closed = True
