@@ -11,7 +11,7 @@ import torch
 from core_support import Gate, Shelf, tokens_of
 from policies_support import BLOB_BYTES, KV, MEMORY, SHELF, Open, count, eventually, held, stored
 
-from kvloom import Entry, IncompleteListingError
+from kvloom import Engine, Entry, IncompleteListingError
 
 
 class Town:
@@ -228,6 +228,40 @@ def test_what_cannot_be_listed_keeps_a_bounded_store_from_growing(
     assert eventually(lambda: second.health().ok), "it is tried again"
     stored(second, 2)
     assert set(Shelf.shelves["default"].blobs) > before
+
+
+def failures(engine: Engine) -> int:
+    return sum(totals.count for key, totals in engine.counters().items() if key.name == "tier_error")
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_store_that_cannot_be_listed_at_first_does_not_grow_until_it_can(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan, down = Shelf.scan, [True]
+
+    def failing(shelf: Shelf, prefix: str = "") -> Iterator[Entry]:
+        yield from [*scan(shelf, prefix)][: 1 if down else None]
+        if down:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    with open_engine(SHELF | {"capacity": 64 * BLOB_BYTES}) as first:
+        stored(first, 1)
+    monkeypatch.setattr(Shelf, "scan", failing)
+    engine = open_engine(SHELF | {"capacity": 64 * BLOB_BYTES})
+    assert eventually(lambda: engine.health().tiers[0].state == "degraded")
+    assert "Connection reset" in engine.health().tiers[0].reason
+    before = set(Shelf.shelves["default"].blobs)
+    engine.store(tokens_of(16, 2), kv=KV)
+    assert engine.flush(20) and set(Shelf.shelves["default"].blobs) == before and held(engine, 1) == 16
+    down.clear()
+    assert eventually(lambda: engine.health().ok), "it is listed again"
+    stored(engine, 2)
+    assert set(Shelf.shelves["default"].blobs) > before, "and grows"
+    errors = failures(engine)
+    down.append(True)
+    assert eventually(lambda: failures(engine) > errors)
+    assert engine.health().ok, "the listing before is an account to go by"
 
 
 @pytest.mark.usefixtures("hurried")

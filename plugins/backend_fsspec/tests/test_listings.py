@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import re
+import stat
 import uuid
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvloom import BackendError
+from kvloom import BackendError, IncompleteListingError
 from kvloom_backend_fsspec import fsspec_store
 from kvloom_backend_fsspec.backend import FsspecBackend
 
@@ -80,3 +86,108 @@ def test_other_requests_are_repeated_as_often_as_the_settings_say(
     with pytest.raises(BackendError):
         backend.get("a/b")
     assert len(calls) == 3
+
+
+CHUNK = f"{'0a' * 16}/-/0-{'5b' * 32}"
+
+
+def local(tmp_path: Path) -> FsspecBackend:
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}"))
+    backend.put(CHUNK, [b"blob"])
+    return backend
+
+
+def test_a_local_listing_goes_past_links_that_lead_nowhere(tmp_path: Path) -> None:
+    backend = local(tmp_path)
+    above = (tmp_path / CHUNK).parent
+    (above / "loop").symlink_to("loop")
+    (above / "back").symlink_to(tmp_path)
+    (above / "gone").symlink_to("nowhere")
+    (above / "again=kv").symlink_to(f"{CHUNK.rpartition('/')[2]}=kv")
+    assert sorted(entry.key for entry in backend.scan()) == sorted([CHUNK, f"{'0a' * 16}/-/again"])
+    assert not [*FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/none")).scan()]
+
+
+def test_a_local_listing_goes_past_what_it_cannot_read_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, scandir = local(tmp_path), os.scandir
+    (tmp_path / "abc").mkdir()
+    (tmp_path / "lost+found").mkdir()
+    denied = {f"{tmp_path}/lost+found"}
+
+    def guarded(path: str) -> Any:
+        if path in denied:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    assert [entry.key for entry in backend.scan()] == [CHUNK], "no key leads there"
+    denied.add(f"{tmp_path}/abc")
+    found = []
+    with pytest.raises(IncompleteListingError, match=re.escape("/abc (Permission denied)")):
+        found.extend(backend.scan())
+    assert [entry.key for entry in found] == [CHUNK]
+    denied.add(str(tmp_path))
+    with pytest.raises(BackendError) as failure:
+        list(backend.scan())
+    assert not isinstance(failure.value, IncompleteListingError), "nothing was listed at all"
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), ServerError(403)], ids=["EACCES", "403"])
+def test_a_listing_goes_past_a_directory_that_a_server_does_not_show(
+    backend: FsspecBackend, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    backend.put("hidden/c", [b"blob"])
+    fs: Any = backend._store()._fs  # type: ignore[attr-defined]
+    usual = fs.ls
+
+    def call(path: str, **more: Any) -> Any:
+        if path.endswith("hidden"):
+            raise error
+        return usual(path, **more)
+
+    monkeypatch.setattr(fs, "ls", call)
+    found = []
+    with pytest.raises(IncompleteListingError, match="hidden"):
+        found.extend(backend.scan())
+    assert [entry.key for entry in found] == ["a/b"]
+
+
+def test_a_server_that_goes_away_ends_a_listing(backend: FsspecBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.put("c/d", [b"blob"])
+    fs: Any = backend._store()._fs  # type: ignore[attr-defined]
+    usual, calls = fs.ls, []
+
+    def call(path: str, **more: Any) -> Any:
+        calls.append(path)
+        if len(calls) > 1:
+            raise ConnectionRefusedError(111, "Connection refused")
+        return usual(path, **more)
+
+    monkeypatch.setattr(fs, "ls", call)
+    with pytest.raises(BackendError) as failure:
+        list(backend.scan())
+    assert not isinstance(failure.value, IncompleteListingError) and len(calls) == 2
+
+
+class SftpServer:
+    """What paramiko's client says of a directory of which a part is somebody else's."""
+
+    def listdir_attr(self, path: str) -> list[Any]:
+        if path == "/srv/theirs":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        mode = stat.S_IFDIR if path == "/srv" else stat.S_IFREG
+        names = ["theirs", "ours"] if path == "/srv" else ["b=kv"]
+        return [SimpleNamespace(filename=name, st_mode=mode, st_size=4, st_mtime=1) for name in names]
+
+
+def test_a_listing_by_sftp_goes_past_a_directory_that_it_may_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("paramiko")
+    backend = FsspecBackend(FsspecBackend.Config(url="sftp://host/srv"))
+    connection = contextlib.nullcontext(SimpleNamespace(sftp=SftpServer()))
+    monkeypatch.setattr(backend._store(), "_connection", lambda: connection)
+    found = []
+    with pytest.raises(IncompleteListingError, match="srv/theirs"):
+        found.extend(backend.scan())
+    assert [entry.key for entry in found] == ["ours/b"]

@@ -67,6 +67,7 @@ class Upkeep:
         self._bounded = bounded
         self._on_evicted = on_evicted
         self._lists = bounded and (backend.persistent or backend.shared)
+        self._listed = False
         self._changed = runtime.condition()
         self._round: Call[None] | None = None
         self._list_at = 0.0
@@ -309,14 +310,18 @@ class Upkeep:
             self._keep_record()
 
     def _list(self) -> None:
-        began, before = self._runtime.now(), self.unlisted
+        began = self._runtime.now()
         missed: list[str] = []
-        victims = self._ledger.recover(self._entries(missed))
+        try:
+            victims = self._ledger.recover(self._entries(missed))
+        except Exception as error:
+            if not self._listed and not self._closed:  # else there is an account to go by
+                self._say_unlisted(f"the store could not be listed: {one_line(error)}")
+            raise
+        self._listed = True
         if missed:
             self._ledger.complete = False  # what is not known may be there
-        self.unlisted = missed[0] if missed else ""
-        if self.unlisted != before:
-            log.warning("tier=%s %s", self.name, f"is degraded: {self.unlisted}" if missed else "is whole again")
+        self._say_unlisted(missed[0] if missed else "")
         took = self._runtime.now() - began
         again = self._backend.shared or missed
         self._list_at = began + max(RELIST_SECONDS, 20 * took) if again else float("inf")
@@ -328,6 +333,11 @@ class Upkeep:
             except BaseException:
                 self._ledger.kept(victims)
                 raise
+
+    def _say_unlisted(self, why: str) -> None:
+        if why != self.unlisted:
+            log.warning("tier=%s %s", self.name, f"is degraded: {why}" if why else "is whole again")
+        self.unlisted = why
 
     def _entries(self, missed: list[str]) -> Iterator[Entry]:
         """The listing; `missed` gets what it says of places that it could not read."""

@@ -16,6 +16,7 @@ from kvloom_backend_fsspec.errors import explained, says_no_bucket
 from kvloom_backend_fsspec.fsspec_open import close_fs, open_fs
 from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.store import Listed
+from kvloom_backend_fsspec.unread import Unread, is_refused
 
 _WHOLE_AT_ONCE = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2", "hf"}
 """Where a put is one request, or one assignment, that readers see whole or not at all. Elsewhere a draft is renamed."""
@@ -143,14 +144,24 @@ class FsspecStore:
 
     def list(self, directory: str) -> Iterator[Listed]:
         """Directory by directory: one that vanishes meanwhile is passed over."""
-        pending = [self._path(directory)]
+        unread = Unread(self._drafts)
+        pending = [start := self._path(directory)]
         while pending:
-            for found in self._entries(pending.pop()):
+            inside = pending.pop()
+            try:
+                entries = self._entries(inside)
+            except BackendError as error:
+                if inside == start or not is_refused(error.__cause__ or error):
+                    raise
+                unread.note(self._name(inside), error)
+                continue
+            for found in entries:
                 path = str(found["name"])
                 if found["type"] == "directory":
                     pending.append(path)
                 else:
                     yield Listed(self._name(path), int(found["size"] or 0), _modified(found), _tag(found))
+        unread.end()
 
     def _entries(self, path: str) -> Sequence[dict[str, Any]]:
         try:

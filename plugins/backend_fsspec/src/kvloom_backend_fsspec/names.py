@@ -12,17 +12,11 @@ import uuid
 
 _PART = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._-]+"
 _KEY = re.compile(rf"(?:{_PART}/)*{_PART}")
-_WHOLE_PART = re.compile(_PART)
 _MAX_KEY_CHARS = 200
 _BLOB = "=kv"
 
 HOLDS = "=hold"
 """The directory of rights."""
-
-
-def leads_to_keys(directory: str) -> bool:
-    """Return whether a key may have a part of this name: a file system's `lost+found` need not be listed."""
-    return _WHOLE_PART.fullmatch(directory) is not None
 
 
 class Names:
@@ -46,6 +40,11 @@ class Names:
         key = name[len(self._prefix) : -len(_BLOB)]
         ours = name.startswith(self._prefix) and name.endswith(_BLOB)
         return key if ours and len(key) <= _MAX_KEY_CHARS and _KEY.fullmatch(key) else None
+
+    def may_hold(self, place: str) -> bool:
+        """Whether a directory of that name, or the object, may have to do with a blob."""
+        inside = place.removeprefix(self._prefix).removesuffix(_BLOB)
+        return place.startswith(self._prefix) and _KEY.fullmatch(inside) is not None
 
     def right(self, name: str) -> str:
         """The directory of a right."""

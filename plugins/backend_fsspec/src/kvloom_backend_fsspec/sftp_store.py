@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvloom import BackendError, CorruptBlobError, IncompleteListingError, KVLoomError, Sink, pip_install
+from kvloom import BackendError, CorruptBlobError, KVLoomError, Sink, pip_install
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained
-from kvloom_backend_fsspec.names import Names, leads_to_keys
+from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.store import Listed, Memory
+from kvloom_backend_fsspec.unread import Unread, is_refused
 
 _CONNECTIONS = 4
 """Per process: OpenSSH begins to refuse at ten that have not logged in yet."""
@@ -111,24 +112,24 @@ class SftpStore:
 
         Goes on past those that this user may not read, and raises IncompleteListingError at the end.
         """
-        pending, unread = [directory], []
+        unread = Unread(self._drafts)
+        pending = [directory]
         while pending:
             inside = pending.pop()
             try:
                 entries = self._found(partial(_entries, path=f"/{inside}")) or ()
             except BackendError as error:
-                if inside == directory or not isinstance(error.__cause__, PermissionError):
+                if inside == directory or not is_refused(error.__cause__ or error):
                     raise
-                unread.append(inside)
+                unread.note(inside, error)
                 continue
             for found in entries:
                 name = f"{inside}/{found.filename}".lstrip("/")
                 if not stat.S_ISDIR(found.st_mode or 0):
                     yield Listed(name, found.st_size or 0, float(found.st_mtime or 0), "")
-                elif leads_to_keys(found.filename):
+                elif self._drafts.may_hold(name):
                     pending.append(name)
-        if unread:
-            raise IncompleteListingError(f"{len(unread)} directories cannot be read, the first: /{unread[0]}")
+        unread.end()
 
     def close(self) -> None:
         self._closed = True

@@ -47,7 +47,10 @@ class ObjectStore(Protocol):
         """Remove objects; what is not there is passed over."""
 
     def list(self, directory: str) -> Iterator[Listed]:
-        """Every object below `directory`, which is empty for all."""
+        """Every object below `directory`, which is empty for all.
+
+        Goes on past single places that cannot be read, and raises IncompleteListingError at the end.
+        """
 
     def close(self) -> None:
         """Give back what is held."""
