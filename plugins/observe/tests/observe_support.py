@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from kvloom import Engine, KVSpec
@@ -36,6 +40,15 @@ def opened(folder: Path, *observers: Any, memory: str = "64KiB", disk: str = "25
     ]
     source = {"chunk_tokens": 4, "connector": "plain", "tiers": tiers, "observers": list(observers), **config}
     return Engine.open(source, SPEC)
+
+
+@contextmanager
+def own_sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for sockets that tests beside this one do not see: with a short name, or another would be taken."""
+    with tempfile.TemporaryDirectory(prefix="kv") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        yield Path(short)
 
 
 def busy(engine: Engine) -> None:

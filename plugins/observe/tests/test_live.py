@@ -8,7 +8,6 @@ import hashlib
 import os
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observe_support import busy, kv_of, opened, path_of, settled, tokens_of
+from observe_support import busy, kv_of, opened, own_sockets, path_of, settled, tokens_of
 from typer.testing import CliRunner
 
 from kvloom import BackendError, ChunkKey, ConfigError
@@ -32,10 +31,8 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork her
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The usual directory of sockets, in one with a short name: the path of a socket has some 100 bytes at most."""
-    with tempfile.TemporaryDirectory(prefix="kv") as short:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
-        monkeypatch.setattr(tempfile, "tempdir", short)
-        yield Path(short) / "kvloom"
+    with own_sockets(monkeypatch) as short:
+        yield short / "kvloom"
 
 
 def test_it_says_what_happened(tmp_path: Path) -> None:

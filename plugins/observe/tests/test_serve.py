@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import SPEC, busy, opened, tokens_of
+from observe_support import SPEC, busy, opened, own_sockets, tokens_of
 from typer.testing import CliRunner
 
 from kvloom import ConfigError, Engine
@@ -33,8 +33,9 @@ CHROMIUM = next(
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with own_sockets(monkeypatch) as short:
+        yield short
 
 
 @contextmanager
@@ -145,13 +146,13 @@ def test_one_process_at_a_time_answers_and_ends_with_the_page(monkeypatch: pytes
         questions._run(hangs)
 
 
-def test_an_engine_that_goes_away_is_said(tmp_path: Path) -> None:
+def test_an_engine_that_goes_away_is_said(tmp_path: Path, runtime: Path) -> None:
     engine = opened(tmp_path, "live")
     with served(engine, tmp_path) as page:
         assert ask(page, "/snapshot.json")[0] == 200
         engine.close()
         status, told, _ = ask(page, "/snapshot.json")
-        assert status == 503 and str(tmp_path) in told["error"] and "start one with" in told["error"]
+        assert status == 503 and str(runtime) in told["error"] and "start one with" in told["error"]
 
 
 def test_a_port_in_use_and_half_of_a_question(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ import socket
 import sys
 import termios
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import busy, free_port, opened, path_of, port_of
+from observe_support import busy, free_port, opened, own_sockets, path_of, port_of
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -27,9 +28,10 @@ from kvloom_observe.top.watch import keys, quits, watch
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("COLUMNS", "80")
+    with own_sockets(monkeypatch):
+        yield
 
 
 def top(*arguments: str) -> Any:
