@@ -18,6 +18,9 @@ PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard core/pyproject.toml testkit
 BENCHES = $(filter-out bench/lmcache_peer.py bench/lmcache_remote.py bench/codec_gpu.py bench/paged_gpu.py bench/vllm_ttft.py,$(shell grep -l __main__ bench/*.py))
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
+# Without byte code every process that the tests start compiles what it imports, and pytest rewrites every test anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup docs demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts check-matrix dist check-wheels check-licences licences clean
 

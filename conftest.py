@@ -5,6 +5,9 @@ Both work under pytest-xdist: a worker attaches them to its reports, the main pr
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import json
 import os
 import resource
@@ -45,6 +48,29 @@ class _Counts:
             terminalreporter.write_line(f"{number:>10,}  {what}")
         for line in self._said:
             terminalreporter.write_line(line)
+
+
+class _Memory:
+    """Gives memory back after a test that took much: what engines and tensors leave lies in cycles, and in malloc."""
+
+    _MUCH_BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self._left = self._bytes()
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda left: None)
+
+    @staticmethod
+    def _bytes() -> int:
+        with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+        return 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        if self._bytes() > self._left + self._MUCH_BYTES:
+            gc.collect()
+            self._trim(0)
+            self._left = self._bytes()
 
 
 class _Costs:
@@ -135,5 +161,6 @@ def _read_once(installed: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Counts())
+    config.pluginmanager.register(_Memory())
     if COSTS_FILE:
         config.pluginmanager.register(_Costs(Path(COSTS_FILE)))

@@ -104,6 +104,14 @@ class Pretended:
         self.scheduler.report(report)
         return set.intersection(*over) if over else set()
 
+    def step_until_over(self) -> set[str]:
+        """Step until a load is over; the requests whose load is."""
+        until = time.monotonic() + 60
+        while not (over := self.step()):
+            assert time.monotonic() < until, "a load never ends"
+            time.sleep(0.001)
+        return over
+
     def matched(self, request: FakeRequest, local: int = 0) -> int:
         until = time.monotonic() + 20
         while (tokens := self.scheduler.matched(request, Owner("", request.cache_salt or ""), local)) is None:

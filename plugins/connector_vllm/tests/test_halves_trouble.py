@@ -38,8 +38,7 @@ def test_a_request_whose_load_failed_does_not_try_for_ever(
     tokens = two.matched(request)
     assert tokens == 24
     two.scheduler.load(request, range(8), tokens)
-    while not two.step():
-        pass
+    two.step_until_over()
     assert two.failed == set(range(6))
     assert two.matched(request) == 0
     assert two.matched(FakeRequest("c", PROMPT[:])) == 24, "others may try"
@@ -159,8 +158,7 @@ def test_all_who_read_a_block_are_fenced(pretended: Any, monkeypatch: pytest.Mon
     if tokens:
         request = FakeRequest("e", [1] * 27)
         one.scheduler.load(request, range(8, 16), one.matched(request))
-        while not one.step():
-            pass
+        one.step_until_over()
         assert one.right(request, range(8, 16), tokens)
     assert one.serve(FakeRequest("f", [2] * 27), range(16, 24)) in (0, 24)
 
@@ -194,7 +192,7 @@ def test_a_step_waits_once_for_all_of_its_requests(
         one.scheduler.begin(request, NOBODY)
     began = time.monotonic()
     assert [one.scheduler.matched(request, NOBODY, 0) for request in requests] == [None] * 30
-    assert time.monotonic() - began < 2.0, "0.2 seconds, and not 6"
+    assert time.monotonic() - began < 5.0, "0.2 seconds, and not 6"
     time.sleep(1.1)
     assert [one.scheduler.matched(request, NOBODY, 0) for request in requests] == [0] * 30, "and not for ever"
     monkeypatch.setattr("kvloom_connector_vllm.scheduler.STALE_SECONDS", 60.0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from kvloom import Engine, KVSpec
@@ -36,6 +38,12 @@ def opened(folder: Path, *observers: Any, memory: str = "64KiB", disk: str = "25
     ]
     source = {"chunk_tokens": 4, "connector": "plain", "tiers": tiers, "observers": list(observers), **config}
     return Engine.open(source, SPEC)
+
+
+def own_sockets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sockets in a directory that tests beside this one do not see. Make pytest's own directories before."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
 def busy(engine: Engine) -> None:

@@ -8,14 +8,13 @@ import hashlib
 import os
 import socket
 import stat
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observe_support import busy, kv_of, opened, path_of, settled, tokens_of
+from observe_support import busy, kv_of, opened, own_sockets, path_of, settled, tokens_of
 from typer.testing import CliRunner
 
 from kvloom import BackendError, ChunkKey, ConfigError
@@ -30,9 +29,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork her
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The usual directory of sockets. tmp_path: pytest's own directories are made before another is the usual one."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    own_sockets(short_path, monkeypatch)
     return short_path / "kvloom"
 
 

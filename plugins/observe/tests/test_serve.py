@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import SPEC, busy, opened, tokens_of
+from observe_support import SPEC, busy, opened, own_sockets, tokens_of
 from typer.testing import CliRunner
 
 from kvloom import ConfigError, Engine
@@ -33,8 +33,8 @@ CHROMIUM = next(
 
 
 @pytest.fixture(autouse=True)
-def runtime(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+def runtime(tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_sockets(short_path, monkeypatch)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import busy, free_port, opened, path_of, port_of
+from observe_support import busy, free_port, opened, own_sockets, path_of, port_of
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -27,8 +27,8 @@ from kvloom_observe.top.watch import keys, quits, watch
 
 
 @pytest.fixture(autouse=True)
-def runtime(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+def runtime(tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_sockets(short_path, monkeypatch)
     monkeypatch.setenv("COLUMNS", "80")
 
 
