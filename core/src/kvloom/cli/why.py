@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvloom.bounded import text_of
 from kvloom.cli import output
 from kvloom.cli.config import File, load
-from kvloom.cli.model import Keys, read_json, read_spec, recorded
+from kvloom.cli.model import MOST_BYTES, Keys, read_json, read_spec, recorded
 from kvloom.errors import ConfigError
 from kvloom.plugins import Registry
 
@@ -106,7 +107,7 @@ def _prompt(tokens: Path | None, text: Path | None, tokenizer: str | None) -> to
 def _tokenized(text: Path, tokenizer: str) -> list[int]:
     """As the model's own tokenizer has it, with what it puts in front. Nothing is downloaded."""
     try:
-        content = text.read_text(encoding="utf-8")
+        content = text_of(text, MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(str(text), f"cannot be read: {reason}") from None
