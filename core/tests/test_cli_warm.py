@@ -162,6 +162,7 @@ def test_which_model_must_be_clear(config: Path, prompts: Path, tmp_path: Path) 
         ('{"token": [1]}', '1: expected {"tokens": [...]} or {"text": "..."}'),
         ('{"tokens": [1], "salt": 3}', "1: salt: expected text, got 3"),
         ('{"text": "a"}', "1: text needs a tokenizer"),
+        ('{"tokens": ' + "[" * 100_000, "1: not JSON that anybody writes: nested too deeply"),
         ("not/a/key", "1: not a chunk key: 'not/a/key'"),
         (None, " cannot be read: No such file or directory"),
     ],

@@ -88,6 +88,8 @@ def read_prompts(file: Path, tokenizer: str | Tokenizer | None = None) -> Iterat
                 yield _prompt(number, line.strip(), encode)
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"{file}:{number}", str(error)) from None
+            except RecursionError:
+                raise ConfigError(f"{file}:{number}", "not JSON that anybody writes: nested too deeply") from None
 
 
 def _lines(text: str) -> list[str]:

@@ -191,7 +191,9 @@ def _parsed(text: str, name: str) -> Any:
         return loaded(text)[0]
     except TooLargeError as error:
         raise ConfigError(name, f"{error}; write out what is meant") from None
-    except yaml.YAMLError:
+    except RecursionError:
+        raise ConfigError(name, "nested too deeply") from None
+    except (yaml.YAMLError, ValueError):  # the latter of a date that there is not
         return text
 
 
