@@ -11,11 +11,12 @@ import torch
 from cli_support import CHUNK, blobs_in, fill, run
 from core_support import SPEC, kv_of, tokens_of
 
-from kvloom import CorruptBlobError, Engine, Sink
+from kvloom import ConfigError, CorruptBlobError, Engine, EngineConfig, Sink
 from kvloom.bounded import get_at_most, one_line
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.cli.verify import MAX_BLOB_BYTES, Examiner
 from kvloom.contracts.component import Config
+from kvloom.protection import Protection
 from kvloom.tiers.departed import RECORD, parse
 
 HOLE_BYTES = 1 << 43
@@ -126,3 +127,18 @@ def test_scrub_and_warm_read_nothing_that_is_longer_than_they_say(config: Path, 
     hollow(file)
     (report,) = run("scrub", config, "--json").json
     assert report["unreadable"] == 1 and str(MAX_BLOB_BYTES) in report["problems"][0]["reason"]
+
+
+@pytest.mark.parametrize("kind", ["device", "holes"])
+def test_a_file_that_never_ends_is_refused_where_one_is_named(config: Path, tmp_path: Path, kind: str) -> None:
+    endless = Path("/dev/zero")
+    if kind == "holes":
+        (endless := tmp_path / "holes").touch()
+        hollow(endless)
+    (spec := tmp_path / "spec.json").write_text(SPEC.to_json())
+    with pytest.raises(ConfigError, match="cannot be read: it has more than"):
+        EngineConfig.from_file(endless)
+    with pytest.raises(ConfigError, match=r"cannot read .*: it has more than"):
+        Protection.load("sign", str(endless))
+    for arguments in (["config", "import", endless], ["why", config, "--spec", spec, "--tokens", endless]):
+        assert "it has more than" in run(*arguments, status=2).err

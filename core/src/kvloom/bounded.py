@@ -1,12 +1,15 @@
-"""Reading what others may have put into a store: no more memory than was allowed, whatever lies there."""
+"""Reading what others may have put into a store, or where a file is named: no more memory than was allowed."""
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 from kvloom.errors import CorruptBlobError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvloom.contracts.storage import StorageBackend
 
 _LOGGED = 300
@@ -19,6 +22,18 @@ def get_at_most(backend: StorageBackend, key: str, most: int) -> bytearray | Non
     """
     memory = Memory(most)
     return memory.content if backend.get_into(key, memory) else None
+
+
+def text_of(path: Path, most: int) -> str:
+    """A file of UTF-8. Raises OSError, before more is read, if it has more than `most` bytes, and UnicodeDecodeError.
+
+    A device may give bytes without end, and a file with holes has no size worth its name.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes")
+    return content.decode()
 
 
 class Memory:

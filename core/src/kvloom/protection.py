@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import hashlib
 import hmac
 import logging
@@ -38,6 +39,8 @@ TAG_BYTES = 16
 _HEADER = (1 << 64) - 1
 """The number that the header has among the buffers."""
 _STEP_BYTES = 512 << 10
+_MOST_KEYS_BYTES = 1 << 20
+"""Of a file of keys."""
 
 
 class Check(Protocol):
@@ -248,7 +251,12 @@ def _content(path: Path) -> str:
     try:
         if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & stat.S_IROTH:
             log.warning("%s can be read by every user of this machine", path)
-        return path.read_text(encoding="ascii")
+        with path.open("rb") as file:
+            content = file.read(_MOST_KEYS_BYTES + 1)
+        text = content.decode("ascii")
+        if len(content) > _MOST_KEYS_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_MOST_KEYS_BYTES} bytes")
+        return text
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no text of keys, or no name of a file"
         raise ConfigError("keys", f"cannot read {path}: {reason}; name a file with keys, or env:NAME") from error

@@ -88,6 +88,7 @@ def test_few_descriptors_count_as_too_many(monkeypatch: pytest.MonkeyPatch) -> N
     with zmq.Context() as context:
         one = Listener(context, zmq.PUB, "endpoint", "tcp://127.0.0.1:*", hwm=10, max_connections=10)
         assert one.socket.maxmsgsize == 4096 and one.socket.rcvhwm == 1000 and one.socket.sndhwm == 10
+        assert one.socket.getsockopt(zmq.TCP_MAXRT) == 30_000, "who takes nothing is not kept for ever"
         with connected(one.endpoint):
             assert one.monitor.poll(20_000)
             assert one.attend() is None and len(one._connections) == 1

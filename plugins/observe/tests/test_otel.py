@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 from observe_support import free_port, kv_of, opened, settled, tokens_of
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvloom import ConfigError
+from kvloom_observe import otel
 from kvloom_observe.otel import OpenTelemetryObserver
 
 
@@ -159,3 +162,16 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ImportError, match=r"pip install .*observe\[otel\]'"):
         OpenTelemetryObserver(OpenTelemetryObserver.Config())
+
+
+def test_ids_are_not_drawn_from_the_applications_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OTLPSpanExporter, "export", lambda *_: SpanExportResult.SUCCESS)
+    provider = otel._provider(OpenTelemetryObserver.Config(endpoint="http://127.0.0.1:1/v1/traces"))
+    tracer, before, ids = provider.get_tracer("kvloom"), random.getstate(), set()
+    for _ in range(2):
+        random.setstate(before)
+        span = tracer.start_span("kvloom.store")
+        ids |= {span.get_span_context().trace_id, span.get_span_context().span_id}
+        span.end()
+    assert random.getstate() == before and len(ids) == 4
+    provider.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from kvloom import BackendError, ConfigError
 from kvloom.cli.main import app, main
+from kvloom_observe import sources
 from kvloom_observe.sources import Source, find
 from kvloom_observe.top import watch as watch_module
 from kvloom_observe.top.watch import keys, quits, watch
@@ -179,3 +181,29 @@ def test_without_a_terminal_no_key_is_waited_for() -> None:
     assert watch_module._keyboard() is None
     with keys() as keyboard:
         assert keyboard is None and not quits(keyboard, 0.0)
+
+
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n"], ids=["head", "body"])
+def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    monkeypatch.setattr(sources, "_MAX_SECONDS", 0.1)
+    over, read_to_its_end = threading.Event(), threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError):
+            client.sendall(begun or b"HTTP/1.1 200 OK\r\nX: ")
+            for _ in range(2000):
+                if over.wait(0.01):
+                    return
+                client.sendall(b"#")
+            read_to_its_end.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=drip, args=(listener,))
+        server.start()
+        with pytest.raises((OSError, ValueError)):
+            sources.scrape(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics")
+        over.set()
+        server.join()
+    assert not read_to_its_end.is_set()
+    assert not [one for one in threading.enumerate() if isinstance(one, threading.Timer) and not one.finished.is_set()]

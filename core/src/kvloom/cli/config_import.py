@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvloom.bounded import text_of
 from kvloom.cli import output
 from kvloom.errors import ConfigError
 
@@ -82,10 +83,10 @@ def _read(file: Path) -> dict[str, Any]:
     import yaml
 
     from kvloom.config.problems import dotted
-    from kvloom.config.sources import TooLargeError, loaded
+    from kvloom.config.sources import MOST_BYTES, TooLargeError, loaded
 
     try:
-        tree, twice = loaded(file.read_text(encoding="utf-8"))
+        tree, twice = loaded(text_of(file, MOST_BYTES))
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

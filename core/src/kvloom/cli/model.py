@@ -8,7 +8,11 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvloom.bounded import text_of
 from kvloom.errors import ConfigError
+
+MOST_BYTES = 64 << 20
+"""Of a file with a prompt."""
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +49,7 @@ class Keys:
 def read_json(path: Path) -> Any:
     """Raises ConfigError with the path."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text_of(path, MOST_BYTES))
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -57,7 +61,7 @@ def read_json(path: Path) -> Any:
 def tokenized(text: Path, tokenizer: str) -> list[int]:
     """As the model's own tokenizer has it, with what it puts in front. Nothing is downloaded."""
     try:
-        content = text.read_text(encoding="utf-8")
+        content = text_of(text, MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(str(text), f"cannot be read: {reason}") from None

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from kvloom import legacy
+from kvloom.bounded import text_of
 from kvloom.config.problems import KeyPath, Problem, dotted
 from kvloom.errors import ConfigError
 
@@ -20,6 +21,8 @@ PREFIX = "KVLOOM_"
 TRACE, TRACE_MAX_BYTES = "KVLOOM_TRACE", "KVLOOM_TRACE_MAX_BYTES"
 """No settings: where every engine of a process writes a trace, see `kvloom trace record`."""
 MOST_TEXT = 4 << 20
+"""Characters of a configuration."""
+MOST_BYTES = 4 * MOST_TEXT
 MOST_NODES = 100_000
 """Values in a configuration, with all aliases written out."""
 _CHARS = 64
@@ -32,7 +35,7 @@ _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     """The mapping in a YAML file, and which keys it gives twice. ConfigError if it cannot be read or is no mapping."""
     try:
-        tree, twice = loaded(text := path.read_text(encoding="utf-8"))
+        tree, twice = loaded(text := text_of(path, MOST_BYTES))
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except RecursionError:
@@ -193,7 +196,9 @@ def _parsed(text: str, name: str) -> Any:
         return loaded(text)[0]
     except TooLargeError as error:
         raise ConfigError(name, f"{error}; write out what is meant") from None
-    except yaml.YAMLError:
+    except RecursionError:
+        raise ConfigError(name, "nested too deeply") from None
+    except (yaml.YAMLError, ValueError):  # the latter of a date that there is not
         return text
 
 

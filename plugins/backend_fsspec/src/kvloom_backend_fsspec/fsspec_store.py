@@ -25,6 +25,8 @@ _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "crea
 _TAGS = ("ETag", "etag", "e_tag")
 _NO_DIRECTORY = ("ResourceConflict", "ResourceNotFound")  # what webdav4 says of a directory that is not there
 _MEMORY, _NO_TURN = threading.Lock(), contextlib.nullcontext()
+_MOST_BYTES = 1 << 30
+"""Of a file, where nobody says how long it may be."""
 _READS = 8
 """How often a file is read that is replaced each time."""
 _PAUSE_SECONDS = 0.1
@@ -95,9 +97,9 @@ class FsspecStore:
     def create(self, name: str, data: bytes) -> bool:
         raise NotImplementedError(f"{self._place.scheme}:// by fsspec has no exclusive create")
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, most: int = _MOST_BYTES) -> bytes | None:
         try:
-            return self._ask(lambda: _cat(self._fs, self._path(name)))
+            return self._ask(lambda: _cat(self._fs, self._path(name), most=most))
         except FileNotFoundError:
             return None
 
@@ -109,7 +111,7 @@ class FsspecStore:
                 return False
             if size > most:
                 sink.reserve(size)  # which refuses it
-        data = self.get(name)
+        data = self.get(name, _MOST_BYTES if most is None else most)
         if data is None:
             return False
         sink.reserve(len(data))[: len(data)] = data
@@ -204,31 +206,50 @@ def _is_a_servers(error: BaseException) -> bool:
     return isinstance(status, int) and status >= 500 and status != 507
 
 
-def _cat(fs: Any, path: str, start: int | None = None, end: int | None = None) -> bytes:
-    """A file, or a range of it, by one request. Raises FileNotFoundError."""
+def _cat(
+    fs: Any, path: str, start: int | None = None, end: int | None = None, *, most: int = _MOST_BYTES
+) -> bytes:  # fmt: skip
+    """A file, or a range of it, by one request. Raises FileNotFoundError.
+
+    most: how many bytes of a file are taken from a server, where its client can be told.
+    """
     if "webdav" not in _protocols(fs):
         return bytes(fs.cat_file(path, start=start, end=end))
     # webdav4's own reading asks for the file's properties first: it may be another file by then, or gone. So may it be
     # within a server: some say the length of one file and send another, so it is asked afterwards what there is.
     url = fs.client.join_url(path)
-    ranged = {"Range": f"bytes={start}-{end - 1}"} if start is not None and end is not None else {}
+    wanted = {"Accept-Encoding": "identity"}  # what is unpacked on the way has no length that is known before
+    ranged = start is not None and end is not None
+    if ranged:
+        wanted["Range"] = f"bytes={start}-{end - 1}"  # type: ignore[operator]
     for _ in range(_READS):
-        answer = fs.client.http.get(url, headers=ranged)
-        if answer.status_code == 404:
-            raise FileNotFoundError(path)
-        if answer.status_code != 200 and not (ranged and answer.status_code == 206):
-            answer.raise_for_status()
-            raise BackendError(f"an answer of another kind than was asked for: {answer.status_code}")
-        if _is_about(answer, fs.info(path)):
-            whole = bytes(answer.content)
+        with fs.client.http.stream("GET", url, headers=wanted) as answer:
+            if answer.status_code == 404:
+                raise FileNotFoundError(path)
+            if answer.status_code != 200 and not (ranged and answer.status_code == 206):
+                answer.raise_for_status()
+                raise BackendError(f"an answer of another kind than was asked for: {answer.status_code}")
+            whole = _received(answer, most)
+        if _is_about(answer, len(whole), fs.info(path)):
             return whole[start:end] if ranged and answer.status_code == 200 else whole
     raise BackendError(f"{path}: replaced each time that it was read")
 
 
-def _is_about(answer: Any, now: dict[str, Any]) -> bool:
+def _received(answer: Any, most: int) -> bytes:
+    if answer.headers.get("Content-Encoding", "identity") != "identity":
+        raise BackendError("the server packs what it sends, though it was asked not to")
+    content = bytearray()
+    for piece in answer.iter_raw():
+        content += piece
+        if len(content) > most:
+            raise BackendError(f"the server sends more than {most} bytes")
+    return bytes(content)
+
+
+def _is_about(answer: Any, length: int, now: dict[str, Any]) -> bool:
     """Whether what was read is the file that is there now, as far as the server says."""
     read, there = (str(tag or "").removeprefix("W/").strip('"') for tag in (answer.headers.get("ETag"), _tag(now)))
-    return (read == there or not (read and there)) and (answer.status_code == 206 or len(answer.content) == now["size"])
+    return (read == there or not (read and there)) and (answer.status_code == 206 or length == now["size"])
 
 
 def _rename(fs: Any, draft: str, path: str) -> None:

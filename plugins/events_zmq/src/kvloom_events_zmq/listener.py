@@ -21,6 +21,8 @@ _HANDSHAKE_SECONDS = 5.0
 """How long a connection may take to say that it speaks ZeroMQ."""
 _IDLE_SECONDS = 60
 """After so long, it is asked whether the other machine is still there."""
+_STUCK_SECONDS = 30
+"""After so long, a connection by TCP is dropped whose other end takes nothing: what waits for it takes memory."""
 _MAX_MESSAGE_BYTES = 4096
 """Of what comes in: subscriptions, and numbers to replay from."""
 _MAX_WAITING_REQUESTS = 1000
@@ -129,4 +131,5 @@ def _bounded(opened: zmq.Socket[bytes], endpoint: str, hwm: int) -> None:
     opened.ipv6 = "[" in endpoint
     opened.maxmsgsize = _MAX_MESSAGE_BYTES
     opened.handshake_ivl = int(1000 * _HANDSHAKE_SECONDS)
+    opened.setsockopt(zmq.TCP_MAXRT, 1000 * _STUCK_SECONDS)
     opened.tcp_keepalive, opened.tcp_keepalive_idle = 1, _IDLE_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -126,12 +127,25 @@ def _provider(config: OpenTelemetryConfig) -> Any:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
     except ImportError:
         remedy = pip_install("kvloom-observe", "otel")
         raise ImportError(f"needs opentelemetry-sdk and an OTLP exporter: {remedy}") from None
+
+    class Ids(RandomIdGenerator):
+        """Of the system. Python's `random` is the application's, which may have seeded it, in every rank alike."""
+
+        def generate_span_id(self) -> int:
+            return secrets.randbits(64) or 1
+
+        def generate_trace_id(self) -> int:
+            return secrets.randbits(128) or 1
+
     resource = Resource.create({"service.name": config.service_name})
-    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(config.sample), shutdown_on_exit=False)
+    provider = TracerProvider(
+        resource=resource, sampler=ParentBasedTraceIdRatio(config.sample), id_generator=Ids(), shutdown_on_exit=False
+    )
     exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=config.timeout)
     provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=1000 * config.timeout))
     return provider

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import math
+import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +19,70 @@ from kvloom import ConfigError, pip_install
 
 from .live import sockets
 
-_MAX_METRICS_BYTES = 64 << 20
+_MAX_METRICS_BYTES = 16 << 20
 """Many times as much as an endpoint of many engines has."""
+_MAX_SECONDS = 10.0
+"""For an answer; `timeout` begins anew with each byte."""
 
 Read = Callable[[bool], dict[str, Any]]
 """Gives a snapshot, with columns to plot or without. Raises OSError or ValueError that names the place."""
+
+
+class _Ending:
+    """A connection that is ended by the timers that it adds to a list, however it is doing."""
+
+    sock: socket.socket
+
+    def __init__(self, *place: Any, timers: list[threading.Timer], **settings: Any) -> None:
+        super().__init__(*place, **settings)
+        self._timers = timers
+
+    def connect(self) -> None:
+        super().connect()  # type: ignore[misc]
+        timer = threading.Timer(_MAX_SECONDS, _shut, [self.sock])
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is over already
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+class _HTTP(_Ending, http.client.HTTPConnection):
+    pass
+
+
+class _HTTPS(_Ending, http.client.HTTPSConnection):
+    pass
+
+
+class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    def __init__(self, timers: list[threading.Timer]) -> None:
+        super().__init__()
+        self._timers = timers
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(_HTTP, timers=self._timers), request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(_HTTPS, timers=self._timers), request)
+
+
+def _answer(url: str) -> bytes:
+    """Raises OSError or HTTPException."""
+    timers: list[threading.Timer] = []
+    began = time.monotonic()
+    try:
+        with urllib.request.build_opener(_Handler(timers)).open(url, timeout=5.0) as answer:
+            content: bytes = answer.read(_MAX_METRICS_BYTES)
+    finally:
+        for timer in timers:
+            timer.cancel()
+    if time.monotonic() - began >= _MAX_SECONDS:
+        raise TimeoutError(f"no whole answer within {_MAX_SECONDS:g} seconds")
+    return content
 
 
 class Source:
@@ -76,8 +140,7 @@ def scrape(url: str) -> dict[str, Any]:
         remedy = pip_install("kvloom-observe", "prometheus")
         raise ConfigError("ENGINE", f"a URL needs prometheus-client: {remedy}") from None
     try:
-        with urllib.request.urlopen(url, timeout=5.0) as answer:
-            text = answer.read(_MAX_METRICS_BYTES).decode()
+        text = _answer(url).decode()
     except urllib.error.HTTPError as error:
         raise ValueError(f"{url}: answers with status {error.code}") from None
     except urllib.error.URLError as error:
