@@ -364,6 +364,13 @@ def test_replay_refuses(tmp_path: Path, arguments: tuple[object, ...], problem: 
     assert problem in error and error.count("\n") == 1
 
 
+def test_of_several_configurations_the_wrong_one_is_named(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("tiers: [{type: memory, capacity: much}]")
+    error = replay(tmp_path / "trace.jsonl", memory(tmp_path, 9), wrong, *KIB, status=2)
+    assert error.startswith(f"kvloom: {wrong}: tiers.0.capacity: should be a size")
+
+
 def test_replay_of_no_file_is_one_line(tmp_path: Path) -> None:
     error = replay(tmp_path / "none.jsonl", memory(tmp_path, 9), *KIB, status=2)
     assert error == f"kvloom: {tmp_path}/none.jsonl: cannot be read: No such file or directory\n"

@@ -107,7 +107,12 @@ def runs(configs: Sequence[Path], options: Options) -> list[Run]:
     plans: list[TierPlan] = []
     tiers: set[str] = set()
     for path in configs:
-        config, resolved = load(path)
+        try:
+            config, resolved = load(path)
+        except ConfigError as error:
+            raise (
+                error if len(configs) == 1 or error.path == str(path) else ConfigError(str(path), str(error))
+            ) from None
         known = {tier.name for tier in resolved.tiers}
         if strangers := sorted(options.capacities.keys() - known):
             raise ConfigError("--capacity", f"{path} has no tier {strangers[0]!r}; it has: {', '.join(sorted(known))}")
