@@ -237,10 +237,14 @@ def _pairs(options: Sequence[str], option: str, example: str) -> list[tuple[str,
 # -- the chart ---------------------------------------------------------------------------------------------------------
 
 
-def check_chart(path: Path) -> None:
-    """Before hours of replaying. Raises ConfigError."""
+def check_chart(path: Path, *, force: bool) -> None:
+    """Before hours of replaying. force: write over a chart that is there. Raises ConfigError."""
     if path.suffix not in (".png", ".svg"):
         raise ConfigError("--chart", f"{path.name!r} should end in .png or .svg")
+    if not path.parent.is_dir():
+        raise ConfigError("--chart", f"there is no directory {str(path.parent)!r}; make it")
+    if path.exists() and not force:
+        raise ConfigError("--chart", f"{path} is there already; name another, or write over it with --force")
     if find_spec("matplotlib") is None:
         raise ConfigError("--chart", "matplotlib is not installed; pip install matplotlib, or leave --chart out")
 
