@@ -326,6 +326,11 @@ def test_what_is_no_model(given: Given, problem: str) -> None:
         spec_of(given)
 
 
+def test_a_directory_without_a_model_is_told_from_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a directory without config\.json, and not in the hub's cache"):
+        spec_of(Given(str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -280,6 +280,10 @@ def test_more_capacity_never_has_fewer_hits_and_the_curve_is_drawn(tmp_path: Pat
     assert [one["capacities"]["memory"] for one in result["runs"][:-1]] == [512 * 1024 * n for n in (8, 16, 64, 512)]
     assert "capacity of memory" in chart.read_text()
     printed = run("trace", "replay", trace, tmp_path / "kv.yaml", *KIB, "--chart", tmp_path / "chart.png").out
+    again = replay(trace, tmp_path / "kv.yaml", *KIB, "--chart", chart, status=2)
+    assert "chart.svg is there already" in again and "capacity of memory" in chart.read_text()
+    replay(trace, tmp_path / "kv.yaml", *KIB, "--chart", chart, "--force")
+    assert "capacity of memory" not in chart.read_text()
     assert "without limits" in printed and (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -356,12 +360,20 @@ def test_a_file_that_is_cut_short_counts_up_to_there(tmp_path: Path) -> None:
         ((*KIB, "--ratio", "memory=0"), "--ratio: '0' should be a number"),
         ((*KIB, "--salt", "a=b"), "--salt: 'b' should be the number of a salt"),
         ((*KIB, "--chart", "chart.gif"), "--chart: 'chart.gif' should end in .png or .svg"),
+        ((*KIB, "--chart", "nowhere/chart.png"), "--chart: there is no directory 'nowhere'; make it"),
     ],
 )
 def test_replay_refuses(tmp_path: Path, arguments: tuple[object, ...], problem: str) -> None:
     trace = mooncake(tmp_path / "trace.jsonl", (512, [1]))
     error = replay(trace, memory(tmp_path, 9), *arguments, status=2)
     assert problem in error and error.count("\n") == 1
+
+
+def test_of_several_configurations_the_wrong_one_is_named(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("tiers: [{type: memory, capacity: much}]")
+    error = replay(tmp_path / "trace.jsonl", memory(tmp_path, 9), wrong, *KIB, status=2)
+    assert error.startswith(f"kvloom: {wrong}: tiers.0.capacity: should be a size")
 
 
 def test_replay_of_no_file_is_one_line(tmp_path: Path) -> None:

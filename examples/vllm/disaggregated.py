@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
@@ -251,10 +252,21 @@ async def broken_off(request: web.Request, response: web.StreamResponse, text: s
     return response
 
 
+def address(text: str) -> str:
+    """An engine's, without a slash at the end."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return text.rstrip("/")
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://HOST:PORT")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefill", required=True, help="address of the vLLM with kv_role kv_producer")
-    parser.add_argument("--decode", required=True, help="address of the vLLM with kv_role kv_consumer")
+    parser.add_argument("--prefill", required=True, type=address, help="of the vLLM with kv_role kv_producer")
+    parser.add_argument("--decode", required=True, type=address, help="of the vLLM with kv_role kv_consumer")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     plain = Settings("", "")
@@ -263,10 +275,13 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help="%(default)s")
     given = vars(parser.parse_args())
     host, port = given.pop("host"), given.pop("port")
-    addresses = {name: given.pop(name).rstrip("/") for name in ("prefill", "decode")}
     logging.basicConfig(level=logging.INFO)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Proxy(Settings(**addresses, **given)).serve(host, port))
+    try:
+        asyncio.run(Proxy(Settings(**given)).serve(host, port))
+    except KeyboardInterrupt:
+        pass
+    except OSError as error:
+        parser.error(f"cannot listen on {host}, port {port}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

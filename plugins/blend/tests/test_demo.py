@@ -171,3 +171,9 @@ def test_a_configuration_that_no_demo_made_is_not_written_over(tmp_path: Path, m
     mine.write_text("connector: vllm\n")
     with pytest.raises(ConfigError, match=r"--out: .*blend\.yaml is there already, and not from a demo"):
         demo(model="it", documents=None, question=None, tokens=16, orders=1, out=tmp_path)
+
+
+def test_documents_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"--documents: .*a\.bin is not a text in UTF-8"):
+        demo(model="it", documents=tmp_path / "a.bin", question=None, tokens=16, orders=1, out=tmp_path)

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvloom_connector_transformers.demo import command, worker
-from kvloom_connector_transformers.demo.job import llama_shape, parameters
+from kvloom_connector_transformers.demo.job import Job, llama_shape, parameters
 from kvloom_connector_transformers.demo.report import checks, draw_chart, parts
 
 STORED = {
@@ -248,3 +248,10 @@ def test_the_verb_is_light() -> None:
     script = f"import sys, {command.__name__}; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_document_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\xff")
+    job = Job("", 1, str(tmp_path / "a.bin"), 1, "", "")
+    with pytest.raises(ValueError, match=r"a\.bin is not a text in UTF-8"):
+        worker.read_document(job, None, None)

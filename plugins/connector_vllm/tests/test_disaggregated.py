@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -338,3 +339,23 @@ async def test_a_body_that_does_not_come(both: Both) -> None:
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
     assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 408 ")
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "port", "said"),
+    [
+        ("localhost:8100", "0", "'localhost:8100' is no address; write http://HOST:PORT"),
+        ("http://localhost:x", "0", "is no address"),
+        ("http://localhost:8100/", "taken", "cannot listen on 127.0.0.1, port"),
+    ],
+)
+def test_what_cannot_work_is_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prefill: str, port: str, said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1]) if port == "taken" else port
+        words = ["disaggregated.py", "--prefill", prefill, "--decode", "http://localhost:8200", "--port", port]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            disaggregated.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err

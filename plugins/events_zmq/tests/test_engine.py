@@ -189,10 +189,10 @@ def test_a_port_in_use_is_an_error_that_names_it() -> None:
 def test_a_relative_path_begins_where_the_configuration_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = 'observers: [{type: events_zmq, endpoint: "ipc://kv/events", replay_endpoint: "ipc://~/replay"}]'
     (tmp_path / "kv.yaml").write_text(block)
-    monkeypatch.setenv("HOME", "/home/us")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (observer,) = check_config(EngineConfig.from_file(tmp_path / "kv.yaml")).observers
     assert observer.config.endpoint == f"ipc://{tmp_path}/kv/events"
-    assert observer.config.replay_endpoint == "ipc:///home/us/replay"
+    assert observer.config.replay_endpoint == f"ipc://{tmp_path}/home/replay"
     for as_it_is in ("ipc:///run/kv", "ipc://@kv", "tcp://127.0.0.1:5557"):
         assert ZmqEventsObserver.Config(endpoint=as_it_is).endpoint == as_it_is
     for none in ("ipc://", "ipc://*", "tcp"):

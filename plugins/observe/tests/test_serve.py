@@ -164,6 +164,10 @@ def test_a_port_in_use_and_half_of_a_question(tmp_path: Path) -> None:
         for config, spec in ((gone, str(tmp_path / "spec.json")), (there, gone)):
             said = CliRunner().invoke(app(), ["serve", "--port", "0", "--config", config, "--spec", spec])
             assert isinstance(said.exception, ConfigError) and gone in str(said.exception)
+        wrong = tmp_path / "wrong.yaml"
+        wrong.write_text("tiers: [{type: disk, pth: kv}]")
+        said = CliRunner().invoke(app(), ["serve", "--config", str(wrong), "--spec", str(tmp_path / "spec.json")])
+        assert "tiers.0.pth: unknown key" in str(said.exception)
 
 
 @pytest.mark.slow

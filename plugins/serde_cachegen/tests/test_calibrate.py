@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from kvloom import ConfigError, Engine, KVLoomError
 from kvloom_serde_cachegen import kvloom_add_commands
+from kvloom_serde_cachegen.calibration.calibrating import loaded
 from kvloom_serde_cachegen.calibration.command import JUDGED, _break_even
 from kvloom_serde_cachegen.profile import Profile
 
@@ -187,3 +188,8 @@ def test_a_trained_model_loses_less_with_its_profile(tmp_path: Path, monkeypatch
     )
     one, other = measured["with"].mean, measured["without"].mean
     assert one.kl < 0.6 * other.kl and abs(one.bits_per_value - other.bits_per_value) < 0.05
+
+
+def test_a_device_that_is_not_there_is_said_in_a_line() -> None:
+    with pytest.raises(ValueError, match=r"^--device: 'nope' cannot be used here: .*\Z"):
+        loaded("no model", "nope")

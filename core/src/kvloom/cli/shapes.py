@@ -77,7 +77,8 @@ def _file_of(model: str, option: str) -> Path:
     except (ImportError, ValueError):  # not installed; no name that the hub could have
         cached = None
     if not isinstance(cached, str):
-        raise ConfigError(option, f"{model!r} is no file and no directory, and not in the hub's cache; download it")
+        what = "a directory without config.json" if path.name == "config.json" else "no file and no directory"
+        raise ConfigError(option, f"{model!r} is {what}, and not in the hub's cache; download it")
     return Path(cached)
 
 

@@ -107,7 +107,12 @@ def runs(configs: Sequence[Path], options: Options) -> list[Run]:
     plans: list[TierPlan] = []
     tiers: set[str] = set()
     for path in configs:
-        config, resolved = load(path)
+        try:
+            config, resolved = load(path)
+        except ConfigError as error:
+            raise (
+                error if len(configs) == 1 or error.path == str(path) else ConfigError(str(path), str(error))
+            ) from None
         known = {tier.name for tier in resolved.tiers}
         if strangers := sorted(options.capacities.keys() - known):
             raise ConfigError("--capacity", f"{path} has no tier {strangers[0]!r}; it has: {', '.join(sorted(known))}")
@@ -232,10 +237,14 @@ def _pairs(options: Sequence[str], option: str, example: str) -> list[tuple[str,
 # -- the chart ---------------------------------------------------------------------------------------------------------
 
 
-def check_chart(path: Path) -> None:
-    """Before hours of replaying. Raises ConfigError."""
+def check_chart(path: Path, *, force: bool) -> None:
+    """Before hours of replaying. force: write over a chart that is there. Raises ConfigError."""
     if path.suffix not in (".png", ".svg"):
         raise ConfigError("--chart", f"{path.name!r} should end in .png or .svg")
+    if not path.parent.is_dir():
+        raise ConfigError("--chart", f"there is no directory {str(path.parent)!r}; make it")
+    if path.exists() and not force:
+        raise ConfigError("--chart", f"{path} is there already; name another, or write over it with --force")
     if find_spec("matplotlib") is None:
         raise ConfigError("--chart", "matplotlib is not installed; pip install matplotlib, or leave --chart out")
 

@@ -76,6 +76,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
             int | None, typer.Option(min=1, help="Tokens of a block, where lines do not say (default: 512).")
         ] = None,
         chart: Annotated[Path | None, typer.Option(help="Draw hit rates: a .png or .svg.")] = None,
+        force: Annotated[bool, typer.Option("--force", help="Write over a chart that is there.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Say what hits each configuration would have had, from which tier, and what it would have moved and evicted.
@@ -86,7 +87,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         from kvloom.replay import Trace
 
         if chart is not None:
-            sweep.check_chart(chart)
+            sweep.check_chart(chart, force=force)
         options = sweep.Options(
             spec=spec, bytes_per_token=bytes_per_token, capacities=sweep.capacities(capacity or []),
             ratios=sweep.numbers(ratio or [], "--ratio"), tenants=sweep.integers(salt or [], "--salt"),

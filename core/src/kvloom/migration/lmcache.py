@@ -43,16 +43,37 @@ def import_config(
 ) -> Imported:
     """source: the fields of an LMCache file. connector: the engine's. separator: token ids of its blend_special_str.
 
-    Raises ConfigError, naming the field, for a value of another type than it has there, or one that cannot work here.
+    Raises ConfigError, naming every field with a value of another type than it has there, or one that cannot work here.
     Nothing that is raised or returned holds a password: those become environment variables.
     """
-    given, written = _named(source)
-    draft = Draft(given, connector, separator)
-    for part in (_plain, _memory, _disk, add_remote, add_pool, add_extra, _everywhere, add_blending, _others, _end):
-        part(draft)
+    fields = {name: value for name, value in source.items() if isinstance(name, str)}
+    found = [ConfigError(shown(name), "should be the name of a field") for name in source if name not in fields]
+    while True:  # without each field that is wrong, until all of them are known
+        try:
+            draft, written = _drafted(fields, connector, separator)
+            break
+        except ConfigError as error:
+            found.append(error)
+            if error.path not in fields:
+                break
+            del fields[error.path]
+    if found:
+        first, *rest = found
+        raise ConfigError(first.path, "\n".join([first.problem, *map(str, rest)]))
+    _end(draft)
     _as_written(draft.done, written)
     _check(draft.done)
     return draft.done
+
+
+def _drafted(
+    source: Mapping[str, Any], connector: str, separator: Sequence[int] | None
+) -> tuple[Draft, dict[str, str]]:
+    given, written = _named(source)
+    draft = Draft(given, connector, separator)
+    for part in (_plain, _memory, _disk, add_remote, add_pool, add_extra, _everywhere, add_blending, _others):
+        part(draft)
+    return draft, written
 
 
 def import_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -81,8 +102,6 @@ def _named(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     given: dict[str, Any] = {}
     written: dict[str, str] = {}
     for name, value in source.items():
-        if not isinstance(name, str):
-            raise ConfigError(shown(name), "should be the name of a field")
         new = ALIASES.get(name, name)
         if new in given or (new != name and new in source):
             raise ConfigError(name, f"is another name of {new!r}, which is given too; leave one of them out")

@@ -91,7 +91,7 @@ def _opened(
     assert choice.backend is not None
     backend: StorageBackend = choice.backend.make(spec)
     patience = getattr(choice.backend.config, "timeout", None)
-    if isinstance(patience, float) and patience > choice.deadline:
+    if isinstance(patience, int | float) and patience > choice.deadline:
         text = "tier=%s timeout: %g s is more than the tier's deadline of %g s: calls outlive it; lower it"
         log.warning(text, choice.name, patience, choice.deadline)
     try:

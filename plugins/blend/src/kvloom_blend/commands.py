@@ -167,13 +167,15 @@ def demo(
     from .demo.texts import QUESTIONS, module_texts, read_texts
     from .loading import default_model, loaded
 
+    option = "--out"
     try:
         check_own(out)
+        option = "--documents"
+        texts = read_texts(documents) if documents else module_texts()
     except ValueError as error:
-        raise ConfigError("--out", str(error)) from None
+        raise ConfigError(option, str(error)) from None
     name = model or default_model()
     loading, tokenizer = loaded(name, None)
-    texts = read_texts(documents) if documents else module_texts()
     try:
         result = measure(
             loading, tokenizer, texts, question or list(QUESTIONS), most_tokens=tokens, orders=orders, out=out

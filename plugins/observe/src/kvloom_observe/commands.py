@@ -65,7 +65,7 @@ def serve(
     spec: Annotated[Path | None, typer.Option(metavar="SPEC.json", help="The model, as `kvloom why` takes it.")] = None,
 ) -> None:
     """A page that shows an engine, with plots over time; for this machine alone unless --host says otherwise."""
-    from kvloom import BackendError, ConfigError, EngineConfig
+    from kvloom import BackendError, ConfigError, EngineConfig, check_config
 
     from .serve.server import Page
     from .sources import find
@@ -73,7 +73,7 @@ def serve(
     if (config is None) is not (spec is None):
         raise ConfigError("--config, --spec", "give both, or neither")
     if config is not None and spec is not None:
-        EngineConfig.from_file(config)  # what is wrong with it is said now, and not in a browser
+        check_config(EngineConfig.from_file(config))  # what is wrong with it is said now, and not in a browser
         if not spec.is_file():
             raise ConfigError("--spec", f"{spec} is not there; write engine.spec.to_json() into it")
     source = find(engine)

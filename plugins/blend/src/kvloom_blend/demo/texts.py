@@ -28,8 +28,12 @@ def module_texts() -> list[str]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The documents of a file, between blank lines."""
-    paragraphs = path.read_text(encoding="utf-8").replace("\r\n", "\n").split("\n\n")
+    """The documents of a file, between blank lines. Raises ValueError if it is no text."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text in UTF-8") from None
+    paragraphs = content.replace("\r\n", "\n").split("\n\n")
     return [text for part in paragraphs if (text := part.strip())]
 
 

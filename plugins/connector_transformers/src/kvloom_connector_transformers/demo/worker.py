@@ -169,7 +169,10 @@ def load(job: Job) -> tuple[Any, Any, float]:
 
 def read_document(job: Job, model: Any, tokenizer: Any) -> torch.Tensor:
     """`[1, tokens]`. ValueError if question and answer don't fit behind it."""
-    text = Path(job.document).read_text(encoding="utf-8")
+    try:
+        text = Path(job.document).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{job.document} is not a text in UTF-8") from None
     ids = tokenizer.encode(text)[: job.tokens]
     room = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
     needed = len(ids) + len(tokenizer.encode(job.question)) + ANSWER_TOKENS
