@@ -90,7 +90,7 @@ class ConcurrencyRequirements(BackendRequirements):
         backend, key, version = opened(), names.key(), versions_of(20_000)
 
         def put_and_delete() -> None:
-            for number in range(1, effort.rounds(DELETIONS)):
+            for number in effort.turns(DELETIONS):
                 backend.put(key, [version(number % 9)])
                 backend.delete(key)
             backend.put(key, [version(9)])
@@ -143,7 +143,7 @@ class ConcurrencyRequirements(BackendRequirements):
         ]
 
         def use(verb: Callable[[str], object], stride: int) -> None:
-            for turn in range(effort.rounds(TURNS)):
+            for turn in effort.turns(TURNS):
                 verb(keys[turn * stride % len(keys)])
 
         together(*(partial(use, verb, stride) for verb, stride in zip(verbs, STRIDES, strict=True)), restless=True)
