@@ -24,6 +24,6 @@ def turns(usual: int) -> Iterator[int]:
     """Numbers of `rounds(usual)`, but no more of a slow store after some seconds than a part of it."""
     until = time.monotonic() + _SECONDS
     for number in range(rounds(usual)):
-        if number >= usual // _PART and time.monotonic() > until and not thorough:
+        if not thorough and number >= usual // _PART and time.monotonic() > until:
             return
         yield number
