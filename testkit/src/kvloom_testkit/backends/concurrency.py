@@ -25,6 +25,7 @@ from kvloom_testkit.running import in_rounds, together
 
 VERSIONS = 60
 DELETIONS = 200
+CREATIONS = 20
 READS = 60
 """How many at least."""
 WRITERS = 4
@@ -110,13 +111,13 @@ class ConcurrencyRequirements(BackendRequirements):
         """
         backend = opened()
         writers = [backend, opened() if type(backend).shared else backend] * 3
-        for number in range(12):
+        for number in range(effort.rounds(CREATIONS)):
             key, told = names.key(number), [False] * len(writers)
 
             def create(index: int, key: str = key, told: list[bool] = told) -> None:
                 told[index] = writers[index].create(key, [bytes([index]) * 3000])
 
-            together(*(partial(create, index) for index in range(len(writers))))
+            together(*(partial(create, index) for index in range(len(writers))), restless=True)
             assert told.count(True) == 1
             assert content(backend.get(key)) == bytes([told.index(True)]) * 3000
             assert backend.create(key, [b"late"]) is False and content(backend.get(key)) != b"late"
