@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,18 @@ def test_what_takes_long_to_put_back_is_left_alone_where_nothing_changed(monkeyp
     with put_back():
         mode[0] = True
     assert put == [False]
+
+
+@pytest.mark.parametrize("name", ["", "kvloom"])
+def test_loggers_are_put_back(name: str) -> None:
+    """Else a component that changes one would not be seen to do so a second time."""
+    log = logging.getLogger(name)
+    before = log.level, log.handlers[:], log.propagate, log.disabled
+    with put_back():
+        log.setLevel(logging.CRITICAL)
+        log.addHandler(logging.NullHandler())
+        log.propagate, log.disabled = not log.propagate, True
+    assert (log.level, log.handlers, log.propagate, log.disabled) == before
 
 
 def test_what_takes_long_to_come_true_is_asked_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
