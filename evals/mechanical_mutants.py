@@ -29,6 +29,10 @@ SECONDS = 60.0
 """How long all requirements may take on one mutant."""
 TEST_SECONDS = 15.0
 """How long one may take: the kit's own limit is for slow stores, and every mutant that hangs takes as long."""
+TEST_FEWEST_SECONDS = 2.0
+"""How long one may take of which is known that it takes next to no time."""
+QUICK_SECONDS = 0.3
+"""How long the requirements take on what is right that a mutant is tried on which may survive."""
 MEMORY_BYTES = 32 << 30
 """Of address space, most of which torch does not use."""
 TRIES = 6
@@ -114,7 +118,8 @@ def components_of(reference: str) -> list[str]:
 
 
 def serve() -> None:
-    """In a process of its own: for each line, a reference, its new source and a class of it, which requirement fails.
+    """In a process of its own: for each line, a reference, its new source, a class of it and how long a requirement may
+    take, which one fails.
 
     What takes long is imported once. Each mutant is tried in a fork, so that nothing of it is left; its source is
     written too, because some requirements start fresh processes.
@@ -135,16 +140,19 @@ def serve() -> None:
     gc.freeze()  # else each fork goes through, and copies, all that was imported
     durations: dict[str, float] = {}
     for line in sys.stdin:
-        reference, source, name = json.loads(line)
+        reference, source, name, longest = json.loads(line)
         file = folder / "src" / REFERENCES / f"{reference}.py"
         original = file.read_text()
         file.write_text(source)
-        print(json.dumps(_in_a_fork(reference, name, durations)), flush=True)
+        print(json.dumps(_in_a_fork(reference, name, durations, longest)), flush=True)
         file.write_text(original)
 
 
-def _in_a_fork(reference: str, name: str, durations: dict[str, float]) -> str:
-    """Which requirement fails first, or what else becomes of it; empty if nothing does."""
+def _in_a_fork(reference: str, name: str, durations: dict[str, float], longest: float) -> str:
+    """Which requirement fails first, or what else becomes of it; empty if nothing does.
+
+    longest: what takes longer on what is right is left out.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -155,7 +163,7 @@ def _in_a_fork(reference: str, name: str, durations: dict[str, float]) -> str:
             os.dup2(nothing, number)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         try:
-            said = _check(reference, name, durations)
+            said = _check(reference, name, durations, longest)
         except BaseException as error:
             said = f"raises {type(error).__name__}"
         os.write(writing, json.dumps([said, durations]).encode() + b"\n")
@@ -171,7 +179,7 @@ def _in_a_fork(reference: str, name: str, durations: dict[str, float]) -> str:
     return str(said)
 
 
-def _check(reference: str, name: str, durations: dict[str, float]) -> str:
+def _check(reference: str, name: str, durations: dict[str, float], longest: float) -> str:
     from importlib import import_module
 
     import pytest
@@ -188,7 +196,13 @@ def _check(reference: str, name: str, durations: dict[str, float]) -> str:
         """So that most mutants are caught at once."""
 
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            items[:] = [item for item in items if durations.get(item.name, 0.0) <= longest]
             items.sort(key=lambda item: durations.get(item.name, 0.0))
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_runtest_setup(self, item: pytest.Item) -> None:
+            usual = durations.get(item.name, TEST_SECONDS)
+            item.config.option.kvloom_seconds = min(TEST_SECONDS, TEST_FEWEST_SECONDS + 10 * usual)
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             name = report.nodeid.rsplit("::", 1)[-1]
@@ -200,7 +214,6 @@ def _check(reference: str, name: str, durations: dict[str, float]) -> str:
     failed: list[str] = []
     settings = [
         "-x",
-        f"--kvloom-seconds={TEST_SECONDS}",
         "-p",
         "no:cacheprovider",
         "-p",
@@ -224,15 +237,15 @@ class Server:
             command, cwd=folder, env=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def caught(self, mutant: Mutant) -> str:
-        """By what; empty if it survives."""
+    def caught(self, mutant: Mutant, *, longest: float = SECONDS) -> str:
+        """By what; empty if it survives. longest: it is not tried on requirements that take longer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if mutant.reference not in self._whole:  # what is caught without a change proves nothing
             self._whole.add(mutant.reference)
             said = self.caught(replace(mutant, source=(KIT / REFERENCES / f"{mutant.reference}.py").read_text()))
             assert not said, f"{mutant.reference} fails without any change: {said}"
         for name in components_of(mutant.reference):
-            self._process.stdin.write(json.dumps([mutant.reference, mutant.source, name]) + "\n")
+            self._process.stdin.write(json.dumps([mutant.reference, mutant.source, name, longest]) + "\n")
             self._process.stdin.flush()
             said = str(json.loads(self._process.stdout.readline()))
             if said:
@@ -257,7 +270,8 @@ def tried(mutants: list[Mutant], jobs: int, may_survive: Callable[[Mutant], obje
                 mutant = left.get_nowait()
             except queue.Empty:
                 return server.close()
-            said = server.caught(mutant)
+            # What is known to survive would go through everything.
+            said = server.caught(mutant, longest=QUICK_SECONDS if may_survive(mutant) else SECONDS)
             for _ in range(TRIES - 1):
                 if not said and not may_survive(mutant):
                     said = server.caught(mutant)

@@ -27,11 +27,14 @@ class Sessions:
     monkeypatch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture[str]
 
-    def run(self, place: Path, *arguments: str, forget: tuple[str, ...] = ()) -> Done:
-        """forget: modules that are others there than in earlier sessions."""
+    def run(self, place: Path, *arguments: str) -> Done:
+        """Forgets the modules of the place afterwards: another session has others of the same names."""
         self.monkeypatch.chdir(place)
-        for name in ("kvloom_testkit.installed", *forget):
-            self.monkeypatch.delitem(sys.modules, name, raising=False)
+        self.monkeypatch.delitem(sys.modules, "kvloom_testkit.installed", raising=False)
+        before = {*sys.modules}
         quiet = ["-q", *(f"-pno:{name}" for name in _WITHOUT), "--import-mode=importlib", "--basetemp=tmp"]
         status = pytest.main([*quiet, *arguments])
+        for name in {*sys.modules} - before:
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(place)):
+                del sys.modules[name]
         return Done(int(status), *self.capsys.readouterr())

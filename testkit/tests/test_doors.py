@@ -52,7 +52,7 @@ def run(tmp_path: Path, sessions: Sessions) -> Callable[..., Done]:
     def run(text: str, *arguments: str) -> Done:
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
         (tmp_path / "test_mine.py").write_text(HEAD + text)
-        return sessions.run(tmp_path, *arguments, forget=("test_mine", "conftest"))
+        return sessions.run(tmp_path, *arguments)
 
     return run
 

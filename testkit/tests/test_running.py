@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kvloom_testkit import running, subjects
+from kvloom_testkit import effort, running, subjects
 from kvloom_testkit.process_state import put_back
 from kvloom_testkit.reference.observer import CountingObserver
 from kvloom_testkit.subjects import Subject
@@ -27,6 +28,18 @@ def test_what_takes_long_to_put_back_is_left_alone_where_nothing_changed(monkeyp
     assert put == [False]
 
 
+@pytest.mark.parametrize("name", ["", "kvloom"])
+def test_loggers_are_put_back(name: str) -> None:
+    """Else a component that changes one would not be seen to do so a second time."""
+    log = logging.getLogger(name)
+    before = log.level, log.handlers[:], log.propagate, log.disabled
+    with put_back():
+        log.setLevel(logging.CRITICAL)
+        log.addHandler(logging.NullHandler())
+        log.propagate, log.disabled = not log.propagate, True
+    assert (log.level, log.handlers, log.propagate, log.disabled) == before
+
+
 def test_what_takes_long_to_come_true_is_asked_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
@@ -35,6 +48,17 @@ def test_what_takes_long_to_come_true_is_asked_ever_more_seldom(monkeypatch: pyt
     assert not running.comes_true(lambda: asked.append(now[0]), 5.0)  # type: ignore[func-returns-value]
     assert len(asked) < 20 and asked[0] == 0.0 and asked[-1] == 5.0
     assert running.comes_true(lambda: now[0] >= 6.0, 5.0)
+
+
+def test_a_slow_store_is_given_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr(effort, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    assert [*effort.turns(40)] == [*range(10)]
+    monkeypatch.setattr(effort, "thorough", True)
+    assert [*effort.turns(40)] == [*range(200)]
+    monkeypatch.setattr(effort, "thorough", False)
+    monkeypatch.setattr(effort, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    assert [*effort.turns(40)] == [*range(40)]
 
 
 def test_harnesses_are_looked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

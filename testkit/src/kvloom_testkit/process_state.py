@@ -83,7 +83,8 @@ def put_back() -> Iterator[None]:
     """Puts back what it can, whatever happened: what a component has changed once, a later test would not see it change
     again."""
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    handlers, level, disabled = logging.root.handlers[:], logging.root.level, logging.root.manager.disable
+    loggers = [(log, log.level, log.handlers[:], log.filters[:], log.propagate, log.disabled) for log in _loggers()]
+    disabled = logging.root.manager.disable
     environment, where, mask, limits = dict(os.environ), os.getcwd(), _umask(), _limits()
     blocked = _signal_mask()
     undo = [
@@ -105,8 +106,9 @@ def put_back() -> Iterator[None]:
         with warnings.catch_warnings():
             yield
     finally:
-        logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
+        for log, level, handlers, filters, log.propagate, log.disabled in loggers:
+            log.handlers[:], log.filters[:] = handlers, filters
+            log.setLevel(level)
         logging.disable(disabled)
         for number, handler in signals.items():
             if signal.getsignal(number) is not handler:
@@ -204,9 +206,12 @@ def _state(variables: Sequence[str], np: Any, torch: Any) -> dict[str, object]:
     return {name: look() for name, look in looks.items()}
 
 
+def _loggers() -> list[logging.Logger]:
+    return [logging.getLogger(name) for name in ("", "kvloom")]
+
+
 def _logging() -> object:
-    loggers = [logging.getLogger(name) for name in ("", "kvloom")]
-    about = [(log.level, tuple(log.handlers), tuple(log.filters), log.propagate, log.disabled) for log in loggers]
+    about = [(log.level, tuple(log.handlers), tuple(log.filters), log.propagate, log.disabled) for log in _loggers()]
     return about, logging.root.manager.disable, logging.getLoggerClass(), logging.getLogRecordFactory()
 
 

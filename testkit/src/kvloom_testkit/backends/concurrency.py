@@ -25,6 +25,7 @@ from kvloom_testkit.running import in_rounds, together
 
 VERSIONS = 60
 DELETIONS = 200
+CREATIONS = 20
 READS = 60
 """How many at least."""
 WRITERS = 4
@@ -90,7 +91,7 @@ class ConcurrencyRequirements(BackendRequirements):
         backend, key, version = opened(), names.key(), versions_of(20_000)
 
         def put_and_delete() -> None:
-            for number in range(1, effort.rounds(DELETIONS)):
+            for number in effort.turns(DELETIONS):
                 backend.put(key, [version(number % 9)])
                 backend.delete(key)
             backend.put(key, [version(9)])
@@ -110,13 +111,13 @@ class ConcurrencyRequirements(BackendRequirements):
         """
         backend = opened()
         writers = [backend, opened() if type(backend).shared else backend] * 3
-        for number in range(12):
+        for number in range(effort.rounds(CREATIONS)):
             key, told = names.key(number), [False] * len(writers)
 
             def create(index: int, key: str = key, told: list[bool] = told) -> None:
                 told[index] = writers[index].create(key, [bytes([index]) * 3000])
 
-            together(*(partial(create, index) for index in range(len(writers))))
+            together(*(partial(create, index) for index in range(len(writers))), restless=True)
             assert told.count(True) == 1
             assert content(backend.get(key)) == bytes([told.index(True)]) * 3000
             assert backend.create(key, [b"late"]) is False and content(backend.get(key)) != b"late"
@@ -143,7 +144,7 @@ class ConcurrencyRequirements(BackendRequirements):
         ]
 
         def use(verb: Callable[[str], object], stride: int) -> None:
-            for turn in range(effort.rounds(TURNS)):
+            for turn in effort.turns(TURNS):
                 verb(keys[turn * stride % len(keys)])
 
         together(*(partial(use, verb, stride) for verb, stride in zip(verbs, STRIDES, strict=True)), restless=True)
