@@ -312,6 +312,22 @@ def test_what_fails_now_and_then_is_met_if_it_never_does() -> None:
     assert [row.outcome for row in steady] == ["met"]
 
 
+class FailsWhereverItCan(CountingObserver):
+    """When it is told of something, and when it is closed at the end."""
+
+    def on_event(self, event: Event) -> None:
+        self.close = self.on_event = self._fail  # type: ignore[method-assign,assignment]
+        self._fail()
+
+    def _fail(self, *event: Event) -> None:
+        raise RuntimeError("again")
+
+
+def test_what_fails_twice_in_one_time_counts_once() -> None:
+    rows = checking.check(Subject("observer", "fails", FailsWhereverItCan), only=["O02"], repeat=3)
+    assert rows[0].reason.startswith("3 of 3 times: ")
+
+
 def test_thorough_is_longer() -> None:
     seen: list[checking.Result] = []
     for thorough in (False, True):

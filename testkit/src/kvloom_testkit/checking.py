@@ -214,6 +214,7 @@ class _Outcomes:
     def __init__(self, tell: Callable[[dict[str, Any]], None], repeat: int = 1) -> None:
         self._tell, self._repeat = tell, repeat
         self._failed: Counter[str] = Counter()
+        self._fails = False
         self._left: Counter[str] = Counter()
         self._outcomes: dict[str, tuple[str, str]] = {}
 
@@ -232,7 +233,7 @@ class _Outcomes:
         if report.passed and report.when != "call":
             return
         before = self._outcomes.get(number, ("", ""))[0]
-        self._failed[number] += report.failed
+        self._fails |= report.failed
         if report.failed and before != "not met":
             crash = getattr(report.longrepr, "reprcrash", None)
             self._outcomes[number] = "not met", str(crash.message if crash is not None else report.longrepr)
@@ -245,6 +246,8 @@ class _Outcomes:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         number = _number(nodeid)
         self._left[number] -= 1
+        self._failed[number] += self._fails  # once, though closing fails too
+        self._fails = False
         if not self._left[number] and number in self._outcomes:
             outcome, reason = self._outcomes[number]
             if self._repeat > 1 and outcome == "not met":
