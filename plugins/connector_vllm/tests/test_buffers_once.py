@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from buffers_support import NOTHING, CreatingDict, directory, ids, lookup, mark, put_in, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 import kvloom
 from kvloom import Buffer, DeadlineExceeded, envelope
 from kvloom_connector_vllm import buffer_room
+from kvloom_connector_vllm.lookup_buffer import Prefix
 
 # -- once --------------------------------------------------------------------------------------------------------------
 
@@ -55,6 +59,26 @@ def test_a_claim_from_an_old_listing_is_worth_nothing() -> None:
     assert mark(quick.drop_select(None, None)) == 1
     assert slow._take(id) is None
     assert list(backend.scan("")) == []
+
+
+@pytest.mark.parametrize("query", [None, ids(1)])
+def test_another_thread_may_list_at_any_line(query: torch.Tensor | None) -> None:
+    buffer = lookup(CreatingDict(kvloom.Config()))
+    put_in(buffer, [1], mark=1)
+    asked = None if query is None else Prefix(query, query)
+
+    def meddle(frame: types.FrameType, event: str, arg: object) -> Any:
+        buffer._known = {}
+        return meddle
+
+    before = sys.gettrace()
+    sys.settrace(meddle)
+    try:
+        (id,) = buffer._candidates(asked)
+        (again,) = buffer._candidates(asked)
+    finally:
+        sys.settrace(before)
+    assert id == again and mark(buffer.drop_select(query, query)) == 1
 
 
 def test_an_entry_that_cannot_be_deleted_is_not_given_twice() -> None:

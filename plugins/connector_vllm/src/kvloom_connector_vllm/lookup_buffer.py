@@ -148,14 +148,15 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         except Exception:
             self._count("failed")
             return []
-        known = self._known
-        self._known = {id: known[id] for id in ids if id in known}
+        before = self._known
+        # Another thread may put another in its place at any time.
+        known = self._known = {id: before[id] for id in ids if id in before}
         free = [id for id in ids if id not in claimed]
         if query is None:
-            return [id for id in free if id not in self._known or self._known[id] is not None]
+            return [id for id in free if id not in known or known[id] is not None]
         found = []
         for id in free:
-            prefix = self._prefix_of(id)
+            prefix = known[id] if id in known else self._prefix_of(id)
             common = query.common(prefix) if prefix is not None else 0
             if prefix is not None and common:
                 found.append((-common, prefix.covered, id))
@@ -167,23 +168,21 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
 
     def _prefix_of(self, id: str) -> Prefix | None:
         """What an entry is for, from the beginning of its blob; None if that cannot be read."""
-        if id not in self._known:
-            try:
-                prefix = self._read_prefix(f"{self._name}/entry/{id}")
-            except CorruptBlobError:
-                self._discard(id)
-                return None
-            except UnreadableBlobError:
-                self._count("unreadable")
-                self._known[id] = None
-                return None
-            except Exception:
-                self._count("failed")
-                return None
-            if prefix is None:
-                return None
+        try:
+            prefix = self._read_prefix(f"{self._name}/entry/{id}")
+        except CorruptBlobError:
+            self._discard(id)
+            return None
+        except UnreadableBlobError:
+            self._count("unreadable")
+            self._known[id] = None
+            return None
+        except Exception:
+            self._count("failed")
+            return None
+        if prefix is not None:
             self._known[id] = prefix
-        return self._known[id]
+        return prefix
 
     def _read_prefix(self, place: str) -> Prefix | None:
         page = self._beginning(place, _PAGE_BYTES)
