@@ -28,9 +28,12 @@ class Sessions:
     capsys: pytest.CaptureFixture[str]
 
     def run(self, place: Path, *arguments: str) -> Done:
-        """Forgets the modules of the place afterwards: another session has others of the same names."""
+        """Forgets the modules of the place, before and afterwards: others have the same names."""
         self.monkeypatch.chdir(place)
         self.monkeypatch.delitem(sys.modules, "kvloom_testkit.installed", raising=False)
+        packages = {path.stem for path in (place / "src").glob("*")}
+        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+            self.monkeypatch.delitem(sys.modules, name)
         before = {*sys.modules}
         quiet = ["-q", *(f"-pno:{name}" for name in _WITHOUT), "--import-mode=importlib", "--basetemp=tmp"]
         status = pytest.main([*quiet, *arguments])
