@@ -40,7 +40,7 @@ _HEADER = (1 << 64) - 1
 """The number that the header has among the buffers."""
 _STEP_BYTES = 512 << 10
 _MOST_KEYS_BYTES = 1 << 20
-"""Of a file of keys."""
+"""Largest size of a file of keys."""
 
 
 class Check(Protocol):

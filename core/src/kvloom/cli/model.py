@@ -12,7 +12,7 @@ from kvloom.bounded import text_of
 from kvloom.errors import ConfigError
 
 MOST_BYTES = 64 << 20
-"""Of a file with a prompt."""
+"""Largest size of a file with a prompt or a spec."""
 
 if TYPE_CHECKING:
     import torch

@@ -89,7 +89,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
 
 
 def _prompts(file: Path | None, text: Path | None, tokenizer: str | None) -> list[Prompt]:
-    """What is asked about. Raises ConfigError."""
+    """Read the prompts or keys to look for. Raises ConfigError."""
     import torch
 
     from kvloom.warming import Prompt, read_prompts

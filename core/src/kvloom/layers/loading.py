@@ -69,7 +69,7 @@ class Loading:
         self._fetch = LayerFetch(stack, segments, connector.shape, self._visit, runtime=runtime, events=events)
         self._prefix = self._fetch.prefix
         self._moved = [0] * self._prefix.count(0)
-        """Of each chunk, how many of its layers are in the engine's KV: the first ones."""
+        """Number of leading layers of each chunk that are in the engine's KV."""
         self.hit = self._fetch.hit
         """The forecast: how many leading selected tokens the tiers said they hold, before anything was read.
 

@@ -20,7 +20,7 @@ from kvloom.tiers.visit import Visit
 from kvloom.types import EXACT, Chunk, ChunkKey, Segment
 
 ANSWER_SECONDS = 0.02
-"""How long a store waits to hear what the tiers have. What is not said by then is found out before it is written."""
+"""Longest wait of a store for the tiers' answers, in seconds. Later answers are checked before each write."""
 
 
 class Lacking(NamedTuple):
@@ -28,7 +28,7 @@ class Lacking(NamedTuple):
 
     tier: StoredTier
     inquiry: Inquiry | None = None
-    """If it may have it after all: says so later."""
+    """The open question whether the tier has the chunk already; None if it is known to lack it."""
 
 
 Todo = list[tuple[Segment, list[Lacking]]]

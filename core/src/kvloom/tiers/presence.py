@@ -55,7 +55,7 @@ class Question:
 
 
 class Inquiry:
-    """A store was asked which of some keys it has enough of: what that says of each, now or once it has answered."""
+    """A question to a store that is under way: which of some keys need not be written."""
 
     def __init__(
         self, known: Callable[[Sequence[ChunkKey]], list[bool]], asked: Collection[ChunkKey],
@@ -76,7 +76,7 @@ class Inquiry:
         return self._call is None or self._call.done
 
     def concerns(self, key: ChunkKey) -> bool:
-        """Whether the answer is still to come, and says something about `key`."""
+        """Return whether the answer is still to come and covers `key`."""
         return not self.done and key in self._asked
 
     def wait(self, until: float) -> None:
@@ -85,7 +85,7 @@ class Inquiry:
             self._calls.wait(self._call, self._visit, until)
 
     def enough_of(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which keys need not be written, as far as is known; all of them if the store was asked in vain."""
+        """Return for each key whether it need not be written, as far as is known; True if the store gave no answer."""
         if self.done and self._asked:
             silent = None if self._call is None else self._call.peek()
             if silent is None:
@@ -95,7 +95,7 @@ class Inquiry:
         return [here and not self.concerns(key) for here, key in zip(self._known(keys), keys, strict=True)]
 
     def enough(self, key: ChunkKey) -> bool:
-        """Whether a key need not be written. Waits for the answer; raises BackendError if there is none in time."""
+        """Wait for the answer: whether `key` need not be written. Raises BackendError if none comes in time."""
         call = self._call
         if call is not None and not call.wait():
             if not next(self._told):
@@ -213,7 +213,7 @@ class Presence:
         return Inquiry(self.known_enough, asked, call, self._calls, visit)
 
     def known_enough(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """For which keys there is nothing better to be written, as far as is known here and now."""
+        """Return for each key whether nothing better is to be written, as far as the ledger knows. Asks no store."""
         known = self._ledger.known(keys)
         if self._lossless:
             return [fidelity is Fidelity.EXACT or fidelity is Fidelity.LATER for fidelity in known]

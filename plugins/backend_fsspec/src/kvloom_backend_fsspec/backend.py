@@ -13,7 +13,7 @@ from kvloom_backend_fsspec.config import OBSTORE_SCHEMES
 from kvloom_backend_fsspec.config import Config as FsspecConfig
 from kvloom_backend_fsspec.lease import Leases
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.store import ObjectStore, open_store
+from kvloom_backend_fsspec.store import ObjectStore
 
 logger = logging.getLogger("kvloom.backend_fsspec")
 
@@ -48,7 +48,7 @@ class FsspecBackend(StorageBackend):
         """This process's client: one from before a fork is the parent's."""
         pid = os.getpid()
         if pid not in self._clients:
-            return self._clients.setdefault(pid, open_store(self._settings))
+            return self._clients.setdefault(pid, _open_store(self._settings))
         return self._clients[pid]
 
     def identity(self) -> str | None:
@@ -198,3 +198,22 @@ def _class_for(config: FsspecConfig) -> type[FsspecBackend]:
     if config.place.scheme == "memory":
         return ProcessFsspecBackend
     return ExclusiveFsspecBackend if config.by_obstore or config.by_sftp else FsspecBackend
+
+
+def _open_store(config: FsspecConfig) -> ObjectStore:
+    """Make a client of this process. Raises ValueError or ImportError with the remedy if the settings cannot work."""
+    if config.place.scheme in ("file", "local"):
+        from kvloom_backend_fsspec import local_files
+
+        return (local_files.LocalObstoreStore if config.by_obstore else local_files.LocalFsspecStore)(config)
+    if config.by_obstore:
+        from kvloom_backend_fsspec.obstore_store import ObstoreStore
+
+        return ObstoreStore(config)
+    if config.by_sftp:
+        from kvloom_backend_fsspec.sftp_store import SftpStore
+
+        return SftpStore(config)
+    from kvloom_backend_fsspec.fsspec_store import FsspecStore
+
+    return FsspecStore(config)

@@ -1,14 +1,11 @@
-"""What the backend needs of a store of named objects, and which implementation a URL gets."""
+"""A store of named objects, as the backend needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvloom import CorruptBlobError, Sink
-
-if TYPE_CHECKING:
-    from kvloom_backend_fsspec.config import Config
 
 
 class Listed(NamedTuple):
@@ -75,22 +72,3 @@ class Memory:
     @property
     def data(self) -> Any:
         return self._room
-
-
-def open_store(config: Config) -> ObjectStore:
-    """A client of this process's. Raises ValueError or ImportError with the remedy if the settings cannot work."""
-    if config.place.scheme in ("file", "local"):
-        from kvloom_backend_fsspec import local_files
-
-        return (local_files.LocalObstoreStore if config.by_obstore else local_files.LocalFsspecStore)(config)
-    if config.by_obstore:
-        from kvloom_backend_fsspec.obstore_store import ObstoreStore
-
-        return ObstoreStore(config)
-    if config.by_sftp:
-        from kvloom_backend_fsspec.sftp_store import SftpStore
-
-        return SftpStore(config)
-    from kvloom_backend_fsspec.fsspec_store import FsspecStore
-
-    return FsspecStore(config)
