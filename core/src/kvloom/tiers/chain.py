@@ -65,7 +65,7 @@ class Chain:
         return bool(self._ends) and self._ends.get(id(place), key.depth) < key.depth
 
     def expected_before(self, key: ChunkKey, place: object, expected: Callable[[ChunkKey], bool]) -> int:
-        """Count the chunks before `key` that are expected in that place. Leading ones that are not are skipped later."""
+        """Count the chunks before `key` that are expected there. Leading ones that are not are skipped then."""
         stop = bisect_left(self._keys, key.depth, key=_depth)
         start = self._settled.get(id(place), 0)
         while start < stop and not expected(self._keys[start]):
