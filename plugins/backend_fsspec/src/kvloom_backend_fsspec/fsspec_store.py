@@ -24,6 +24,8 @@ _WHOLE_AT_ONCE = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "ad
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _TAGS = ("ETag", "etag", "e_tag")
 _NO_DIRECTORY = ("ResourceConflict", "ResourceNotFound")  # what webdav4 says of a directory that is not there
+_LOST = ("ReadError", "WriteError", "CloseError", "RemoteProtocolError", "ServerDisconnectedError")
+"""Errors of httpx and aiohttp whose connection had been there. A pool of httpx may close one that a thread has just got."""
 _MEMORY, _NO_TURN = threading.Lock(), contextlib.nullcontext()
 _MOST_BYTES = 1 << 30
 """Of a file, where nobody says how long it may be."""
@@ -67,7 +69,11 @@ class FsspecStore:
     def _publish(self, data: bytes, draft: str, path: str) -> None:
         try:
             self._in_its_directory(draft, lambda: self._fs.pipe_file(draft, data))
-            self._in_its_directory(path, lambda: _rename(self._fs, draft, path))
+            try:
+                self._in_its_directory(path, lambda: _rename(self._fs, draft, path))
+            except Exception as error:  # the answer to a rename may have been lost, and the draft is gone
+                if not _is_not_found(error) or self.size(path) != len(data):
+                    raise
         except BaseException:
             with contextlib.suppress(Exception):
                 self._ask(lambda: self._fs.rm_file(draft))
@@ -82,8 +88,7 @@ class FsspecStore:
             self._ask(act)
         except Exception as error:
             self._directories.discard(directory)
-            cause = error.__cause__ or error
-            if not isinstance(cause, FileNotFoundError) and type(cause).__name__ not in _NO_DIRECTORY:
+            if not _is_not_found(error):
                 raise
             self._make(directory)
             self._ask(act)
@@ -183,7 +188,7 @@ class FsspecStore:
         return path.removeprefix(self._root.strip("/")) if not self._root.startswith("/") else path.strip("/")
 
     def _ask(self, call: Callable[[], T], *, is_listing: bool = False) -> T:
-        """One request, again if the server said that it had failed. Errors become those of `ObjectStore`."""
+        """One request, again if the server failed or the connection was lost. Errors become those of `ObjectStore`."""
         until = time.monotonic() + self._timeout
         attempts = _LISTINGS if is_listing else self._retries + 1
         for attempt in range(attempts):
@@ -194,7 +199,8 @@ class FsspecStore:
                 if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not says_no_bucket(str(error)):
                     raise
                 pause = _LISTING_PAUSE_SECONDS if is_listing else _PAUSE_SECONDS * 2**attempt
-                if not _is_a_servers(error) or attempt == attempts - 1 or time.monotonic() + pause > until:
+                may_pass = _is_a_servers(error) or _is_a_lost_connections(error)
+                if not may_pass or attempt == attempts - 1 or time.monotonic() + pause > until:
                     raise BackendError(explained(error, self._place)) from error
                 time.sleep(pause)
         raise AssertionError("not reached")
@@ -204,6 +210,16 @@ def _is_a_servers(error: BaseException) -> bool:
     """Whether a server that was reached has failed (5xx)."""
     status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", 0)
     return isinstance(status, int) and status >= 500 and status != 507
+
+
+def _is_a_lost_connections(error: BaseException) -> bool:
+    lost = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, EOFError)
+    return isinstance(error, lost) or any(kind.__name__ in _LOST for kind in type(error).__mro__)
+
+
+def _is_not_found(error: BaseException) -> bool:
+    cause = error.__cause__ or error
+    return isinstance(cause, FileNotFoundError) or type(cause).__name__ in _NO_DIRECTORY
 
 
 def _cat(
