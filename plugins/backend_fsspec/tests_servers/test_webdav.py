@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,3 +19,31 @@ class TestWebDav(BackendConformance):
     def make(self, webdav: WebDavServer) -> Callable[[], StorageBackend]:
         url = f"webdav://127.0.0.1:{webdav.port}/{uuid.uuid4().hex}"
         return lambda: FsspecBackend(FsspecBackend.Config(url=url, allow_http=True, threads=4, timeout=30))
+
+
+def test_requests_whose_answers_were_lost_are_asked_again(webdav: WebDavServer) -> None:
+    httpx: Any = pytest.importorskip("httpx")
+    url = f"webdav://127.0.0.1:{webdav.port}/{uuid.uuid4().hex}"
+    backend = FsspecBackend(FsspecBackend.Config(url=url, allow_http=True))
+    lost: set[str] = set()
+
+    class Loses(httpx.HTTPTransport):  # type: ignore[misc]
+        """The first answer to each method is lost; the server did what it was asked."""
+
+        def handle_request(self, request: Any) -> Any:
+            answer = super().handle_request(request)
+            if request.method in lost:
+                return answer
+            lost.add(request.method)
+            answer.close()
+            raise httpx.ReadError("[Errno 9] Bad file descriptor")
+
+    store: Any = backend._store()
+    store._fs.client.http._transport = Loses()
+    backend.put("key", [b"value"])
+    assert [entry.key for entry in backend.scan()] == ["key"]
+    assert backend.get("key") == b"value"
+    backend.delete("key")
+    assert backend.get("key") is None
+    assert lost == {"PUT", "MKCOL", "MOVE", "PROPFIND", "GET", "DELETE"}
+    backend.close()
