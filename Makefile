@@ -48,8 +48,10 @@ lint: $(READY) ## ruff, and mypy --strict on core
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## lint, types and every test that is not slow
-	$(BIN)/pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile
+test: $(READY) ## every test that is not slow, and beside them lint and types, which use one core
+	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	$(BIN)/pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile; tests=$$?; \
+	wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((tests + lint))
 
 test-full: $(SERVERS_READY) ## the slow tests; SIMULATION_OPS=1000000 simulates longer
 	@sh scripts/fuzzer.sh

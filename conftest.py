@@ -54,10 +54,16 @@ class _Memory:
     """Gives memory back after a test that took much: what engines and tensors leave lies in cycles, and in malloc."""
 
     _MUCH_BYTES = 64 << 20
+    _M_MMAP_THRESHOLD = -3  # of malloc.h
+    _MAPPED_BYTES = 1 << 20
 
     def __init__(self) -> None:
         self._left = self._bytes()
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda left: None)
+        libc = ctypes.CDLL(None)
+        self._trim = getattr(libc, "malloc_trim", lambda left: None)
+        # As glibc is, each large buffer that is freed raises the size that it maps alone, until all of them lie in the
+        # arenas of threads, which keep what is freed.
+        getattr(libc, "mallopt", lambda what, value: 0)(self._M_MMAP_THRESHOLD, self._MAPPED_BYTES)
 
     @staticmethod
     def _bytes() -> int:
