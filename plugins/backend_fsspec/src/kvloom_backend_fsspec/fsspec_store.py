@@ -25,7 +25,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "crea
 _TAGS = ("ETag", "etag", "e_tag")
 _NO_DIRECTORY = ("ResourceConflict", "ResourceNotFound")  # what webdav4 says of a directory that is not there
 _LOST = ("ReadError", "WriteError", "CloseError", "RemoteProtocolError", "ServerDisconnectedError")
-"""Errors of httpx and aiohttp whose connection had been there. A pool of httpx may close one that a thread has just got."""
+"""Errors of httpx and aiohttp whose connection had been there: a pool of httpx may close one that it has just given."""
 _MEMORY, _NO_TURN = threading.Lock(), contextlib.nullcontext()
 _MOST_BYTES = 1 << 30
 """Of a file, where nobody says how long it may be."""

@@ -55,5 +55,5 @@ class Names:
         return f"{self._prefix}=tmp/{uuid.uuid4().hex}"
 
     def probe(self) -> str:
-        """A new name to try the store with."""
-        return f"{self._prefix}=probe/{uuid.uuid4().hex}"
+        """A new name to try the store with; in no directory of its own, where something else could lie."""
+        return f"{self._prefix}=probe-{uuid.uuid4().hex}"
