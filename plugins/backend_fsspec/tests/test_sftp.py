@@ -38,10 +38,13 @@ class Server:
         return [
             SimpleNamespace(
                 filename=name.rpartition("/")[2], st_mode=mode if isinstance(mode, int) else DIRECTORY, st_size=4,
-                st_mtime=0,
+                st_mtime=1,
             )
             for name, mode in modes.items()
         ]  # fmt: skip
+
+    def remove(self, path: str) -> None:
+        del self.tree[path]
 
     def open(self, path: str, *_: Any) -> Any:
         raise AssertionError(f"{path} was opened")
@@ -82,3 +85,11 @@ def test_a_listing_goes_on_past_what_cannot_be_read_and_says_so(monkeypatch: pyt
         assert not isinstance(caught.value, IncompleteListingError)
     with pytest.raises(BackendError, match="Permission denied"):
         list(backend(monkeypatch, {"/kv": refused}).scan())
+
+
+def test_old_drafts_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = f"/kv/=tmp/{'0f' * 16}"
+    it = backend(monkeypatch, {"/kv/a=kv": FILE, "/kv/=tmp": DIRECTORY, draft: FILE, "/kv/=tmp/other": FILE})
+    assert [entry.key for entry in it.scan()] == ["a"]
+    with it._store()._connection() as connection:  # type: ignore[attr-defined]
+        assert draft not in connection.sftp.tree and "/kv/=tmp/other" in connection.sftp.tree

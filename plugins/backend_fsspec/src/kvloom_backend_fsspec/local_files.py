@@ -1,7 +1,7 @@
 """Local directories, past the clients where they do harm.
 
 Both wait for the writer of a FIFO, in a thread that is lost then; obstore ends a listing at what it cannot read, and
-fsspec lists a link as a file, and moves a file into a directory of its name.
+deletes no draft that it has left behind; fsspec lists a link as a file, and moves a file into a directory of its name.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ class _LocalFiles:
             return bool(super().create(name, data))  # type: ignore[misc]
 
     def delete(self, names: Sequence[str]) -> None:
-        if there := [name for name in names if _may_be_removed(name)]:
-            super().delete(there)  # type: ignore[misc]
+        for name in names:
+            try:
+                os.unlink(f"/{name}")
+            except OSError as error:
+                if error.errno not in (*_NOTHING, errno.EISDIR):
+                    raise BackendError(explained(error, self._place)) from error
 
     def get(self, name: str) -> bytes | None:
         memory = Memory()
@@ -120,13 +124,6 @@ def _looked_at(name: str) -> Iterator[None]:
             if os.path.lexists(path) and not os.path.isdir(path):
                 raise CorruptBlobError(f"a file lies in the place of a directory: {path}") from error
         raise
-
-
-def _may_be_removed(name: str) -> bool:
-    try:
-        return not stat.S_ISDIR(os.lstat(f"/{name}").st_mode)
-    except OSError as error:
-        return error.errno not in _NOTHING
 
 
 def _fill(view: memoryview, file: int, offset: int, filled: Callable[[int], object]) -> None:

@@ -15,6 +15,11 @@ _KEY = re.compile(rf"(?:{_PART}/)*{_PART}")
 _MAX_KEY_CHARS = 200
 _BLOB = "=kv"
 
+_DRAFTS = "=tmp"
+_UNFINISHED = re.compile(r"=(?:tmp|probe)[/-][0-9a-f]{32}")
+_STAGED = re.compile(rf"{_BLOB}#[0-9]+")
+"""Behind a key: where obstore writes to, of a local directory, before it renames."""
+
 HOLDS = "=hold"
 """The directory of rights."""
 
@@ -46,13 +51,28 @@ class Names:
         inside = place.removeprefix(self._prefix).removesuffix(_BLOB)
         return place.startswith(self._prefix) and _KEY.fullmatch(inside) is not None
 
+    def may_have_drafts(self, directory: str) -> bool:
+        """Whether a directory of that name is the one of drafts."""
+        return directory == self._prefix + _DRAFTS
+
+    def is_unfinished(self, name: str) -> bool:
+        """Whether an object is what a put leaves behind that did not come to its end."""
+        if not name.startswith(self._prefix):
+            return False
+        inside = name[len(self._prefix) :]
+        key, staged, _ = inside.rpartition(_BLOB)
+        return bool(
+            _UNFINISHED.fullmatch(inside)
+            or (staged and _STAGED.fullmatch(inside, len(key)) and len(key) <= _MAX_KEY_CHARS and _KEY.fullmatch(key))
+        )
+
     def right(self, name: str) -> str:
         """The directory of a right."""
         return f"{self._prefix}{HOLDS}/{name}"
 
     def draft(self) -> str:
         """A new name for what is not published yet."""
-        return f"{self._prefix}=tmp/{uuid.uuid4().hex}"
+        return f"{self._prefix}{_DRAFTS}/{uuid.uuid4().hex}"
 
     def probe(self) -> str:
         """A new name to try the store with; in no directory of its own, where something else could lie."""
