@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
@@ -33,6 +34,8 @@ _READS = 8
 """How often a file is read that is replaced each time."""
 _PAUSE_SECONDS = 0.1
 _LISTING_PAUSE_SECONDS = 0.05
+_MOST_DIRECTORIES = 1 << 16
+"""In one listing: a server that follows links shows two that lead back as more directories than can be listed."""
 _LISTINGS = 100
 """How often a directory is listed that changes each time. WsgiDAV answers 500 if a file vanishes meanwhile."""
 T = TypeVar("T")
@@ -152,9 +155,14 @@ class FsspecStore:
     def list(self, directory: str) -> Iterator[Listed]:
         """Directory by directory: one that vanishes meanwhile is passed over."""
         unread = Unread(self._drafts)
-        pending = [start := self._path(directory)]
+        pending = deque([start := self._path(directory)])
+        left = _MOST_DIRECTORIES
         while pending:
-            inside = pending.pop()
+            inside = pending.popleft()  # the nearest first: blobs before what a loop of links repeats
+            left -= 1
+            if left < 0:
+                unread.note(self._name(inside), BackendError(f"behind {_MOST_DIRECTORIES} directories: a link loop?"))
+                break
             try:
                 entries = self._entries(inside)
             except BackendError as error:
@@ -164,10 +172,10 @@ class FsspecStore:
                 continue
             for found in entries:
                 path = str(found["name"])
-                if found["type"] == "directory":
-                    pending.append(path)
-                else:
+                if found["type"] != "directory":
                     yield Listed(self._name(path), int(found["size"] or 0), _modified(found), _tag(found))
+                elif self._drafts.is_worth_a_look(self._name(path)):
+                    pending.append(path)
         unread.end()
 
     def _entries(self, path: str) -> Sequence[dict[str, Any]]:

@@ -49,11 +49,11 @@ class Names:
     def may_hold(self, place: str) -> bool:
         """Whether a directory of that name, or the object, may have to do with a blob."""
         inside = place.removeprefix(self._prefix).removesuffix(_BLOB)
-        return place.startswith(self._prefix) and _KEY.fullmatch(inside) is not None
+        return place.startswith(self._prefix) and len(inside) <= _MAX_KEY_CHARS and _KEY.fullmatch(inside) is not None
 
-    def may_have_drafts(self, directory: str) -> bool:
-        """Whether a directory of that name is the one of drafts."""
-        return directory == self._prefix + _DRAFTS
+    def is_worth_a_look(self, directory: str) -> bool:
+        """Whether blobs or drafts may lie in a directory of that name."""
+        return self.may_hold(directory) or directory == self._prefix + _DRAFTS
 
     def is_unfinished(self, name: str) -> bool:
         """Whether an object is what a put leaves behind that did not come to its end."""

@@ -127,7 +127,7 @@ class SftpStore:
                 name = f"{inside}/{found.filename}".lstrip("/")
                 if not stat.S_ISDIR(found.st_mode or 0):
                     yield Listed(name, found.st_size or 0, float(found.st_mtime or 0), "")
-                elif self._drafts.may_hold(name) or self._drafts.may_have_drafts(name):
+                elif self._drafts.is_worth_a_look(name):
                     pending.append(name)
         unread.end()
 
