@@ -44,7 +44,22 @@ class Server:
         ]  # fmt: skip
 
     def remove(self, path: str) -> None:
+        if path not in self.tree:
+            raise FileNotFoundError(errno.ENOENT, path)
         del self.tree[path]
+
+    def putfo(self, _: Any, path: str) -> None:
+        if self.tree.get(path.rpartition("/")[0]) != DIRECTORY:
+            raise FileNotFoundError(errno.ENOENT, path)
+        self.tree[path] = FILE
+
+    def mkdir(self, path: str) -> None:
+        if path in self.tree:
+            raise OSError("Failure")
+        self.tree[path] = DIRECTORY
+
+    def posix_rename(self, draft: str, path: str) -> None:
+        self.tree[path] = self.tree.pop(draft)
 
     def open(self, path: str, *_: Any) -> Any:
         raise AssertionError(f"{path} was opened")
@@ -93,3 +108,16 @@ def test_old_drafts_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPa
     assert [entry.key for entry in it.scan()] == ["a"]
     with it._store()._connection() as connection:  # type: ignore[attr-defined]
         assert draft not in connection.sftp.tree and "/kv/=tmp/other" in connection.sftp.tree
+
+
+@pytest.mark.parametrize("there", [FILE, FIFO, None])
+def test_what_lies_where_drafts_belong_keeps_nobody_from_writing(
+    monkeypatch: pytest.MonkeyPatch, there: int | None
+) -> None:
+    it = backend(monkeypatch, {} if there is None else {"/kv/=tmp": there})
+    for _ in range(2):
+        it.put("a", [b"blob"])
+    assert it.contains("a")
+    with it._store()._connection() as connection:  # type: ignore[attr-defined]
+        names = [path for path in connection.sftp.tree if path.startswith("/kv/=tmp")]
+    assert len(names) == (1 if there is None else 2)

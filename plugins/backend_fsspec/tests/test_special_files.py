@@ -98,3 +98,16 @@ def test_nothing_that_lies_there_is_in_the_way_of_a_probe(tmp_path: Path, driver
     assert backend.hold("evict")
     assert not list(tmp_path.glob("=probe-*"))
     backend.close()
+
+
+@pytest.mark.parametrize("what", ["file", *MAKE])
+def test_what_lies_where_drafts_belong_keeps_nobody_from_writing(tmp_path: Path, what: str) -> None:
+    {**MAKE, "file": Path.touch}[what](tmp_path / "=tmp")
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver="fsspec"))
+    for _ in range(2):
+        backend.put("a", [b"blob"])
+    assert backend.get("a") == b"blob" and [entry.key for entry in backend.scan()] == ["a"]
+    (drafts,) = tmp_path.glob("=tmp-*")
+    (draft := drafts / ("0f" * 16)).touch()
+    os.utime(draft, (1, 1))
+    assert [entry.key for entry in backend.scan()] == ["a"] and not draft.exists()

@@ -66,8 +66,25 @@ class FsspecStore:
         path = self._path(name)
         if self._whole:
             self._ask(lambda: self._fs.pipe_file(path, data))
-        else:
+            return
+        draft = self._path(self._drafts.draft())
+        try:
+            self._publish(data, draft, path)
+        except Exception as error:
+            if not self._is_shut_out(draft, error):
+                raise
+            self._drafts.draft_elsewhere()
             self._publish(data, self._path(self._drafts.draft()), path)
+
+    def _is_shut_out(self, draft: str, error: Exception) -> bool:
+        """Whether `error` came of something that lies where the directory of drafts belongs."""
+        if not (_is_not_found(error) or isinstance(error.__cause__, FileExistsError | NotADirectoryError)):
+            return False
+        try:
+            found = self._ask(lambda: self._fs.info(draft.rpartition("/")[0]))
+        except Exception:  # a link that leads nowhere
+            return isinstance(error.__cause__, FileExistsError)
+        return bool(found["type"] != "directory")
 
     def _publish(self, data: bytes, draft: str, path: str) -> None:
         try:

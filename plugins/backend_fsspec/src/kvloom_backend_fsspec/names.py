@@ -16,7 +16,7 @@ _MAX_KEY_CHARS = 200
 _BLOB = "=kv"
 
 _DRAFTS = "=tmp"
-_UNFINISHED = re.compile(r"=(?:tmp|probe)[/-][0-9a-f]{32}")
+_UNFINISHED = re.compile(r"=(?:tmp|probe)[/-](?:[0-9a-f]{32}/)?[0-9a-f]{32}")
 _STAGED = re.compile(rf"{_BLOB}#[0-9]+")
 """Behind a key: where obstore writes to, of a local directory, before it renames."""
 
@@ -29,6 +29,7 @@ class Names:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = f"{prefix}/" if prefix else ""
+        self._drafts = _DRAFTS
 
     def blob(self, key: str) -> str:
         """The object of `key`. Raises ValueError if it is no key: such a name could lie outside the prefix."""
@@ -53,7 +54,7 @@ class Names:
 
     def is_worth_a_look(self, directory: str) -> bool:
         """Whether blobs or drafts may lie in a directory of that name."""
-        return self.may_hold(directory) or directory == self._prefix + _DRAFTS
+        return self.may_hold(directory) or directory.startswith(self._prefix + _DRAFTS)
 
     def is_unfinished(self, name: str) -> bool:
         """Whether an object is what a put leaves behind that did not come to its end."""
@@ -72,7 +73,11 @@ class Names:
 
     def draft(self) -> str:
         """A new name for what is not published yet."""
-        return f"{self._prefix}{_DRAFTS}/{uuid.uuid4().hex}"
+        return f"{self._prefix}{self._drafts}/{uuid.uuid4().hex}"
+
+    def draft_elsewhere(self) -> None:
+        """From now on: something else lies where the directory of drafts belongs."""
+        self._drafts = f"{_DRAFTS}-{uuid.uuid4().hex}"
 
     def probe(self) -> str:
         """A new name to try the store with; in no directory of its own, where something else could lie."""
