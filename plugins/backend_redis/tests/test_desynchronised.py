@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom import BackendError, ConfigError
+from kvloom_backend_redis import leases
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.errors import ProtocolError, ServerError
@@ -249,3 +251,16 @@ def test_a_later_version_is_fine(scripted: Any, version: bytes) -> None:
     hello = b"*4\r\n$6\r\nserver\r\n$6\r\nvalkey\r\n$7\r\nversion\r\n$%d\r\n%b\r\n"
     scripted.hello = hello % (len(version), version)
     RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}")).close()
+
+
+def test_a_backend_that_nobody_closed_holds_no_right_for_good(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.001)
+    backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
+    scripted.replies[b"EVAL"] = b":1\r\n"
+    assert backend.hold("evict")
+    work = backend._leases._thread
+    assert work is not None and work.is_alive()
+    del backend
+    gc.collect()
+    work.join(30)
+    assert not work.is_alive()
