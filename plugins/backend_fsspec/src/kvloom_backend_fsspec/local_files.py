@@ -36,11 +36,11 @@ class _LocalFiles:
     _place: Place
 
     def put(self, name: str, data: bytes) -> None:
-        with _looked_at(name):
+        with _looked_at(name, self._place.prefix):
             super().put(name, data)  # type: ignore[misc]
 
     def create(self, name: str, data: bytes) -> bool:
-        with _looked_at(name):
+        with _looked_at(name, self._place.prefix):
             return bool(super().create(name, data))  # type: ignore[misc]
 
     def delete(self, names: Sequence[str]) -> None:
@@ -112,15 +112,15 @@ class LocalFsspecStore(_LocalFiles, FsspecStore):
 
 
 @contextlib.contextmanager
-def _looked_at(name: str) -> Iterator[None]:
-    """Raises CorruptBlobError if something lies in the way, which says nothing about other blobs."""
+def _looked_at(name: str, prefix: str) -> Iterator[None]:
+    """Raises CorruptBlobError if something below `prefix` lies in the way, which says nothing about other blobs."""
     path = f"/{name}"
     if os.path.isdir(path):
         raise CorruptBlobError(f"a directory lies in the place of a blob: {path}")
     try:
         yield
     except BackendError as error:
-        while (path := os.path.dirname(path)) != "/":
+        while len(path := os.path.dirname(path)) > len(f"/{prefix}"):
             if os.path.lexists(path) and not os.path.isdir(path):
                 raise CorruptBlobError(f"a file lies in the place of a directory: {path}") from error
         raise
