@@ -129,3 +129,18 @@ def test_what_lies_where_a_directory_belongs_fails_nothing_and_gives_way(
     backend.delete(KEY)
     backend.put(KEY, [b"blob"])
     assert backend.get(KEY) == b"blob"
+
+
+@pytest.mark.parametrize("kind", ["file", "fifo", "socket", "link to nothing", "link to itself"])
+def test_what_lies_where_drafts_belong_gives_way(tmp_path: Path, open_backend: Any, kind: str) -> None:
+    itself = {"link to itself": lambda path: path.symlink_to(path.name), "file": Path.touch}
+    for late in (False, True):
+        (root := tmp_path / f"store-{late}").mkdir()
+        if late:
+            backend = open_backend(root)
+            (root / "+tmp").rmdir()
+        {**MAKE, **itself}[kind](root / "+tmp")
+        if not late:
+            backend = open_backend(root)
+        backend.put(KEY, [b"blob"])
+        assert backend.get(KEY) == b"blob"

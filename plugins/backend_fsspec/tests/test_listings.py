@@ -191,3 +191,27 @@ def test_a_listing_by_sftp_goes_past_a_directory_that_it_may_not_read(monkeypatc
     with pytest.raises(IncompleteListingError, match="srv/theirs"):
         found.extend(backend.scan())
     assert [entry.key for entry in found] == ["ours/b"]
+
+
+def test_a_listing_of_a_server_that_follows_links_in_a_circle_ends(
+    backend: FsspecBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each directory but that of the blob has two links to the first one, and what no key leads to."""
+    fs: Any = backend._store()._fs  # type: ignore[attr-defined]
+    usual, asked = fs.ls, []
+
+    def following(path: str, detail: bool) -> Any:
+        asked.append(path)
+        if path.endswith("/a"):
+            return usual(path, detail=detail)
+        return [
+            {"name": f"{path.rstrip('/')}/{name}", "type": "directory", "size": 0} for name in ("l", "m", "a", "b c")
+        ]
+
+    monkeypatch.setattr(fs, "ls", following)
+    monkeypatch.setattr(fsspec_store, "_MOST_DIRECTORIES", 100)
+    found: list[Any] = []
+    with pytest.raises(IncompleteListingError, match="behind 100 directories: a link loop"):
+        found.extend(backend.scan())
+    assert [entry.key for entry in found] == ["a/b"]
+    assert len(asked) == 100 and not any("b c" in path for path in asked)

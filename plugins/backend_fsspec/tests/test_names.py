@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,24 @@ def test_files_of_blobs_that_are_as_large_as_a_part_and_more(tmp_path: Path) -> 
             backend.put("a", [blob])
             assert backend.get("a") == blob
     assert not [path for path in tmp_path.rglob("*") if re.search("=tmp|#", path.name)]
+
+
+@pytest.mark.parametrize("driver", ["obstore", "fsspec"])
+def test_what_a_killed_process_was_writing_is_removed_after_a_day(tmp_path: Path, driver: str) -> None:
+    names = Names(str(tmp_path / "kv").lstrip("/"))
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/kv", driver=driver))
+    backend.put("a/b", [b"blob"])
+    left = [
+        Path("/", name) for name in (names.draft(), names.probe(), f"{names.blob('a/b')}#1", f"{names.blob('c')}#12")
+    ]
+    others = [tmp_path / "kv" / name for name in ("notes#1", "a/b=kv#x", "=tmp/notes", "a/=kv#1")]
+    for path in (*left, *others):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+        os.utime(path, (time.time() - 80_000,) * 2)
+    assert [entry.key for entry in backend.scan()] == ["a/b"]
+    assert all(path.exists() for path in left), "it may still be written"
+    for path in (*left, *others):
+        os.utime(path, (time.time() - 90_000,) * 2)
+    assert [entry.key for entry in backend.scan()] == ["a/b"]
+    assert not any(path.exists() for path in left) and all(path.exists() for path in others)

@@ -38,10 +38,28 @@ class Server:
         return [
             SimpleNamespace(
                 filename=name.rpartition("/")[2], st_mode=mode if isinstance(mode, int) else DIRECTORY, st_size=4,
-                st_mtime=0,
+                st_mtime=1,
             )
             for name, mode in modes.items()
         ]  # fmt: skip
+
+    def remove(self, path: str) -> None:
+        if path not in self.tree:
+            raise FileNotFoundError(errno.ENOENT, path)
+        del self.tree[path]
+
+    def putfo(self, _: Any, path: str) -> None:
+        if self.tree.get(path.rpartition("/")[0]) != DIRECTORY:
+            raise FileNotFoundError(errno.ENOENT, path)
+        self.tree[path] = FILE
+
+    def mkdir(self, path: str) -> None:
+        if path in self.tree:
+            raise OSError("Failure")
+        self.tree[path] = DIRECTORY
+
+    def posix_rename(self, draft: str, path: str) -> None:
+        self.tree[path] = self.tree.pop(draft)
 
     def open(self, path: str, *_: Any) -> Any:
         raise AssertionError(f"{path} was opened")
@@ -82,3 +100,24 @@ def test_a_listing_goes_on_past_what_cannot_be_read_and_says_so(monkeypatch: pyt
         assert not isinstance(caught.value, IncompleteListingError)
     with pytest.raises(BackendError, match="Permission denied"):
         list(backend(monkeypatch, {"/kv": refused}).scan())
+
+
+def test_old_drafts_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = f"/kv/=tmp/{'0f' * 16}"
+    it = backend(monkeypatch, {"/kv/a=kv": FILE, "/kv/=tmp": DIRECTORY, draft: FILE, "/kv/=tmp/other": FILE})
+    assert [entry.key for entry in it.scan()] == ["a"]
+    with it._store()._connection() as connection:  # type: ignore[attr-defined]
+        assert draft not in connection.sftp.tree and "/kv/=tmp/other" in connection.sftp.tree
+
+
+@pytest.mark.parametrize("there", [FILE, FIFO, None])
+def test_what_lies_where_drafts_belong_keeps_nobody_from_writing(
+    monkeypatch: pytest.MonkeyPatch, there: int | None
+) -> None:
+    it = backend(monkeypatch, {} if there is None else {"/kv/=tmp": there})
+    for _ in range(2):
+        it.put("a", [b"blob"])
+    assert it.contains("a")
+    with it._store()._connection() as connection:  # type: ignore[attr-defined]
+        names = [path for path in connection.sftp.tree if path.startswith("/kv/=tmp")]
+    assert len(names) == (1 if there is None else 2)

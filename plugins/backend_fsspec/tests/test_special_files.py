@@ -64,3 +64,50 @@ def test_what_cannot_be_opened_is_an_error_and_what_is_empty_is_corrupt(tmp_path
         backend.get("a")
     with pytest.raises(BackendError, match="File name too long"):
         backend._store().get("x" * 300)
+
+
+IN_THE_WAY: dict[str, Callable[[Path], object]] = {
+    "a directory": lambda root: (root / "a/b=kv/c").mkdir(parents=True),
+    "a link to a directory": lambda root: ((root / "a").mkdir(), (root / "a/b=kv").symlink_to(root)),
+    "a file above": lambda root: (root / "a").touch(),
+    "a link to itself above": lambda root: (root / "a").symlink_to("a"),
+}
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_what_is_in_the_way_of_one_blob_is_no_failure_of_the_store(tmp_path: Path, driver: str, what: str) -> None:
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver=driver))
+    IN_THE_WAY[what](tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CorruptBlobError, match="lies in the place of a"):
+        backend.put("a/b", [b"blob"])
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != "=tmp") == before
+    assert backend.get("a/b") is None
+    if "link to a" not in what:
+        backend.delete("a/b")
+        backend.delete_many(["a/b", "c"])
+    assert list(backend.scan()) == []
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_nothing_that_lies_there_is_in_the_way_of_a_probe(tmp_path: Path, driver: str) -> None:
+    (tmp_path / "=probe").touch()
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver=driver))
+    backend.check_writable()
+    assert backend.hold("evict")
+    assert not list(tmp_path.glob("=probe-*"))
+    backend.close()
+
+
+@pytest.mark.parametrize("what", ["file", *MAKE])
+def test_what_lies_where_drafts_belong_keeps_nobody_from_writing(tmp_path: Path, what: str) -> None:
+    {**MAKE, "file": Path.touch}[what](tmp_path / "=tmp")
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver="fsspec"))
+    for _ in range(2):
+        backend.put("a", [b"blob"])
+    assert backend.get("a") == b"blob" and [entry.key for entry in backend.scan()] == ["a"]
+    (drafts,) = tmp_path.glob("=tmp-*")
+    (draft := drafts / ("0f" * 16)).touch()
+    os.utime(draft, (1, 1))
+    assert [entry.key for entry in backend.scan()] == ["a"] and not draft.exists()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom import BackendError, ConfigError
+from kvloom_backend_redis import leases
+from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.backend import RedisBackend
+from kvloom_backend_redis.errors import ProtocolError, ServerError
+from kvloom_backend_redis.links import Links
+from kvloom_backend_redis.opening import MOST_BYTES
+from kvloom_backend_redis.topology import Cluster
 
 KEYS = ["a", "b/c", "d", "e"]
 SIZES = (1, 9, 700, 40_000)
@@ -143,13 +150,64 @@ def test_a_reply_too_many_is_nobodys(scripted: Any, patient: RedisBackend, fault
         assert patient.get("b/c") == blob_of("b/c") and patient.contains_many(["a", "no"]) == [True, False]
 
 
-def test_a_listing_names_each_key_once(scripted: Any, patient: RedisBackend) -> None:
-    def page(cursor: bytes, *keys: bytes) -> bytes:
-        names = b"".join(b"$%d\r\n%b\r\n" % (len(key) + 7, b"kvloom:" + key) for key in keys)
-        return b"*2\r\n$%d\r\n%b\r\n*%d\r\n%b" % (len(cursor), cursor, len(keys), names)
+def page(cursor: bytes, *keys: bytes) -> bytes:
+    names = b"".join(b"$%d\r\n%b\r\n" % (len(key) + 7, b"kvloom:" + key) for key in keys)
+    return b"*2\r\n$%d\r\n%b\r\n*%d\r\n%b" % (len(cursor), cursor, len(keys), names)
 
+
+def test_a_listing_names_each_key_once(scripted: Any, patient: RedisBackend) -> None:
     scripted.replies[b"SCAN"] = [page(b"9", b"a", b"d", b"a"), page(b"7"), page(b"0", b"d", b"gone", b"e")]
     assert [(entry.key, entry.bytes) for entry in patient.scan()] == [("a", 1), ("d", 700), ("e", 40_000)]
+
+
+@pytest.mark.parametrize("round_", [1, 2, 7])
+def test_a_listing_that_goes_round_ends(scripted: Any, patient: RedisBackend, round_: int) -> None:
+    cursors = [b"100", b"101", *[b"%d" % (1 + number % round_) for number in range(50)]]
+    scripted.replies[b"SCAN"] = [page(cursor, b"a") for cursor in cursors]
+    with pytest.raises(BackendError, match="a listing without an end"):
+        list(patient.scan())
+
+
+def test_a_listing_ends_when_the_backend_is_closed(scripted: Any) -> None:
+    backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
+    scripted.blobs[b"kvloom:a"] = b"blob"
+    scripted.replies[b"SCAN"] = [page(b"%d" % number, b"a") for number in range(1, 9)]
+    listing = backend.scan()
+    assert next(listing).key == "a"
+    backend.close()
+    with pytest.raises(BackendError, match="closed while"):
+        next(listing)
+
+
+def test_a_listing_has_a_bound(scripted: Any, patient: RedisBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom_backend_redis.backend._MOST_PAGES", 8)
+    monkeypatch.setattr("kvloom_backend_redis.backend._MOST_LISTED", 3)
+    scripted.replies[b"SCAN"] = [page(b"%d" % number) for number in range(1, 20)]
+    with pytest.raises(BackendError, match="without an end"):
+        list(patient.scan())
+    scripted.replies[b"SCAN"] = page(b"0", b"a", b"b", b"c", b"d")
+    with pytest.raises(BackendError, match="more than 3 keys"):
+        list(patient.scan())
+    scripted.replies[b"SCAN"] = page(b"9" * 21)
+    with pytest.raises(BackendError, match="no page of a listing"):
+        list(patient.scan())
+
+
+@pytest.mark.parametrize("said", [b"\xc2\xb2", b"9" * 5000, b"-1", b""])
+def test_a_largest_value_that_is_no_number_is_not_known(scripted: Any, said: bytes) -> None:
+    scripted.replies[b"CONFIG"] = b"*2\r\n$18\r\nproto-max-bulk-len\r\n$%d\r\n%b\r\n" % (len(said), said)
+    backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
+    assert backend._server.most_bytes == MOST_BYTES
+    backend.close()
+
+
+@pytest.mark.parametrize("port", [b"0", b"65536", b"9" * 5000, b"\xc2\xb2", b""])
+def test_a_redirection_leads_to_a_port_only(port: bytes) -> None:
+    """Port 0 would be the socket of another program on this machine, which would be told the password."""
+    answered = Endpoint("127.0.0.1", 6379)
+    cluster = Cluster([answered], cast(Links, None))
+    with pytest.raises(ProtocolError, match="no address"):
+        cluster.redirected(ServerError(f"MOVED 1 /run/other.sock:{port.decode()}"), answered)
 
 
 def test_many_replies_of_which_one_is_a_refusal(scripted: Any) -> None:
@@ -188,6 +246,21 @@ def test_servers_that_are_not_what_the_url_says(scripted: Any, hello: bytes, pro
         RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
 
 
-def test_a_later_version_is_fine(scripted: Any) -> None:
-    scripted.hello = b"*4\r\n$6\r\nserver\r\n$6\r\nvalkey\r\n$7\r\nversion\r\n$5\r\n8.1.0\r\n"
+@pytest.mark.parametrize("version", [b"8.1.0", b"unstable", b"8.x"])
+def test_a_later_version_is_fine(scripted: Any, version: bytes) -> None:
+    hello = b"*4\r\n$6\r\nserver\r\n$6\r\nvalkey\r\n$7\r\nversion\r\n$%d\r\n%b\r\n"
+    scripted.hello = hello % (len(version), version)
     RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}")).close()
+
+
+def test_a_backend_that_nobody_closed_holds_no_right_for_good(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.001)
+    backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
+    scripted.replies[b"EVAL"] = b":1\r\n"
+    assert backend.hold("evict")
+    work = backend._leases._thread
+    assert work is not None and work.is_alive()
+    del backend
+    gc.collect()
+    work.join(30)
+    assert not work.is_alive()

@@ -347,6 +347,17 @@ def test_a_pickle_says_what_a_tensor_is_and_no_more() -> None:
         refuse(TorchSerializer, rebuilt(blob, data_pkl=other))
 
 
+def test_a_name_in_a_pickle_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch imports whole packages when it is asked for some names: `_dynamo` is 800 modules."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    blob = saved(torch.zeros(4, dtype=torch.float8_e4m3fn))
+    (name,) = (name for name in zipfile.ZipFile(io.BytesIO(blob)).namelist() if name.endswith("data.pkl"))
+    pickled = zipfile.ZipFile(io.BytesIO(blob)).read(name)
+    refuse(TorchSerializer, rebuilt(blob, data_pkl=pickled.replace(b"torch\nfloat8_e4m3fn", b"torch\n_dynamo")))
+    assert asked == []
+
+
 def test_a_long_header_of_safetensors_is_not_parsed() -> None:
     blob = saved(torch.zeros(SPEC.blob_shape(3)), SafetensorsSerializer)
     header = blob[8 : 8 + int.from_bytes(blob[:8], "little")].ljust(5_000)

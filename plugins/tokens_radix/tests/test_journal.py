@@ -325,17 +325,29 @@ def test_special_files_are_not_waited_for(tmp_path: Path, part: str, kind: str) 
     signal.alarm(0)
 
 
-@pytest.mark.parametrize(("directory", "lock"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
-def test_who_cannot_write_cannot_lock(tmp_path: Path, directory: int, lock: int) -> None:
-    """A lock needs no more than the right to read: who held them all would have each start begin another file."""
+@pytest.mark.parametrize("part", ["journal", "lock"])
+@pytest.mark.parametrize(("directory", "file"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
+def test_who_cannot_write_can_neither_read_nor_lock(tmp_path: Path, part: str, directory: int, file: int) -> None:
+    """A journal has prompts and salts. Who held all locks would have each start begin another file."""
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept").chmod(directory)
     learnt(tmp_path / "kept", prompts(3))
-    (path,) = (tmp_path / "kept").glob("*.lock")
-    assert path.stat().st_mode & 0o777 == lock
+    (path,) = (tmp_path / "kept").glob(f"*.{part}")
+    assert path.stat().st_mode & 0o777 == file
     path.chmod(0o644)  # of an earlier release
+    learnt(tmp_path / "kept", prompts(4))
+    assert path.stat().st_mode & 0o777 == file
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to a group of nobody's")
+@pytest.mark.parametrize("part", ["journal", "lock"])
+def test_the_group_that_may_read_is_the_one_that_may_write(tmp_path: Path, part: str) -> None:
+    (tmp_path / "kept").mkdir()
+    os.chown(tmp_path / "kept", -1, 12345)
+    (tmp_path / "kept").chmod(0o775)
     learnt(tmp_path / "kept", prompts(3))
-    assert path.stat().st_mode & 0o777 == lock
+    (path,) = (tmp_path / "kept").glob(f"*.{part}")
+    assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (12345, 0o660)
 
 
 def test_a_record_longer_than_any_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ all three are ours does a pid mean to us what it meant to the writer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 FOREIGN_SECONDS = 86400.0
 """When a file of a host whose processes cannot be seen from here counts as abandoned."""
 
+_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NAME = re.compile(r"([0-9a-f]{12})\.([0-9]+)\.([0-9]*)\.[0-9a-f]{16}")
 
 
@@ -36,9 +38,19 @@ class Scratch:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             return path, os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            os.makedirs(self._directory, exist_ok=True)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY:
+                raise
+            self._make_directory()
             return path, os.open(path, flags, 0o666)
+
+    def _make_directory(self) -> None:
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+        except FileExistsError:  # something else lies in its place
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # another process was faster
+                os.unlink(self._directory)
+            os.makedirs(self._directory, exist_ok=True)
 
     def take(self, path: str) -> tuple[str, int] | None:
         """Take a file out of its place to write over it, as `open` would give it; None if that cannot be done.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar, TypeVar
@@ -19,6 +21,8 @@ logger = logging.getLogger("kvloom.backend_fsspec")
 
 T = TypeVar("T")
 _DELETE_AT_ONCE = 1000
+_ABANDONED_SECONDS = 86400.0
+"""When nobody goes on with a draft any more, whatever the clocks are like."""
 
 
 class FsspecBackend(StorageBackend):
@@ -91,10 +95,15 @@ class FsspecBackend(StorageBackend):
         self._store().delete([self._names.blob(key)])
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
+        """Also removes what processes have left behind that died while they put something."""
+        long_ago = time.time() - _ABANDONED_SECONDS
         for found in self._store().list(self._names.directory(prefix)):
             key = self._names.key(found.name)
             if key is not None and key.startswith(prefix):
                 yield Entry(key, max(1, found.bytes), found.modified)
+            elif 0 < found.modified < long_ago and self._names.is_unfinished(found.name):
+                with contextlib.suppress(BackendError, FileNotFoundError):  # who may only read leaves it to others
+                    self._store().delete([found.name])
 
     def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
         """Several at once; those of one key one after the other."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
@@ -33,6 +34,8 @@ _READS = 8
 """How often a file is read that is replaced each time."""
 _PAUSE_SECONDS = 0.1
 _LISTING_PAUSE_SECONDS = 0.05
+_MOST_DIRECTORIES = 1 << 16
+"""In one listing: a server that follows links shows two that lead back as more directories than can be listed."""
 _LISTINGS = 100
 """How often a directory is listed that changes each time. WsgiDAV answers 500 if a file vanishes meanwhile."""
 T = TypeVar("T")
@@ -63,8 +66,25 @@ class FsspecStore:
         path = self._path(name)
         if self._whole:
             self._ask(lambda: self._fs.pipe_file(path, data))
-        else:
+            return
+        draft = self._path(self._drafts.draft())
+        try:
+            self._publish(data, draft, path)
+        except Exception as error:
+            if not self._is_shut_out(draft, error):
+                raise
+            self._drafts.draft_elsewhere()
             self._publish(data, self._path(self._drafts.draft()), path)
+
+    def _is_shut_out(self, draft: str, error: Exception) -> bool:
+        """Whether `error` came of something that lies where the directory of drafts belongs."""
+        if not (_is_not_found(error) or isinstance(error.__cause__, FileExistsError | NotADirectoryError)):
+            return False
+        try:
+            found = self._ask(lambda: self._fs.info(draft.rpartition("/")[0]))
+        except Exception:  # a link that leads nowhere
+            return isinstance(error.__cause__, FileExistsError)
+        return bool(found["type"] != "directory")
 
     def _publish(self, data: bytes, draft: str, path: str) -> None:
         try:
@@ -152,9 +172,14 @@ class FsspecStore:
     def list(self, directory: str) -> Iterator[Listed]:
         """Directory by directory: one that vanishes meanwhile is passed over."""
         unread = Unread(self._drafts)
-        pending = [start := self._path(directory)]
+        pending = deque([start := self._path(directory)])
+        left = _MOST_DIRECTORIES
         while pending:
-            inside = pending.pop()
+            inside = pending.popleft()  # the nearest first: blobs before what a loop of links repeats
+            left -= 1
+            if left < 0:
+                unread.note(self._name(inside), BackendError(f"behind {_MOST_DIRECTORIES} directories: a link loop?"))
+                break
             try:
                 entries = self._entries(inside)
             except BackendError as error:
@@ -164,10 +189,10 @@ class FsspecStore:
                 continue
             for found in entries:
                 path = str(found["name"])
-                if found["type"] == "directory":
-                    pending.append(path)
-                else:
+                if found["type"] != "directory":
                     yield Listed(self._name(path), int(found["size"] or 0), _modified(found), _tag(found))
+                elif self._drafts.is_worth_a_look(self._name(path)):
+                    pending.append(path)
         unread.end()
 
     def _entries(self, path: str) -> Sequence[dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""Reading of local directories, past the clients: both wait for the writer of a FIFO, in a thread that is lost then."""
+"""Local directories, past the clients where they do harm.
+
+Both wait for the writer of a FIFO, in a thread that is lost then; obstore ends a listing at what it cannot read, and
+deletes no draft that it has left behind; fsspec lists a link as a file, and moves a file into a directory of its name.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,17 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvloom import BackendError, CorruptBlobError, Sink
 from kvloom_backend_fsspec.errors import explained
 from kvloom_backend_fsspec.fsspec_store import FsspecStore
+from kvloom_backend_fsspec.local_listing import LocalListing
+from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.obstore_store import ObstoreStore
-from kvloom_backend_fsspec.store import Memory
+from kvloom_backend_fsspec.store import Listed, Memory
+from kvloom_backend_fsspec.unread import Unread
 
 if TYPE_CHECKING:
     from kvloom_backend_fsspec.config import Place
@@ -24,9 +31,25 @@ _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EOPNOTS
 
 
 class _LocalFiles:
-    """What is no regular file is not there."""
+    """What is no regular file is not there. Where a directory or a file is in the way of one, nothing can be put."""
 
     _place: Place
+
+    def put(self, name: str, data: bytes) -> None:
+        with _looked_at(name, self._place.prefix):
+            super().put(name, data)  # type: ignore[misc]
+
+    def create(self, name: str, data: bytes) -> bool:
+        with _looked_at(name, self._place.prefix):
+            return bool(super().create(name, data))  # type: ignore[misc]
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                os.unlink(f"/{name}")
+            except OSError as error:
+                if error.errno not in (*_NOTHING, errno.EISDIR):
+                    raise BackendError(explained(error, self._place)) from error
 
     def get(self, name: str) -> bytes | None:
         memory = Memory()
@@ -53,6 +76,14 @@ class _LocalFiles:
         with self._opened(name) as found:
             return None if found is None else found[1]
 
+    def list(self, directory: str) -> Iterator[Listed]:
+        unread = Unread(Names(self._place.prefix))
+        try:
+            yield from LocalListing(directory, unread).files()
+        except OSError as error:
+            raise BackendError(explained(error, self._place)) from None
+        unread.end()
+
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int] | None]:
         """A descriptor, and how long the file is: the same version to the end."""
@@ -78,6 +109,21 @@ class LocalObstoreStore(_LocalFiles, ObstoreStore):
 
 class LocalFsspecStore(_LocalFiles, FsspecStore):
     """`file://` and `local://` by fsspec."""
+
+
+@contextlib.contextmanager
+def _looked_at(name: str, prefix: str) -> Iterator[None]:
+    """Raises CorruptBlobError if something below `prefix` lies in the way, which says nothing about other blobs."""
+    path = f"/{name}"
+    if os.path.isdir(path):
+        raise CorruptBlobError(f"a directory lies in the place of a blob: {path}")
+    try:
+        yield
+    except BackendError as error:
+        while len(path := os.path.dirname(path)) > len(f"/{prefix}"):
+            if os.path.lexists(path) and not os.path.isdir(path):
+                raise CorruptBlobError(f"a file lies in the place of a directory: {path}") from error
+        raise
 
 
 def _fill(view: memoryview, file: int, offset: int, filled: Callable[[int], object]) -> None:

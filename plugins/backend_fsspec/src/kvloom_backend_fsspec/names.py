@@ -15,6 +15,11 @@ _KEY = re.compile(rf"(?:{_PART}/)*{_PART}")
 _MAX_KEY_CHARS = 200
 _BLOB = "=kv"
 
+_DRAFTS = "=tmp"
+_UNFINISHED = re.compile(r"=(?:tmp|probe)[/-](?:[0-9a-f]{32}/)?[0-9a-f]{32}")
+_STAGED = re.compile(rf"{_BLOB}#[0-9]+")
+"""Behind a key: where obstore writes to, of a local directory, before it renames."""
+
 HOLDS = "=hold"
 """The directory of rights."""
 
@@ -24,6 +29,7 @@ class Names:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = f"{prefix}/" if prefix else ""
+        self._drafts = _DRAFTS
 
     def blob(self, key: str) -> str:
         """The object of `key`. Raises ValueError if it is no key: such a name could lie outside the prefix."""
@@ -44,7 +50,22 @@ class Names:
     def may_hold(self, place: str) -> bool:
         """Whether a directory of that name, or the object, may have to do with a blob."""
         inside = place.removeprefix(self._prefix).removesuffix(_BLOB)
-        return place.startswith(self._prefix) and _KEY.fullmatch(inside) is not None
+        return place.startswith(self._prefix) and len(inside) <= _MAX_KEY_CHARS and _KEY.fullmatch(inside) is not None
+
+    def is_worth_a_look(self, directory: str) -> bool:
+        """Whether blobs or drafts may lie in a directory of that name."""
+        return self.may_hold(directory) or directory.startswith(self._prefix + _DRAFTS)
+
+    def is_unfinished(self, name: str) -> bool:
+        """Whether an object is what a put leaves behind that did not come to its end."""
+        if not name.startswith(self._prefix):
+            return False
+        inside = name[len(self._prefix) :]
+        key, staged, _ = inside.rpartition(_BLOB)
+        return bool(
+            _UNFINISHED.fullmatch(inside)
+            or (staged and _STAGED.fullmatch(inside, len(key)) and len(key) <= _MAX_KEY_CHARS and _KEY.fullmatch(key))
+        )
 
     def right(self, name: str) -> str:
         """The directory of a right."""
@@ -52,8 +73,12 @@ class Names:
 
     def draft(self) -> str:
         """A new name for what is not published yet."""
-        return f"{self._prefix}=tmp/{uuid.uuid4().hex}"
+        return f"{self._prefix}{self._drafts}/{uuid.uuid4().hex}"
+
+    def draft_elsewhere(self) -> None:
+        """From now on: something else lies where the directory of drafts belongs."""
+        self._drafts = f"{_DRAFTS}-{uuid.uuid4().hex}"
 
     def probe(self) -> str:
-        """A new name to try the store with."""
-        return f"{self._prefix}=probe/{uuid.uuid4().hex}"
+        """A new name to try the store with; in no directory of its own, where something else could lie."""
+        return f"{self._prefix}=probe-{uuid.uuid4().hex}"

@@ -11,12 +11,9 @@ from typing import Any, TypeVar
 from kvloom import BackendError, CorruptBlobError, Sink
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained, failed_for_one, is_beyond_the_end, says_no_bucket, was_not_sent
-from kvloom_backend_fsspec.local_listing import LocalListing
-from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.native import native
 from kvloom_backend_fsspec.obstore_client import client_of
 from kvloom_backend_fsspec.store import Listed, Memory
-from kvloom_backend_fsspec.unread import Unread
 
 PART_BYTES = 8 << 20
 """One request carries at most so much, so that its timeout means something for a blob of any size."""
@@ -189,21 +186,10 @@ class ObstoreStore:
             self._ask(lambda: self._native.delete(self._client, names))
 
     def list(self, directory: str) -> Iterator[Listed]:
-        if self._local:
-            yield from self._local_list(directory)
-            return
         with self._explaining():
             for page in self._native.list(self._client, prefix=directory or None, chunk_size=_PAGE):
                 for found in page:
                     yield Listed(found["path"], found["size"], found["last_modified"].timestamp(), found["e_tag"] or "")
-
-    def _local_list(self, directory: str) -> Iterator[Listed]:
-        unread = Unread(Names(self._place.prefix))
-        try:
-            yield from LocalListing(directory, unread).files()
-        except OSError as error:
-            raise BackendError(explained(error, self._place)) from None
-        unread.end()
 
     def close(self) -> None:
         """Connections go with the client."""

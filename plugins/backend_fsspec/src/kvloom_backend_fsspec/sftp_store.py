@@ -83,7 +83,14 @@ class SftpStore:
         """Write a draft and rename it; their directories are made where they are missing."""
         draft = self._drafts.draft()
         try:
-            _in_its_directory(sftp, draft, lambda: sftp.putfo(io.BytesIO(data), f"/{draft}"))
+            try:
+                _in_its_directory(sftp, draft, lambda: sftp.putfo(io.BytesIO(data), f"/{draft}"))
+            except OSError:
+                if not _is_file(sftp, draft.rpartition("/")[0]):
+                    raise
+                self._drafts.draft_elsewhere()  # something else lies where the directory of drafts belongs
+                draft = self._drafts.draft()
+                _in_its_directory(sftp, draft, lambda: sftp.putfo(io.BytesIO(data), f"/{draft}"))
             _in_its_directory(sftp, name, lambda: rename(f"/{draft}", f"/{name}"))
         except BaseException:
             with contextlib.suppress(Exception):
@@ -127,7 +134,7 @@ class SftpStore:
                 name = f"{inside}/{found.filename}".lstrip("/")
                 if not stat.S_ISDIR(found.st_mode or 0):
                     yield Listed(name, found.st_size or 0, float(found.st_mtime or 0), "")
-                elif self._drafts.may_hold(name):
+                elif self._drafts.is_worth_a_look(name):
                     pending.append(name)
         unread.end()
 
@@ -356,6 +363,13 @@ def _size(sftp: Any, name: str) -> int | None:
         return int(sftp.stat(f"/{name}").st_size)
     except FileNotFoundError:
         return None
+
+
+def _is_file(sftp: Any, name: str) -> bool:
+    try:
+        return not stat.S_ISDIR(sftp.stat(f"/{name}").st_mode)
+    except OSError:
+        return False
 
 
 def _entries(sftp: Any, path: str) -> Sequence[Any]:

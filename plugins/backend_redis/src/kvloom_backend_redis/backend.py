@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from kvloom import BackendError, Buffer, Buffers, CorruptBlobError, Entry, KVSpec, Sink, StorageBackend
 from kvloom_backend_redis import opening
+from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.config import RedisConfig
 from kvloom_backend_redis.errors import ProtocolError, ServerError
 from kvloom_backend_redis.exchange import Exchange
@@ -22,6 +23,10 @@ from kvloom_backend_redis.topology import Cluster, Sentinels, Single, Topology
 
 _KEY = re.compile(r"[A-Za-z0-9._/-]+")
 _PAGE = 500
+_MOST_PAGES = 1 << 22
+"""A server looks at as many keys for each as a page may have, whoever's they are."""
+_MOST_LISTED = 1 << 24
+_CURSOR_CHARS = 20
 _BATCH_BLOBS = 64
 _BATCH_BYTES = 64 << 20
 
@@ -144,17 +149,31 @@ class RedisBackend(StorageBackend):
         listed: set[bytes] = set()  # a server may name a key more than once
         pattern = self._name(prefix) + b"*"
         for endpoint in self._exchange.topology.masters():
-            cursor = b"0"
-            while True:
-                request = packed(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _PAGE, b"TYPE", b"string")
-                cursor, page = _page(self._exchange.at(endpoint, request)[0])
+            for page in self._pages(endpoint, pattern):
                 new = [name for name in dict.fromkeys(page) if name not in listed and self._is_blob(name, prefix)]
                 listed.update(new)
+                if len(listed) > _MOST_LISTED:
+                    raise ProtocolError(f"a listing of more than {_MOST_LISTED} keys")
                 for name, size in zip(new, self._each(b"STRLEN", new), strict=True):
                     if size:  # 0: gone since
                         yield Entry(name[len(self._prefix) :].decode(), _number(size), 0.0)
-                if cursor == b"0":
-                    break
+
+    def _pages(self, endpoint: Endpoint, pattern: bytes) -> Iterator[list[bytes]]:
+        """A listing by one server. Raises ProtocolError if it has no end, BackendError once this is closed."""
+        cursor = met = b"0"
+        for number in range(1, _MOST_PAGES):
+            request = packed(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _PAGE, b"TYPE", b"string")
+            cursor, page = _page(self._exchange.at(endpoint, request)[0])
+            yield page
+            if cursor == b"0":
+                return
+            if cursor == met:  # a cursor says all that a server knows of a listing: from here on it goes round
+                break
+            if self._links.closed:
+                raise BackendError("closed while the store was being listed")
+            if not number & (number - 1):  # at each power of two: one of these is in the round, if there is one
+                met = cursor
+        raise ProtocolError("a listing without an end")
 
     def hold(self, name: str) -> bool:
         return self._leases.take(name)
@@ -226,6 +245,6 @@ def _page(reply: Reply) -> tuple[bytes, list[bytes]]:
     match reply:
         case ServerError():
             raise reply
-        case [bytes(cursor), list(names)] if cursor.isdigit():
+        case [bytes(cursor), list(names)] if cursor.isdigit() and len(cursor) <= _CURSOR_CHARS:
             return cursor, [name for name in names if isinstance(name, bytes)]
     raise ProtocolError("no page of a listing")

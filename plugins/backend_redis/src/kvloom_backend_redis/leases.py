@@ -8,6 +8,7 @@ import re
 import secrets
 import threading
 import time
+import weakref
 
 from kvloom import BackendError
 from kvloom_backend_redis.exchange import Exchange
@@ -76,25 +77,27 @@ class Leases:
         with self._lock:
             self._until[name] = until
             if self._thread is None:
-                self._thread = threading.Thread(target=self._keep_on, name="kvloom-redis-lease", daemon=True)
+                # It keeps no reference to this object while it sleeps: a backend that nobody closed may be collected.
+                work = (weakref.ref(self), self._closing)
+                self._thread = threading.Thread(target=_keep_on, args=work, name="kvloom-redis-lease", daemon=True)
                 self._thread.start()
 
-    def _keep_on(self) -> None:
-        while not self._closing.wait(RENEW_SECONDS):
+    def renew(self) -> None:
+        """Have every right for another while."""
+        with self._lock:
+            names = list(self._until)
+        for name in names:
+            began = time.monotonic()
+            try:
+                still = self._renewed(name)
+            except (BackendError, OSError) as error:
+                logger.debug("hold: %s was not renewed: %s", name, error)
+                continue  # it may be, before it runs out
             with self._lock:
-                names = list(self._until)
-            for name in names:
-                began = time.monotonic()
-                try:
-                    still = self._renewed(name)
-                except (BackendError, OSError) as error:
-                    logger.debug("hold: %s was not renewed: %s", name, error)
-                    continue  # it may be, before it runs out
-                with self._lock:
-                    if still:
-                        self._until[name] = began + LEASE_SECONDS
-                    else:
-                        self._until.pop(name, None)
+                if still:
+                    self._until[name] = began + LEASE_SECONDS
+                else:
+                    self._until.pop(name, None)
 
     def _renewed(self, name: str) -> bool:
         """Whether the right was this instance's, and is for another while."""
@@ -103,3 +106,12 @@ class Leases:
     def _run(self, script: bytes, name: str, *arguments: bytes) -> object:
         key = self._prefix + name.encode()
         return self._exchange.ask(key, b"EVAL", script, b"1", key, self._token, *arguments)
+
+
+def _keep_on(leases: weakref.ref[Leases], closing: threading.Event) -> None:
+    while not closing.wait(RENEW_SECONDS):
+        alive = leases()
+        if alive is None:
+            return
+        alive.renew()
+        del alive

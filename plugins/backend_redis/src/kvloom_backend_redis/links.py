@@ -33,7 +33,7 @@ class Links:
         self._most_idle = config.threads + 8
         self._idle: dict[Endpoint, list[Link]] = {}
         self._pid = os.getpid()
-        self._closed = False
+        self.closed = False
 
     @contextlib.contextmanager
     def link(self, endpoint: Endpoint) -> Iterator[Link]:
@@ -47,7 +47,7 @@ class Links:
             yield link
         finally:
             idle = self._idle.setdefault(endpoint, [])
-            if link.clean and not self._closed and pid == os.getpid() and len(idle) < self._most_idle:
+            if link.clean and not self.closed and pid == os.getpid() and len(idle) < self._most_idle:
                 idle.append(link)
             else:
                 link.close()
@@ -62,7 +62,7 @@ class Links:
                 return
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         for endpoint in tuple(self._idle):
             self.drop(endpoint)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import ssl
 from typing import NamedTuple
@@ -23,6 +24,8 @@ COMMANDS = "get getrange set strlen exists unlink touch scan eval ping hello inf
 """What a user needs to be allowed; a tier that is only read can do without `set`, `unlink` and `eval`, and one in the
 database 0 without `select`."""
 _PROBE_SECONDS = 10
+_VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
+_BYTES = re.compile(r"[0-9]{1,19}")
 _ADVICE = {
     "NOAUTH": "the server asks for a password; set `password: ${env:...}`, and `username` if it has users",
     "WRONGPASS": "the server does not know this user or password; set `username` and `password` to what it knows",
@@ -107,7 +110,8 @@ def _looked_at(exchange: Exchange, endpoint: Endpoint, address: Address) -> dict
         raise ConfigError("url", f"what answers at {endpoint} is no Redis or Valkey server; name one")
     said = _pairs(hello)
     version = said.get("version", "")
-    if version and tuple(map(int, version.split(".")[:2])) < OLDEST:
+    numbers = _VERSION.match(version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
         raise ConfigError("url", f"the server at {endpoint} is version {version}; kvloom needs 6.0 or later")
     mode = said.get("mode", "")
     if mode == "sentinel":
@@ -158,7 +162,7 @@ def _identity(exchange: Exchange, info: dict[str, str], address: Address) -> str
 def _most_bytes(exchange: Exchange, endpoint: Endpoint) -> int:
     (said,) = exchange.at(endpoint, packed(b"CONFIG", b"GET", b"proto-max-bulk-len"))
     found = _pairs(said).get("proto-max-bulk-len", "")
-    return int(found) if found.isdigit() else MOST_BYTES  # few users may ask
+    return int(found) if _BYTES.fullmatch(found) else MOST_BYTES  # few users may ask
 
 
 def _refused(error: ServerError, address: Address) -> ConfigError:

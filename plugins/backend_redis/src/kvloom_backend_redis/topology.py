@@ -127,11 +127,10 @@ class Cluster(Topology):
         if error.word not in ("MOVED", "ASK"):
             return None
         host, _, port = error.rest.rpartition(" ")[2].rpartition(":")
-        if not (port.isascii() and port.isdigit()):
-            raise ProtocolError("a redirection that names no server")
+        other = _endpoint([host.strip("[]").encode(), port.encode()], from_)
         if error.word == "MOVED":
             self._slots = ()  # where one slot has moved, more may have
-        return Detour(Endpoint(host.strip("[]") or from_.host, int(port)), asking=error.word == "ASK")
+        return Detour(other, asking=error.word == "ASK")
 
     def doubt(self, endpoint: Endpoint) -> None:
         if time.monotonic() - self._asked_at > _FRESH_SECONDS:
@@ -172,10 +171,11 @@ def _table_of(
 
 def _endpoint(row: Reply, answered: Endpoint) -> Endpoint:
     match row:
-        case [bytes(host), int() | bytes() as port, *_] if host not in (b"", b"?"):
-            return Endpoint(host.decode(), int(port))
-        case [None | b"" | b"?", int() | bytes() as port, *_]:
-            return Endpoint(answered.host, int(port))
+        case [bytes() | None as host, int() | bytes() as said, *_]:
+            number = said if isinstance(said, int) else int(said) if said.isdigit() and len(said) < 6 else 0
+            if 0 < number < 65536:
+                name = answered.host if host in (None, b"", b"?") else host.decode("utf-8", "replace")
+                return Endpoint(name, number)
     raise ProtocolError("no address of a server")
 
 

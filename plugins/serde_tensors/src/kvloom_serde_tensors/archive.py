@@ -29,6 +29,8 @@ _STORAGES = {
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
+# Looked up here, not in torch: that imports whole packages when it is asked for some names.
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class _Global(NamedTuple):
@@ -104,11 +106,11 @@ def _described(made: Any) -> tuple[tuple[Any, ...], torch.dtype, tuple[int, ...]
     if typed:
         dtype = _STORAGES[kind.name.removeprefix("torch ")]
     elif made.by == _Global("torch._utils _rebuild_tensor_v3") and kind == _Global("torch.storage UntypedStorage"):
-        dtype = getattr(torch, rest[2].name.removeprefix("torch "))
+        dtype = _DTYPES[rest[2].name.removeprefix("torch ")]
     else:
         raise ValueError("something else than a plain tensor")
     whole = all(isinstance(number, int) and number >= 0 for number in (offset, count, *shape, *strides))
-    if not whole or not isinstance(key, str) or not isinstance(dtype, torch.dtype):
+    if not whole or not isinstance(key, str):
         raise ValueError("something else than a plain tensor")
     if (word, device, offset, count) != ("storage", "cpu", 0, math.prod(shape) * (1 if typed else dtype.itemsize)):
         raise ValueError("a tensor that is not all of its storage")

@@ -49,13 +49,37 @@ def take(directory: Path, name: str) -> tuple[Slot | None, Path | None]:
     return slot, slot.path if slot.path in files else files[0] if files else None
 
 
-def regular(path: Path, flags: int, mode: int = 0o666) -> int:
-    """A descriptor of a file. Raises OSError, without waiting, if something else lies there."""
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+def regular(path: Path, flags: int) -> int:
+    """A descriptor of a file. Raises OSError, without waiting, if something else lies there.
+
+    What may be written is for those alone who may write to the directory: a journal has prompts and salts in it, and
+    who may read a lock may lock it.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            _keep_to_writers(fd, status, path.parent.stat())
+    except BaseException:
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise
     return fd
+
+
+def _keep_to_writers(fd: int, status: os.stat_result, directory: os.stat_result) -> None:
+    """Whatever the umask took, or an earlier release gave."""
+    mode = 0o600 | (0o006 if directory.st_mode & stat.S_IWOTH else 0)
+    with contextlib.suppress(PermissionError):  # another user's, or of a file system that keeps no modes
+        if directory.st_mode & stat.S_IWGRP:
+            with contextlib.suppress(PermissionError):  # of a group that this user is not in
+                if status.st_gid != directory.st_gid:
+                    os.fchown(fd, -1, directory.st_gid)
+            if os.fstat(fd).st_gid == directory.st_gid:
+                mode |= 0o060
+        if stat.S_IMODE(status.st_mode) != mode:
+            os.fchmod(fd, mode)
 
 
 def _written(directory: Path, name: str) -> list[tuple[int, int, Path]]:
@@ -70,17 +94,13 @@ def _written(directory: Path, name: str) -> list[tuple[int, int, Path]]:
 
 
 def _locked(stem: Path) -> Slot | None:
-    """The slot, unless another process has it. Whoever may read a file may lock it: so only who may write here may."""
-    mode = 0o600 | _writers(stem.parent)
+    """The slot, unless another process has it."""
     try:
-        fd = regular(Path(f"{stem}.lock"), os.O_RDWR | os.O_CREAT, mode)
+        fd = regular(Path(f"{stem}.lock"), os.O_RDWR | os.O_CREAT)
     except OSError as error:
         if error.errno in _NO_LOCK:  # something else lies there
             return None
         raise
-    with contextlib.suppress(PermissionError):  # another user's
-        if stat.S_IMODE(os.fstat(fd).st_mode) != mode:  # what the umask took, or an earlier release gave
-            os.fchmod(fd, mode)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -90,9 +110,3 @@ def _locked(stem: Path) -> Slot | None:
         os.close(fd)
         raise
     return Slot(Path(f"{stem}.journal"), fd)
-
-
-def _writers(directory: Path) -> int:
-    """The bits by which others may read and write what whoever may write to `directory` may have."""
-    mode = directory.stat().st_mode
-    return (0o060 if mode & stat.S_IWGRP else 0) | (0o006 if mode & stat.S_IWOTH else 0)
