@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,8 @@ import pytest
 import torch
 from core_support import SPEC, Shelf
 
-from kvloom import ConfigError, EngineConfig, KVSpec, Registry, hookimpl
+from kvloom import ConfigError, Engine, EngineConfig, KVSpec, Registry, hookimpl
+from kvloom.builtin.chunked import ChunkedTokenDatabase
 from kvloom.builtin.plain import PlainConnector
 from kvloom.config import resolve
 from kvloom.types import DTYPES
@@ -108,6 +110,46 @@ def test_two_tiers_of_one_type_on_stores_of_their_own(registry: Registry) -> Non
     shelves = [{"type": "shelf", "shelf": "top"}, {"type": "shelf", "name": "cold", "shelf": "bottom"}]
     dicts = ["dict", {"type": "dict", "name": "another"}]  # each keeps what it holds to itself
     assert len(resolve(EngineConfig.load({"tiers": [*shelves, *dicts]}), registry).tiers) == 4
+
+
+def test_the_stores_that_cannot_be_opened_are_named_together(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Shelf] = []
+
+    def check_writable(shelf: Shelf) -> None:
+        if shelf.config.shelf != "whole":  # type: ignore[attr-defined]
+            raise ValueError("shelf: is read-only")
+
+    monkeypatch.setattr(Shelf, "check_writable", check_writable)
+    monkeypatch.setattr(Shelf, "close", lambda shelf: closed.append(shelf))
+    shelves = [{"type": "shelf", "name": name, "shelf": name} for name in ("one", "whole", "two")]
+    with pytest.raises(ConfigError) as caught:
+        Engine.open({"connector": "plain", "tiers": shelves}, SPEC, registry=registry)
+    assert str(caught.value) == "tiers.0: shelf: is read-only\ntiers.2: shelf: is read-only"
+    assert len(closed) == 3
+
+
+def test_an_index_that_cannot_be_opened_leaves_nothing_open(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of another rank fail when the tiers are open already."""
+    closed: list[Shelf] = []
+
+    def make(tokens: object, config: object, spec: KVSpec) -> None:
+        if spec.rank:
+            raise ValueError("no more files")
+
+    monkeypatch.setattr(ChunkedTokenDatabase, "__init__", make)
+    monkeypatch.setattr(Shelf, "close", lambda shelf: closed.append(shelf))
+    with pytest.raises(ConfigError, match="no more files"):
+        Engine.open(
+            {"connector": "plain", "tiers": [{"type": "shelf", "shelf": "top"}]},
+            replace(SPEC, world_size=2),
+            role="index",
+            registry=registry,
+        )
+    assert len(closed) == 1
 
 
 # -- the model and its KV ----------------------------------------------------------------------------------------------

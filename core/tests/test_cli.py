@@ -17,7 +17,7 @@ import yaml
 from pydantic import model_validator
 
 import kvloom
-from kvloom import Engine, Entry, KVSpec, hookimpl
+from kvloom import Engine, Entry, KVSpec, Registry, hookimpl
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.cli import output
 from kvloom.cli.main import main
@@ -118,6 +118,25 @@ def test_a_wrong_command_line_is_status_2(run: Run) -> None:
 
 
 # -- plugins -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("closed", "arguments", "status"), [("stdout", "--version", 0), ("stderr", "nothing", 2)])
+def test_a_caller_that_closed_a_stream_gets_the_status(
+    closed: str, arguments: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvloom", arguments])
+    monkeypatch.setattr(sys, closed, None)
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert (left.value.code or 0) == status and capsys.readouterr() == ("", ""), "an error is not output"
+
+
+def test_an_interrupt_while_the_verbs_are_imported_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Registry:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Registry, "discover", interrupted)
+    assert not run("plugins", status=130)
 
 
 def test_plugins(run: Run) -> None:

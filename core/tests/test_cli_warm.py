@@ -19,6 +19,7 @@ from clock_support import Hang
 
 import kvloom
 from kvloom import ConfigError, Engine, KVSpec, envelope
+from kvloom.warming import read_prompts
 
 BLOB_BYTES = 8192
 """What one blob takes up on the disk: a header and less than a page of KV."""
@@ -175,6 +176,22 @@ def test_files_that_are_no_prompts(config: Path, tmp_path: Path, line: str | Non
         file.write_text(line)
     refused = run("warm", file, "--config", config, status=2).err
     assert refused.startswith(f"kvloom: {file}:{problem}") and refused.count("\n") == 1
+
+
+def test_no_more_is_read_than_a_file_of_prompts_has(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom.warming.MOST_BYTES", 100)
+    refused = run("warm", "/dev/zero", "--config", config, status=2).err
+    assert refused == "kvloom: /dev/zero: cannot be read: it has more than 100 bytes\n"
+
+
+def test_a_line_ends_where_json_ends_it(tmp_path: Path) -> None:
+    text = "one\u2028two\x85three"
+    file = tmp_path / "p"
+    file.write_bytes((json.dumps({"text": text}, ensure_ascii=False) + "\r\n[1]\r\n").encode())
+    first, second = read_prompts(file, lambda given: [int(given == text)])
+    assert first.tokens is not None and first.tokens.tolist() == [1] and second.line == 2
 
 
 def test_a_text_file_is_one_prompt(

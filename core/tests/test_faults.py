@@ -28,7 +28,7 @@ from faults_support import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvloom import BackendError, envelope
+from kvloom import BackendError, Sink, envelope
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
@@ -253,6 +253,20 @@ def test_capacity_holds_and_tails_go_before_heads(open_engine: Open) -> None:
     assert count(engine, "evicted") > 0
     open_engine(SHELF | {"capacity": 5 * max(map(len, shelf.blobs.values()))})
     assert eventually(lambda: len(shelf.blobs) <= 5) and len(shelf.blobs) == 5, "the bound holds after a restart"
+
+
+def test_a_read_that_begins_anew_gives_back_the_memory_it_had(open_engine: Open) -> None:
+    filled(open_engine)
+    engine = open_engine(MEMORY, SHELF)
+    shelf = Shelf.shelves["default"]
+
+    def get_into(key: str, sink: Sink) -> bool:
+        sink.reserve(len(shelf.blobs[key]))[:2] = b"ab"  # and then the connection is lost
+        return Shelf.get_into(shelf, key, sink)
+
+    shelf.get_into = get_into  # type: ignore[method-assign]
+    assert retrieve(engine) == [True] * 4
+    assert not engine._stack.memory.pool.leaked
 
 
 def test_two_engines_on_one_store_share_their_hits(open_engine: Open) -> None:

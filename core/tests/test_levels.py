@@ -13,7 +13,8 @@ from kvloom.tiers.search import HURRIED_SHARE
 
 READS = [verb for verb in VERBS if verb not in ("store", "wait")]
 """The last one asks as `retrieve_layer` does: a few stacks are enough for it."""
-LAYER_BY_LAYER = ("retrieve_layer", "load_layers")
+HURRIED = ("retrieve_layer", "load_layers", "lookup", "find")
+"""They answer as soon as a tier that is asked for the rest has had its share of the deadline."""
 TYPES = ("sim", "sim_shared")
 """What the listing of the first says is known; the other is asked."""
 
@@ -72,7 +73,7 @@ def _check_prefix(verb: str, types: tuple[str, ...], memory: bool, holder: int) 
     about = f"{types} memory={memory} holder={holder}: {found}"
     assert found.tokens == half, about
     assert found.charged <= {f"s{number}" for number in below}, about
-    if verb in LAYER_BY_LAYER:
+    if verb in HURRIED:
         assert found.seconds <= len(below) * HURRIED_SHARE * DEADLINE_SECONDS + EARLY_SECONDS, about
     else:
         assert found.seconds <= DEADLINE_SECONDS + EARLY_SECONDS, about

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +12,9 @@ from core_support import eventually
 
 from kvloom import BackendError, ChunkKey
 from kvloom.runtime import SystemRuntime, Workers
-from kvloom.tiers.writes import WriteQueue
+from kvloom.tiers.writes import STILL_SHARE, WriteQueue
 
-A, B = (ChunkKey("f/-", number, bytes([number]) * 32) for number in range(2))
+A, B, C, D = (ChunkKey("f/-", number, bytes([number]) * 32) for number in range(4))
 
 
 class Clock(SystemRuntime):
@@ -51,7 +51,7 @@ class Desk:
             on_lost=lambda write, reason: self.lost.append(reason), on_late=lambda: None,
         )  # fmt: skip
 
-    def submit(self, key: ChunkKey, chunk: Chunk, *, fails: bool = False) -> Any:
+    def submit(self, key: ChunkKey, chunk: Chunk, *, fails: bool = False, patience: float = 0.0) -> Any:
         def store() -> bool:
             self.gate.wait(20)
             if fails:
@@ -59,7 +59,23 @@ class Desk:
             return True
 
         loaded: Any = chunk
-        return self.queue.submit(key, store, loaded, until=self.clock.now(), accepted=lambda: self.accepted.append(key))
+        until = self.clock.now() + patience
+        return self.queue.submit(key, store, loaded, until=until, accepted=lambda: self.accepted.append(key))
+
+    def while_waiting(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
+        """Whoever waits for the queue waits on this clock; `then` happens meanwhile."""
+        changed: Any = self.queue._changed
+
+        def wait(seconds: float) -> bool:
+            self.clock.time += seconds
+            changed.release()
+            try:
+                then()
+            finally:
+                changed.acquire()
+            return True
+
+        monkeypatch.setattr(changed, "wait", wait)
 
 
 @pytest.fixture
@@ -87,6 +103,33 @@ def test_what_there_is_no_room_for_is_given_back(desk: Desk) -> None:
     assert desk.accepted == [A]
     desk.gate.set()
     assert desk.queue.wait(write, desk.clock.now() + 1) and desk.queue.waiting_bytes == 0
+
+
+def test_room_is_not_waited_for_where_no_write_returns(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.submit(A, Chunk(30))
+    desk.while_waiting(monkeypatch, lambda: None)
+    began = desk.clock.now()
+    assert desk.submit(B, Chunk(), patience=9.0) is None and not desk.lost
+    assert desk.clock.now() - began <= 10.0 * STILL_SHARE
+    began = desk.clock.now()
+    assert desk.submit(B, Chunk(), patience=9.0) is None and desk.clock.now() == began, "it was waited for already"
+
+
+def test_room_is_waited_for_as_long_as_writes_return(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Callable[[], None]] = []
+    monkeypatch.setattr(desk.workers, "submit", lambda run, seconds: calls.append(run))
+    desk.gate.set()
+    for key in (A, B, C):
+        desk.submit(key, Chunk())
+    due = [desk.clock.now() + 0.9 * number for number in (1, 2, 3)]
+
+    def return_one() -> None:
+        if due and desk.clock.now() >= due[0]:
+            due.pop(0)
+            calls.pop(0)()
+
+    desk.while_waiting(monkeypatch, return_one)
+    assert desk.submit(D, Chunk(30), patience=9.0) is not None and not due
 
 
 def test_what_no_thread_takes_is_given_back(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ def open_parts(config: Source, spec: KVSpec, *, role: str, registry: Registry | 
             choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
             events=events, runtime=runtime, exact_only=config.exact, moves=moves,
         )  # fmt: skip
+        made.callback(stack.close)
+        others = () if moves else tuple((one, kept(resolved.tokens.make(one))) for one in spec.other_ranks())
         made.pop_all()
-    others = () if moves else tuple((one, resolved.tokens.make(one)) for one in spec.other_ranks())
     return Parts(config, spec, stack, connector, tokens, events, runtime, registry, blending, others)

@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 
+from kvloom.bounded import text_of
 from kvloom.engine import Engine
 from kvloom.errors import ConfigError
 from kvloom.tiers.memory import MemoryTier
 from kvloom.types import ChunkKey, Segment
+
+MOST_BYTES = 256 << 20
+"""Largest size of a file of prompts, which is read whole."""
 
 Tokenizer = Callable[[str], Sequence[int]]
 """Text to token ids."""
@@ -78,7 +82,7 @@ def warm(
 def read_prompts(file: Path, tokenizer: str | Tokenizer | None = None) -> Iterator[Prompt]:
     """The lines of a file of prompts. Raises ConfigError with the line of what is none."""
     try:
-        lines = _lines(file.read_text(encoding="utf-8"))
+        lines = _lines(text_of(file, MOST_BYTES))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(file), f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     encode = _loaded(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -99,7 +103,7 @@ def _lines(text: str) -> list[str]:
             return [json.dumps(json.loads(text))]
         except (ValueError, RecursionError):
             pass  # a list in each line, or none
-    return text.splitlines()
+    return text.split("\n")  # JSON may have other ends of lines within a text
 
 
 def _prompt(number: int, line: str, encode: Tokenizer | None) -> Prompt:

@@ -19,6 +19,7 @@ from kvloom_connector_transformers import spec_of
     ("block", "said"),
     [
         ({"executor": "cachblend"}, "did you mean 'cacheblend'"),
+        ({"type": "cacheblend"}, "blend.type: unknown key; did you mean 'executor'"),
         ({"executor": "cacheblend", "recompute_ratio": 1.5}, "blend.recompute_ratio"),
         ({"executor": "cacheblend", "recompute_ratio": -0.1}, "blend.recompute_ratio"),
         ({"executor": "cacheblend", "check_layers": [4]}, "blend.check_layers: names layer 4; the model has 4"),

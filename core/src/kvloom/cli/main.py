@@ -80,6 +80,7 @@ def _add_missing(commands: typer.Typer, name: str, registry: Registry) -> None:
 
 def main() -> None:
     """Run it. Exit status: 1 for an error, 2 for one in the configuration or the command line."""
+    _open_streams()
     try:
         try:
             app(listing=all(word.startswith("-") for word in sys.argv[1:]))()
@@ -88,12 +89,21 @@ def main() -> None:
     except KVLoomError as error:
         _say(str(error))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:  # while the verbs are being imported; from then on typer says so
+        sys.exit(130)
     except OSError as error:  # such as a full disk behind stdout: what is left in its buffer has nowhere to go
         if not isinstance(error, BrokenPipeError):  # who read it has seen enough
             _say(f"{error.filename or 'output'}: {error.strerror or error}")
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _open_streams() -> None:
+    """Where the caller has closed them, there is none: nothing can be flushed, and errors would go to the output."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
 
 
 def _say(problem: str) -> None:

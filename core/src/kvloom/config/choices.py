@@ -184,9 +184,11 @@ class Checks:
         except PluginError as error:
             self.problems.append((at_type, str(error)))
         except ValidationError as error:
-            known = {*cls.Config.model_fields, *KINDS[kind].owned}
+            known = {*cls.Config.model_fields, *KINDS[kind].owned} - {"type"} | {str(at_type[-1])}
 
             def stray(path: KeyPath) -> str:
+                if path == (*at, "type"):  # of a block whose type has another name
+                    return f"unknown key; did you mean {at_type[-1]!r}?"
                 return unknown(str(path[-1]), known) if len(path) == len(at) + 1 else "unknown key"
 
             self.problems.extend(problems(error, at=at, stray=stray))

@@ -59,25 +59,27 @@ def build_stack(
     raw = registry.get("serializer", "raw")
     stored: list[StoredTier] = []
     places: dict[tuple[str, str], TierChoice] = {}
+    wrong: list[ConfigError] = []
     try:
         for choice in choices:
-            if choice.backend is not None:
+            if choice.backend is None:
+                continue
+            try:
                 serializers = _serializers(choice, spec, layout.format, raw, runtime, exact_only=exact_only)
                 policy = _policy(choice, exact_only=exact_only)
                 backend = _opened(choice, spec, places, pool)
-                stored.append(
-                    StoredTier(
-                        choice.name,
-                        layout,
-                        backend,
-                        serializers,
-                        memory,
-                        events,
-                        runtime,
-                        policy=policy,
-                        dst_device=dst_device,
-                    )
+            except ConfigError as error:  # the other tiers may have mistakes too
+                wrong.append(error)
+                continue
+            stored.append(
+                StoredTier(
+                    choice.name, layout, backend, serializers, memory, events, runtime,
+                    policy=policy, dst_device=dst_device,
                 )
+            )  # fmt: skip
+        if len(wrong) == 1:
+            raise wrong[0]
+        _refuse([(error.path, error.problem) for error in wrong])
     except BaseException:
         Stack(memory, stored, layout, events, runtime).close()
         raise
@@ -120,9 +122,13 @@ def asked_only(choices: Sequence[TierChoice]) -> tuple[TierChoice, ...]:
 
 
 def _check_sizes(choices: Sequence[TierChoice], chunk_bytes: int) -> None:
-    found = [problem for choice in choices for problem in _too_small(choice, chunk_bytes)]
-    if found:
-        (path, first), *rest = found
+    _refuse([problem for choice in choices for problem in _too_small(choice, chunk_bytes)])
+
+
+def _refuse(problems: Sequence[tuple[str, str]]) -> None:
+    """Raise one ConfigError that names all of them, each a path and what is wrong there."""
+    if problems:
+        (path, first), *rest = problems
         raise ConfigError(path, "\n".join([first, *(f"{path}: {text}" for path, text in rest)]))
 
 

@@ -171,6 +171,7 @@ class _Landing:
             raise CorruptBlobError("an empty blob")
         if num_bytes > self.max_bytes:  # before memory is emptied for it
             raise CorruptBlobError(f"{num_bytes} bytes, which no blob of such a chunk has")
+        self.abandon()  # a backend that has lost its connection may begin anew
         self._room = self._reserve(num_bytes)
         if self._room is None:
             raise NoRoomError(f"no room in memory for a blob of {num_bytes} bytes")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from kvloom.contracts.observer import ChunkEvent
@@ -18,6 +19,7 @@ from kvloom.tiers.fetcher import Fetcher
 from kvloom.tiers.keeper import Keeper
 from kvloom.tiers.memory import MemoryTier
 from kvloom.tiers.rooms import Rooms
+from kvloom.tiers.search import HURRIED_SHARE
 from kvloom.tiers.stored import StoredTier
 from kvloom.tiers.visit import Visit
 from kvloom.types import ChunkKey, Health
@@ -58,7 +60,10 @@ class Stack:
         return memory.keep and (names is None or memory.name in names) and memory.has_all(keys)
 
     def locate(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> list[str | None]:
-        """The fastest of the tiers `names` (default: all) that says it holds each key."""
+        """The fastest of the tiers `names` (default: all) that says it holds each key.
+
+        Once a faster tier has the first key, a tier gets `HURRIED_SHARE` of its deadline to answer about the rest.
+        """
         visit = self.visit()
         where: list[str | None] = [None] * len(keys)
         left = list(range(len(keys)))
@@ -66,7 +71,12 @@ class Stack:
             if not left:
                 break
             if names is None or name in names:
-                found = tier.find(keys if len(left) == len(keys) else [keys[index] for index in left], visit)
+                wanted = keys if len(left) == len(keys) else [keys[index] for index in left]
+                if isinstance(tier, StoredTier):
+                    seconds = math.inf if where[0] is None else HURRIED_SHARE * tier.deadline
+                    found = tier.seek(wanted, visit).answer(seconds)
+                else:
+                    found = tier.find(wanted, visit)
                 if len(left) == len(keys) and all(found):
                     return [name] * len(keys)
                 for index, here in zip(left, found, strict=True):

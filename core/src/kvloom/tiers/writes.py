@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,9 @@ from kvloom.records import NO_RECORD, Record
 from kvloom.runtime import Call, Runtime, Workers
 from kvloom.tiers.base import Loaded
 from kvloom.types import ChunkKey
+
+STILL_SHARE = 0.1
+"""The part of its deadline after which a queue out of which no write has come is not waited for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +57,8 @@ class WriteQueue:
         self._changed = runtime.condition()
         self._open: dict[ChunkKey, Write] = {}
         self._bytes = 0
+        self._moved_at = -math.inf
+        """When a write last returned from the backend, or the queue was last empty."""
 
     @property
     def stuck(self) -> bool:
@@ -78,6 +84,7 @@ class WriteQueue:
     ) -> Write | None:  # fmt: skip
         """Queue a write, waiting for room until `until`; None (the chunk released) if there was none.
 
+        Room is waited for only while writes return: once none has for `STILL_SHARE` of the deadline, nobody waits.
         A write of the same key that is under way stands for this one. accepted: called before the write can begin, and
         only if no other stands for it: that one may have done already what it does to the ledger. wanted: called on the
         thread, before the write counts as begun; if it says no, the write is done. It has a bound of its own.
@@ -107,10 +114,12 @@ class WriteQueue:
                     return same
                 if self.has_room(write.loaded.chunk.nbytes):
                     accepted()
+                    if not self._open:
+                        self._moved_at = self._runtime.now()
                     self._open[write.key] = write
                     self._bytes += write.loaded.chunk.nbytes
                     return write
-                left = until - self._runtime.now()
+                left = min(until, self._moved_at + STILL_SHARE * self._deadline) - self._runtime.now()
                 if left <= 0 or self.workers.stuck:
                     return None
                 self._changed.wait(min(left, 0.1))
@@ -155,6 +164,7 @@ class WriteQueue:
                 self._on_lost(write, f"write failed: {type(error).__name__}")
         finally:
             write.loaded.release()
+            self._moved_at = self._runtime.now()
             self._settle(write, outcome)
 
     def _settle(self, write: Write, outcome: bool) -> None:
