@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from cli_support import CHUNK, SPEC, Rack, blobs_in, fill, key_of, rack_installe
 from clock_support import Hang
 
 import kvloom
-from kvloom import ConfigError, Engine, KVSpec, envelope
+from kvloom import ConfigError, Engine, KVSpec, envelope, warming
 
 BLOB_BYTES = 8192
 """What one blob takes up on the disk: a header and less than a page of KV."""
@@ -175,6 +176,15 @@ def test_files_that_are_no_prompts(config: Path, tmp_path: Path, line: str | Non
         file.write_text(line)
     refused = run("warm", file, "--config", config, status=2).err
     assert refused.startswith(f"kvloom: {file}:{problem}") and refused.count("\n") == 1
+
+
+def test_a_file_of_prompts_has_a_bound(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "p"
+    file.touch()
+    os.truncate(file, 1 << 40)
+    monkeypatch.setattr(warming, "_MOST_BYTES", 1000)
+    refused = run("warm", file, "--config", config, status=2).err
+    assert refused.startswith(f"kvloom: {file}: cannot be read: ") and "more than 1000 bytes" in refused
 
 
 def test_a_text_file_is_one_prompt(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvloom.bounded import text_of
 from kvloom.engine import Engine
 from kvloom.errors import ConfigError
 from kvloom.tiers.memory import MemoryTier
@@ -17,6 +18,8 @@ from kvloom.types import ChunkKey, Segment
 
 Tokenizer = Callable[[str], Sequence[int]]
 """Text to token ids."""
+_MOST_BYTES = 256 << 20
+"""Of a file of prompts: some thirty million tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ def warm(
 def read_prompts(file: Path, tokenizer: str | Tokenizer | None = None) -> Iterator[Prompt]:
     """The lines of a file of prompts. Raises ConfigError with the line of what is none."""
     try:
-        lines = _lines(file.read_text(encoding="utf-8"))
+        lines = _lines(text_of(file, _MOST_BYTES))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(file), f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     encode = _loaded(tokenizer) if isinstance(tokenizer, str) else tokenizer
