@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvloom import ConfigError, EngineConfig, Registry
 from kvloom.config import resolve
+from kvloom_backend_fsspec import obstore_client
 from kvloom_backend_fsspec.backend import ExclusiveFsspecBackend, FsspecBackend, ProcessFsspecBackend
 from kvloom_backend_fsspec.config import Config, Place, place_of
 
@@ -211,3 +213,15 @@ def test_files_in_options_begin_where_the_configuration_is(tmp_path: Path) -> No
     assert config.options == {
         "known_hosts": f"{tmp_path}/hosts", "key_filename": [f"{tmp_path}/a", "/b"], "endpoint": "https://c",
     }  # fmt: skip
+
+
+def test_what_is_no_certificate_is_neither_read_whole_nor_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore_client, "_MOST_CERTIFICATE_BYTES", 1000)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", 1 << 40)
+    for name in ("fifo", "sparse"):
+        with pytest.raises(ValueError, match=f"root_certificate: {tmp_path}/{name} is empty, or has more than 1000"):
+            obstore_client._root_certificate({"root_certificate": str(tmp_path / name)})

@@ -76,7 +76,7 @@ def webdav() -> Iterator[WebDavServer]:
 
 @pytest.fixture(scope="session")
 def azurite() -> Iterator[AzuriteServer]:
-    _need("azurite-blob", "import azure")
+    _need("azurite-blob", "node", "import azure")
     with AzuriteServer() as server:
         yield server
 

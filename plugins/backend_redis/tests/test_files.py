@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,16 @@ def test_files_of_tls(tmp_path: Path, name: str, content: str | None) -> None:
         RedisBackend(config)
     assert caught.value.path == ("tls_key" if name == "tls_cert" and content else name)
     assert str(path if content is None else tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tls_ca", "tls_cert", "tls_key"])
+def test_what_is_no_file_of_tls_is_neither_read_nor_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", 1 << 40)
+    for path in (tmp_path / "fifo", tmp_path / "sparse"):
+        there = {} if name == "tls_ca" else {"tls_cert": Path(__file__), "tls_key": Path(__file__)}
+        config = RedisBackend.Config(url="rediss://127.0.0.1:1", **{**there, name: path})
+        with pytest.raises(ConfigError, match=f"cannot read {path}: it is no file, or has more") as caught:
+            RedisBackend(config)
+        assert caught.value.path == name

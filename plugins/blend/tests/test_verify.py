@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,6 +145,9 @@ def test_texts(tmp_path: Any) -> None:
     file = tmp_path / "texts"
     file.write_bytes(b"one\nmore\r\n\r\ntwo\n\n\n\nthree\n")
     assert read_texts(file) == ["one\nmore", "two", "three"]
+    os.truncate(file, 1 << 40)
+    with pytest.raises(ValueError, match=r"texts has more than .* characters; give a part"):
+        read_texts(file)
     assert len(module_texts()) >= 5 and all(len(text) > 500 for text in module_texts())
     assert [one.tolist() for one in tokenized(Letters(), ["ab", ""], most_tokens=1)] == [[107]]
     assert beginning(Letters()) == [1] and beginning(Letters(begins=False)) == []

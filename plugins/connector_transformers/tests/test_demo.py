@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, Self
 
 import pytest
@@ -255,3 +256,13 @@ def test_a_document_that_is_no_text_is_named(tmp_path: Path) -> None:
     job = Job("", 1, str(tmp_path / "a.bin"), 1, "", "")
     with pytest.raises(ValueError, match=r"a\.bin is not a text in UTF-8"):
         worker.read_document(job, None, None)
+
+
+def test_of_a_document_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
+    path = tmp_path / "endless"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(max_position_embeddings=None))
+    tokenizer = SimpleNamespace(encode=lambda text: [1] * len(text))
+    model = SimpleNamespace(config=config)
+    assert worker.read_document(Job("", 1, str(path), 3, "", ""), model, tokenizer).shape == (1, 3)

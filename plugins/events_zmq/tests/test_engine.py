@@ -198,6 +198,11 @@ def test_a_relative_path_begins_where_the_configuration_is(tmp_path: Path, monke
     for none in ("ipc://", "ipc://*", "tcp"):
         with pytest.raises(ValueError, match="not an endpoint"):
             ZmqEventsObserver.Config(endpoint=none)
+    for port in ("", ":", ":65536", ":99999", ":5557x", ":-1", ":５５５７"):
+        with pytest.raises(ValueError, match="has no port"):
+            ZmqEventsObserver.Config(replay_endpoint=f"tcp://127.0.0.1{port}")
+    for port in ("0", "*", "9", "5557", "65535", "59999"):
+        assert ZmqEventsObserver.Config(endpoint=f"tcp://[::1]:{port}")
 
 
 def test_engines_of_a_process_share_an_endpoint_and_give_it_back() -> None:

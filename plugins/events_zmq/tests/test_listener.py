@@ -84,6 +84,24 @@ def test_a_path_that_is_taken_is_left_as_it_is(short_path: Path) -> None:
             bound(short_path / ("x" * 100))
 
 
+def test_subscriptions_without_end_are_dropped(publisher: Publisher) -> None:
+    assert publisher._pub.socket.type == zmq.XPUB and publisher._pub.socket.rcvhwm == 1
+    with zmq.Context() as context, context.socket(zmq.SUB) as client:
+        one = Listener(context, zmq.XPUB, "endpoint", "tcp://127.0.0.1:*", hwm=10, max_connections=10)
+        client.connect(one.endpoint)
+        for number in range(256):
+            client.subscribe(str(min(number, 254)))
+        client.subscribe("last")
+        while one.attend() is None and one._subscriptions < 256:
+            assert one.socket.poll(20_000)
+        assert one.attend() is None, "equal ones count once"
+        client.subscribe("one more")
+        while (wait := one.attend()) is None:
+            assert one.socket.poll(2000), "they are not counted"
+        assert wait and one._subscriptions == 0
+        one.close()
+
+
 def test_few_descriptors_count_as_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     with zmq.Context() as context:
         one = Listener(context, zmq.PUB, "endpoint", "tcp://127.0.0.1:*", hwm=10, max_connections=10)

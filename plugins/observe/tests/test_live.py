@@ -269,5 +269,6 @@ def test_series_are_bounded_and_gaps_are_zeros() -> None:
 
 
 def test_settings(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="prefill_tokens_per_second"):
-        opened(tmp_path, {"type": "live", "prefill_tokens_per_second": 0})
+    for none in (0, float("inf")):  # the latter is no JSON
+        with pytest.raises(ConfigError, match="prefill_tokens_per_second"):
+            opened(tmp_path, {"type": "live", "prefill_tokens_per_second": none})

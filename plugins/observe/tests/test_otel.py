@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvloom import ConfigError
 from kvloom_observe import otel
 from kvloom_observe.otel import OpenTelemetryObserver
+from kvloom_observe.otlp import exporter
 
 
 @pytest.fixture
@@ -160,13 +162,14 @@ def test_what_no_collector_answers_at_is_refused_at_the_start(tmp_path: Path, en
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.delitem(__import__("sys").modules, "kvloom_observe.otlp", raising=False)
     with pytest.raises(ImportError, match=r"pip install .*observe\[otel\]'"):
         OpenTelemetryObserver(OpenTelemetryObserver.Config())
 
 
 def test_ids_are_not_drawn_from_the_applications_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OTLPSpanExporter, "export", lambda *_: SpanExportResult.SUCCESS)
-    provider = otel._provider(OpenTelemetryObserver.Config(endpoint="http://127.0.0.1:1/v1/traces"))
+    provider = otel._provider(OpenTelemetryObserver.Config(endpoint="http://127.0.0.1:1/v1/traces")).provider
     tracer, before, ids = provider.get_tracer("kvloom"), random.getstate(), set()
     for _ in range(2):
         random.setstate(before)
@@ -175,3 +178,83 @@ def test_ids_are_not_drawn_from_the_applications_random_numbers(monkeypatch: pyt
         span.end()
     assert random.getstate() == before and len(ids) == 4
     provider.shutdown()
+
+
+def test_a_batch_that_fails_draws_none_of_the_applications_random_numbers() -> None:
+    out, before = exporter(f"http://127.0.0.1:{free_port()}/v1/traces", 0.1), random.getstate()
+    assert out.export([]) is SpanExportResult.FAILURE and random.getstate() == before
+
+
+def answered(serve: Callable[[socket.socket], None], timeout: float) -> bool:
+    """Send a batch to what answers so; return whether that ends."""
+
+    def accept() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            serve(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        out = exporter(f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces", timeout)
+        threads = [threading.Thread(target=target, daemon=True) for target in (accept, lambda: out.export([]))]
+        for thread in threads:
+            thread.start()
+        threads[1].join(10)
+        over = not threads[1].is_alive()
+        out.shutdown()
+        if over:
+            threads[0].join()
+    return over
+
+
+def test_the_body_of_an_answer_is_not_read() -> None:
+    sent = []
+
+    def serve(connection: socket.socket) -> None:
+        try:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n")
+            for _ in range(64):
+                connection.sendall(bytes(1 << 20))
+                sent.append(1)
+        except OSError:
+            pass
+
+    assert answered(serve, 10.0) and len(sent) < 32
+
+
+def test_an_answer_that_comes_a_byte_at_a_time_is_ended() -> None:
+    pause = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        try:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nName: ")
+            while True:
+                connection.sendall(b"x")
+                pause.wait(0.01)
+        except OSError:
+            pass
+
+    assert answered(serve, 0.1)
+
+
+class Stuck(SpanExporter):
+    """Ends a batch when it is shut down."""
+
+    def __init__(self) -> None:
+        self._ended, self.kept = threading.Event(), False
+
+    def export(self, spans: Any) -> SpanExportResult:
+        self.kept |= not self._ended.wait(5)
+        return SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self._ended.set()
+
+
+def test_closing_waits_for_the_first_batch_alone() -> None:
+    stuck, provider = Stuck(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(stuck, max_export_batch_size=1))
+    for _ in range(3):
+        provider.get_tracer("kvloom").start_span("kvloom.store").end()
+    otel._Own(provider, stuck).finish(0.02)
+    assert not stuck.kept

@@ -91,6 +91,7 @@ def test_pages_of_others_get_no_answer(tmp_path: Path) -> None:
     with opened(tmp_path, "live") as engine, served(engine, tmp_path) as page:
         assert ask(page, "/snapshot.json", Host="evil.example")[0] == 403
         assert ask(page, "/snapshot.json", Origin="http://evil.example")[0] == 403
+        assert ask(page, "//[x")[0] == ask(page, "/snapshot.json", Origin="http://[")[0] == 400
         assert ask(page, "/snapshot.json", Host=f"localhost:{page.port}")[0] == 200
         assert ask(page, "/snapshot.json", Origin=f"http://127.0.0.1:{page.port}")[0] == 200
 

@@ -23,8 +23,10 @@ from typer.testing import CliRunner
 from kvloom import BackendError, ConfigError
 from kvloom.cli.main import app, main
 from kvloom_observe import sources
+from kvloom_observe.live.snapshot import View
 from kvloom_observe.sources import Source, find
 from kvloom_observe.top import watch as watch_module
+from kvloom_observe.top.screen import screen
 from kvloom_observe.top.watch import keys, quits, watch
 
 
@@ -165,6 +167,35 @@ def test_on_a_terminal_it_goes_on_without_the_engine_until_q(tmp_path: Path, mon
             assert quits(keyboard, 0.01) is ends
     os.close(leader)
     os.close(follower)
+
+
+def test_texts_of_a_snapshot_do_nothing_to_the_terminal() -> None:
+    told, shown = View(prefill_tokens_per_second=None).snapshot(), io.StringIO()
+    told["engine"]["model"] = "m\x1b[2J" + "x" * 500
+    times = {"p50": None, "p99": None}
+    told["tiers"] = [
+        {"name": "[/b]\x1b]0;t\x07", "state": "paused", "reason": "r\x9b2J", "bytes": 1, "capacity": 2,
+         "served_tokens": 1, "read_bytes": 1, "waiting_bytes": 0, "read_seconds": times, "write_seconds": times},
+    ]  # fmt: skip
+    watch_module.frame(told, Console(file=shown, width=80))
+    text = shown.getvalue()
+    assert "[/b]?]0;t?" in text and "m?[2Jxx" in text and text.count("x") < 250
+    assert all(char.isprintable() for char in text.replace("\n", ""))
+
+
+@pytest.mark.parametrize("told", [{}, {"engine": []}, {"engine": {"pid": 1}, "requests": None}, {"engine": "text"}])
+def test_what_is_no_snapshot_is_said_in_a_line(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no engine of kvloom"):
+        screen(told)
+    monkeypatch.setattr(sources, "find", lambda word: Source("mine", lambda series: told))
+    error = top("--once").exception
+    assert isinstance(error, BackendError) and str(error).startswith("mine: ")
+
+
+def test_metrics_that_end_where_a_name_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_answer", lambda url: b'kvloom_engine_info{engine="e", ={ version="1"} 1\n')
+    with pytest.raises(ValueError, match="no metrics of"):
+        sources.scrape("http://127.0.0.1/metrics")
 
 
 def test_ctrl_c_ends_it_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 from kvloom import pip_install
 from kvloom_backend_fsspec.config import OBSTORE_SCHEMES, Config
 
+_MOST_CERTIFICATE_BYTES = 16 << 20
+"""Many times as much as all that a system trusts."""
+
 
 def client_of(module: Any, config: Config, *, bulk_delete: bool = True) -> Any:
     """A client of obstore's. Raises its errors, ValueError or ImportError if the settings cannot work.
@@ -48,7 +51,13 @@ def client_of(module: Any, config: Config, *, bulk_delete: bool = True) -> Any:
 def _root_certificate(options: dict[str, Any]) -> dict[str, bytes]:
     """`options: {root_certificate: ca.pem}`: trusted besides the system's."""
     path = options.pop("root_certificate", None)
-    return {"root_certificate": Path(path).read_bytes()} if path is not None else {}
+    if path is None:
+        return {}
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        content = file.read(_MOST_CERTIFICATE_BYTES + 1) or b""  # None: a FIFO with a writer that is silent
+    if not 0 < len(content) <= _MOST_CERTIFICATE_BYTES:
+        raise ValueError(f"root_certificate: {path} is empty, or has more than {_MOST_CERTIFICATE_BYTES} bytes")
+    return {"root_certificate": content}
 
 
 def _aws_files(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import secrets
 import ssl
+import stat
+from pathlib import Path
 from typing import NamedTuple
 
 from kvloom import BackendError, ConfigError
@@ -26,6 +30,8 @@ database 0 without `select`."""
 _PROBE_SECONDS = 10
 _VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 _BYTES = re.compile(r"[0-9]{1,19}")
+_MOST_FILE_BYTES = 16 << 20
+"""Of certificates: many times as much as all that a system trusts."""
 _ADVICE = {
     "NOAUTH": "the server asks for a password; set `password: ${env:...}`, and `username` if it has users",
     "WRONGPASS": "the server does not know this user or password; set `username` and `password` to what it knows",
@@ -55,7 +61,7 @@ def check_files(config: RedisConfig) -> None:
     for name, path in (("tls_ca", config.tls_ca), ("tls_cert", config.tls_cert), ("tls_key", config.tls_key)):
         try:
             if path is not None:
-                path.read_bytes()
+                _check_file(path)
             if path is not None and name == "tls_ca":
                 context.load_verify_locations(path)
             if path is not None and name == "tls_key":  # both have been read
@@ -64,6 +70,17 @@ def check_files(config: RedisConfig) -> None:
             raise ConfigError(name, f"{path} holds no such thing, or none that goes with the other: {error}") from None
         except OSError as error:
             raise ConfigError(name, f"cannot read {path}: {error.strerror}; name a PEM file") from None
+
+
+def _check_file(path: Path) -> None:
+    """OpenSSL waits for the writer of a FIFO. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_FILE_BYTES:
+        raise OSError(errno.EINVAL, f"it is no file, or has more than {_MOST_FILE_BYTES} bytes")
 
 
 def opened(exchange: Exchange, config: RedisConfig) -> Server:

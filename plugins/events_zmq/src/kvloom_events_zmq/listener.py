@@ -26,6 +26,8 @@ _STUCK_SECONDS = 30
 _MAX_MESSAGE_BYTES = 4096
 """Of what comes in: subscriptions, and numbers to replay from."""
 _MAX_WAITING_REQUESTS = 1000
+_MAX_SUBSCRIPTIONS = 256
+"""Different ones, of all connections. ZeroMQ keeps as many as come, and each takes up to some 100 KiB."""
 _PAUSE_SECONDS = 1.0
 """How long it does not listen after there were too many connections."""
 _SPARE_SHARE, _MAX_SPARE = 8, 64
@@ -35,8 +37,8 @@ _SPARE_SHARE, _MAX_SPARE = 8, 64
 class Listener:
     """For the thread that owns its sockets. With too many connections it drops all, and listens again soon after.
 
-    ZeroMQ can drop no single one. Subscribers connect again by themselves, and see by the numbers of batches what to
-    have replayed.
+    Too many subscriptions do the same: ZeroMQ can drop no single connection. Subscribers connect again by themselves,
+    and see by the numbers of batches what to have replayed.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Listener:
     ) -> None:  # fmt: skip
         """name: of the setting that says the endpoint. Raises ValueError if it is taken, or is none."""
         self._most = max_connections
+        self._subscriptions = 0
         self._connections: set[int] = set()
         self._bind_at: float | None = None
         self.socket = context.socket(kind)
@@ -70,9 +73,13 @@ class Listener:
                 self._connections.add(event["value"])
             else:
                 self._connections.discard(event["value"])
+        self._hear()
         if self._bind_at is None and self._too_many():
-            log.warning("%s: too many connections; all are dropped, and may connect again", self.endpoint)
+            log.warning(
+                "%s: too many connections or subscriptions; all are dropped, and may connect again", self.endpoint
+            )
             self.socket.unbind(self.endpoint)
+            self._subscriptions = 0
             self._bind_at = time.monotonic() + _PAUSE_SECONDS
         if self._bind_at is None:
             return None
@@ -96,8 +103,17 @@ class Listener:
         self._bind_at = None
         return None
 
+    def _hear(self) -> None:
+        """Count subscriptions: of equal ones, ZeroMQ tells the first that comes and the last that goes."""
+        if self.socket.type != zmq.XPUB:
+            return
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MAX_SUBSCRIPTIONS):
+                kind = self.socket.recv(zmq.NOBLOCK)[:1]
+                self._subscriptions = max(0, self._subscriptions + (kind == b"\1") - (kind == b"\0"))
+
     def _too_many(self) -> bool:
-        if len(self._connections) > self._most:
+        if len(self._connections) > self._most or self._subscriptions > _MAX_SUBSCRIPTIONS:
             return True
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         spare = min(most // _SPARE_SHARE, _MAX_SPARE)
@@ -126,7 +142,8 @@ def _check_path(endpoint: str) -> None:
 
 
 def _bounded(opened: zmq.Socket[bytes], endpoint: str, hwm: int) -> None:
-    opened.sndhwm, opened.rcvhwm = hwm, _MAX_WAITING_REQUESTS
+    # With room for more, it would go on taking subscriptions within one call as long as they come.
+    opened.sndhwm, opened.rcvhwm = hwm, 1 if opened.type == zmq.XPUB else _MAX_WAITING_REQUESTS
     opened.linger = int(1000 * LINGER_SECONDS)
     opened.ipv6 = "[" in endpoint
     opened.maxmsgsize = _MAX_MESSAGE_BYTES

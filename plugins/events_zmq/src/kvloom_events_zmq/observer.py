@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,10 @@ from kvloom_events_zmq.naming import Named, Names, block_hashes
 from kvloom_events_zmq.publisher import Publisher, Settings, acquire, release
 from kvloom_events_zmq.wire import AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored, Hash
 
+_PORT = re.compile(
+    r":(\*|\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])\Z",
+    re.ASCII,
+)
 _UNSALTED = "-"
 
 
@@ -57,6 +62,8 @@ class ZmqEventsConfig(Config):
         scheme, _, place = (value or "").partition("://")
         if value is not None and (scheme not in ("tcp", "ipc", "inproc") or not place or value == "ipc://*"):
             raise ValueError(f"not an endpoint: {value!r}; write tcp://ADDRESS:PORT or ipc://PATH")
+        if scheme == "tcp" and not _PORT.search(place):  # ZeroMQ would take another one, 34463 for 99999
+            raise ValueError(f"{value!r} has no port from 0 to 65535, nor * for any that is free")
         if scheme != "ipc" or place.startswith("@"):
             return value
         directory = (info.context or {}).get("directory", Path())

@@ -1,4 +1,4 @@
-"""Batches of events on a PUB socket, and those of late on a ROUTER socket for who missed them."""
+"""Batches of events on an XPUB socket, and those of late on a ROUTER socket for who missed them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Publisher:
         self._replays = Replays(settings.topic.encode(), most_batches=settings.replay_batches)
         self._context = zmq.Context()
         try:
-            self._pub = self._bound(zmq.PUB, "endpoint", settings.endpoint, settings.hwm)
+            self._pub = self._bound(zmq.XPUB, "endpoint", settings.endpoint, settings.hwm)
             self._router = None
             if settings.replay_endpoint is not None:
                 self._router = self._bound(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, replays.WAITING)
@@ -106,7 +106,7 @@ class Publisher:
     def _run(self) -> None:
         listeners = [one for one in (self._pub, self._router) if one is not None]
         poller = zmq.Poller()
-        for readable in (self._ear, *(one.monitor for one in listeners)):
+        for readable in (self._ear, self._pub.socket, *(one.monitor for one in listeners)):
             poller.register(readable, zmq.POLLIN)
         if self._router is not None:
             poller.register(self._router.socket, zmq.POLLIN)

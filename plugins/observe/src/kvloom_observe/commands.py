@@ -53,6 +53,8 @@ def top(
             watch(source, told, console, every=every)
     except KeyboardInterrupt:
         raise typer.Exit from None
+    except ValueError as error:
+        raise BackendError(f"{source.name}: {error}") from None
 
 
 def serve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -28,7 +29,7 @@ class OpenTelemetryConfig(Config):
     lookups: bool = False
     """Tell of lookups, too."""
     timeout: float = Field(default=2.0, gt=0, le=60)
-    """Seconds for a batch to be sent, and for `close`."""
+    """Seconds for a batch to be sent, and for `close`. Of answers the headers are read alone."""
 
     @field_validator("endpoint")
     @classmethod
@@ -59,10 +60,11 @@ class OpenTelemetryObserver(Observer):
         self._settings = config
         self._current = context.get_current
         self._trace = trace
-        self._own: Any = None
+        self._own: _Own | None = None
         provider = trace.get_tracer_provider()
         if isinstance(provider, trace.ProxyTracerProvider):  # nobody has set one
-            provider = self._own = _provider(config)
+            self._own = _provider(config)
+            provider = self._own.provider
         self._tracer = provider.get_tracer("kvloom")
         self._about: dict[str, str] = {}
 
@@ -116,19 +118,33 @@ class OpenTelemetryObserver(Observer):
     def close(self) -> None:
         own, self._own = self._own, None
         if own is not None:
-            own.force_flush(int(1000 * self._settings.timeout))
-            own.shutdown()
+            own.finish(self._settings.timeout)
 
 
-def _provider(config: OpenTelemetryConfig) -> Any:
-    """A tracer provider for kvloom's spans alone."""
+class _Own:
+    """A tracer provider for kvloom's spans alone, and where its spans go."""
+
+    def __init__(self, provider: Any, exporter: Any) -> None:
+        self.provider, self._exporter = provider, exporter
+
+    def finish(self, seconds: float) -> None:
+        """Send what waits, for so many seconds; what is under way then ends by itself, and the rest is dropped."""
+        thread = threading.Thread(target=self.provider.shutdown, name="kvloom-spans", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():  # each batch may take as long, and the provider waits for all of them
+            self._exporter.shutdown()
+
+
+def _provider(config: OpenTelemetryConfig) -> _Own:
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+        from .otlp import exporter
     except ImportError:
         remedy = pip_install("kvloom-observe", "otel")
         raise ImportError(f"needs opentelemetry-sdk and an OTLP exporter: {remedy}") from None
@@ -146,9 +162,9 @@ def _provider(config: OpenTelemetryConfig) -> Any:
     provider = TracerProvider(
         resource=resource, sampler=ParentBasedTraceIdRatio(config.sample), id_generator=Ids(), shutdown_on_exit=False
     )
-    exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=config.timeout)
-    provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=1000 * config.timeout))
-    return provider
+    out = exporter(config.endpoint, config.timeout)
+    provider.add_span_processor(BatchSpanProcessor(out, export_timeout_millis=1000 * config.timeout))
+    return _Own(provider, out)
 
 
 def _nanoseconds(seconds: float) -> int:

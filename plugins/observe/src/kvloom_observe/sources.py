@@ -151,7 +151,7 @@ def scrape(url: str) -> dict[str, Any]:
         raise ValueError(f"{url}: no metrics of Prometheus") from None
     try:
         families = {family.name: family for family in text_string_to_metric_families(text)}
-    except ValueError:
+    except (ValueError, IndexError):  # the latter comes of an end where the parser looks for a name
         raise ValueError(f"{url}: no metrics of Prometheus") from None
     try:
         return _snapshot(families)

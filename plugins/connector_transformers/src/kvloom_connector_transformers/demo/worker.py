@@ -27,6 +27,8 @@ RUNS = 3
 SETTLE_SECONDS = 1.0
 """Between opening an engine and asking it: its pool is made present in the background, on one of perhaps two cores."""
 ANSWER_TOKENS = 48
+_CHARACTERS_PER_TOKEN = 64
+"""As much of a document is read for each token that is wanted of it, at most."""
 _GREEDY = {"do_sample": False, "pad_token_id": 0}
 _FIRST = {**_GREEDY, "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
 
@@ -170,7 +172,8 @@ def load(job: Job) -> tuple[Any, Any, float]:
 def read_document(job: Job, model: Any, tokenizer: Any) -> torch.Tensor:
     """`[1, tokens]`. ValueError if question and answer don't fit behind it."""
     try:
-        text = Path(job.document).read_text(encoding="utf-8")
+        with Path(job.document).open(encoding="utf-8") as file:
+            text = file.read(_CHARACTERS_PER_TOKEN * job.tokens)
     except UnicodeDecodeError:
         raise ValueError(f"{job.document} is not a text in UTF-8") from None
     ids = tokenizer.encode(text)[: job.tokens]

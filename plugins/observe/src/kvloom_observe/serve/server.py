@@ -64,8 +64,11 @@ class Page:
         self._server.stop()
 
     def _answer(self, request: Request) -> Response | Later:
-        self._check_origin(request)
-        path = urlsplit(request.target).path
+        try:
+            self._check_origin(request)
+            path = urlsplit(request.target).path
+        except ValueError:
+            raise RequestError(400, "its target or Origin is no URL") from None
         if request.method == "POST":
             return self._asked(path, request)
         if request.method not in ("GET", "HEAD"):

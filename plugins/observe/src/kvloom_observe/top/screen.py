@@ -8,11 +8,34 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _UNWELL = ("read only", "neglected", "degraded")
+_MOST_CHARS = 200
+"""Of each text."""
 _STYLES = {"ok": "green", "paused": "red", "stuck": "red", **dict.fromkeys(_UNWELL, "yellow")}
 
 
 def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: str = "") -> RenderableType:
-    """before: an earlier snapshot, to tell rates from where the snapshot itself has none. note: a last line."""
+    """before: an earlier snapshot, to tell rates from where the snapshot itself has none. note: a last line.
+
+    Raises ValueError for what is no snapshot.
+    """
+    try:
+        return _screen(_printable(told), before, note)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
+        raise ValueError("what answers there is no engine of kvloom") from None
+
+
+def _printable(told: Any) -> Any:
+    """The same, with texts that do nothing to a terminal."""
+    if isinstance(told, dict):
+        return {_printable(key): _printable(value) for key, value in told.items()}
+    if isinstance(told, list):
+        return [_printable(one) for one in told]
+    if isinstance(told, str):
+        return "".join(char if char.isprintable() else "?" for char in told[:_MOST_CHARS])
+    return told
+
+
+def _screen(told: dict[str, Any], before: dict[str, Any] | None, note: str) -> RenderableType:
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -31,7 +54,7 @@ def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: 
         share = f"{tier['served_tokens'] / everything:.0%}" if everything else "-"
         read, num_bytes = tier["read_seconds"], tier["read_bytes"]
         tiers.add_row(
-            tier["name"], Text(tier["state"], style=_STYLES.get(tier["state"], "")), size(tier["bytes"]),
+            Text(tier["name"]), Text(tier["state"], style=_STYLES.get(tier["state"], "")), size(tier["bytes"]),
             _full(tier), share, "-" if num_bytes is None else size(num_bytes), seconds(read["p50"]),
             seconds(read["p99"]), size(tier["waiting_bytes"]),
         )  # fmt: skip
@@ -48,7 +71,7 @@ def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: 
         for name in ("hottest prefix", "tokens", "hits", "tokens saved"):
             prefixes.add_column(name, justify="left" if name == "hottest prefix" else "right")
         for one in told["prefixes"][:8]:
-            prefixes.add_row(one["digest"], f"{one['tokens']:,}", f"{one['hits']:,}", f"{one['saved_tokens']:,}")
+            prefixes.add_row(Text(one["digest"]), f"{one['tokens']:,}", f"{one['hits']:,}", f"{one['saved_tokens']:,}")
         parts += [Text(""), prefixes]
     if note:
         parts.append(Text(note, style="yellow"))

@@ -32,9 +32,11 @@ def watch(source: Source, told: dict[str, Any], console: Console, *, every: floa
             before, note = told, hint
             try:
                 told = source.read(False)
+                shown = screen(told, before, note=note)
             except (OSError, ValueError) as error:
-                before, note = None, f"gone: {error}; this is what it said last, and it is asked again"
-            live.update(screen(told, before, note=note), refresh=True)
+                told = before
+                shown = screen(told, note=f"gone: {error}; this is what it said last, and it is asked again")
+            live.update(shown, refresh=True)
 
 
 def frame(told: dict[str, Any], console: Console) -> None:

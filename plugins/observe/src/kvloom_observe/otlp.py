@@ -1,0 +1,104 @@
+"""An exporter of OTLP over HTTP that no collector keeps, and that draws none of the application's random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+from typing import Any
+
+import requests
+import urllib3
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection, HTTPSConnection
+
+_CREDENTIALS = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}CREDENTIAL_PROVIDER"
+"""Names a session of the user's own, which is left as it is."""
+_JITTER = 0.2
+_system = random.SystemRandom()
+
+
+def exporter(endpoint: str | None, timeout: float) -> OTLPSpanExporter:
+    """Return one whose requests end after `timeout` seconds, whatever comes back, and that reads headers alone."""
+    others = any(_CREDENTIALS.format(signal) in os.environ for signal in ("", "TRACES_"))
+    made = OTLPSpanExporter(endpoint=endpoint, timeout=timeout, session=None if others else _Session(timeout))
+    client = getattr(made, "_client", None)
+    if client is not None:  # from 1.43 on it draws a pause from Python's `random` for each batch, needed or not
+        client._compute_backoff = _pause
+    return made
+
+
+def _pause(retry: int) -> float:
+    return 2.0**retry * _system.uniform(1 - _JITTER, 1 + _JITTER)
+
+
+class _Session(requests.Session):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        for scheme in ("http://", "https://"):
+            self.mount(scheme, _Adapter(seconds))
+
+    def request(self, *args: Any, **settings: Any) -> requests.Response:
+        """The body may have any length, and nobody needs it."""
+        response = super().request(*args, **{**settings, "stream": True})
+        response.close()
+        return response
+
+
+class _Adapter(HTTPAdapter):
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        super().__init__()
+
+    def init_poolmanager(self, *args: Any, **settings: Any) -> None:
+        super().init_poolmanager(*args, **settings)
+        self.poolmanager.pool_classes_by_scheme = _pools(self._seconds)
+
+    def proxy_manager_for(self, proxy: str, **settings: Any) -> Any:
+        manager = super().proxy_manager_for(proxy, **settings)
+        manager.pool_classes_by_scheme = _pools(self._seconds)
+        return manager
+
+
+def _pools(seconds: float) -> dict[str, Any]:
+    """Pools of connections that end after so many seconds. A timeout of requests begins anew with each byte."""
+
+    class HTTP(_Ending, HTTPConnection):
+        most_seconds = seconds
+
+    class HTTPS(_Ending, HTTPSConnection):
+        most_seconds = seconds
+
+    class HTTPPool(urllib3.HTTPConnectionPool):
+        ConnectionCls = HTTP
+
+    class HTTPSPool(urllib3.HTTPSConnectionPool):
+        ConnectionCls = HTTPS
+
+    return {"http": HTTPPool, "https": HTTPSPool}
+
+
+class _Ending:
+    most_seconds: float
+    sock: socket.socket
+    _timer: threading.Timer | None = None
+
+    def connect(self) -> None:
+        super().connect()  # type: ignore[misc]
+        self._timer = threading.Timer(self.most_seconds, _shut, [self.sock])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        super().close()  # type: ignore[misc]
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is over already
+        sock.shutdown(socket.SHUT_RDWR)
