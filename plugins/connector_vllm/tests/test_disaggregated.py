@@ -372,8 +372,8 @@ async def test_what_prefill_answers_is_not_kept(both: Both) -> None:
 
 
 def test_what_is_nested_too_deeply_is_the_engines_to_refuse() -> None:
-    found = {disaggregated.bodies_of(b'{"x": %s}' % (b"[" * depth + b"]" * depth), 1) is None for depth in range(800, 1000)}
-    assert found == {True, False}
+    bodies = [b'{"x": %s}' % (b"[" * depth + b"]" * depth) for depth in range(800, 1000)]
+    assert {disaggregated.bodies_of(body, 1) is None for body in bodies} == {True, False}
 
 
 def test_connections_leave_files_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:

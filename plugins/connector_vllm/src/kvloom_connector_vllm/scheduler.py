@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvloom import ChunkKey, Index
 
@@ -28,6 +29,9 @@ AGAIN_SECONDS = 0.02
 """How often tiers are asked for what a request waits for."""
 STALE_SECONDS = 1.0
 """After so long an answer is asked for again: others may have stored what was missing."""
+
+MOST_PATIENCE = 60.0
+"""Seconds that a request waits at most for KV that another engine is to store."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,8 @@ class Orders:
     """Memory is to be emptied before anything else."""
     idle: bool = False
     """Nothing is computed in this step."""
+    patient: bool = False
+    """A request waits for what another engine is storing."""
 
 
 @dataclass(slots=True)
@@ -108,6 +114,7 @@ class Scheduler:
         self._generation = ""
         self._clear = False
         self._budget: float | None = None
+        self._patient = False
         self.counts: Counter[str] = Counter()
         """`lookups`, `late`: whose answer took longer than a step waits, `hits` and `tokens` offered, `failed`."""
         self.sources: dict[str, dict[str, int]] = {}
@@ -148,6 +155,7 @@ class Scheduler:
         tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
         if patience > 0 and not all(tiers) and self._waits(request.request_id, patience):
             lookup.since = min(lookup.since, time.monotonic() - STALE_SECONDS + AGAIN_SECONDS)
+            self._patient = True
             return None
         self.sources[request.request_id] = self._by_tier(tiers, local, tokens)
         return tokens
@@ -176,7 +184,8 @@ class Scheduler:
         if self._announcer is not None:
             self._learn(step, self._announcer)
         clear, self._clear, self._budget = self._clear, False, None
-        return Orders(step, dict(self._failures), clear, idle)
+        patient, self._patient = self._patient, False
+        return Orders(step, dict(self._failures), clear, idle, patient)
 
     def report(self, report: Report) -> None:
         """What the workers said of the steps so far."""
@@ -309,3 +318,14 @@ class Scheduler:
             if tier is not None and here > 0:
                 found[tier] = found.get(tier, 0) + here
         return found
+
+
+def patience_of(params: Any) -> float:
+    """How long a request is willing to wait, as far as it says so in a way that can be understood: clients write it.
+
+    params: its `kv_transfer_params`.
+    """
+    wait = params.get("kvloom_wait_seconds") if isinstance(params, dict) else None
+    if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait > 0:
+        return 0.0
+    return float(min(wait, MOST_PATIENCE))
