@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 MODULES = ("statistics", "configparser", "csv", "itertools", "json", "shelve")
+_MOST_CHARACTERS = 1 << 24
+"""Of a file: each of its documents is computed whole."""
 QUESTIONS = (
     "The statistics module provides functions for",
     "To write rows to a file, use csv.",
@@ -28,11 +30,14 @@ def module_texts() -> list[str]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The documents of a file, between blank lines. Raises ValueError if it is no text."""
+    """The documents of a file, between blank lines. Raises ValueError if it is no text, or too long a one."""
     try:
-        content = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            content = file.read(_MOST_CHARACTERS + 1)
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a text in UTF-8") from None
+    if len(content) > _MOST_CHARACTERS:
+        raise ValueError(f"{path} has more than {_MOST_CHARACTERS:,} characters; give a part of it")
     paragraphs = content.replace("\r\n", "\n").split("\n\n")
     return [text for part in paragraphs if (text := part.strip())]
 
