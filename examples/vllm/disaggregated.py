@@ -87,7 +87,8 @@ class Proxy:
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=self.settings.connect_timeout)
-        connector = aiohttp.TCPConnector(limit=2 * self._most_connections)
+        # An engine closes idle connections, perhaps just when one is used again: each request has its own.
+        connector = aiohttp.TCPConnector(limit=2 * self._most_connections, force_close=True)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False,
             skip_auto_headers=("Accept-Encoding", "Content-Type", "User-Agent"),
@@ -118,6 +119,8 @@ class Proxy:
         except web.HTTPRequestEntityTooLarge:
             text = f"the request is larger than {self.settings.max_body} bytes"
             return problem(413, "invalid_request_error", text)
+        except web.RequestPayloadError:
+            return problem(400, "invalid_request_error", "the request is not in its Content-Encoding, or is cut off")
         headers = passed_on(request.headers)
         headers.popall("Content-Encoding", None)  # aiohttp has undone it
         if request.method == "POST" and request.path in GENERATING:

@@ -11,6 +11,7 @@ import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,36 @@ async def test_a_client_that_does_not_take_its_answer_holds_no_connection(both: 
         await asyncio.sleep(0.01)
     assert not both.proxy._requests
     writer.close()
+
+
+def test_an_engine_that_closes_its_connections_loses_no_request() -> None:
+    """It does so after some seconds without a request, perhaps while one is on its way."""
+
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)  # of the next request, or the end
+        writer.close()
+
+    @scenario()
+    async def one(both: Both) -> None:
+        async with await asyncio.start_server(once, "127.0.0.1", 0) as engine, aiohttp.ClientSession() as session:
+            port = engine.sockets[0].getsockname()[1]
+            both.proxy.settings = replace(both.proxy.settings, decode=f"http://127.0.0.1:{port}")
+            for _ in range(2):
+                async with session.post(f"{both.address}/v1/embeddings", json={}) as answer:
+                    assert answer.status == 200
+
+    one()
+
+
+@scenario()
+async def test_a_body_that_is_not_what_its_header_says(both: Both) -> None:
+    async with (
+        aiohttp.ClientSession(headers={"Content-Encoding": "gzip"}) as session,
+        session.post(f"{both.address}/v1/completions", data=b"no gzip") as answer,
+    ):
+        assert answer.status == 400 and "Content-Encoding" in (await answer.json())["error"]["message"]
 
 
 @scenario()
