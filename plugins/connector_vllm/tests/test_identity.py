@@ -120,7 +120,8 @@ def test_an_adapter_is_known_by_the_weights_that_it_was_loaded_with(tmp_path: Pa
     again = SimpleNamespace(**{**vars(request), "lora_int_id": 2})
     assert one.of(again) not in (first, None)
     assert one.of(SimpleNamespace(**{**vars(request), "load_inplace": True})) == one.of(again)
-    assert one.of(SimpleNamespace(**{**vars(request), "lora_int_id": 3, "lora_path": "far/away"})) is None
+    for number, nowhere in enumerate(("far/away", "no\0path"), 3):
+        assert one.of(SimpleNamespace(**{**vars(request), "lora_int_id": number, "lora_path": nowhere})) is None
 
 
 def safetensors(path: Path, sizes: list[int], changed: int = -1) -> None:

@@ -124,7 +124,7 @@ class Adapters:
             try:
                 digest = folder_digest(path) if path.is_dir() else file_digest(path)
                 self._known[key] = f"{request.lora_name}:{digest}"
-            except OSError as error:
+            except (OSError, ValueError) as error:  # no path may have a NUL
                 log.warning("nothing is kept of requests with adapter %s: %s", shown(request.lora_name), error)
                 self._known[key] = None
         return self._known[key]
