@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,7 +187,7 @@ def test_an_engine_whose_requests_all_wait_does_not_spin(
 ) -> None:
     one, slept = pretended(tiers=[disk(tmp_path)]), []
     worker, request = one.workers[0], FakeRequest("a", PROMPT[:])
-    monkeypatch.setattr("kvloom_connector_vllm.worker.time.sleep", slept.append)
+    monkeypatch.setattr("kvloom_connector_vllm.worker.time", SimpleNamespace(sleep=slept.append))
 
     def step(*, idle: bool) -> None:
         worker.begin(one.scheduler.orders((), idle=idle))
@@ -202,6 +203,19 @@ def test_an_engine_whose_requests_all_wait_does_not_spin(
     assert slept == [IDLE_SECONDS]
     step(idle=True)
     assert slept == [IDLE_SECONDS], "nobody waits"
+
+
+def test_the_longer_a_request_waits_the_less_often_tiers_are_asked(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hundred long prompts that wait, each question is work in every step of the engine."""
+    one, now, request = pretended(tiers=[disk(tmp_path)]), [100.0], FakeRequest("a", PROMPT[:])
+    monkeypatch.setattr("kvloom_connector_vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    while one.scheduler.matched(request, NOBODY, 0, patience=8) is None:
+        one.scheduler._lookups["a"].asked.result(20)
+        one.scheduler.orders((), idle=True)
+        now[0] += 0.01
+    assert now[0] == pytest.approx(108, abs=0.1) and 10 < one.scheduler.counts["lookups"] < 60
 
 
 def test_what_the_engines_own_cache_answers_stays_in_use(pretended: Any) -> None:

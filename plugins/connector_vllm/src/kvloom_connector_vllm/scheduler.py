@@ -26,7 +26,7 @@ LOOKUP_SECONDS = 0.005
 LATE_SECONDS = 1.0
 """After so long without an answer a request computes itself."""
 AGAIN_SECONDS = 0.02
-"""How often tiers are asked for what a request waits for."""
+"""How often tiers are asked for what a request waits for, at first; later, after an eighth of what it has waited."""
 STALE_SECONDS = 1.0
 """After so long an answer is asked for again: others may have stored what was missing."""
 
@@ -89,6 +89,8 @@ class _Lookup:
     asked: Future[list[str | None]] | None
     """None where nobody need be asked."""
     since: float
+    again: float = 0.0
+    """When a request that waits for another engine looks again; the engine's steps are more often than that."""
 
 
 class Scheduler:
@@ -135,6 +137,9 @@ class Scheduler:
         """
         self.begin(request, owner)
         lookup = self._lookups[request.request_id]
+        if patience > 0 and time.monotonic() < lookup.again:
+            self._patient = True
+            return None
         grown = len(self._planner.chunks(request.request_id).digests) != len(lookup.chunks.digests)
         stale = lookup.asked is None or lookup.asked.done()
         if grown or (stale and time.monotonic() - lookup.since > STALE_SECONDS):
@@ -153,8 +158,10 @@ class Scheduler:
                     log.warning("what the tiers hold is not known: %s", error or type(error).__name__)
         tiers = self._tiers(lookup.chunks, told)
         tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
-        if patience > 0 and not all(tiers) and self._waits(request.request_id, patience):
-            lookup.since = min(lookup.since, time.monotonic() - STALE_SECONDS + AGAIN_SECONDS)
+        pause = self._pause(request.request_id, patience) if patience > 0 and not all(tiers) else 0.0
+        if pause > 0:
+            lookup.again = time.monotonic() + pause
+            lookup.since = lookup.again - STALE_SECONDS
             self._patient = True
             return None
         self.sources[request.request_id] = self._by_tier(tiers, local, tokens)
@@ -273,9 +280,12 @@ class Scheduler:
         lookup = self._lookups[request] = _Lookup(chunks, asked, time.monotonic())
         return lookup
 
-    def _waits(self, request: str, seconds: float) -> bool:
-        """Whether so many seconds are not over since it was first asked."""
-        return time.monotonic() < self._patience.setdefault(request, time.monotonic() + seconds)
+    def _pause(self, request: str, patience: float) -> float:
+        """For how many seconds it does not look again; none when `patience` is over, since it first asked."""
+        now = time.monotonic()
+        until = self._patience.setdefault(request, now + patience)
+        waited = patience - (until - now)
+        return min(max(AGAIN_SECONDS, waited / 8), until - now)
 
     def _learn(self, step: Step, announcer: Announcer) -> None:
         for move in (*step.saves, *step.loads):
