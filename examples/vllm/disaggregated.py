@@ -20,10 +20,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -38,6 +39,7 @@ OF_ONE_CONNECTION = {
     "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "te",
     "trailer", "transfer-encoding", "upgrade",
 }  # fmt: skip
+FILES_OF_ITS_OWN = 64
 ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "stream": False, "n": 1}
 NOT_FOR_PREFILL = (
     "max_completion_tokens", "min_tokens", "stream_options", "best_of", "use_beam_search", "logprobs", "top_logprobs",
@@ -62,16 +64,20 @@ class Settings:
     max_body: int = 32 << 20
     max_requests: int = 512
     max_connections: int = 1024
+    """Fewer where the process may open few files."""
 
 
 class Proxy:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._most_connections = affordable(settings.max_connections)
         self._session: aiohttp.ClientSession | None = None
         self._prefill_down_until = 0.0
         self._requests = 0
         self._active: dict[Any, float] = {}
         """Of connections: when they were last seen at work; infinity while they are."""
+        self._transports: dict[Any, Any] = {}
+        """Also of those that aiohttp has closed, which end when the client has taken the rest of its answer."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self.settings.max_body)
@@ -81,7 +87,8 @@ class Proxy:
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=self.settings.connect_timeout)
-        connector = aiohttp.TCPConnector(limit=2 * self.settings.max_requests)
+        # An engine closes idle connections, perhaps just when one is used again: each request has its own.
+        connector = aiohttp.TCPConnector(limit=2 * self._most_connections, force_close=True)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False,
             skip_auto_headers=("Accept-Encoding", "Content-Type", "User-Agent"),
@@ -112,26 +119,28 @@ class Proxy:
         except web.HTTPRequestEntityTooLarge:
             text = f"the request is larger than {self.settings.max_body} bytes"
             return problem(413, "invalid_request_error", text)
+        except web.RequestPayloadError:
+            return problem(400, "invalid_request_error", "the request is not in its Content-Encoding, or is cut off")
         headers = passed_on(request.headers)
         headers.popall("Content-Encoding", None)  # aiohttp has undone it
         if request.method == "POST" and request.path in GENERATING:
-            body = parsed(data)
-            if body is not None and await self._prefill(request.path_qs, headers, body):
-                data = json.dumps(awaiting(body, self.settings.wait)).encode()
+            bodies = bodies_of(data, self.settings.wait)
+            if bodies is not None and await self._prefill(request.path_qs, headers, bodies.prefill):
+                data = bodies.decode
         return await self._decode(request, headers, data)
 
-    async def _prefill(self, path: str, headers: CIMultiDict[str], body: Mapping[str, Any]) -> bool:
+    async def _prefill(self, path: str, headers: CIMultiDict[str], data: bytes) -> bool:
         """Compute a prompt; whether its KV is on its way."""
         assert self._session is not None
         if time.monotonic() < self._prefill_down_until:
             return False
-        prompt = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL} | ONE_TOKEN
         try:
             async with (
                 asyncio.timeout(self.settings.prefill_timeout),
-                self._session.post(self.settings.prefill + path, json=prompt, headers=headers) as answer,
+                self._session.post(self.settings.prefill + path, data=data, headers=headers) as answer,
             ):
-                await answer.read()
+                async for _ in answer.content.iter_any():  # nobody wants it, however long it is
+                    pass
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._prefill_down_until = time.monotonic() + self.settings.retry_after
             log.warning("%s: %s: %s", self.settings.prefill, type(error).__name__, error)
@@ -152,13 +161,12 @@ class Proxy:
                 response = web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
                 await response.prepare(request)
                 async for piece in answer.content.iter_any():
-                    async with asyncio.timeout(self.settings.client_timeout):
-                        await response.write(piece)
-                await response.write_eof()
+                    await self._send(request, response.write(piece))
+                await self._send(request, response.write_eof())
                 return response
         except (aiohttp.ClientConnectionResetError, ConnectionResetError):
             if response is not None:
-                raise  # the client has gone
+                return response  # the client has gone
             return problem(502, "upstream_error", "the engine closed the connection")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             log.warning("%s: %s: %s", self.settings.decode, type(error).__name__, error)
@@ -166,6 +174,16 @@ class Proxy:
             if response is None:
                 return problem(status, "upstream_error", f"the engine {text}")
             return await broken_off(request, response, f"the engine {text}")
+
+    async def _send(self, request: web.Request, sending: Awaitable[None]) -> None:
+        """Raises ConnectionResetError for a client that does not take it in time."""
+        try:
+            async with asyncio.timeout(self.settings.client_timeout):
+                await sending
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client does not take its answer") from None
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +197,7 @@ class Proxy:
         assert server is not None
 
         def accepted() -> asyncio.BaseProtocol:
-            return server() if len(server.connections) < self.settings.max_connections else Refused()
+            return server() if len(server.connections) < self._most_connections else Refused()
 
         listening = await asyncio.get_running_loop().create_server(accepted, host, port)
         try:
@@ -193,12 +211,15 @@ class Proxy:
             await runner.cleanup()
 
     def _close_idle(self, server: web.Server) -> None:
-        """Also those that have not sent a whole request yet, which aiohttp would wait for."""
+        """Also those that have not sent a whole request yet, which aiohttp would wait for, and those that do not take
+        the rest of an answer, which a close would wait for."""
         now = time.monotonic()
         self._active = {connection: self._active.get(connection, now) for connection in server.connections}
+        self._transports = {each: each.transport or self._transports.get(each) for each in self._active}
         for connection, since in self._active.items():
-            if now - since > self.settings.client_timeout and connection.transport is not None:
-                connection.transport.close()
+            transport = self._transports[connection]
+            if now - since > self.settings.client_timeout and transport is not None:
+                transport.abort()
 
 
 class Refused(asyncio.Protocol):
@@ -208,19 +229,39 @@ class Refused(asyncio.Protocol):
         transport.close()
 
 
+def affordable(connections: int) -> int:
+    """As many of clients as there can be if each needs one to either engine, and the process some files of its own."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY or 3 * connections <= files - FILES_OF_ITS_OWN:
+        return connections
+    most = max(1, (files - FILES_OF_ITS_OWN) // 3)
+    log.warning("%d connections at most: the process may open %d files (ulimit -n)", most, files)
+    return most
+
+
 def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     left_out = OF_ONE_CONNECTION | named
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)
 
 
-def parsed(data: bytes) -> dict[str, Any] | None:
-    """None for what is no JSON object: the engine says what is wrong with it."""
+class Bodies(NamedTuple):
+    """A request as the two engines get it."""
+
+    prefill: bytes
+    decode: bytes
+
+
+def bodies_of(data: bytes, seconds: float) -> Bodies | None:
+    """None for what is no JSON object, or nested too deeply: the engine says what is wrong with it."""
     try:
         body = json.loads(data)
+        if not isinstance(body, dict):
+            return None
+        prompt = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL} | ONE_TOKEN
+        return Bodies(json.dumps(prompt).encode(), json.dumps(awaiting(body, seconds)).encode())
     except (ValueError, RecursionError):
         return None
-    return body if isinstance(body, dict) else None
 
 
 def awaiting(body: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +152,13 @@ def test_texts(tmp_path: Any) -> None:
     assert len(module_texts()) >= 5 and all(len(text) > 500 for text in module_texts())
     assert [one.tolist() for one in tokenized(Letters(), ["ab", ""], most_tokens=1)] == [[107]]
     assert beginning(Letters()) == [1] and beginning(Letters(begins=False)) == []
+
+
+def test_no_more_of_a_file_is_read_than_anybody_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom_blend.demo.texts._MOST_CHARACTERS", 1000)
+    (tmp_path / "long").write_text("x" * 1000)
+    assert read_texts(tmp_path / "long") == ["x" * 1000]
+    for file in (tmp_path / "long", Path("/dev/zero")):
+        monkeypatch.setattr("kvloom_blend.demo.texts._MOST_CHARACTERS", 999)
+        with pytest.raises(ValueError, match="has more than 999 characters; give a part of it"):
+            read_texts(file)

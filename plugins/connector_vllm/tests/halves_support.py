@@ -16,7 +16,7 @@ from kvloom import Engine, MemoryFormat
 from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import identify
-from kvloom_connector_vllm.names import Names
+from kvloom_connector_vllm.names import Names, owner_of
 from kvloom_connector_vllm.planner import Owner, Planner, Scheduled
 from kvloom_connector_vllm.scheduler import Report, Scheduler
 from kvloom_connector_vllm.worker import Worker
@@ -114,7 +114,7 @@ class Pretended:
 
     def matched(self, request: FakeRequest, local: int = 0) -> int:
         until = time.monotonic() + 20
-        while (tokens := self.scheduler.matched(request, Owner("", request.cache_salt or ""), local)) is None:
+        while (tokens := self.scheduler.matched(request, owner_of("", request.cache_salt or ""), local)) is None:
             assert time.monotonic() < until
             self.step()
         return tokens

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import resource
 import socket
 import sys
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ assert _spec is not None and _spec.loader is not None
 disaggregated = sys.modules["disaggregated"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(disaggregated)
 
+PIECE = bytes(1 << 18)
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -36,7 +40,7 @@ class Engine:
 
     def __init__(self, name: str) -> None:
         self.name, self.bodies, self.headers, self.paths = name, [], [], []  # type: ignore[var-annotated]
-        self.fault = ""
+        self.fault, self.pieces = "", 1 << 20
         self.cancelled = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -52,6 +56,8 @@ class Engine:
                 await asyncio.sleep(60)
             finally:
                 self.cancelled.set()
+        if self.fault == "goes on":
+            return await self._endless(request)
         if self.fault.isdigit():
             return web.json_response({"error": {"message": "as the test says", "code": 1}}, status=int(self.fault))
         if request.path == "/v1/models":
@@ -67,6 +73,13 @@ class Engine:
             return {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
         choices = [{"index": at, "text": self.name} for at in many]
         return {"id": "1", "object": "text_completion", "created": 1, "model": "m", "choices": choices}
+
+    async def _endless(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(self.pieces):
+            await response.write(PIECE)
+        return response
 
     async def _stream(self, request: web.Request, body: Any) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -99,6 +112,7 @@ class Both:
         self.prefill, self.decode = Engine("prefill"), Engine("decode")
         self.address = ""
         self.servers: dict[str, TestServer] = {}
+        self.proxy: Any = None
 
     @property
     def client(self) -> Any:
@@ -115,8 +129,8 @@ async def served(**settings: Any) -> AsyncIterator[Both]:
         await server.start_server()
     ports: asyncio.Queue[int] = asyncio.Queue()
     addresses = {name: f"http://127.0.0.1:{server.port}" for name, server in both.servers.items()}
-    proxy = disaggregated.Proxy(disaggregated.Settings(**addresses, **settings))
-    task = asyncio.create_task(proxy.serve("127.0.0.1", 0, ready=ports.put_nowait))
+    both.proxy = disaggregated.Proxy(disaggregated.Settings(**addresses, **settings))
+    task = asyncio.create_task(both.proxy.serve("127.0.0.1", 0, ready=ports.put_nowait))
     both.address = f"http://127.0.0.1:{await ports.get()}"
     try:
         yield both
@@ -331,6 +345,88 @@ async def test_connections_are_bounded_and_do_not_idle(both: Both) -> None:
         writer.close()
     answer = await both.client.completions.create(model="m", prompt="x")
     assert answer.choices[0].text == "decode"
+
+
+@scenario(client_timeout=0.2)
+async def test_a_client_that_does_not_take_its_answer_holds_no_connection(both: Both) -> None:
+    both.decode.fault = "goes on"
+    _, writer = await asyncio.open_connection("127.0.0.1", int(both.address.rpartition(":")[2]), limit=1 << 10)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+    while not both.proxy._active:
+        await asyncio.sleep(0.01)
+    while both.proxy._active:
+        await asyncio.sleep(0.01)
+    assert not both.proxy._requests
+    writer.close()
+
+
+def test_an_engine_that_closes_its_connections_loses_no_request() -> None:
+    """It does so after some seconds without a request, perhaps while one is on its way."""
+
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)  # of the next request, or the end
+        writer.close()
+
+    @scenario()
+    async def one(both: Both) -> None:
+        async with await asyncio.start_server(once, "127.0.0.1", 0) as engine, aiohttp.ClientSession() as session:
+            port = engine.sockets[0].getsockname()[1]
+            both.proxy.settings = replace(both.proxy.settings, decode=f"http://127.0.0.1:{port}")
+            for _ in range(2):
+                async with session.post(f"{both.address}/v1/embeddings", json={}) as answer:
+                    assert answer.status == 200
+
+    one()
+
+
+@scenario()
+async def test_a_body_that_is_not_what_its_header_says(both: Both) -> None:
+    async with (
+        aiohttp.ClientSession(headers={"Content-Encoding": "gzip"}) as session,
+        session.post(f"{both.address}/v1/completions", data=b"no gzip") as answer,
+    ):
+        assert answer.status == 400 and "Content-Encoding" in (await answer.json())["error"]["message"]
+
+
+@scenario()
+async def test_what_prefill_answers_is_not_kept(both: Both) -> None:
+    both.prefill.fault, both.prefill.pieces = "goes on", 64
+    tracemalloc.start()
+    try:
+        answer = await both.client.completions.create(model="m", prompt="x")
+        assert tracemalloc.get_traced_memory()[1] < 32 * len(PIECE)
+    finally:
+        tracemalloc.stop()
+    assert answer.choices[0].text == "decode"
+
+
+@scenario()
+async def test_what_is_nested_too_deeply_is_the_engines_to_refuse(both: Both) -> None:
+    """Some depths can be read, and not be written where the stack is a little deeper."""
+    found = set()
+    async with aiohttp.ClientSession() as session:
+        for depth in range(850, 1000, 3):
+            body = b'{"x": %s}' % (b"[" * depth + b"]" * depth)
+            async with session.post(f"{both.address}/v1/completions", data=body) as answer:
+                found.add(answer.status)
+    assert found == {200, 400}
+
+
+def test_connections_leave_files_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 + 6, 4096))
+    scenario(client_timeout=0.2)(_three_connect)()
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, 4096))
+    assert disaggregated.affordable(1024) == 1024
+
+
+async def _three_connect(both: Both) -> None:
+    port = int(both.address.rpartition(":")[2])
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    assert not await asyncio.wait_for(idle[2][0].read(), 30) and not idle[0][0].at_eof()
+    for _, writer in idle:
+        writer.close()
 
 
 @scenario(client_timeout=0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from halves_support import LAYERS, MEMORY, NOBODY, PROMPT, disk, one_chunks
 from vllm_fakes import BLOCK, FakeRequest
 
 from kvloom_connector_vllm.planner import Owner, Scheduled
+from kvloom_connector_vllm.scheduler import patience_of
+from kvloom_connector_vllm.worker import IDLE_SECONDS
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -102,7 +105,7 @@ def test_after_a_reset_nothing_is_what_it_was(pretended: Any, tmp_path: Path) ->
     assert one.matched(FakeRequest("d", PROMPT[:])) == 0 and one.matched(FakeRequest("e", [5] * 27)) == 0
     assert one.serve(FakeRequest("f", PROMPT[:]), range(8)) == 0
     assert one.serve(FakeRequest("g", PROMPT[:]), range(8, 16)) == 24, "what is computed since is kept"
-    adapted = Owner("lora:1", "")
+    adapted = Owner("lora:1")
     one.scheduler.begin(FakeRequest("h", PROMPT[:]), adapted)
     other = pretended(tiers=[MEMORY, disk(tmp_path)], ranks=2)
     assert other.matched(FakeRequest("i", PROMPT[:])) == 24, "of before the reset, for who has these weights"
@@ -168,6 +171,51 @@ def test_a_request_may_wait_for_what_another_engine_is_storing(pretended: Any, t
     while (tokens := two.scheduler.matched(other, NOBODY, 0, patience=0.1)) is None:
         assert time.monotonic() < until
     assert tokens == 0, "and not for ever"
+
+
+@pytest.mark.parametrize(("params", "seconds"), [
+    (None, 0), ({}, 0), ({"kvloom_wait_seconds": 2}, 2), ({"kvloom_wait_seconds": 10**400}, 60),
+    *(({"kvloom_wait_seconds": wait}, 0) for wait in (None, True, "9", [9], -(10**400), float("nan"))),
+    ({"kvloom_wait_seconds": float("inf")}, 60), ([], 0), ("kvloom_wait_seconds", 0),
+])  # fmt: skip
+def test_patience_is_what_a_client_writes_as_far_as_it_can_be_understood(params: Any, seconds: float) -> None:
+    assert patience_of(params) == seconds
+
+
+def test_an_engine_whose_requests_all_wait_does_not_spin(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, slept = pretended(tiers=[disk(tmp_path)]), []
+    worker, request = one.workers[0], FakeRequest("a", PROMPT[:])
+    monkeypatch.setattr("kvloom_connector_vllm.worker.time", SimpleNamespace(sleep=slept.append))
+
+    def step(*, idle: bool) -> None:
+        worker.begin(one.scheduler.orders((), idle=idle))
+        worker.load(wait=False)
+        worker.save()
+        assert not worker.finished()
+
+    assert one.scheduler.matched(request, NOBODY, 0, patience=20) is None
+    step(idle=False)
+    assert not slept, "others compute"
+    assert one.scheduler.matched(request, NOBODY, 0, patience=20) is None
+    step(idle=True)
+    assert slept == [IDLE_SECONDS]
+    step(idle=True)
+    assert slept == [IDLE_SECONDS], "nobody waits"
+
+
+def test_the_longer_a_request_waits_the_less_often_tiers_are_asked(
+    pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hundred long prompts that wait, each question is work in every step of the engine."""
+    one, now, request = pretended(tiers=[disk(tmp_path)]), [100.0], FakeRequest("a", PROMPT[:])
+    monkeypatch.setattr("kvloom_connector_vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    while one.scheduler.matched(request, NOBODY, 0, patience=8) is None:
+        one.scheduler._lookups["a"].asked.result(20)
+        one.scheduler.orders((), idle=True)
+        now[0] += 0.01
+    assert now[0] == pytest.approx(108, abs=0.1) and 10 < one.scheduler.counts["lookups"] < 60
 
 
 def test_what_the_engines_own_cache_answers_stays_in_use(pretended: Any) -> None:

@@ -179,6 +179,25 @@ def test_whatever_a_save_raises_stays_here(pretended: Any, monkeypatch: pytest.M
     assert one.matched(FakeRequest("c", PROMPT[:])) == 0
 
 
+def test_what_a_client_calls_its_request_cannot_forge_a_log(
+    pretended: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, name = pretended(tiers=[MEMORY]), "a\nERROR \x1b[31m" + "x" * 10_000
+
+    def broken(*args: Any, **where: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    one.serve(FakeRequest("before", PROMPT[:]), range(8))
+    for verb in ("save", "load"):
+        monkeypatch.setattr(one.engines[0], verb, broken)
+    loads, saves = FakeRequest(name, PROMPT[:]), FakeRequest(f"{name}2", [3] * 27)
+    one.scheduler.load(loads, range(8, 16), one.matched(loads))
+    one.scheduler.begin(saves, NOBODY)
+    one.step([Scheduled(saves.request_id, range(16, 24), True, 0, 27)])
+    said = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
+    assert len(said) == 2 and all(len(text) < 300 and text.isprintable() for text in said)
+
+
 def test_a_step_waits_once_for_all_of_its_requests(
     pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

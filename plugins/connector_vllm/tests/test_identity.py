@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from kvloom import ConfigError, EngineConfig, MemoryFormat
 from kvloom_connector_vllm import weights
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import Adapters, identify
-from kvloom_connector_vllm.names import Names
+from kvloom_connector_vllm.names import Names, owner_of
 from kvloom_connector_vllm.planner import Chunks, Owner
 from kvloom_connector_vllm.views import order_of, pages_of
 from kvloom_connector_vllm.weights import file_digest, folder_digest
@@ -79,7 +80,7 @@ def test_what_may_not_be_shared_has_another_name(model: Path, change: str) -> No
     elif change == "config":
         config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"layers": 3, "rope_scaling": 2})
     elif change == "salt":
-        owner = Owner("", "tenant")
+        owner = owner_of("", "tenant")
     elif change == "adapter":
         owner = Owner("lora:1234")
     elif change == "reset":
@@ -119,7 +120,8 @@ def test_an_adapter_is_known_by_the_weights_that_it_was_loaded_with(tmp_path: Pa
     again = SimpleNamespace(**{**vars(request), "lora_int_id": 2})
     assert one.of(again) not in (first, None)
     assert one.of(SimpleNamespace(**{**vars(request), "load_inplace": True})) == one.of(again)
-    assert one.of(SimpleNamespace(**{**vars(request), "lora_int_id": 3, "lora_path": "far/away"})) is None
+    for number, nowhere in enumerate(("far/away", "no\0path"), 3):
+        assert one.of(SimpleNamespace(**{**vars(request), "lora_int_id": number, "lora_path": nowhere})) is None
 
 
 def safetensors(path: Path, sizes: list[int], changed: int = -1) -> None:
@@ -324,3 +326,9 @@ def test_k_and_v_are_the_same_whoever_laid_out_the_pages(model: Path) -> None:
 
     assert name("LBHNC", False, vllm="0.32.0") == name("LBNHC", False, vllm="0.33.0")
     assert name("LBHNC", True) != name("LBNHC", True)
+
+
+def test_a_salt_of_any_length_takes_little_of_what_is_kept_and_sent() -> None:
+    owner = owner_of("", "\ud800" * 100_000)
+    assert len(pickle.dumps(owner)) < 200 and owner != owner_of("", "x") != owner_of("", "")
+    assert owner_of("", "") == Owner()

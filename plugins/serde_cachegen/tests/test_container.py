@@ -20,6 +20,7 @@ from test_streams import DTYPES, bits, kv_of
 from kvloom import CorruptBlobError, UnreadableBlobError, envelope
 from kvloom_serde_cachegen.container import from_bytes, pack, to_bytes, unpack
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
+from kvloom_serde_cachegen.streams import Mode, Settings, bound
 
 WHERE = re.compile(r"^byte (\d+)( and what follows)?: \w+")
 
@@ -141,6 +142,20 @@ def test_lies_with_right_checksums_are_refused(change: dict[str, Any]) -> None:
     blob = to_bytes(kv_of((2, 2, 20, 32), torch.bfloat16, 5))
     assert resealed(blob, lambda fields: fields) == blob
     refused(resealed(blob, lambda fields: fields.update(change)))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, (1 << 32) + 64), (1, 1, (1 << 32) + 1, 64), ((1 << 32) + 1, 1, 1, 64)])
+def test_sizes_that_the_codec_would_cut_off_are_refused(shape: tuple[int, ...]) -> None:
+    """Whatever the caller allows: the streams would be taken for those of the smaller size, and fill a part."""
+    kv = torch.zeros(1, 1, 1, 64, dtype=torch.uint8)
+    _, streams = unpack(to_bytes(kv, config(mode="lossless")))
+    with pytest.raises(CorruptBlobError, match="no description of KV"):
+        from_bytes(pack(streams, shape, torch.uint8), max_bytes=1 << 60)
+
+
+def test_kv_that_no_stream_can_be_of_is_not_encoded() -> None:
+    with pytest.raises(ValueError, match="no streams are of"):
+        bound((1, 1, 1, 1 << 32), torch.uint8, Settings(Mode.LOSSLESS))
 
 
 def test_absurd_lengths_are_refused() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvloom import KVSpec
 
+from .names import shown
 from .pages import Geometry
 from .weights import file_digest, folder_digest, has_weights
 
@@ -123,8 +124,8 @@ class Adapters:
             try:
                 digest = folder_digest(path) if path.is_dir() else file_digest(path)
                 self._known[key] = f"{request.lora_name}:{digest}"
-            except OSError as error:
-                log.warning("nothing is kept of requests with adapter %s: %s", request.lora_name, error)
+            except (OSError, ValueError) as error:  # no path may have a NUL
+                log.warning("nothing is kept of requests with adapter %s: %s", shown(request.lora_name), error)
                 self._known[key] = None
         return self._known[key]
 

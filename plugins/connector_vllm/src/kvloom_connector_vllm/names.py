@@ -9,6 +9,20 @@ from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, fingerprint, salt_ta
 from .pages import Geometry
 from .planner import Chunks, Owner
 
+_MOST_SHOWN = 100
+"""Characters; vLLM's own names are shorter."""
+
+
+def shown(name: str) -> str:
+    """A request's or an adapter's name as a log may have it: clients choose names."""
+    short = name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}..."
+    return short if short.isascii() and short.isprintable() else ascii(short)
+
+
+def owner_of(adapter: str, salt: str) -> Owner:
+    """adapter: as `Adapters.of` has it. salt: of the request, or of all."""
+    return Owner(adapter, salt_tag(salt))
+
 
 class Names:
     """Of one rank: ranks hold different parts of the KV, under fingerprints of their own."""
@@ -34,7 +48,7 @@ class Names:
             adapters = (owner.adapter,) if owner.adapter else ()
             since = f", since reset {owner.generation}" if owner.generation else ""
             spec = replace(self._spec, adapters=adapters, revision=self._spec.revision + since)
-            known = f"{fingerprint(spec, *self._about)}/{salt_tag(owner.salt)}"
+            known = f"{fingerprint(spec, *self._about)}/{owner.tenant}"
             if len(self._namespaces) > 4096:  # salts come and go
                 self._namespaces.clear()
             self._namespaces[owner] = known

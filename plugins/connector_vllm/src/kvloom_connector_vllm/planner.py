@@ -17,7 +17,8 @@ class Owner(NamedTuple):
 
     adapter: str = ""
     """Name and digest of the weights of a LoRA adapter."""
-    salt: str = ""
+    tenant: str = "-"
+    """`salt_tag` of the cache salt: clients write salts, of any length, and this is kept and sent with each step."""
     generation: str = ""
     """Differs after each reset: what was computed before has other names."""
 

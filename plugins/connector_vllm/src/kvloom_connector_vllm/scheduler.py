@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvloom import ChunkKey, Index
 
@@ -25,9 +26,12 @@ LOOKUP_SECONDS = 0.005
 LATE_SECONDS = 1.0
 """After so long without an answer a request computes itself."""
 AGAIN_SECONDS = 0.02
-"""How often tiers are asked for what a request waits for."""
+"""How often tiers are asked for what a request waits for, at first; later, after an eighth of what it has waited."""
 STALE_SECONDS = 1.0
 """After so long an answer is asked for again: others may have stored what was missing."""
+
+MOST_PATIENCE = 60.0
+"""Seconds that a request waits at most for KV that another engine is to store."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,8 @@ class Orders:
     """Memory is to be emptied before anything else."""
     idle: bool = False
     """Nothing is computed in this step."""
+    patient: bool = False
+    """A request waits for what another engine is storing."""
 
 
 @dataclass(slots=True)
@@ -83,6 +89,8 @@ class _Lookup:
     asked: Future[list[str | None]] | None
     """None where nobody need be asked."""
     since: float
+    again: float = 0.0
+    """When a request that waits for another engine looks again; the engine's steps are more often than that."""
 
 
 class Scheduler:
@@ -108,6 +116,7 @@ class Scheduler:
         self._generation = ""
         self._clear = False
         self._budget: float | None = None
+        self._patient = False
         self.counts: Counter[str] = Counter()
         """`lookups`, `late`: whose answer took longer than a step waits, `hits` and `tokens` offered, `failed`."""
         self.sources: dict[str, dict[str, int]] = {}
@@ -128,6 +137,9 @@ class Scheduler:
         """
         self.begin(request, owner)
         lookup = self._lookups[request.request_id]
+        if patience > 0 and time.monotonic() < lookup.again:
+            self._patient = True
+            return None
         grown = len(self._planner.chunks(request.request_id).digests) != len(lookup.chunks.digests)
         stale = lookup.asked is None or lookup.asked.done()
         if grown or (stale and time.monotonic() - lookup.since > STALE_SECONDS):
@@ -146,8 +158,11 @@ class Scheduler:
                     log.warning("what the tiers hold is not known: %s", error or type(error).__name__)
         tiers = self._tiers(lookup.chunks, told)
         tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
-        if patience > 0 and not all(tiers) and self._waits(request.request_id, patience):
-            lookup.since = min(lookup.since, time.monotonic() - STALE_SECONDS + AGAIN_SECONDS)
+        pause = self._pause(request.request_id, patience) if patience > 0 and not all(tiers) else 0.0
+        if pause > 0:
+            lookup.again = time.monotonic() + pause
+            lookup.since = lookup.again - STALE_SECONDS
+            self._patient = True
             return None
         self.sources[request.request_id] = self._by_tier(tiers, local, tokens)
         return tokens
@@ -176,7 +191,8 @@ class Scheduler:
         if self._announcer is not None:
             self._learn(step, self._announcer)
         clear, self._clear, self._budget = self._clear, False, None
-        return Orders(step, dict(self._failures), clear, idle)
+        patient, self._patient = self._patient, False
+        return Orders(step, dict(self._failures), clear, idle, patient)
 
     def report(self, report: Report) -> None:
         """What the workers said of the steps so far."""
@@ -264,9 +280,12 @@ class Scheduler:
         lookup = self._lookups[request] = _Lookup(chunks, asked, time.monotonic())
         return lookup
 
-    def _waits(self, request: str, seconds: float) -> bool:
-        """Whether so many seconds are not over since it was first asked."""
-        return time.monotonic() < self._patience.setdefault(request, time.monotonic() + seconds)
+    def _pause(self, request: str, patience: float) -> float:
+        """For how many seconds it does not look again; none when `patience` is over, since it first asked."""
+        now = time.monotonic()
+        until = self._patience.setdefault(request, now + patience)
+        waited = patience - (until - now)
+        return min(max(AGAIN_SECONDS, waited / 8), until - now)
 
     def _learn(self, step: Step, announcer: Announcer) -> None:
         for move in (*step.saves, *step.loads):
@@ -309,3 +328,14 @@ class Scheduler:
             if tier is not None and here > 0:
                 found[tier] = found.get(tier, 0) + here
         return found
+
+
+def patience_of(params: Any) -> float:
+    """How long a request is willing to wait, as far as it says so in a way that can be understood: clients write it.
+
+    params: its `kv_transfer_params`.
+    """
+    wait = params.get("kvloom_wait_seconds") if isinstance(params, dict) else None
+    if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait > 0:
+        return 0.0
+    return float(min(wait, MOST_PATIENCE))

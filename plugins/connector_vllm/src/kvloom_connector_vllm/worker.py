@@ -12,7 +12,7 @@ import torch
 
 from kvloom import Engine, Segment, Task
 
-from .names import Names
+from .names import Names, shown
 from .planner import Move
 from .scheduler import Orders, Report
 
@@ -50,7 +50,7 @@ class Worker:
         self._saves: dict[int, Task] = {}
         self._failed_blocks: set[int] = set()
         self._failures = 0
-        self._idle = False
+        self._idle = self._patient = False
         self._report = Report()
         self._counted: Mapping[Any, Any] = {}
 
@@ -104,7 +104,7 @@ class Worker:
         """Begin the step's saves, once what it computes has been computed (or has been queued on the device)."""
         assert self._orders is not None
         orders, self._orders = self._orders, None
-        self._idle = orders.idle
+        self._idle, self._patient = orders.idle, orders.patient
         for chunks in orders.step.touched:
             self._engine.touch(self._names.segments(chunks))
         if not orders.step.saves:
@@ -121,7 +121,7 @@ class Worker:
                     ready=ready, **self._memory,
                 )  # fmt: skip
             except Exception as error:  # nothing of it may reach the engine
-                log.warning("nothing is saved of request %s: %s", move.request, error)
+                log.warning("nothing is saved of request %s: %s", shown(move.request), error)
                 self._report.saved[move.number] += 1
 
     def finished(self) -> set[str]:
@@ -129,6 +129,8 @@ class Worker:
         under_way = next((load.task for load in self._loads.values()), None) or next(iter(self._saves.values()), None)
         if self._idle and under_way is not None:
             under_way.wait(IDLE_SECONDS)
+        elif self._idle and self._patient:
+            time.sleep(IDLE_SECONDS)
         over = [request for request, load in self._loads.items() if load.task.done]
         for request in over:
             self._loaded(self._loads.pop(request))
@@ -186,7 +188,7 @@ class Worker:
         try:
             task = self._engine.load(segments, blocks=move.blocks, first_block=move.first_block, **self._memory)
         except Exception as error:  # nothing of it may reach the engine
-            log.warning("nothing is loaded for request %s: %s", move.request, error)
+            log.warning("nothing is loaded for request %s: %s", shown(move.request), error)
             task = _Failed(len(segments))
         self._loads[move.request] = _Load(move, segments, task)
 
@@ -195,7 +197,7 @@ class Worker:
         try:
             mask = load.task.result().tolist()
         except Exception as error:  # whatever it was, the engine computes these blocks itself
-            log.warning("a load for request %s failed: %s", load.move.request, error)
+            log.warning("a load for request %s failed: %s", shown(load.move.request), error)
             mask = [False] * len(load.segments)
         if all(mask) or load.task.cancelled:
             return

@@ -13,6 +13,7 @@ import torch
 
 from kvloom import EXACT, Buffer, Chunk, CorruptBlobError, MemoryFormat, UnreadableBlobError, envelope, join
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
+from kvloom_serde_cachegen.streams import MOST_SIZE
 
 MAX_BYTES = 1 << 32
 """What the KV of one blob may take, unless the caller says otherwise: small blobs may claim to be of any size."""
@@ -93,7 +94,8 @@ def unpack(
         and isinstance(about.dtype, str)
         and about.dtype in _DTYPES
         and len(about.shape) == 4
-        and all(type(size) is int and size > 0 for size in about.shape)
+        and all(type(size) is int and 0 < size <= MOST_SIZE for size in about.shape)
+        and about.shape[3] * _DTYPES[about.dtype].itemsize <= MOST_SIZE
         and isinstance(about.params, Mapping)
     )
     if not well_formed:

@@ -50,6 +50,8 @@ _PROBLEMS = {
     8: "bytes that should be zero",
 }
 _NO_PROFILE = 11
+MOST_SIZE = (1 << 31) - 1
+"""As much can be said of planes, of tokens, and of the bytes of a token's channels."""
 _HEADER_BYTES = 32
 
 
@@ -255,6 +257,8 @@ def mode_of(stream: Buffer) -> Mode:
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, mode: Mode) -> _Geometry:
     planes, _, tokens, hidden = shape
+    if max(planes, tokens, hidden * dtype.itemsize) > MOST_SIZE:
+        raise ValueError(f"no streams are of {tuple(shape)} and {dtype}")  # ctypes would cut the numbers off
     if mode is Mode.LOSSLESS and (dtype.itemsize == 1 or dtype not in DTYPES):
         return _Geometry(_BYTES, planes, tokens, hidden * dtype.itemsize)
     return _Geometry(DTYPES[dtype], planes, tokens, hidden)

@@ -20,6 +20,9 @@ from .orders import Prompt
 
 log = logging.getLogger("vllm.kvloom.blend")  # others are not printed
 
+_FEW_PASSAGES, _PASSAGE_TOKENS = 64, 8
+"""A prompt may have so many, and one more for so many tokens: each is hashed and asked for by itself, in the process
+that computes."""
 _NO_KEY = ChunkKey("", 0, b"")
 """What is blended has no name: nobody can ask for it."""
 
@@ -61,8 +64,11 @@ class Twin:
                 )
 
     def stored(self, prompt: Prompt) -> int:
-        """How many tokens of a prompt the tiers say they hold."""
-        prefix, found = self._retriever.stored(torch.tensor(prompt.tokens), prompt.boundaries, salt=prompt.salt)
+        """How many tokens of a prompt the tiers say they hold; 0 if it is cut into crumbs, which clients can do."""
+        tokens = torch.tensor(prompt.tokens)
+        if len(self._retriever.passages(tokens, prompt.boundaries)) > _FEW_PASSAGES + len(tokens) // _PASSAGE_TOKENS:
+            return 0
+        prefix, found = self._retriever.stored(tokens, prompt.boundaries, salt=prompt.salt)
         return sum(one.end - one.start for one in (*prefix, *found))
 
     def blend(self, prompt: Prompt) -> Prefilled:

@@ -22,9 +22,9 @@ from kvloom import Engine, check_config
 from .. import identity as identities
 from ..announcing import Announcer
 from ..configured import Settings, has_shared_tier
-from ..names import Names
+from ..names import Names, owner_of
 from ..planner import Owner, Planner, Scheduled
-from ..scheduler import MEMORY, Orders, Report, Scheduler
+from ..scheduler import MEMORY, Orders, Report, Scheduler, patience_of
 from ..views import pages_of
 from ..worker import Worker
 from . import platform
@@ -34,8 +34,6 @@ from .order import page_order
 
 log = init_logger("vllm.kvloom")  # others are not printed
 
-MOST_PATIENCE = 60.0
-"""Seconds that a request waits at most for KV that another engine is to store."""
 _COUNT_SECONDS = 1.0
 
 
@@ -145,7 +143,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._consumes or getattr(request, "skip_reading_prefix_cache", False):
             self._scheduler.begin(request, owner)
             return 0, False
-        patience = _patience(getattr(request, "kv_transfer_params", None))
+        patience = patience_of(getattr(request, "kv_transfer_params", None))
         tokens = self._scheduler.matched(request, owner, num_computed_tokens, patience=patience)
         return tokens, bool(tokens) and self._settings.async_load
 
@@ -288,15 +286,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _owner(self, request: Any) -> Owner | None:
         """Whose KV a request has; None for an adapter whose weights cannot be told."""
         adapter = self._adapters.of(request.lora_request)
-        return None if adapter is None else Owner(adapter, request.cache_salt or self._config.salt)
-
-
-def _patience(params: Any) -> float:
-    """How long a request is willing to wait, as far as it says so in a way that can be understood: clients write it."""
-    wait = params.get("kvloom_wait_seconds") if isinstance(params, dict) else None
-    if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait > 0:
-        return 0.0
-    return min(float(wait), MOST_PATIENCE)
+        return None if adapter is None else owner_of(adapter, request.cache_salt or self._config.salt)
 
 
 def _scheduled(output: Any) -> Iterator[Scheduled]:
