@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
@@ -67,14 +68,26 @@ class TestCacheBlendImpl(ExecutorConformance):
         return lambda: CacheBlendImpl(0.15)
 
 
+def libraries(make: Callable[[], Library]) -> Iterator[Callable[[], Library]]:
+    """For a fixture `make`: the engines of the libraries are closed after the test."""
+    with ExitStack() as engines:
+
+        def library() -> Library:
+            made = make()
+            engines.callback(made.engine.close)
+            return made
+
+        yield library
+
+
 def retriever(
     cls: type[PassageRetriever], between: tuple[int, ...] = (), **settings: Any
 ) -> type[RetrieverConformance]:
     """A test class that holds a retriever to the kit. between: the tokens that stand between texts."""
 
     @pytest.fixture
-    def make(self: RetrieverConformance) -> Callable[[], Library]:
-        return lambda: Library(lambda: cls(cls.Config(**settings), SPEC))
+    def make(self: RetrieverConformance) -> Iterator[Callable[[], Library]]:
+        yield from libraries(lambda: Library(lambda: cls(cls.Config(**settings), SPEC)))
 
     own = {"make": make, "__module__": __name__, "separator": between}
     return type(cls.__name__, (RetrieverConformance,), own)
@@ -90,5 +103,5 @@ class TestExplicit(RetrieverConformance):
     separator = (7,)
 
     @pytest.fixture
-    def make(self) -> Callable[[], Library]:
-        return lambda: explicit(lambda: ExplicitRetriever(ExplicitRetriever.Config(), SPEC))
+    def make(self) -> Iterator[Callable[[], Library]]:
+        yield from libraries(lambda: explicit(lambda: ExplicitRetriever(ExplicitRetriever.Config(), SPEC)))

@@ -104,6 +104,7 @@ def test_a_page_that_is_not_there_leaves_memory_alone() -> None:
     assert store.exists(keys) == 1
     assert store.get(keys, pool=here, rows=rows(0, 1, 2)) == [True, False, True]
     assert torch.equal(here.kv_buffer, before)
+    store.close()
 
 
 def test_a_damaged_page_is_a_miss(tmp_path: Path) -> None:
@@ -176,6 +177,7 @@ def test_keys_of_any_form_are_kept_apart() -> None:
     target = pool()
     assert store.get(keys, pool=target, rows=rows(*range(7))) == [True] * 7
     assert torch.equal(target.kv_buffer[:, :, :28], here.kv_buffer[:, :, :28])
+    store.close()
 
 
 def test_failures_are_counted_misses(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +203,7 @@ def test_what_a_tier_does_not_take_is_not_said_to_be_kept() -> None:
     kept = store.set(keys, pool=here, rows=rows(*range(PAGES)))
     assert not all(kept)
     assert store.get(keys, pool=pool(), rows=rows(*range(PAGES))) == kept
+    store.close()
 
 
 def test_clearing_forgets_all_of_the_model(tmp_path: Path) -> None:
