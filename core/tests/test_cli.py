@@ -122,7 +122,7 @@ def test_a_wrong_command_line_is_status_2(run: Run) -> None:
 
 @pytest.mark.parametrize(("closed", "arguments", "status"), [("stdout", "--version", 0), ("stderr", "nothing", 2)])
 def test_a_caller_that_closed_a_stream_gets_the_status(
-    closed: str, arguments: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    closed: str, arguments: str, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["kvloom", arguments])
     monkeypatch.setattr(sys, closed, None)

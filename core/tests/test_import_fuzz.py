@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -96,6 +96,7 @@ def attempt(work: Callable[[], Imported]) -> tuple[Imported | None, str]:
 
 @settings(max_examples=120, deadline=None)
 @given(ANY, st.none() | st.just([1, 2]))
+@example({10**15 + 1: None, -(10**15) - 1: None}, None)
 def test_any_mapping_is_a_configuration_or_a_line(fields: dict[Any, Any], separator: list[int] | None) -> None:
     done, error = attempt(lambda: import_config(fields, separator=separator))
     if done is None:

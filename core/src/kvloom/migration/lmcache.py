@@ -58,7 +58,7 @@ def import_config(
                 break
             del fields[error.path]
     if found:
-        first, *rest = found
+        first, *rest = {str(one): one for one in found}.values()  # long numbers are shown alike
         raise ConfigError(first.path, "\n".join([first.problem, *map(str, rest)]))
     _end(draft)
     _as_written(draft.done, written)
