@@ -53,7 +53,7 @@ class _Counts:
 class _Memory:
     """Gives memory back after a test that took much: what engines and tensors leave lies in cycles, and in malloc."""
 
-    _MUCH_BYTES = 64 << 20
+    _MUCH_BYTES = 32 << 20
     _M_MMAP_THRESHOLD = -3  # of malloc.h
     _MAPPED_BYTES = 1 << 20
 

@@ -122,11 +122,11 @@ def test_a_wrong_command_line_is_status_2(run: Run) -> None:
 
 @pytest.mark.parametrize(("closed", "arguments", "status"), [("stdout", "--version", 0), ("stderr", "nothing", 2)])
 def test_a_caller_that_closed_a_stream_gets_the_status(
-    closed: str, arguments: str, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    closed: str, arguments: str, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvloom", arguments])
-    monkeypatch.setattr(sys, closed, None)
-    with pytest.raises(SystemExit) as left:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+        patch.setattr(sys, "argv", ["kvloom", arguments])
+        patch.setattr(sys, closed, None)
         main()
     assert (left.value.code or 0) == status and capsys.readouterr() == ("", ""), "an error is not output"
 

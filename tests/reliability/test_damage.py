@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 RAW = Kind("raw", SMALL, 4, 64)
 TORCH = RAW._replace(serializer="torch")
 SAFETENSORS = RAW._replace(serializer="safetensors")
-LARGE = Kind("raw", WIDE, 256, 12)
+LARGE = Kind("raw", WIDE, 256, 8)
 """2 MiB in eight buffers, each with a checksum of its own."""
 KINDS = {"raw": RAW, "torch": TORCH, "safetensors": SAFETENSORS, "large": LARGE}
 
