@@ -124,10 +124,11 @@ def test_a_wrong_command_line_is_status_2(run: Run) -> None:
 def test_a_caller_that_closed_a_stream_gets_the_status(
     closed: str, arguments: str, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["kvloom", arguments])
         patch.setattr(sys, closed, None)
-        main()
+        with pytest.raises(SystemExit) as left:
+            main()
     assert (left.value.code or 0) == status and capsys.readouterr() == ("", ""), "an error is not output"
 
 
