@@ -54,16 +54,16 @@ class _Memory:
     """Gives memory back after a test that took much: what engines and tensors leave lies in cycles, and in malloc."""
 
     _MUCH_BYTES = 32 << 20
-    _M_MMAP_THRESHOLD = -3  # of malloc.h
-    _MAPPED_BYTES = 1 << 20
+    # M_MMAP_THRESHOLD and M_ARENA_MAX of malloc.h. As glibc is, each large buffer that is freed raises the size that it
+    # maps alone, until all of them lie in arenas, of which there are 8 a core; these keep what is freed.
+    _MALLOC = ((-3, 1 << 20), (-8, 2))
 
     def __init__(self) -> None:
         self._left = self._bytes()
         libc = ctypes.CDLL(None)
         self._trim = getattr(libc, "malloc_trim", lambda left: None)
-        # As glibc is, each large buffer that is freed raises the size that it maps alone, until all of them lie in the
-        # arenas of threads, which keep what is freed.
-        getattr(libc, "mallopt", lambda what, value: 0)(self._M_MMAP_THRESHOLD, self._MAPPED_BYTES)
+        for setting, value in self._MALLOC:
+            getattr(libc, "mallopt", lambda what, value: 0)(setting, value)
 
     @staticmethod
     def _bytes() -> int:
