@@ -28,6 +28,7 @@ OPTIONAL = {
     "kvloom-connector-sglang": "sglang kvloom_testkit",
     "kvloom-connector-transformers": "kvloom_testkit",
     "kvloom-connector-vllm": "vllm prometheus_client kvloom_testkit",
+    "kvloom-observe": "opentelemetry requests",
     "kvloom-serde-cachegen": "transformers",
 }
 """What modules of a package may want that it does not ask for: an engine and what comes with it, an extra, the kit."""
