@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Where the caller has closed them, there is none: nothing can be flushed, and errors would go to the output."""
+    """Replace streams that the caller closed by /dev/null. Python has None there, which cannot be flushed."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives

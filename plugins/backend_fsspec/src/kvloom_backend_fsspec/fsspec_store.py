@@ -77,7 +77,7 @@ class FsspecStore:
             self._publish(data, self._path(self._drafts.draft()), path)
 
     def _is_shut_out(self, draft: str, error: Exception) -> bool:
-        """Whether `error` came of something that lies where the directory of drafts belongs."""
+        """Return whether `error` was caused by something that lies where the directory of drafts belongs."""
         if not (_is_not_found(error) or isinstance(error.__cause__, FileExistsError | NotADirectoryError)):
             return False
         try:

@@ -31,7 +31,7 @@ _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EOPNOTS
 
 
 class _LocalFiles:
-    """What is no regular file is not there. Where a directory or a file is in the way of one, nothing can be put."""
+    """Treats only regular files as blobs. A put raises CorruptBlobError where a directory or file is in the way."""
 
     _place: Place
 

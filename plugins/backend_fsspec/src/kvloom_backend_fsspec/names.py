@@ -53,11 +53,11 @@ class Names:
         return place.startswith(self._prefix) and len(inside) <= _MAX_KEY_CHARS and _KEY.fullmatch(inside) is not None
 
     def is_worth_a_look(self, directory: str) -> bool:
-        """Whether blobs or drafts may lie in a directory of that name."""
+        """Return whether blobs or drafts may lie in a directory of that name."""
         return self.may_hold(directory) or directory.startswith(self._prefix + _DRAFTS)
 
     def is_unfinished(self, name: str) -> bool:
-        """Whether an object is what a put leaves behind that did not come to its end."""
+        """Return whether an object was left behind by a put that was interrupted."""
         if not name.startswith(self._prefix):
             return False
         inside = name[len(self._prefix) :]

@@ -31,7 +31,7 @@ _PROBE_SECONDS = 10
 _VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 _BYTES = re.compile(r"[0-9]{1,19}")
 _MOST_FILE_BYTES = 16 << 20
-"""Of certificates: many times as much as all that a system trusts."""
+"""Largest certificate file; all that a system trusts is a small part of it."""
 _ADVICE = {
     "NOAUTH": "the server asks for a password; set `password: ${env:...}`, and `username` if it has users",
     "WRONGPASS": "the server does not know this user or password; set `username` and `password` to what it knows",

@@ -12,7 +12,7 @@ import torch
 
 MODULES = ("statistics", "configparser", "csv", "itertools", "json", "shelve")
 _MOST_CHARACTERS = 1 << 24
-"""Of a file: each of its documents is computed whole."""
+"""Longest file of documents; each document is computed whole."""
 QUESTIONS = (
     "The statistics module provides functions for",
     "To write rows to a file, use csv.",

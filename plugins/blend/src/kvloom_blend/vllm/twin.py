@@ -21,8 +21,8 @@ from .orders import Prompt
 log = logging.getLogger("vllm.kvloom.blend")  # others are not printed
 
 _FEW_PASSAGES, _PASSAGE_TOKENS = 64, 8
-"""A prompt may have so many, and one more for so many tokens: each is hashed and asked for by itself, in the process
-that computes."""
+"""Most passages of a prompt that is looked up: 64, and one more for every 8 tokens. Each is hashed and asked for by
+itself, in the process that computes."""
 _NO_KEY = ChunkKey("", 0, b"")
 """What is blended has no name: nobody can ask for it."""
 
@@ -64,7 +64,7 @@ class Twin:
                 )
 
     def stored(self, prompt: Prompt) -> int:
-        """How many tokens of a prompt the tiers say they hold; 0 if it is cut into crumbs, which clients can do."""
+        """Count the tokens of a prompt that the tiers say they hold; 0 if a client cut it into too many passages."""
         tokens = torch.tensor(prompt.tokens)
         if len(self._retriever.passages(tokens, prompt.boundaries)) > _FEW_PASSAGES + len(tokens) // _PASSAGE_TOKENS:
             return 0
