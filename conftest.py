@@ -142,10 +142,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Engines of tests are many and small, and what is installed is the same for all of them."""
-    if "kvloom.plugins" in sys.modules:
-        from kvloom import plugins
+    if "kvloom.plugins.registry" in sys.modules:
+        from kvloom.plugins import registry
 
-        plugins._installed = _read_once(plugins._installed)
+        registry._installed = _read_once(registry._installed)
     if "kvloom.memory.pages" in sys.modules:
         from kvloom.memory import pages
 

@@ -24,7 +24,7 @@ from table import Rows
 
 from kvloom import ChunkKey, Entry
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.ledger import Fidelity, Ledger
+from kvloom.tiers.index.ledger import Fidelity, Ledger
 from kvloom_backend_disk.backend import DiskBackend
 
 CHAIN = 512

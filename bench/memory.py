@@ -19,11 +19,11 @@ from rich.progress import track
 from table import Rows
 
 from kvloom import Chunk, ChunkKey, MemoryFormat
-from kvloom.events import EventBus
 from kvloom.memory import Pool, caller, pages
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.base import Layout, Loaded
-from kvloom.tiers.memory import MemoryTier
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.tier import Layout, Loaded
 
 QUICK = "--quick" in sys.argv
 PAGE, MIB = 4096, 1 << 20

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from table import Rows
 
 from kvloom import envelope
-from kvloom.protection import Protection
+from kvloom.format.encryption import Protection
 
 KEY = "f" * 32 + "/-/0-" + "a" * 64
 BUFFERS, BYTES = 64, 32 << 20

@@ -23,7 +23,7 @@ from table import SPEC, Rows
 
 from kvloom.cli import sweep
 from kvloom.config import EngineConfig, resolve
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 from kvloom.replay import Replay, Trace, plan_tiers
 
 BLOCKS, BLOCK_TOKENS = 16, 512

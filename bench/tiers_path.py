@@ -28,13 +28,13 @@ from disk_path import drop_caches
 from table import SPEC, Rows, kv_cache, median_seconds, tokens_of
 
 from kvloom import Engine, StorageBackend, chain
-from kvloom.events import EventBus
 from kvloom.memory import Pool
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers import Loaded, MemoryTier, StoredTier
-from kvloom.tiers.base import Layout
-from kvloom.tiers.stored import Policy
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.stored.tier import Policy, StoredTier
+from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import EXACT, Chunk, ChunkKey, MemoryFormat
 
 CHUNK, CHUNKS, REPEATS = 256, 16, 5

@@ -33,7 +33,7 @@ import numpy as np
 
 import kvloom
 import kvloom.keys
-import kvloom.tiers.ledger
+import kvloom.tiers.index.ledger
 from kvloom.runtime import SystemRuntime
 
 assert importlib.util.find_spec("torch") is None, "torch is here: this proves nothing"
@@ -43,7 +43,7 @@ states = {plugin.name: plugin.state for plugin in kvloom.Registry.discover().sta
 assert all(states[name] == "ok" for name in ("backend_disk", "backend_redis", "backend_fsspec", "testkit")), states
 ends = [one.end for one in kvloom.keys.chain(np.arange(40), chunk_tokens=16, fingerprint="f" * 32)]
 assert ends == [16, 32]
-assert len(kvloom.tiers.ledger.Ledger(SystemRuntime(), capacity=1 << 20)) == 0
+assert len(kvloom.tiers.index.ledger.Ledger(SystemRuntime(), capacity=1 << 20)) == 0
 assert "torch" not in sys.modules
 print(f"Python {sys.version.split()[0]}: configurations, loader, keys and ledger work without torch")
 PY

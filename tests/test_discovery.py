@@ -17,9 +17,10 @@ import pytest
 from children_support import Ended, forked
 
 import kvloom
-from kvloom import PluginError, Registry, plugins
+from kvloom import PluginError, Registry
 from kvloom.cli.main import main
-from kvloom.plugins import PluginStatus
+from kvloom.plugins import registry as plugins
+from kvloom.plugins.registry import PluginStatus
 
 FIXTURES = Path(__file__).parent / "fixtures/plugins"
 MODULES = {"double", "faulty", "later", "shelf", "shelves"}

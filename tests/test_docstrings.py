@@ -106,7 +106,7 @@ def everything() -> Iterator[Public]:
         value = getattr(kvloom, name)
         if str(getattr(value, "__module__", "")).startswith("kvloom") and isinstance(value, type | types.FunctionType):
             yield from of_value(f"kvloom.{home}.{name}", value)
-    for module in (kvloom.envelope, kvloom.native):
+    for module in (kvloom.format.envelope, kvloom.native):
         for name, value in vars(module).items():
             own = not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
             if own and isinstance(value, type | types.FunctionType):

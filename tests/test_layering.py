@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.util
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,33 +20,17 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core/src/kvloom"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
-LAYERS = (
-    {"errors", "installing", "masking", "types"},
-    {"protection"},
-    {"contracts"},
-    {"bounded"},
-    {"hookspecs", "verbs"},
-    {"plugins"},
-    {"config", "legacy", "migration"},
-    {"interrupts", "runtime", "task", "keys", "envelope", "memory", "events", "records", "native"},
-    {"tiers"},
-    {"background", "blending", "layers", "moving"},
-    {"opening"},
-    {"index"},
-    {"engine"},
-    {"replay", "warming"},
-    {"checkup", "cli", "__main__"},
-)
+LAYERS: list[list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["kvloom"]["layers"]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-HOME = {name: home.split(".")[0] for name, home in kvloom._HOME.items()}
+HOME = {name: home.split(".")[0] for name, home in {**kvloom._HOME, **kvloom._MODULES}.items()}
 
 NONDETERMINISTIC = {"threading", "time", "random", "queue", "concurrent", "asyncio", "multiprocessing", "secrets"}
 FORBIDDEN_IN_CORE = {
     **{name: {"runtime"} for name in NONDETERMINISTIC},
-    "threading": {"runtime", "interrupts", "protection"},  # the last for memory that is each thread's own
+    "threading": {"runtime", "interrupts", "format"},  # the last for memory that is each thread's own
     "time": {"runtime", "interrupts"},
     "queue": {"interrupts"},
-    "pluggy": {"plugins", "hookspecs"},
+    "pluggy": {"plugins"},
     "pickle": set(),
 }
 """Module -> the parts of core that may import it."""
@@ -93,7 +79,7 @@ def core_part(found: Import) -> str | None:
 
 
 def core_violations(source: str, module: str) -> list[str]:
-    """What a module of core (`kvloom.tiers.stack`) may not import."""
+    """What a module of core (`kvloom.pipeline.stack`) may not import."""
     part = module.split(".")[1]
     package = module.rpartition(".")[0]
     problems = []
@@ -159,6 +145,31 @@ def test_every_part_of_core_has_a_place_in_the_order() -> None:
     assert parts - {"__init__", "builtin"} <= set(RANK)
 
 
+def test_contributing_shows_the_layers() -> None:
+    lines = [", ".join(layer) for layer in LAYERS]
+    assert (
+        "\n".join(f"< {line}" if at else line for at, line in enumerate(lines))
+        in (ROOT / "CONTRIBUTING.md").read_text()
+    )
+
+
+SOURCES = [ROOT / "core/src", ROOT / "testkit/src", *(plugin / "src" for plugin in PLUGINS)]
+
+
+@pytest.mark.parametrize("folder", SOURCES, ids=lambda path: path.parent.name)
+def test_no_module_imports_itself_through_others(folder: Path) -> None:
+    """Imports for types alone count, too."""
+    sources = {name.removesuffix(".__init__"): (name, source) for name, source in modules(folder)}
+    graph: dict[str, set[str]] = {}
+    for module, (name, source) in sources.items():
+        reached = {
+            inner if (inner := f"{found.module}.{found.name}") in sources else found.module
+            for found in imports(source, name.rpartition(".")[0])
+        }
+        graph[module] = (reached & sources.keys()) - {module}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 def test_builtin_uses_only_public_names() -> None:
     found = [(name, source) for name, source in modules(CORE.parent) if name.startswith("kvloom.builtin.")]
     assert found
@@ -205,19 +216,19 @@ def test_help_loads_no_torch() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("kvloom.types", "from kvloom.engine import Engine", "imports kvloom.engine, which is above it"),
-        ("kvloom.contracts.storage", "import kvloom.tiers.stack", "imports kvloom.tiers, which is above it"),
+        ("kvloom.types", "from kvloom.engine.engine import Engine", "imports kvloom.engine, which is above it"),
+        ("kvloom.contracts.storage", "import kvloom.pipeline.stack", "imports kvloom.pipeline, which is above it"),
         ("kvloom.contracts.storage", "from ..keys import chain", "imports kvloom.keys, which is above it"),
         ("kvloom.memory.__init__", "from ..tiers import Tier", "imports kvloom.tiers, which is above it"),
-        ("kvloom.plugins", "from kvloom import Engine", "imports kvloom.engine, which is above it"),
-        ("kvloom.plugins", "from kvloom import config", "imports kvloom.config, which is above it"),
+        ("kvloom.plugins.registry", "from kvloom import Engine", "imports kvloom.engine, which is above it"),
+        ("kvloom.plugins.registry", "from kvloom import config", "imports kvloom.config, which is above it"),
         (
             "kvloom.config",
             "def f():\n    from kvloom.runtime import Clock",
             "imports kvloom.runtime, which is above it",
         ),
         ("kvloom.engine", "import kvloom.magic", "imports kvloom.magic, which has no place in the order"),
-        ("kvloom.tiers.stack", "import time", "imports time"),
+        ("kvloom.pipeline.stack", "import time", "imports time"),
         ("kvloom.engine", "from concurrent.futures import Future", "imports concurrent"),
         ("kvloom.builtin.dict", "import threading", "imports threading"),
         ("kvloom.config", "import pluggy", "imports pluggy"),
@@ -233,12 +244,12 @@ def test_core_rule_reports(module: str, source: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("kvloom.types", "if TYPE_CHECKING:\n    from kvloom.engine import Engine"),
-        ("kvloom.engine", "from kvloom.tiers import Tier\nfrom kvloom.types import Chunk"),
-        ("kvloom.envelope", "from kvloom.keys import chain"),
+        ("kvloom.types", "if TYPE_CHECKING:\n    from kvloom.engine.engine import Engine"),
+        ("kvloom.engine.engine", "from kvloom.tiers.tier import Tier\nfrom kvloom.types import Chunk"),
+        ("kvloom.memory.pool", "from kvloom.keys import chain"),
         ("kvloom.runtime", "import threading, time, random"),
         ("kvloom.cli.main", "from kvloom import Engine, __version__"),
-        ("kvloom.hookspecs", "import pluggy"),
+        ("kvloom.plugins.hookspecs", "import pluggy"),
         ("kvloom.memory.pool", "from .extents import Extents"),
     ],
 )
@@ -250,7 +261,7 @@ def test_core_rule_allows(module: str, source: str) -> None:
     "source",
     [
         "from kvloom.contracts.storage import StorageBackend",
-        "import kvloom.engine",
+        "import kvloom.engine.engine",
         "from kvloom import runtime",
         "from kvloom import _HOME",
         "import kvloom\nkvloom.keys",

@@ -10,7 +10,7 @@ import pytest
 
 from kvloom import Engine, KVSpec, Registry
 from kvloom.config import StoredBlock
-from kvloom.tiers.build import _opened
+from kvloom.engine.builder import _opened
 
 PAGE = Path(__file__).parents[1] / "docs/extend/threads-and-forks.md"
 SPEC = KVSpec(model="tiny", num_layers=1, num_kv_heads=1, head_size=4, dtype="float32")

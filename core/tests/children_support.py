@@ -18,7 +18,7 @@ LONGEST_SECONDS = 240
 """A child that takes longer is ended by a signal."""
 LAUNCHER = f"""
 import json, os, signal, sys
-import torch, kvloom.engine
+import torch, kvloom.engine.engine
 kvloom.Registry.discover()  # imports what a child would
 folder, jobs = json.load(sys.stdin)
 children = {{}}

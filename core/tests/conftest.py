@@ -18,7 +18,7 @@ from layers_support import STEP, Ranges
 
 from kvloom import Engine, KVSpec, Registry
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers import upkeep
+from kvloom.tiers.stored import maintenance
 
 settings.register_profile("kvloom", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", 25)))
 settings.load_profile("kvloom")
@@ -106,8 +106,8 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
         return True
 
     monkeypatch.setattr(Shelf, "get_range", get_range)
-    monkeypatch.setattr("kvloom.tiers.layered.WHOLE_BYTES", 0)
-    monkeypatch.setattr("kvloom.tiers.layer_blobs.RANGE_BYTES", 2 * STEP)
+    monkeypatch.setattr("kvloom.pipeline.layer_read.WHOLE_BYTES", 0)
+    monkeypatch.setattr("kvloom.tiers.stored.layer_ranges.RANGE_BYTES", 2 * STEP)
     monkeypatch.setattr("kvloom.builtin.raw._SMALL_BYTES", 0)
     return ranges
 
@@ -115,9 +115,9 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upkeep looks round all the time."""
-    monkeypatch.setattr(upkeep, "ROUND_SECONDS", 0.02)
-    monkeypatch.setattr(upkeep, "RELIST_SECONDS", 0.05)
-    monkeypatch.setattr(upkeep, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(maintenance, "ROUND_SECONDS", 0.02)
+    monkeypatch.setattr(maintenance, "RELIST_SECONDS", 0.05)
+    monkeypatch.setattr(maintenance, "TELL_SECONDS", 0.0)
 
 
 @pytest.fixture

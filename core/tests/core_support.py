@@ -32,8 +32,8 @@ from kvloom import (
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.builtin.plain import PlainConnector
 from kvloom.builtin.raw import RawSerializer
-from kvloom.tiers.chain import NO_CHAIN, Chain
-from kvloom.tiers.ledger import Ledger, Victim
+from kvloom.tiers.index.ledger import Ledger, Victim
+from kvloom.tiers.prefix import NO_CHAIN, Chain
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
 CHUNK = 4

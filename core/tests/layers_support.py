@@ -10,7 +10,7 @@ import torch
 from core_support import CHUNK, Gate, Shelf, tokens_of
 
 from kvloom import Engine, KVSpec, envelope
-from kvloom.layers import Loading
+from kvloom.pipeline.layer_load import Loading
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}

@@ -8,7 +8,7 @@ from core_support import PromptLedger as Ledger
 
 from kvloom import ChunkKey, Entry
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.ledger import Fidelity
+from kvloom.tiers.index.ledger import Fidelity
 
 START = 1_000_000.0
 EXACT = Fidelity.EXACT

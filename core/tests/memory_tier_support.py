@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from kvloom import Chunk, ChunkKey, Event, MemoryFormat
-from kvloom.events import EventBus
 from kvloom.memory import Pool
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.base import Layout, Loaded
-from kvloom.tiers.memory import MemoryTier
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.tier import Layout, Loaded
 
 PAGE = 4096
 

@@ -16,8 +16,8 @@ from kvloom.bounded import get_at_most, one_line
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.cli.verify import MAX_BLOB_BYTES, Examiner
 from kvloom.contracts.component import Config
-from kvloom.protection import Protection
-from kvloom.tiers.departed import RECORD, parse
+from kvloom.format.encryption import Protection
+from kvloom.tiers.index.eviction_history import RECORD, parse
 
 HOLE_BYTES = 1 << 43
 """More than there is memory."""

@@ -7,10 +7,10 @@ import pytest
 from kvloom import CorruptBlobError
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.contracts.component import Config
-from kvloom.events import EventBus
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.breaker import FAILURES, FIRST_SECONDS, MOST_SECONDS, Breaker
-from kvloom.tiers.calls import Calls
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.stored.breaker import FAILURES, FIRST_SECONDS, MOST_SECONDS, Breaker
+from kvloom.tiers.stored.calls import Calls
 
 
 class Clock(SystemRuntime):

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloom import ChunkEvent, Engine, Event, Registry, int32_tokens
-from kvloom.events import CHUNK_EVENT_BYTES, CounterKey, EventBus
 from kvloom.runtime import SystemRuntime
+from kvloom.telemetry.events import CHUNK_EVENT_BYTES, CounterKey, EventBus
 
 SOON = 30.0
 MEMORY = {"type": "memory", "capacity": "1MiB"}

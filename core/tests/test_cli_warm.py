@@ -19,7 +19,7 @@ from clock_support import Hang
 
 import kvloom
 from kvloom import ConfigError, Engine, KVSpec, envelope
-from kvloom.warming import read_prompts
+from kvloom.engine.warming import read_prompts
 
 BLOB_BYTES = 8192
 """What one blob takes up on the disk: a header and less than a page of KV."""
@@ -181,7 +181,7 @@ def test_files_that_are_no_prompts(config: Path, tmp_path: Path, line: str | Non
 def test_no_more_is_read_than_a_file_of_prompts_has(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvloom.warming.MOST_BYTES", 100)
+    monkeypatch.setattr("kvloom.engine.warming.MOST_BYTES", 100)
     refused = run("warm", "/dev/zero", "--config", config, status=2).err
     assert refused == "kvloom: /dev/zero: cannot be read: it has more than 100 bytes\n"
 
@@ -418,6 +418,7 @@ def test_without_memory_there_is_nothing_to_warm(tmp_path: Path, fast: Path) -> 
 
 def test_the_name_stays_a_function_whatever_is_imported_first() -> None:
     code = (
-        "import kvloom.warming, kvloom; from kvloom import warm; assert callable(kvloom.warm) and warm is kvloom.warm"
+        "import kvloom.engine.warming, kvloom; from kvloom import warm; "
+        "assert callable(kvloom.warm) and warm is kvloom.warm"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

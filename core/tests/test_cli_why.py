@@ -20,7 +20,7 @@ from cli_support import CHUNK, SPEC, Rack, blobs_in, fill, rack_installed, run
 from policies_support import eventually
 
 from kvloom import Engine, KVSpec
-from kvloom.tiers.departed import RECORD
+from kvloom.tiers.index.eviction_history import RECORD
 
 BLOB_BYTES = 8192
 """Of one chunk: a page of header and a page of payload."""

@@ -8,7 +8,7 @@ import threading
 import pytest
 import xxhash
 
-from kvloom.tiers.departed import _HEADER, _MAGIC, MOST, Departed, parse
+from kvloom.tiers.index.eviction_history import _HEADER, _MAGIC, MOST, Departed, parse
 
 
 class Clock:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvloom import Event, Observer
 from kvloom.builtin.log import LogConfig, LogObserver
-from kvloom.events import QUEUE_EVENTS, CounterKey, EventBus, Totals
 from kvloom.runtime import SystemRuntime
+from kvloom.telemetry.events import QUEUE_EVENTS, CounterKey, EventBus, Totals
 
 SOON = 30.0
 
@@ -193,7 +193,7 @@ def test_the_log_observer_writes_facts_and_marks_trouble(caplog: pytest.LogCaptu
 
 
 def test_reasons_are_few_and_short_whatever_is_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvloom.events.MOST_COUNTERS", 10)
+    monkeypatch.setattr("kvloom.telemetry.events.MOST_COUNTERS", 10)
     bus = bus_of()
     for number in range(50):
         bus.emit(Event("missed", "disk", reason=f"text {number}", chunks=1))

@@ -12,7 +12,7 @@ from clock_support import Hang
 from core_support import CHUNK, SPEC, Gate, Shelf, eventually, kv_of, tokens_of
 from faults_support import KV, MEMORY, SHELF, TOKENS, Open, chunk_names, count, filled, retrieve
 
-from kvloom import BackendError, Buffers, Tier, chain
+from kvloom import BackendError, Buffers, chain, open_tier
 
 # -- one request's trouble is not another's ----------------------------------------------------------------------------
 
@@ -250,11 +250,11 @@ def test_an_engine_that_cannot_open_leaves_no_thread(open_engine: Open) -> None:
 
 
 def test_put_respects_write_never_and_a_device_that_is_not_here_is_refused() -> None:
-    tier = Tier.open({"type": "dict", "write": "never"}, SPEC)
+    tier = open_tier({"type": "dict", "write": "never"}, SPEC)
     key = "f" * 32
     segment = chain(TOKENS, chunk_tokens=CHUNK, fingerprint=key)[0]
     assert tier.batched_put([(segment.key, KV[:, :, :4])]) == 0 and not tier.contains(segment.key)
     tier.close()
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="dst_device: 'cuda:99' cannot be used here, use 'cpu'"):
-            Tier.open("memory", SPEC, dst_device="cuda:99")
+            open_tier("memory", SPEC, dst_device="cuda:99")

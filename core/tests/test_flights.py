@@ -12,14 +12,14 @@ import torch
 from kvloom import Chunk, ChunkKey, MemoryFormat
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.contracts.component import Config
-from kvloom.events import EventBus
 from kvloom.memory import Pool
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.base import Layout, Loaded
-from kvloom.tiers.calls import Calls
-from kvloom.tiers.flights import Flights
-from kvloom.tiers.memory import MemoryTier
-from kvloom.tiers.visit import Visit
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.request_context import Visit
+from kvloom.tiers.stored.calls import Calls
+from kvloom.tiers.stored.inflight import Flights
+from kvloom.tiers.tier import Layout, Loaded
 
 PAGE = 4096
 SHAPE = (2, 1, 4, PAGE // 8)

@@ -18,8 +18,8 @@ import pytest
 import torch
 from core_support import CHUNK, SPEC, Shelf, kv_of, tokens_of
 
-from kvloom import BackendError, Engine, Tier
-from kvloom.engine import _named
+from kvloom import BackendError, Engine, Tier, open_tier
+from kvloom.engine.engine import _named
 from kvloom.memory import Pool
 from kvloom.runtime import SystemRuntime
 
@@ -240,7 +240,7 @@ def locked_name() -> Iterator[Engine]:
 
 def test_a_tier_on_its_own_is_refused_in_a_child() -> None:
     for block in ("memory", "dict"):
-        tier = Tier.open(block, SPEC)
+        tier = open_tier(block, SPEC)
         key = Engine.open({"tiers": ["memory"], "connector": "plain", "chunk_tokens": 4}, SPEC).segments(TOKENS)[0].key
 
         def work(tier: Tier = tier, key: Any = key) -> None:

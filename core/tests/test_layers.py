@@ -31,7 +31,7 @@ from layers_support import (
 )
 
 from kvloom import KVSpec
-from kvloom.tiers.layer_blobs import groups
+from kvloom.tiers.stored.layer_ranges import groups
 
 pytestmark = pytest.mark.usefixtures("ranges")
 
@@ -72,7 +72,7 @@ def same_as_retrieve(open_engine: Open, monkeypatch: pytest.MonkeyPatch, data: s
     planes, layers = data.draw(st.integers(1, 2), label="planes"), data.draw(st.integers(1, 9), label="layers")
     spec = KVSpec("m", num_layers=layers, num_kv_heads=1, head_size=data.draw(st.sampled_from([1, 3, 64])),
                   dtype=data.draw(st.sampled_from(["bfloat16", "float32", "uint8"])), kv_planes=planes)  # fmt: skip
-    monkeypatch.setattr("kvloom.tiers.layer_blobs.RANGE_BYTES", data.draw(st.sampled_from([1, 700, 1 << 20])))
+    monkeypatch.setattr("kvloom.tiers.stored.layer_ranges.RANGE_BYTES", data.draw(st.sampled_from([1, 700, 1 << 20])))
     total = data.draw(st.integers(0, 30), label="tokens")
     tokens = tokens_of(total)
     kv = (torch.rand(spec.blob_shape(total), generator=torch.Generator().manual_seed(1)) * 200).to(spec.torch_dtype)

@@ -241,7 +241,7 @@ def there_and_back(open_engine: Open, monkeypatch: pytest.MonkeyPatch, data: st.
     layers, planes = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 2))
     spec = KVSpec("m", num_layers=layers, num_kv_heads=1, head_size=data.draw(st.sampled_from([1, 3, 64])),
                   dtype=data.draw(st.sampled_from(["bfloat16", "float32", "uint8"])), kv_planes=planes)  # fmt: skip
-    monkeypatch.setattr("kvloom.tiers.layer_blobs.RANGE_BYTES", data.draw(st.sampled_from([1, 700, 1 << 20])))
+    monkeypatch.setattr("kvloom.tiers.stored.layer_ranges.RANGE_BYTES", data.draw(st.sampled_from([1, 700, 1 << 20])))
     total = data.draw(st.integers(0, 30))
     tokens, kv = tokens_of(total), deep_kv(total, spec) if spec.dtype != "uint8" else torch.zeros(0)
     if spec.dtype == "uint8":

@@ -37,7 +37,7 @@ from layers_support import (
     settled,
 )
 
-from kvloom import envelope
+from kvloom.format import envelope
 
 pytestmark = pytest.mark.usefixtures("ranges")
 

@@ -270,7 +270,7 @@ def test_what_another_read_in_vain_is_read_by_layers_after_all(
     got = torch.zeros_like(KV)
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
         until(lambda: all(f.shares == 2 for f in tuple(engine._stack.stored[0].loads.flights._open.values())))
-        monkeypatch.setattr("kvloom.tiers.breaker.Breaker.failed", lambda self, verb: False)
+        monkeypatch.setattr("kvloom.tiers.stored.breaker.Breaker.failed", lambda self, verb: False)
         gate.open()
         finish(loading, got)
     assert not task.result(20).any() and settled(engine)

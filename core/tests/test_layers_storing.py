@@ -26,10 +26,10 @@ from layers_support import (
 )
 
 from kvloom import BackendError, Engine, KVSpec, Segment
-from kvloom.layers import Storing
 from kvloom.memory import pages_of
+from kvloom.pipeline.key_locks import LongClaims
+from kvloom.pipeline.layer_store import Storing
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.claims import LongClaims
 
 pytestmark = pytest.mark.usefixtures("ranges")
 LAYOUTS = pytest.mark.parametrize("tiers", [(MEMORY,), (MEMORY, SHELF), (SHELF,)], ids=["memory", "both", "stored"])

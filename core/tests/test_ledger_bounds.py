@@ -11,7 +11,7 @@ from core_support import PromptLedger as Ledger
 from ledger_support import EXACT, START, Clock, entry, key, write
 
 from kvloom import ChunkKey
-from kvloom.tiers.ledger import Fidelity, Victim
+from kvloom.tiers.index.ledger import Fidelity, Victim
 
 
 @pytest.fixture

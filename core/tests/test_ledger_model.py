@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvloom import ChunkKey, Entry
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.ledger import Fidelity, Victim
+from kvloom.tiers.index.ledger import Fidelity, Victim
 
 TAGS = ("-", "t", "u")
 KEYS = [

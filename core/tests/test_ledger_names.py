@@ -13,8 +13,8 @@ from ledger_support import EXACT, START, Clock, entry, key, order_of_going, writ
 
 from kvloom import ChunkKey
 from kvloom.runtime import Lock
-from kvloom.tiers.rings import Links, Ring
-from kvloom.tiers.rows import FREE, Rows
+from kvloom.tiers.index.columns import FREE, Rows
+from kvloom.tiers.index.lru import Links, Ring
 
 
 @pytest.fixture

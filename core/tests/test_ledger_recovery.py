@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ledger_support import EXACT, START, Clock, chain_of, entry, held, key, order_of_going, write
 
 from kvloom import ChunkKey, Entry
-from kvloom.tiers.ledger import Fidelity, Victim
+from kvloom.tiers.index.ledger import Fidelity, Victim
 
 NAMESPACE = f"{'f' * 32}/-"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-from kvloom.tiers.sketch import Sketch
+from kvloom.tiers.index.frequency import Sketch
 
 
 def digests(count: int, kind: str = "a") -> list[bytes]:

@@ -9,7 +9,7 @@ import pytest
 
 from kvloom import ConfigError, EngineConfig
 from kvloom.config import StoredBlock
-from kvloom.legacy import BACKENDS, FIELDS
+from kvloom.config.legacy import BACKENDS, FIELDS
 
 GiB = 1 << 30
 

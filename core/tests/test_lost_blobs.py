@@ -16,9 +16,9 @@ from ledger_support import chain_of
 from kvloom import ChunkKey, Engine
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.calls import Calls
-from kvloom.tiers.ledger import Fidelity, Ledger
-from kvloom.tiers.presence import Presence
+from kvloom.tiers.index.ledger import Fidelity, Ledger
+from kvloom.tiers.stored.calls import Calls
+from kvloom.tiers.stored.existence import Presence
 
 Open = Callable[..., Engine]
 MEMORY = {"type": "memory", "capacity": "1MiB"}

@@ -12,11 +12,11 @@ import torch
 from memory_tier_support import PAGE, A, B, C, D, E, F, Make, key_of, tiers
 
 from kvloom import Chunk, MemoryFormat
-from kvloom.events import EventBus
 from kvloom.memory import Pool
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.base import Layout
-from kvloom.tiers.memory import MemoryTier
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.tier import Layout
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_who_waits_for_room_is_woken_by_a_lease_that_ends(when: str, monkeypatch
 
 
 def test_too_many_changes_become_a_listing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvloom.tiers.held._MOST_CHANGES", 3)
+    monkeypatch.setattr("kvloom.tiers.memory.index._MOST_CHANGES", 3)
     one = make(pages=10)
     assert one.tier.changes() == ([], [], True)
     for number in range(3):

@@ -12,7 +12,7 @@ from memory_tier_support import PAGE, A, B, C, D, E, F, Make, Queue, key_of, tie
 
 from kvloom import ChunkKey
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.base import Loaded
+from kvloom.tiers.tier import Loaded
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ from urllib.parse import quote
 
 import pytest
 
-from kvloom import Observer, PluginError, Registry, StorageBackend, hookimpl, hookspecs, installing
+from kvloom import Observer, PluginError, Registry, StorageBackend, hookimpl
 from kvloom.config import Block, StoredBlock
 from kvloom.config.blocks import BlendBlock, SerializerBlock
-from kvloom.plugins import KINDS
+from kvloom.plugins import hookspecs, installing
+from kvloom.plugins.registry import KINDS
 
 Install = Callable[..., EntryPoint]
 

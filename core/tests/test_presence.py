@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvloom import chain
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.calls import Calls
-from kvloom.tiers.ledger import Fidelity, Ledger
-from kvloom.tiers.presence import Presence
-from kvloom.tiers.remembered import Remembered
+from kvloom.tiers.index.existence_cache import Remembered
+from kvloom.tiers.index.ledger import Fidelity, Ledger
+from kvloom.tiers.stored.calls import Calls
+from kvloom.tiers.stored.existence import Presence
 from kvloom.types import ChunkKey
 
 KEYS: dict[Fidelity | None, ChunkKey] = {

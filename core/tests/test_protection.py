@@ -19,7 +19,7 @@ from layers_support import DEEP, MEMORY, SHELF
 from layers_support import KV as DEEP_KV
 
 from kvloom import ConfigError, CorruptBlobError, Engine, LaterVersionError, UnreadableBlobError, envelope
-from kvloom.protection import Protection
+from kvloom.format.encryption import Protection
 
 Open = Callable[..., Engine]
 KEY = "f" * 32 + "/-/0-" + "a" * 64

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvloom import ChunkKey
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers import purges
-from kvloom.tiers.purges import Purges
+from kvloom.tiers import invalidation
+from kvloom.tiers.invalidation import Purges
 
 
 def key(name: int, *, tag: str = "a", fingerprint: str = "f") -> ChunkKey:
@@ -72,8 +72,8 @@ def test_many_removals_do_not_hit_others(removals: Purges) -> None:
 
 
 def test_what_cannot_be_told_any_more_counts_as_removed(removals: Purges, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purges, "_MOST_KEYS", 2)
-    monkeypatch.setattr(purges, "_MOST_PREFIXES", 2)
+    monkeypatch.setattr(invalidation, "_MOST_KEYS", 2)
+    monkeypatch.setattr(invalidation, "_MOST_PREFIXES", 2)
     before = removals.mark()
     with removals.removing([key(1)]):
         pass
@@ -93,8 +93,8 @@ def test_what_cannot_be_told_any_more_counts_as_removed(removals: Purges, monkey
 
 
 def test_what_is_told_less_exactly_is_told_as_late_as_it_was(removals: Purges, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purges, "_MOST_KEYS", 1)
-    monkeypatch.setattr(purges, "_MOST_PREFIXES", 1)
+    monkeypatch.setattr(invalidation, "_MOST_KEYS", 1)
+    monkeypatch.setattr(invalidation, "_MOST_PREFIXES", 1)
     with removals.removing([key(1, tag="a")]):
         pass
     early = removals.mark()
@@ -145,11 +145,11 @@ def test_nothing_that_was_removed_since_a_mark_is_missed(steps: list, most_keys:
                 open_now.append((both, keys))
             elif open_now:
                 both, keys = open_now.pop(step[1] % len(open_now))
-                patch.setattr(purges, "_MOST_KEYS", 1 << 20)
-                patch.setattr(purges, "_MOST_PREFIXES", 1 << 20)
+                patch.setattr(invalidation, "_MOST_KEYS", 1 << 20)
+                patch.setattr(invalidation, "_MOST_PREFIXES", 1 << 20)
                 both.close()
-                patch.setattr(purges, "_MOST_KEYS", most_keys)
-                patch.setattr(purges, "_MOST_PREFIXES", most_prefixes)
+                patch.setattr(invalidation, "_MOST_KEYS", most_keys)
+                patch.setattr(invalidation, "_MOST_PREFIXES", most_prefixes)
                 narrow._note_keys((), 0)
                 history.append(keys)
             for place, mark, narrow_mark in marks:

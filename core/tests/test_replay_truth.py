@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvloom import Engine, KVSpec
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.config import EngineConfig, resolve
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 from kvloom.replay import Line, Replay, plan_tiers
 
 BIG = KVSpec(model="tiny", num_layers=2, num_kv_heads=8, head_size=128, dtype="float32")

@@ -11,8 +11,8 @@ import torch
 from core_support import CHUNK, CHUNK_BYTES, SPEC, Gate, Shelf, Witness, kv_of, tokens_of
 
 from kvloom import ConfigError, Engine, Registry, Request
-from kvloom.events import QUEUE_REQUESTS, EventBus
 from kvloom.runtime import SystemRuntime
+from kvloom.telemetry.events import QUEUE_REQUESTS, EventBus
 
 SOON = 30.0
 MEMORY = {"type": "memory", "capacity": "1MiB"}
@@ -191,7 +191,7 @@ def test_a_bus_takes_no_request_after_its_end() -> None:
 def test_a_task_too_many_is_told_as_one_that_gave_nothing(
     open_engine: Open, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvloom.background.MOST_TASKS", 1)
+    monkeypatch.setattr("kvloom.engine.background.MOST_TASKS", 1)
     engine = open_engine(MEMORY, SHELF, observers=["witness"])
     Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "contains" else None
     first = engine.prefetch(tokens_of(4))

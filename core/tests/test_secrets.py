@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvloom import Config, ConfigError, EngineConfig, Registry
 from kvloom.config import resolve
-from kvloom.masking import is_secret, looks_like_a_key, masked, masked_template
-from kvloom.protection import Protection
+from kvloom.format.encryption import Protection
+from kvloom.redaction import is_secret, looks_like_a_key, masked, masked_template
 
 SECRET = "hunter2hunter2"
 KEY = base64.b64encode(bytes(range(32))).decode()

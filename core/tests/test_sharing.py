@@ -12,8 +12,8 @@ import torch
 from core_support import CHUNK, SPEC, Gate, PlainConnector, Shelf, kv_of, matches, tokens_of
 
 from kvloom import BackendError, Engine, Hit, Index, KVSpec, Registry
+from kvloom.pipeline.key_locks import Claims
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.claims import Claims
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}

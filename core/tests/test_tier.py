@@ -9,7 +9,7 @@ import pytest
 import torch
 from core_support import CHUNK, SPEC, Gate, Shelf, kv_of, tokens_of
 
-from kvloom import ConfigError, Engine, Segment, Tier, chain
+from kvloom import ConfigError, Engine, Segment, chain, open_tier
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
@@ -25,7 +25,7 @@ def chunks_of(count: int, seed: int = 0) -> list[tuple[Segment, torch.Tensor]]:
 
 @pytest.mark.parametrize("block", ["memory", "dict", {"type": "dict", "capacity": "1MiB"}], ids=str)
 def test_put_contains_get_close(block: str | dict[str, str]) -> None:
-    tier = Tier.open(block, SPEC)
+    tier = open_tier(block, SPEC)
     (first, one), (second, two) = chunks_of(8)
     assert tier.get(first.key) is None and not tier.contains(first.key)
     tier.put(first.key, one)
@@ -46,7 +46,7 @@ def test_put_contains_get_close(block: str | dict[str, str]) -> None:
 
 @pytest.mark.parametrize("block", ["memory", "dict"])
 def test_batches_count_and_are_lazy(block: str) -> None:
-    tier = Tier.open(block, SPEC)
+    tier = open_tier(block, SPEC)
     items = chunks_of(20)
     assert tier.batched_put((segment.key, chunk) for segment, chunk in items[:3]) == 3
     assert tier.batched_put([(segment.key, chunk) for segment, chunk in items[3:4]], blocking=False) == 1
@@ -67,7 +67,7 @@ def test_batches_count_and_are_lazy(block: str) -> None:
 
 
 def test_a_put_that_cannot_be_kept_is_not_counted() -> None:
-    tier = Tier.open({"type": "dict", "capacity": "8KiB"}, SPEC)
+    tier = open_tier({"type": "dict", "capacity": "8KiB"}, SPEC)
     big = torch.zeros(2, 2, 4096, 8, dtype=torch.bfloat16)
     (first, one), *_ = chunks_of(4)
     assert tier.batched_put([(first.key, big)]) == 0
@@ -77,8 +77,8 @@ def test_a_put_that_cannot_be_kept_is_not_counted() -> None:
 
 def test_an_invalid_device_is_a_runtime_error() -> None:
     with pytest.raises(RuntimeError, match="nonsense"):
-        Tier.open("memory", SPEC, dst_device="nonsense")
-    tier = Tier.open("memory", SPEC, dst_device="meta")
+        open_tier("memory", SPEC, dst_device="nonsense")
+    tier = open_tier("memory", SPEC, dst_device="meta")
     (first, one), *_ = chunks_of(4)
     tier.put(first.key, one)
     got = tier.get(first.key)
@@ -89,7 +89,7 @@ def test_an_invalid_device_is_a_runtime_error() -> None:
 @pytest.mark.parametrize("chunk", [torch.zeros(2, 2, 4, 8), torch.zeros(2, 4, 8, dtype=torch.bfloat16)])
 def test_a_chunk_of_the_wrong_kind_is_refused(chunk: torch.Tensor) -> None:
     for block in ("memory", "dict"):
-        tier = Tier.open(block, SPEC)
+        tier = open_tier(block, SPEC)
         with pytest.raises(ValueError, match="kv_chunk: expected"):
             tier.put(chunks_of(4)[0][0].key, chunk)
         tier.close()
@@ -235,7 +235,7 @@ def test_timed_says_what_every_encode_took_and_changes_no_blob(
     open_engine: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens, kv = tokens_of(4), kv_of(4)
-    caplog.set_level(logging.INFO, "kvloom.tiers.timed")
+    caplog.set_level(logging.INFO, "kvloom.telemetry.timed_serializer")
     engine = open_engine(SHELF | {"serializer": {"type": "raw", "timed": True}})
     engine.store(tokens, kv=kv)
     assert engine.flush(20) and "verb=encode" in caplog.text

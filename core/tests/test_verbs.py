@@ -10,15 +10,16 @@ import typer
 from typer.main import get_group
 from typer.testing import CliRunner
 
-from kvloom import ConfigError, pip_install, plugins, verbs
+from kvloom import ConfigError, pip_install
 from kvloom.cli import main
+from kvloom.plugins import command_outline, registry
 
 
 def test_what_is_listed_is_what_there_is() -> None:
     listed = get_group(main.app(listing=True)).commands
     commands = main.app()
     whole = get_group(commands).commands
-    assert set(listed) == set(whole) == verbs.names(commands) and set(main.VERBS) <= set(whole)
+    assert set(listed) == set(whole) == command_outline.names(commands) and set(main.VERBS) <= set(whole)
     for name in set(whole) - set(main.VERBS):
         assert listed[name].get_short_help_str() == whole[name].get_short_help_str()
     for line in main.VERBS.values():
@@ -27,8 +28,8 @@ def test_what_is_listed_is_what_there_is() -> None:
 
 def test_a_verb_of_another_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after the README's own line, which installs three packages."""
-    builtin = [one for one in plugins._installed() if one.name == "builtin"]
-    monkeypatch.setattr(plugins, "_installed", lambda: builtin)
+    builtin = [one for one in registry._installed() if one.name == "builtin"]
+    monkeypatch.setattr(registry, "_installed", lambda: builtin)
     commands = main.app()
     assert "top" not in get_group(main.app(listing=True)).get_help(typer.Context(get_group(commands)))
     for name, dist in main.ELSEWHERE.items():
@@ -70,13 +71,13 @@ def test_an_outline_keeps_what_a_list_shows() -> None:
     beside.command("ring", help="Ring.")(lambda: None)
     commands.add_typer(beside)
 
-    listed = get_group(verbs.outlined(commands)).commands
+    listed = get_group(command_outline.outlined(commands)).commands
     assert {name: (verb.help, verb.hidden) for name, verb in listed.items()} == {
         "open-up": ("Open it.", False),
         "shut": (None, True),
         "goods": ("What it sells.", False),
         "ring": ("Ring.", False),
     }
-    assert verbs.names(commands) == set(listed)
+    assert command_outline.names(commands) == set(listed)
     with pytest.raises(AssertionError, match=r"(?i)union"):
         get_group(commands)

@@ -12,7 +12,7 @@ from core_support import eventually
 
 from kvloom import BackendError, ChunkKey
 from kvloom.runtime import SystemRuntime, Workers
-from kvloom.tiers.writes import STILL_SHARE, WriteQueue
+from kvloom.tiers.stored.write_queue import STILL_SHARE, WriteQueue
 
 A, B, C, D = (ChunkKey("f/-", number, bytes([number]) * 32) for number in range(4))
 

@@ -12,7 +12,7 @@ from kvloom import Buffers, Chunk, MemoryFormat
 from kvloom.memory.extents import Extents
 from kvloom.memory.pages import PAGE_BYTES
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers import Loaded
+from kvloom.tiers.tier import Loaded
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import kvloom_serde_tensors
 from kvloom import Chunk, KVSpec, MemoryFormat, Serializer
 from kvloom.builtin.raw import RawSerializer
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.timed import TimedSerializer
+from kvloom.telemetry.timed_serializer import TimedSerializer
 from kvloom_serde_tensors.serializers import SafetensorsSerializer, TorchSerializer
 
 

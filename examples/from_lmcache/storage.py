@@ -10,8 +10,8 @@ import tempfile
 import torch
 
 import kvloom
-from kvloom import Engine, KVSpec, Tier
-from kvloom.tiers import StoredTier
+from kvloom import Engine, KVSpec, open_tier
+from kvloom.tiers.stored.tier import StoredTier
 from kvloom_backend_disk.backend import DiskBackend
 
 
@@ -31,7 +31,7 @@ def chunks(folder: str) -> None:
     spec = KVSpec("example", num_layers=2, num_kv_heads=2, head_size=8, dtype="float32")
     first, second = kvloom.chain(torch.arange(32), chunk_tokens=16, fingerprint="0" * 32)
     kv_chunk = torch.rand(spec.blob_shape(16))
-    tier = Tier.open({"type": "disk", "path": folder}, spec, dst_device="cpu")
+    tier = open_tier({"type": "disk", "path": folder}, spec, dst_device="cpu")
     tier.put(key=first.key, kv_chunk=kv_chunk)
     tier.put(second.key, kv_chunk, blocking=False)  # submit_put_task; one that is under way is not begun again
     assert tier.contains(first.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -16,14 +17,10 @@ _TEXT = 'text-anchor="middle" font-family="sans-serif" font-size="14" fill="#1c2
 _PAPER = '<rect width="100%" height="100%" fill="#fff"/>'
 
 
-def layers() -> list[set[str]]:
-    """As tests/test_layering.py holds the code to them, lowest first."""
-    tree = ast.parse((ROOT / "tests" / "test_layering.py").read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "LAYERS":
-            found: list[set[str]] = ast.literal_eval(node.value)
-            return found
-    raise AssertionError("no LAYERS in tests/test_layering.py")
+def layers() -> list[list[str]]:
+    """Packages of core, lowest first: the table that tests/test_layering.py holds the code to."""
+    found: list[list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["kvloom"]["layers"]
+    return found
 
 
 def imports() -> Counter[tuple[str, str]]:
@@ -36,7 +33,8 @@ def imports() -> Counter[tuple[str, str]]:
                 counted[part, node.module.split(".")[1]] += 1
             elif isinstance(node, ast.ImportFrom) and node.module == "kvloom":
                 for name in node.names:
-                    counted[part, kvloom._HOME.get(name.name, name.name).split(".")[0]] += 1
+                    home = {**kvloom._HOME, **kvloom._MODULES}.get(name.name, name.name)
+                    counted[part, home.split(".")[0]] += 1
     return counted
 
 

@@ -15,16 +15,21 @@ import torch
 from kvloom import Engine, KVSpec
 
 PARTS = {
-    "Engine": ("kvloom.engine", "kvloom.index", "kvloom.background"),
+    "Engine": ("kvloom.engine",),
     "token database": ("kvloom.builtin.chunked", "kvloom.keys"),
-    "Mover": ("kvloom.moving",),
+    "Mover": ("kvloom.pipeline.transfer",),
     "connector": ("kvloom.builtin.plain",),
-    "Stack": ("kvloom.tiers.stack", "kvloom.tiers.fetcher", "kvloom.tiers.keeper"),
-    "memory tier": ("kvloom.tiers.memory", "kvloom.tiers.held", "kvloom.tiers.recency", "kvloom.memory"),
-    "": tuple(f"kvloom.tiers.{one}" for one in ("visit", "purges", "claims", "base", "chain", "rings")),
+    "Stack": ("kvloom.pipeline.stack", "kvloom.pipeline.load", "kvloom.pipeline.store", "kvloom.pipeline.locate"),
+    "memory tier": (
+        "kvloom.tiers.memory.tier",
+        "kvloom.tiers.memory.index",
+        "kvloom.tiers.memory.lru",
+        "kvloom.memory",
+    ),
+    "": tuple(f"kvloom.tiers.{one}" for one in ("request_context", "invalidation", "tier", "prefix", "index.lru")),
     "stored tier": ("kvloom.tiers",),
     "serializer": ("kvloom_serde", "kvloom.builtin.raw"),
-    "envelope": ("kvloom.envelope",),
+    "envelope": ("kvloom.format.envelope",),
     "backend": ("kvloom_backend", "kvloom.builtin.dict_backend"),
 }
 """What is drawn, from left to right, and the modules that it is; the first that fits counts. The rest is passed over,

@@ -14,7 +14,7 @@ import pytest
 from sessions import Sessions
 
 from kvloom import ConfigError, EngineConfig
-from kvloom.plugins import KINDS
+from kvloom.plugins.registry import KINDS
 from kvloom_testkit import effort, scaffold
 from kvloom_testkit.kinds import CLASSES
 

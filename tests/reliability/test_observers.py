@@ -21,7 +21,7 @@ from reliability_support import (
 )
 
 from kvloom import Engine
-from kvloom.events import QUEUE_EVENTS
+from kvloom.telemetry.events import QUEUE_EVENTS
 
 TOKENS, KV = tokens_of(64, 1), kv_of(64, 1)
 ABSENT = tokens_of(4 * 256, 2)

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "hookimpl": "hookspecs",
-    "Engine": "engine",
-    "Index": "index",
-    "Task": "task",
-    "warm": "warming",
-    "Warmed": "warming",
-    **dict.fromkeys(["Loading", "Storing"], "layers"),
-    "Changes": "tiers.held",
+    "hookimpl": "plugins.hookspecs",
+    "Engine": "engine.engine",
+    "Index": "engine.lookup",
+    "open_tier": "engine.builder",
+    "Task": "pipeline.task",
+    "warm": "engine.warming",
+    "Warmed": "engine.warming",
+    "Loading": "pipeline.layer_load",
+    "Storing": "pipeline.layer_store",
+    "Changes": "tiers.memory.index",
     "EngineConfig": "config",
     "check_config": "config",
-    "Registry": "plugins",
-    "pip_install": "installing",
-    "Tier": "tiers",
+    "Registry": "plugins.registry",
+    "pip_install": "plugins.installing",
+    "Tier": "tiers.tier",
     **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
     **dict.fromkeys(["StorageBackend", "Sink", "join"], "contracts.storage"),
     **dict.fromkeys(["Serializer", "Place"], "contracts.serializer"),
@@ -34,7 +36,9 @@ _HOME = {
     ),
     **dict.fromkeys(
         [
+            "BlendEngine",
             "BlendExecutor",
+            "BlendLoading",
             "BlendOutput",
             "BlendRequest",
             "BlendRetriever",
@@ -80,12 +84,14 @@ _HOME = {
     ),
 }
 
-__all__ = sorted([*_HOME, "__version__", "envelope", "native"])  # noqa: PLE0605
+_MODULES = {"envelope": "format.envelope", "native": "native"}
+
+__all__ = sorted([*_HOME, *_MODULES, "__version__"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("envelope", "native"):
-        return importlib.import_module(f"kvloom.{name}")
+    if name in _MODULES:
+        return importlib.import_module(f"kvloom.{_MODULES[name]}")
     if name not in _HOME:
         raise AttributeError(f"module 'kvloom' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"kvloom.{_HOME[name]}"), name)
@@ -98,12 +104,13 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from kvloom import envelope as envelope
     from kvloom import native as native
     from kvloom.bounded import get_at_most as get_at_most
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.config import check_config as check_config
+    from kvloom.contracts.blend import BlendEngine as BlendEngine
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor
+    from kvloom.contracts.blend import BlendLoading as BlendLoading
     from kvloom.contracts.blend import BlendOutput as BlendOutput
     from kvloom.contracts.blend import BlendRequest as BlendRequest
     from kvloom.contracts.blend import BlendRetriever as BlendRetriever
@@ -130,7 +137,11 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import StorageBackend as StorageBackend
     from kvloom.contracts.storage import join as join
     from kvloom.contracts.tokens import TokenDatabase as TokenDatabase
-    from kvloom.engine import Engine as Engine
+    from kvloom.engine.builder import open_tier as open_tier
+    from kvloom.engine.engine import Engine as Engine
+    from kvloom.engine.lookup import Index as Index
+    from kvloom.engine.warming import Warmed as Warmed
+    from kvloom.engine.warming import warm as warm
     from kvloom.errors import BackendError as BackendError
     from kvloom.errors import ConfigError as ConfigError
     from kvloom.errors import CorruptBlobError as CorruptBlobError
@@ -140,21 +151,21 @@ if TYPE_CHECKING:
     from kvloom.errors import LaterVersionError as LaterVersionError
     from kvloom.errors import PluginError as PluginError
     from kvloom.errors import UnreadableBlobError as UnreadableBlobError
-    from kvloom.hookspecs import hookimpl as hookimpl
-    from kvloom.index import Index as Index
-    from kvloom.installing import pip_install as pip_install
+    from kvloom.format import envelope as envelope
     from kvloom.interrupts import uninterrupted as uninterrupted
     from kvloom.keys import chain as chain
     from kvloom.keys import fingerprint as fingerprint
     from kvloom.keys import int32_tokens as int32_tokens
     from kvloom.keys import salt_tag as salt_tag
     from kvloom.keys import select as select
-    from kvloom.layers import Loading as Loading
-    from kvloom.layers import Storing as Storing
-    from kvloom.plugins import Registry as Registry
-    from kvloom.task import Task as Task
-    from kvloom.tiers import Tier as Tier
-    from kvloom.tiers.held import Changes as Changes
+    from kvloom.pipeline.layer_load import Loading as Loading
+    from kvloom.pipeline.layer_store import Storing as Storing
+    from kvloom.pipeline.task import Task as Task
+    from kvloom.plugins.hookspecs import hookimpl as hookimpl
+    from kvloom.plugins.installing import pip_install as pip_install
+    from kvloom.plugins.registry import Registry as Registry
+    from kvloom.tiers.memory.index import Changes as Changes
+    from kvloom.tiers.tier import Tier as Tier
     from kvloom.types import EXACT as EXACT
     from kvloom.types import Buffer as Buffer
     from kvloom.types import Buffers as Buffers
@@ -167,5 +178,3 @@ if TYPE_CHECKING:
     from kvloom.types import MemoryFormat as MemoryFormat
     from kvloom.types import Segment as Segment
     from kvloom.types import TierHealth as TierHealth
-    from kvloom.warming import Warmed as Warmed
-    from kvloom.warming import warm as warm

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvloom.errors import PluginError
-from kvloom.installing import pip_install
+from kvloom.plugins.installing import pip_install
 
 if TYPE_CHECKING:
     import torch

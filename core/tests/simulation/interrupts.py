@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import kvloom.background
-import kvloom.engine
-import kvloom.events
+import kvloom.engine.background
+import kvloom.engine.engine
 import kvloom.memory.pool
-import kvloom.moving
+import kvloom.pipeline.task
+import kvloom.pipeline.transfer
 import kvloom.runtime
-import kvloom.task
+import kvloom.telemetry.events
 import kvloom.tiers
 
 _TICK, _INTERRUPTED = "__simulation_tick__", "__simulation_interrupted__"
@@ -68,7 +68,14 @@ def _changes() -> list[tuple[ModuleType, list[tuple[FunctionType, CodeType, Code
 def _modules() -> list[ModuleType]:
     tiers = [part for part in vars(kvloom.tiers).values() if inspect.ismodule(part)]
     memory = [part for part in vars(kvloom.memory).values() if inspect.ismodule(part)]
-    core = [kvloom.runtime, kvloom.task, kvloom.engine, kvloom.background, kvloom.moving, kvloom.events]
+    core = [
+        kvloom.runtime,
+        kvloom.pipeline.task,
+        kvloom.engine.engine,
+        kvloom.engine.background,
+        kvloom.pipeline.transfer,
+        kvloom.telemetry.events,
+    ]
     found = [*tiers, *memory, *core]
     by_name = {module.__name__: module for module in found if module.__name__.rpartition(".")[2] not in _WHOLE}
     return [by_name[name] for name in sorted(by_name)]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kvloom import BackendError, Engine, Segment
-from kvloom.layers import Loading, Storing
+from kvloom.pipeline.layer_load import Loading
+from kvloom.pipeline.layer_store import Storing
 from simulation.content import CHUNK_TOKENS, LAYERS, Prompt
 from simulation.fibers import Scheduler
 from simulation.oracle import Oracle

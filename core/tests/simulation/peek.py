@@ -12,11 +12,13 @@ from unittest.mock import patch
 import numpy as np
 
 from kvloom.builtin import raw
-from kvloom.index import Index
+from kvloom.engine import builder
+from kvloom.engine.lookup import Index
 from kvloom.memory.pages import PAGE_BYTES
-from kvloom.task import Task
-from kvloom.tiers import breaker, build, layered, upkeep
-from kvloom.tiers.visit import Visit
+from kvloom.pipeline import layer_read
+from kvloom.pipeline.task import Task
+from kvloom.tiers.request_context import Visit
+from kvloom.tiers.stored import breaker, maintenance
 from simulation.fibers import Violation
 from simulation.store import Guard
 
@@ -28,10 +30,10 @@ class Pace:
     """How often the core looks after things by itself, in seconds. What is scarce in minutes would never be met."""
 
     pause: float = breaker.FIRST_SECONDS
-    round: float = upkeep.ROUND_SECONDS
-    relist: float = upkeep.RELIST_SECONDS
-    tell: float = upkeep.TELL_SECONDS
-    whole_bytes: int = layered.WHOLE_BYTES
+    round: float = maintenance.ROUND_SECONDS
+    relist: float = maintenance.RELIST_SECONDS
+    tell: float = maintenance.TELL_SECONDS
+    whole_bytes: int = layer_read.WHOLE_BYTES
     """Larger chunks have a checksum for each layer, and are read by ranges when they are loaded layer by layer."""
 
     @property
@@ -50,12 +52,12 @@ def constants(pace: Pace) -> Iterator[None]:
     with (
         patch.object(breaker, "FIRST_SECONDS", pace.pause),
         patch.object(breaker, "MOST_SECONDS", pace.longest_pause),
-        patch.object(upkeep, "ROUND_SECONDS", pace.round),
-        patch.object(upkeep, "RELIST_SECONDS", pace.relist),
-        patch.object(upkeep, "TELL_SECONDS", pace.tell),
-        patch.object(layered, "WHOLE_BYTES", pace.whole_bytes),
+        patch.object(maintenance, "ROUND_SECONDS", pace.round),
+        patch.object(maintenance, "RELIST_SECONDS", pace.relist),
+        patch.object(maintenance, "TELL_SECONDS", pace.tell),
+        patch.object(layer_read, "WHOLE_BYTES", pace.whole_bytes),
         patch.object(raw, "_SMALL_BYTES", pace.whole_bytes),
-        patch.object(build, "STAGING_BYTES", 128 << 10),
+        patch.object(builder, "STAGING_BYTES", 128 << 10),
     ):
         yield
 

@@ -11,11 +11,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from kvloom import envelope
+from kvloom.format import envelope
 from kvloom.memory import pool
+from kvloom.pipeline import readahead
 from kvloom.runtime import Call, Workers
-from kvloom.tiers import ahead, flights, holdings, ledger, memory, purges, reader, visit
-from kvloom.tiers.base import Loaded
+from kvloom.tiers import invalidation, request_context
+from kvloom.tiers.index import entries as holdings
+from kvloom.tiers.index import ledger
+from kvloom.tiers.memory import tier
+from kvloom.tiers.stored import inflight
+from kvloom.tiers.stored import read as reader
+from kvloom.tiers.tier import Loaded
 from simulation import plugin
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -89,9 +95,9 @@ def lost_wake_up() -> AbstractContextManager[Any]:
 
 def double_free() -> AbstractContextManager[Any]:
     """Two threads that evict may choose one chunk, and both give its memory back."""
-    real = memory.MemoryTier._let_go
+    real = tier.MemoryTier._let_go
 
-    def let_go(self: memory.MemoryTier, pick: Callable[[], Any], *, reason: str = "", dirty: bool = False) -> bool:
+    def let_go(self: tier.MemoryTier, pick: Callable[[], Any], *, reason: str = "", dirty: bool = False) -> bool:
         key = pick()
         held = self._held.entries.get(key)
         if held is None or (held.dirty and not dirty):
@@ -102,33 +108,33 @@ def double_free() -> AbstractContextManager[Any]:
         self.pool.free(held.block.start, held.block.size)
         return True
 
-    return patch.object(memory.MemoryTier, "_let_go", let_go)
+    return patch.object(tier.MemoryTier, "_let_go", let_go)
 
 
 @contextmanager
 def abandoned_memory_reused_at_once() -> Iterator[None]:
     """Whoever gives up waiting for a read gives its memory back, though the read may still arrive."""
     rooms: dict[str, Any] = {}
-    reserve, give_up = reader._Landing.reserve, flights.Flights.give_up
+    reserve, give_up = reader._Landing.reserve, inflight.Flights.give_up
 
     def remember(self: Any, num_bytes: int) -> memoryview:
         view = reserve(self, num_bytes)
         rooms[self._key] = self._room
         return view
 
-    def give_back(self: flights.Flights, read: flights.Read) -> None:
+    def give_back(self: inflight.Flights, read: inflight.Read) -> None:
         give_up(self, read)
         room = rooms.pop(str(read.flight.key), None)
         if room is not None and room._pool is not None and not read.flight.shares:
             room._pool.free(room.start, room.size)
 
-    with patch.object(flights.Flights, "give_up", give_back), patch.object(reader._Landing, "reserve", remember):
+    with patch.object(inflight.Flights, "give_up", give_back), patch.object(reader._Landing, "reserve", remember):
         yield
 
 
 def late_write_resurrects() -> AbstractContextManager[Any]:
     """What was under way when its key was removed arrives and stays."""
-    return patch.object(purges.Purges, "hit", lambda self, name, since: False)
+    return patch.object(invalidation.Purges, "hit", lambda self, name, since: False)
 
 
 def deadline_not_enforced() -> AbstractContextManager[Any]:
@@ -145,18 +151,18 @@ def deadline_not_enforced() -> AbstractContextManager[Any]:
 
 def deadline_for_each_call() -> AbstractContextManager[Any]:
     """Every call may take a deadline, however long the operation has waited already."""
-    return patch.object(visit.Visit, "patience", lambda self, seconds: self._now() + seconds)
+    return patch.object(request_context.Visit, "patience", lambda self, seconds: self._now() + seconds)
 
 
 def expired_is_served() -> AbstractContextManager[Any]:
     """Memory looks how old a chunk is when it makes room, and not when it is asked."""
 
-    def lease(self: memory.MemoryTier, keys: Any) -> list[Loaded | None]:
+    def lease(self: tier.MemoryTier, keys: Any) -> list[Loaded | None]:
         with self._lock:
             found = [self._held.entries.get(key) for key in keys]
             return [None if held is None else Loaded(held.chunk, held.block.lease(), held.written) for held in found]
 
-    return patch.object(memory.MemoryTier, "lease", lease)
+    return patch.object(tier.MemoryTier, "lease", lease)
 
 
 def removal_not_counted() -> AbstractContextManager[Any]:
@@ -177,23 +183,23 @@ def everybody_evicts() -> AbstractContextManager[Any]:
 def pinned_is_evicted() -> AbstractContextManager[Any]:
     """A pin is noted, and the chunk stays among those that may go."""
 
-    def pin(self: memory.MemoryTier, keys: Any, pinned: bool) -> int:
+    def pin(self: tier.MemoryTier, keys: Any, pinned: bool) -> int:
         return sum(self.find(list(keys)))
 
-    return patch.object(memory.MemoryTier, "pin", pin)
+    return patch.object(tier.MemoryTier, "pin", pin)
 
 
 def lease_forgotten() -> AbstractContextManager[Any]:
     """Of two that wait for one read, the first to go takes no lease back."""
-    real = flights.Flights._share
+    real = inflight.Flights._share
 
-    def share(self: flights.Flights, flight: flights.Flight, wants: visit.Visit) -> Loaded | None:
+    def share(self: inflight.Flights, flight: inflight.Flight, wants: request_context.Visit) -> Loaded | None:
         loaded = real(self, flight, wants)
         if loaded is not None and flight.shares:
             loaded.again().lease.block = None
         return loaded
 
-    return patch.object(flights.Flights, "_share", share)
+    return patch.object(inflight.Flights, "_share", share)
 
 
 def restart_forgets() -> AbstractContextManager[Any]:
@@ -215,7 +221,7 @@ def layer_not_checked() -> AbstractContextManager[Any]:
 
 def layers_go_on_growing() -> AbstractContextManager[Any]:
     """A mask tells what has come in each layer, not in every layer up to it."""
-    return patch.object(ahead.Prefix, "cut", lambda self, chunk, layer: None)
+    return patch.object(readahead.Prefix, "cut", lambda self, chunk, layer: None)
 
 
 class Planted(NamedTuple):

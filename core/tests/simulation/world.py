@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from kvloom import Engine, Registry
-from kvloom.index import Index
-from kvloom.tiers import layer_blobs
+from kvloom.engine.lookup import Index
+from kvloom.tiers.stored import layer_ranges
 from simulation import interrupts, peek, plugin
 from simulation.clients import Client, Site
 from simulation.content import CHUNK_BYTES, CHUNK_TOKENS, SPECS, Prompt, prompts
@@ -119,7 +119,7 @@ def _draw_pace(rng: random.Random) -> peek.Pace:
         return peek.Pace()
     return peek.Pace(
         pause=rng.choice((0.005, 0.05, 1.0)), round=rng.choice((0.05, 0.5)), relist=rng.choice((0.02, 0.2)),
-        tell=rng.choice((0.0, 0.1)), whole_bytes=rng.choice((0, layer_blobs.WHOLE_BYTES)),
+        tell=rng.choice((0.0, 0.1)), whole_bytes=rng.choice((0, layer_ranges.WHOLE_BYTES)),
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def disk(tmp_path: Path, config: dict[str, Any]) -> dict[str, Any]:
 def test_logits_are_those_of_a_pass_that_restored_everything_first(
     llama: PreTrainedModel, prompt: torch.Tensor, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvloom.tiers.layered.WHOLE_BYTES", 0)
+    monkeypatch.setattr("kvloom.pipeline.layer_read.WHOLE_BYTES", 0)
     monkeypatch.setattr("kvloom.builtin.raw._SMALL_BYTES", 0)
     tokens = prompt[0]
     with Engine.open(disk, spec_of(llama)) as engine:
@@ -86,8 +86,8 @@ def test_logits_are_those_of_a_pass_that_restored_everything_first(
 def test_a_chunk_that_is_lost_part_way_costs_a_pass_and_nothing_else(
     llama: PreTrainedModel, prompt: torch.Tensor, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvloom.tiers.layered.WHOLE_BYTES", 0)
-    monkeypatch.setattr("kvloom.tiers.layer_blobs.RANGE_BYTES", 1)
+    monkeypatch.setattr("kvloom.pipeline.layer_read.WHOLE_BYTES", 0)
+    monkeypatch.setattr("kvloom.tiers.stored.layer_ranges.RANGE_BYTES", 1)
     monkeypatch.setattr("kvloom.builtin.raw._SMALL_BYTES", 0)
     tokens = prompt[0]
     with Engine.open(disk, spec_of(llama)) as engine:

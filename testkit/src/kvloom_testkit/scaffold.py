@@ -16,7 +16,7 @@ from string import Template
 import yaml
 
 from kvloom import ConfigError, Registry
-from kvloom.plugins import KINDS
+from kvloom.plugins.registry import KINDS
 from kvloom_testkit.kinds import CLASSES, kind_of
 from kvloom_testkit.subjects import HARNESSES
 

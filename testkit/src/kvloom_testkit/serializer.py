@@ -26,12 +26,12 @@ from kvloom_testkit.chunks import (
     uneven_chunks,
 )
 from kvloom_testkit.conformance import Conformance
-from kvloom_testkit.remaking import elsewhere, once_more, spec_of
+from kvloom_testkit.remaking import elsewhere, once_more
 from kvloom_testkit.requirements import needs
 from kvloom_testkit.running import in_rounds
 from kvloom_testkit.serializer_bytes import BytesRequirements
 from kvloom_testkit.serializer_layers import LayerRequirements
-from kvloom_testkit.serializer_models import REAL_TOKENS, for_every_model, of_real_size
+from kvloom_testkit.serializer_models import REAL_TOKENS, for_every_model, of_real_size, usual_chunk
 from kvloom_testkit.serializer_settings import SettingsRequirements
 
 TOKENS = (1, 7, 16)
@@ -40,17 +40,6 @@ ROUNDS_SECONDS = 1.0
 """Of one thread's work: who takes longer for all rounds is tried less often."""
 
 Opened = Callable[[], Serializer]
-
-
-def usual_chunk(serializer: Serializer, num_tokens: int = 7, *, seed: int = 0) -> Chunk:
-    """A chunk that this serializer is for: of any bits if it is lossless, else of usual values."""
-    spec = spec_of(serializer)
-    if MemoryFormat.KV_BLOB not in serializer.formats:
-        return pages_of(spec, PAGES[0], seed=seed)
-    if serializer.lossless:
-        return chunk_of(spec, num_tokens, seed=seed)
-    chunk = finite_chunks(spec, num_tokens)
-    return next(iter(chunk.values())) if not seed else chunk.get("outliers", next(iter(chunk.values())))
 
 
 def decoded(serializer: Serializer, chunk: Chunk, poison: int = POISONS[0]) -> torch.Tensor:

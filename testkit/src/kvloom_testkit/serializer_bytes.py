@@ -12,6 +12,7 @@ import torch
 
 from kvloom import Buffer, Chunk, CorruptBlobError, MemoryFormat, Serializer, UnreadableBlobError
 from kvloom_testkit.chunks import bits, room_for
+from kvloom_testkit.serializer_models import usual_chunk
 
 Blob = list[bytes]
 T = TypeVar("T")
@@ -123,8 +124,6 @@ class BytesRequirements:
 
 
 def _usual(one: Serializer, num_tokens: int, *, seed: int = 0) -> Chunk:
-    from kvloom_testkit.serializer import usual_chunk
-
     return usual_chunk(one, num_tokens, seed=seed)
 
 

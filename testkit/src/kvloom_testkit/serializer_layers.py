@@ -12,7 +12,7 @@ import torch
 from kvloom import Chunk, CorruptBlobError, MemoryFormat, Serializer
 from kvloom_testkit.chunks import bits, outline, room_for
 from kvloom_testkit.requirements import needs
-from kvloom_testkit.serializer_models import for_every_model
+from kvloom_testkit.serializer_models import for_every_model, usual_chunk
 
 
 class LayerRequirements:
@@ -26,8 +26,6 @@ class LayerRequirements:
 
         Usually: the tensor is copied, or is the beginning of a blob that is too long.
         """
-        from kvloom_testkit.serializer import usual_chunk
-
         seen = False
         for _, one in for_every_model(opened()):
             chunk = usual_chunk(one)
@@ -57,8 +55,6 @@ class LayerRequirements:
         Usually: a plane is forgotten, layers are counted from the beginning of the chunk and not of the range, or
         `into` is taken to be contiguous.
         """
-        from kvloom_testkit.serializer import usual_chunk
-
         seen = 0
         for _, one in for_every_model(opened()):
             if MemoryFormat.KV_BLOB not in one.formats:

@@ -14,6 +14,7 @@ from kvloom.types import canonical_json
 from kvloom_testkit.chunks import bits, outline, room_for
 from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.remaking import with_other_settings
+from kvloom_testkit.serializer_models import usual_chunk
 
 Opened = Callable[[], Serializer]
 
@@ -108,6 +109,4 @@ def _decoded_by_layer(reader: Serializer, blob: list[bytes], params: dict[str, o
 
 
 def _usual(one: Serializer) -> Chunk:
-    from kvloom_testkit.serializer import usual_chunk
-
     return usual_chunk(one)

@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from kvloom import ConfigError, KVSpec, PluginError, Registry
-from kvloom.config.problems import dotted, problems, unknown
+from kvloom.config.validation_errors import dotted, problems, unknown
 from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.kinds import conformance_of, kind_of
 

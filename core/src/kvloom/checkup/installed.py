@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvloom.checkup.finding import Finding, note, ok, problem
-from kvloom.installing import pip_install
-from kvloom.plugins import Registry
+from kvloom.plugins.installing import pip_install
+from kvloom.plugins.registry import Registry
 
 PYTHON = ((3, 11), (3, 13))
 """The oldest and the newest that the tests run on."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvloom.cli import config_import, output
-from kvloom.masking import masked, masked_template
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
+from kvloom.redaction import masked, masked_template
 
 if TYPE_CHECKING:
     from kvloom.config import Choice, EngineConfig, Resolved
-    from kvloom.config.problems import KeyPath
+    from kvloom.config.validation_errors import KeyPath
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
 

@@ -82,8 +82,8 @@ def add(verbs: typer.Typer) -> None:
 def _read(file: Path) -> dict[str, Any]:
     import yaml
 
-    from kvloom.config.problems import dotted
     from kvloom.config.sources import MOST_BYTES, TooLargeError, loaded
+    from kvloom.config.validation_errors import dotted
 
     try:
         tree, twice = loaded(text_of(file, MOST_BYTES))
@@ -181,7 +181,7 @@ def _check(done: Imported, text: str) -> None:
 def _print(done: Imported) -> None:
     """What became of each field, and which plugins are still to be installed."""
     from kvloom.config import EngineConfig, resolve
-    from kvloom.plugins import Registry
+    from kvloom.plugins.registry import Registry
 
     for outcome in ("mapped", "not needed", "no counterpart", "unknown"):
         rows = [row for row in done.rows if row.outcome == outcome]

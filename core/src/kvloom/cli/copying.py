@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvloom import envelope
 from kvloom.cli.store import RUNTIME, Store, said
 from kvloom.cli.verify import Landing
 from kvloom.errors import CorruptBlobError, UnreadableBlobError
+from kvloom.format import envelope
 
 if TYPE_CHECKING:
     from kvloom.types import ChunkKey

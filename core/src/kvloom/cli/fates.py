@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvloom import envelope
 from kvloom.cli import output
 from kvloom.cli.model import Keys
 from kvloom.cli.store import QUARANTINE, RUNTIME, Store, at_once
 from kvloom.errors import BackendError, CorruptBlobError, UnreadableBlobError
-from kvloom.tiers.departed import MAX_RECORD_BYTES, RECORD, Departures, parse
+from kvloom.format import envelope
+from kvloom.tiers.index.eviction_history import MAX_RECORD_BYTES, RECORD, Departures, parse
 
 if TYPE_CHECKING:
     import torch

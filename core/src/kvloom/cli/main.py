@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 import kvloom
-from kvloom import verbs
 from kvloom.errors import ConfigError, KVLoomError
-from kvloom.installing import pip_install
-from kvloom.plugins import Registry
+from kvloom.plugins import command_outline
+from kvloom.plugins.installing import pip_install
+from kvloom.plugins.registry import Registry
 
 VERBS = {
     "plugins": "List the installed plugins.",
@@ -55,13 +55,13 @@ def app(*, listing: bool = False) -> typer.Typer:
     registry = Registry.discover()
     for name, line in VERBS.items():
         if listing:
-            verbs.outline(commands, name, line)
+            command_outline.outline(commands, name, line)
         else:
             importlib.import_module(f"kvloom.cli.{name}").add(commands, registry)
     registry.add_commands(commands, resolve=not listing)
-    for name in sorted(ELSEWHERE.keys() - verbs.names(commands)):
+    for name in sorted(ELSEWHERE.keys() - command_outline.names(commands)):
         _add_missing(commands, name, registry)
-    return verbs.outlined(commands) if listing else commands
+    return command_outline.outlined(commands) if listing else commands
 
 
 def _add_missing(commands: typer.Typer, name: str, registry: Registry) -> None:

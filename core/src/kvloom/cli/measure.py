@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvloom import envelope
 from kvloom.cli.store import PROBES, RUNTIME, Store, at_once
 from kvloom.cli.verify import Landing
+from kvloom.format import envelope
 from kvloom.types import Chunk
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import typer
 from kvloom.cli import output
 from kvloom.cli.config import File, load
 from kvloom.errors import ConfigError
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from kvloom.cli.measure import Sample, Speed

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvloom.cli import output
-from kvloom.plugins import PluginStatus, Registry
+from kvloom.plugins.registry import PluginStatus, Registry
 
 
 def add(commands: typer.Typer, registry: Registry) -> None:

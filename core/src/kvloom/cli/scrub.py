@@ -14,7 +14,7 @@ import typer
 from kvloom.cli import output
 from kvloom.cli.config import load
 from kvloom.errors import BackendError, ConfigError
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from kvloom.cli.store import Store

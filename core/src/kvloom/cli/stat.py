@@ -12,7 +12,7 @@ import typer
 from kvloom.cli import output
 from kvloom.cli.config import File, load
 from kvloom.errors import BackendError, DeadlineExceeded, IncompleteListingError
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from kvloom.cli.store import Store

@@ -191,12 +191,24 @@ def _short_names(configs: Sequence[Path]) -> dict[Path, str]:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
+def byte_size(text: str, option: str) -> int:
+    from pydantic import TypeAdapter, ValidationError
+
+    from kvloom.contracts.component import ByteSize
+
+    try:
+        value = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        value = 0
+    if value <= 0:
+        raise ConfigError(option, f"{text!r} should be a size such as 8GiB")
+    return value
+
+
 def capacities(options: Sequence[str]) -> dict[str, list[int]]:
     """`memory=8GiB,16GiB`. Raises ConfigError."""
-    from kvloom.cli.trace import _byte_size
-
     return {
-        name: [_byte_size(size.strip(), "--capacity") for size in text.split(",")]
+        name: [byte_size(size.strip(), "--capacity") for size in text.split(",")]
         for name, text in _pairs(options, "--capacity", "memory=8GiB,16GiB")
     }
 

@@ -15,7 +15,7 @@ import typer
 
 from kvloom.cli import output
 from kvloom.errors import ConfigError, KVLoomError
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,13 +110,14 @@ def add(commands: typer.Typer, registry: Registry) -> None:
 
 def _record(file: Path, command: Sequence[str], max_bytes: str) -> int:
     """Run the command with the variable that has its engines record; its exit status."""
+    from kvloom.cli import sweep
     from kvloom.config.sources import TRACE, TRACE_MAX_BYTES
 
     if file.exists():
         raise ConfigError(str(file), "is there already; name another file, or remove it")
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise ConfigError(str(file.parent), "no directory that can be written to; make it")
-    _byte_size(max_bytes, "--max-bytes")
+    sweep.byte_size(max_bytes, "--max-bytes")
     environment = {**os.environ, TRACE: str(file), TRACE_MAX_BYTES: max_bytes}
     try:
         child = subprocess.Popen(command, env=environment)
@@ -144,20 +145,6 @@ def _say_recorded(file: Path) -> None:
     if not found:
         text = "nothing was recorded: no engine of kvloom had a request in what was run"
         output.say(f"kvloom: {text}", stderr=True)
-
-
-def _byte_size(text: str, option: str) -> int:
-    from pydantic import TypeAdapter, ValidationError
-
-    from kvloom.contracts.component import ByteSize
-
-    try:
-        value = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        value = 0
-    if value <= 0:
-        raise ConfigError(option, f"{text!r} should be a size such as 8GiB")
-    return value
 
 
 # -- what came out -----------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from kvloom import envelope
 from kvloom.cli.store import QUARANTINE, said
 from kvloom.errors import BackendError, CorruptBlobError, UnreadableBlobError
+from kvloom.format import envelope
 
 if TYPE_CHECKING:
     from kvloom.contracts.storage import StorageBackend
-    from kvloom.protection import Protection
+    from kvloom.format.encryption import Protection
 
 MAX_BLOB_BYTES = 1 << 30
 """A blob beyond this is not read: memory stays within this for each thread, whatever is done with what is found."""

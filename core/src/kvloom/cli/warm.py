@@ -19,14 +19,14 @@ from kvloom.cli import output
 from kvloom.cli.config import load
 from kvloom.cli.model import Keys, read_spec, recorded, tokenized
 from kvloom.errors import ConfigError
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from kvloom.cli.copying import Copied
     from kvloom.cli.store import Store
     from kvloom.config import EngineConfig, Resolved
+    from kvloom.engine.warming import Prompt
     from kvloom.types import ChunkKey, Segment
-    from kvloom.warming import Prompt
 
 _ASKED = 1000
 """Keys in one question to a store."""
@@ -92,7 +92,7 @@ def _prompts(file: Path | None, text: Path | None, tokenizer: str | None) -> lis
     """Read the prompts or keys to look for. Raises ConfigError."""
     import torch
 
-    from kvloom.warming import Prompt, read_prompts
+    from kvloom.engine.warming import Prompt, read_prompts
 
     if (file is None) == (text is None):
         raise ConfigError("FILE", "give a file of prompts, or one prompt as text (--text and --tokenizer)")

@@ -17,7 +17,7 @@ from kvloom.cli import output
 from kvloom.cli.config import File, load
 from kvloom.cli.model import Keys, read_json, read_spec, recorded, tokenized
 from kvloom.errors import ConfigError
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 
 if TYPE_CHECKING:
     import torch

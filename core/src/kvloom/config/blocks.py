@@ -21,9 +21,9 @@ from pydantic import (
     model_validator,
 )
 
-from kvloom.config.problems import Origins
+from kvloom.config.validation_errors import Origins
 from kvloom.contracts.component import ByteSize, Config, Duration
-from kvloom.masking import masked
+from kvloom.redaction import masked
 
 _MAX_BYTES = 1 << 50
 _MAX_SECONDS = 10 * 366 * 86400.0

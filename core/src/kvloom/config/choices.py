@@ -12,12 +12,12 @@ from pydantic import ValidationError
 
 from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, ProtectBlock, StoredBlock
 from kvloom.config.paths import absolute, absolute_paths
-from kvloom.config.problems import KeyPath, Origins, Problem, dotted, problems, unknown
+from kvloom.config.validation_errors import KeyPath, Origins, Problem, dotted, problems, unknown
 from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError, PluginError
-from kvloom.masking import looks_like_a_key
-from kvloom.plugins import KINDS, Registry
-from kvloom.protection import Protection
+from kvloom.format.encryption import Protection
+from kvloom.plugins.registry import KINDS, Registry
+from kvloom.redaction import looks_like_a_key
 
 if TYPE_CHECKING:
     from kvloom.types import KVSpec

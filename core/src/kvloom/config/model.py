@@ -20,8 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvloom import legacy
-from kvloom.config import sources
+from kvloom.config import legacy, sources
 from kvloom.config.blocks import (
     BlendBlock,
     Block,
@@ -34,11 +33,11 @@ from kvloom.config.blocks import (
     Word,
     no_bool,
 )
-from kvloom.config.compared import compared
+from kvloom.config.cross_checks import compared
 from kvloom.config.others import other_problems
-from kvloom.config.problems import KeyPath, Origins, Problem, problems, unknown
+from kvloom.config.validation_errors import KeyPath, Origins, Problem, problems, unknown
 from kvloom.errors import ConfigError
-from kvloom.masking import MASK
+from kvloom.redaction import MASK
 
 
 class EngineConfig(BaseModel):

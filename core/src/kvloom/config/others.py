@@ -10,9 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, PluginsBlock, StoredBlock, TierBlock
 from kvloom.config.choices import Checks
-from kvloom.config.compared import compared
-from kvloom.config.problems import KeyPath, Origins, Problem
-from kvloom.plugins import Registry
+from kvloom.config.cross_checks import compared
+from kvloom.config.validation_errors import KeyPath, Origins, Problem
+from kvloom.plugins.registry import Registry
 
 _tier: TypeAdapter[MemoryBlock | StoredBlock] = TypeAdapter(TierBlock)
 _block: TypeAdapter[Block] = TypeAdapter(Block)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvloom.config.choices import BlendChoice, Checks, Choice, TierChoice
 from kvloom.config.model import EngineConfig
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)

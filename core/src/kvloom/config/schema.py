@@ -16,7 +16,7 @@ from pydantic_core import core_schema
 
 from kvloom.config.blocks import BlendBlock, MemoryBlock, SerializerBlock, StoredBlock
 from kvloom.config.model import EngineConfig
-from kvloom.plugins import Registry
+from kvloom.plugins.registry import Registry
 
 
 class _Generator(GenerateJsonSchema):

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from kvloom import legacy
 from kvloom.bounded import text_of
-from kvloom.config.problems import KeyPath, Problem, dotted
+from kvloom.config import legacy
+from kvloom.config.validation_errors import KeyPath, Problem, dotted
 from kvloom.errors import ConfigError
 
 PREFIX = "KVLOOM_"

@@ -8,16 +8,17 @@ K and V, where several of its heads share one of theirs. Layers are counted from
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvloom.contracts.component import Component
 
 if TYPE_CHECKING:
     import torch
 
-    from kvloom.engine import Engine
+    from kvloom.contracts.connector import GPUConnector
+    from kvloom.types import Hit, KVSpec, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,58 @@ class BlendRetrieverTask(ABC):
         """
 
 
+class BlendLoading(Protocol):
+    """A layer-wise load that an engine has begun (`kvloom.Loading`)."""
+
+    def wait(self, layer: int) -> torch.Tensor:
+        """Block until the layer is loaded, and return whose KV came: bool `[tokens]`, on CPU."""
+        ...
+
+    def close(self) -> None:
+        """Stop the load. Idempotent."""
+        ...
+
+
+class BlendEngine(Protocol):
+    """The part of `kvloom.Engine` that a retriever uses."""
+
+    @property
+    def spec(self) -> KVSpec:
+        """The shape of the model's KV."""
+        ...
+
+    @property
+    def salt(self) -> str:
+        """The configured salt, which verbs use where none is given."""
+        ...
+
+    def lookup(self, tokens: torch.Tensor, *, salt: str | None = None) -> Hit:
+        """Find the longest stored prefix of the tokens."""
+        ...
+
+    def segments(self, tokens: torch.Tensor, *, salt: str | None = None) -> list[Segment]:
+        """Cut a prompt into segments with keys."""
+        ...
+
+    def passage(
+        self, tokens: torch.Tensor, *, lead: Sequence[int] = (), context: str = "", salt: str | None = None
+    ) -> list[Segment]:
+        """Cut a text that is known by its own tokens, wherever it stands."""
+        ...
+
+    def find(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """Return a bool for each segment: whether a tier says that it holds it."""
+        ...
+
+    def load_layers(self, segments: Sequence[Segment], *, into: GPUConnector) -> BlendLoading:
+        """Load segments layer by layer into a connector of the caller's."""
+        ...
+
+
 class BlendRetriever(Component):
     """Finds stored KV for any part of a prompt."""
 
-    engine: Engine
+    engine: BlendEngine
     """What it retrieves from. The engine sets it before the first request."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic import ByteSize as ByteSize
 
-from kvloom.masking import masked
+from kvloom.redaction import masked
 from kvloom.types import KVSpec
 
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

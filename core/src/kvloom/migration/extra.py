@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvloom.errors import ConfigError
-from kvloom.masking import is_secret
 from kvloom.migration.addresses import address
 from kvloom.migration.draft import Draft, literal, shown
+from kvloom.redaction import is_secret
 
 _MOONCAKE = {
     "local_hostname": "local_host", "metadata_server": "metadata", "protocol": "protocol", "device_name": "device",

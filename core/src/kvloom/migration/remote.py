@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvloom.legacy import SERDES, STORES, mooncake_master
+from kvloom.config.legacy import SERDES, STORES, mooncake_master
 from kvloom.migration.addresses import Address, address, bucket
 from kvloom.migration.draft import Draft, literal
 

@@ -1,6 +1,6 @@
 """The memory tier of a replay: which chunks it holds, in bytes of its pool, and which go for others.
 
-The rules are those of `kvloom.tiers.memory` for chunks that nobody has a lease on.
+The rules are those of `kvloom.tiers.memory.tier` for chunks that nobody has a lease on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvloom.replay.sizes import TierPlan
 
 _CLEAN_PART = 8
-"""As in `kvloom.tiers.memory`: one part in eight of the pool is free, clean or on its way to a lower tier."""
+"""As in `kvloom.tiers.memory.tier`: one part in eight of the pool is free, clean or on its way to a lower tier."""
 
 Held = tuple[int, float]
 """Bytes of the pool, and when the chunk was first stored."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvloom.types import Chunk, KVSpec
 
 STAGING_BYTES = 1 << 30
-"""The pool of an engine whose memory tier does not say, as in `kvloom.tiers.build`."""
+"""The pool of an engine whose memory tier does not say, as in `kvloom.engine.builder`."""
 _PAGE_BYTES = 4096
 
 
@@ -135,7 +135,7 @@ def _sample(resolved: Resolved, spec: KVSpec, chunk_tokens: int) -> Chunk:
 
 def _framed(serializer: Serializer, chunk: Chunk) -> tuple[int, int]:
     """Bytes of a chunk's blob, and of the header in front of it."""
-    from kvloom import envelope
+    from kvloom.format import envelope
 
     dtype = str(chunk.tensor.dtype).removeprefix("torch.")
     about = envelope.Description(

@@ -1,7 +1,7 @@
 """An engine without KV: what each request would have got from which tier, and what that would have moved and evicted.
 
 Requests come one after the other, and every write is over before the next: of what an engine does this leaves out only
-what depends on how long things take. The rules are those of `kvloom.tiers.stack`.
+what depends on how long things take. The rules are those of `kvloom.pipeline.stack`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A stored tier of a replay: which chunks it holds, which it takes in, and which go for them.
 
-The rules are those of `kvloom.tiers.ledger`, for chunks that are all of one size: so a capacity is a number of chunks,
-and a chunk costs an entry in a dictionary. core/tests/test_replay_truth.py holds both to the same answers.
+The rules are those of `kvloom.tiers.index.ledger`, for chunks that are all of one size: so a capacity is a number of
+chunks, and a chunk costs an entry in a dictionary. core/tests/test_replay_truth.py holds both to the same answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from kvloom.replay.sizes import TierPlan
-from kvloom.tiers.sketch import Sketch
+from kvloom.tiers.index.frequency import Sketch
 
 Order = OrderedDict[int, float]
 

@@ -53,7 +53,7 @@ class FixedRetriever(PieceRetriever):
                 del self._known[next(iter(self._known))]
 
     def _name(self, salt: str | None) -> str:
-        return self.engine.config.salt if salt is None else salt
+        return self.engine.salt if salt is None else salt
 
     def candidates(self, tokens: torch.Tensor, reached: int, salt: str | None) -> list[Passage]:
         known, name = self._known, self._name(salt)

@@ -10,11 +10,11 @@ import torch
 
 from kvloom import (
     BackendError,
+    BlendEngine,
     BlendRetrieverResult,
     BlendRetrieverTask,
     Chunk,
     Config,
-    Engine,
     GPUConnector,
     MemoryFormat,
     Segment,
@@ -30,7 +30,7 @@ class Landing(GPUConnector):
     type = "blend landing"
     format = MemoryFormat.KV_BLOB
 
-    def __init__(self, engine: Engine, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, engine: BlendEngine, num_tokens: int, device: torch.device) -> None:
         super().__init__(Config(), engine.spec)
         shape = engine.spec.blob_shape(num_tokens)
         self.buffers = torch.empty(shape, dtype=engine.spec.torch_dtype, device=device)
@@ -69,7 +69,7 @@ class LandingTask(BlendRetrieverTask):
     """KV of segments on its way, layer by layer, into buffers of its own."""
 
     def __init__(
-        self, engine: Engine, segments: Sequence[Segment], num_tokens: int, *, device: torch.device,
+        self, engine: BlendEngine, segments: Sequence[Segment], num_tokens: int, *, device: torch.device,
         exact: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """segments: in order, all of them found just now. exact: bool, of the batch: whose KV is that of a prefix."""

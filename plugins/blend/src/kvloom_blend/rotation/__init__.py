@@ -2,6 +2,7 @@
 
 from .gate import gate
 from .models import Rotations, rotations_of
-from .rotation import Rotation, Turn
+from .native import Turn
+from .rotation import Rotation
 
 __all__ = ["Rotation", "Rotations", "Turn", "gate", "rotations_of"]

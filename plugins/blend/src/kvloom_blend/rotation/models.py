@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .native import Turn
 from .probe import Layer, Probe, errors, probe, stays, tolerance
-from .rotation import Rotation, Turn
+from .rotation import Rotation
 
 _FIXED = {"default", "linear", "llama3", "yarn", "proportional", "mrope"}
 """Types of rope whose frequencies stay as they are."""

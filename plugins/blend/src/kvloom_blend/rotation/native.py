@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor
 
 from kvloom import PluginError
 from kvloom import native as libraries
-
-if TYPE_CHECKING:
-    from .rotation import Rotation, Turn
 
 Rows = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -27,6 +24,26 @@ _BYTES_OF_A_THREAD = 1 << 20
 _LONGEST_WORD = 16
 _BLOCKS = 4096
 """Of threads: enough to keep a GPU's memory busy."""
+
+
+class Turn(NamedTuple):
+    """From one position to another, of each token: float32 `[tokens, pairs]` each, on the device of K."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RotatedDims(Protocol):
+    """The dims of each head that are rotated: `2 * pairs` of `head_size`, from `start`."""
+
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def pairs(self) -> int: ...
+    @property
+    def interleaved(self) -> bool: ...
 
 
 class _Rotate(ctypes.Structure):
@@ -73,7 +90,7 @@ def kernels() -> Kernels | None:
     return Kernels(library) if library.kvr_cuda_devices() > 0 else None
 
 
-def rotate(rotation: Rotation, turn: Turn, ks: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
+def rotate(rotation: RotatedDims, turn: Turn, ks: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
     """Turn K of layers `[tokens, heads * head_size]`, of one shape and dtype, into `outs`, which may be they.
 
     False, and nothing done, where there is no library for them: then torch does it. What is on a GPU is queued.
@@ -103,7 +120,7 @@ def rotate(rotation: Rotation, turn: Turn, ks: Sequence[Tensor], outs: Sequence[
     return True
 
 
-def width(rotation: Rotation, rows: Rows, element_size: int, tables: int = 0) -> int:
+def width(rotation: RotatedDims, rows: Rows, element_size: int, tables: int = 0) -> int:
     """How many elements the kernel can take at a time: the largest power of two that divides all that there is.
 
     tables: the bits of the addresses of cosines and sines.

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import native
-
-
-class Turn(NamedTuple):
-    """From one position to another, of each token: float32 `[tokens, pairs]` each, on the device of K."""
-
-    cos: Tensor
-    sin: Tensor
+from .native import Turn
 
 
 class Rotation:

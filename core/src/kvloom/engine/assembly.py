@@ -1,0 +1,83 @@
+"""What an engine, or an index, is made of: its configuration resolved against the plugins, every component opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from kvloom.config import EngineConfig, resolve
+from kvloom.contracts.connector import GPUConnector
+from kvloom.contracts.tokens import TokenDatabase
+from kvloom.engine.blending import Blending
+from kvloom.engine.builder import asked_only, build_stack
+from kvloom.pipeline.stack import Stack
+from kvloom.plugins.registry import Registry
+from kvloom.runtime import Runtime, SystemRuntime
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.tier import Layout
+from kvloom.types import KVSpec
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+Source = str | Path | Mapping[str, Any] | EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All of it, open."""
+
+    config: EngineConfig
+    spec: KVSpec
+    stack: Stack
+    connector: GPUConnector
+    tokens: TokenDatabase
+    events: EventBus
+    runtime: Runtime
+    registry: Registry
+    blending: Blending | None
+    """What the configuration's `blend` block names; an index has none."""
+    others: tuple[tuple[KVSpec, TokenDatabase], ...]
+    """Of an index: the other ranks of the model."""
+
+
+def open_parts(config: Source, spec: KVSpec, *, role: str, registry: Registry | None, runtime: Runtime | None) -> Parts:
+    """role: `engine` or `index`, which moves nothing. Raises ConfigError, PluginError, or ValueError for another role.
+
+    If one of them cannot be opened, those that were are closed again.
+    """
+    if role not in ("engine", "index"):
+        raise ValueError(f"role: expected 'engine' or 'index', got {role!r}")
+    moves = role == "engine"
+    config = EngineConfig.load(config)
+    runtime = runtime or SystemRuntime()
+    registry = registry or Registry.discover(only=config.plugins.only, block=config.plugins.block)
+    resolved = resolve(config, registry)
+    choices = resolved.tiers if moves else asked_only(resolved.tiers)
+    told = [choice for choice in resolved.observers if moves or not choice.cls.sees_chunks]
+    with ExitStack() as made:
+
+        def kept(part: T) -> T:
+            made.callback(part.close)
+            return part
+
+        connector = kept(resolved.connector.make(spec))
+        tokens = kept(resolved.tokens.make(spec))
+        layout = Layout(connector.format, spec.torch_dtype, connector.shape)
+        blending = kept(Blending.make(resolved.blend, spec)) if resolved.blend and moves else None
+        observers = [kept(choice.make(spec)) for choice in told]
+        events = kept(EventBus(observers, runtime, blamed=[choice.blamed for choice in told]))
+        stack = build_stack(
+            choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
+            events=events, runtime=runtime, exact_only=config.exact, moves=moves,
+        )  # fmt: skip
+        made.callback(stack.close)
+        others = () if moves else tuple((one, kept(resolved.tokens.make(one))) for one in spec.other_ranks())
+        made.pop_all()
+    return Parts(config, spec, stack, connector, tokens, events, runtime, registry, blending, others)

@@ -1,0 +1,80 @@
+"""What an engine does behind its callers' backs: tasks that load, save and prefetch, on threads of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvloom.contracts.observer import Event
+from kvloom.pipeline.task import Task
+from kvloom.runtime import Runtime, Workers
+from kvloom.telemetry.events import EventBus
+from kvloom.telemetry.request_trace import Record
+from kvloom.types import Segment
+
+MOST_TASKS = 1024
+"""That may wait or run at once. One too many would only be late: it is over at once, with nothing moved."""
+
+
+class Background:
+    """The tasks of one engine that are not over yet."""
+
+    def __init__(self, engine: object, events: EventBus, runtime: Runtime) -> None:
+        self._engine = engine  # what is under way keeps it, so that somebody closes it before the process ends
+        self.workers = Workers(runtime, name="kvloom-engine", threads=4)
+        self.loaders = Workers(runtime, name="kvloom-load", threads=4)
+        """Of their own: a load that somebody waits for does not queue behind saves that wait for room."""
+        self._events = events
+        self._runtime = runtime
+        self._tasks: dict[Task, bool] = {}
+        """Each with whether it is ahead of its use."""
+        self._waiting: dict[Task, Event] = {}
+        """Saves that have not begun, with what is told if they never do."""
+
+    def start(
+        self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: Record, *,
+        awaited: bool = False, ahead: bool = False,
+    ) -> Task:  # fmt: skip
+        """Begin `work`, which gives a bool for each segment. awaited: somebody waits for it. ahead: it is of no
+        use once the engine is closed.
+
+        With `MOST_TASKS` under way it is over at once, with nothing moved, and counted as dropped.
+        """
+        task = Task(self._runtime)
+        num_tokens = sum(segment.end - segment.start for segment in segments)
+        if len(self._tasks) >= MOST_TASKS:
+            self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(segments), reason="too many tasks"))
+            task.run(lambda _: torch.zeros(len(segments), dtype=torch.bool))
+            record.end()
+            return task
+        self._tasks[task] = ahead
+        if not awaited and not ahead:
+            reason = "closed before it was stored"
+            self._waiting[task] = Event("dropped", tokens=num_tokens, chunks=len(segments), reason=reason)
+
+        def run() -> None:
+            self._waiting.pop(task, None)
+            task.run(work)
+            self._tasks.pop(task, None)
+
+        (self.loaders if awaited else self.workers).submit(run)
+        return task
+
+    def inherited(self, error: BaseException) -> None:
+        """In a forked child: nobody will do what the parent's threads had to do."""
+        for task in tuple(self._tasks):
+            task.inherited(error)
+
+    def close(self, seconds: float, error: BaseException) -> None:
+        """Do every save and wait for loads under way, so many seconds for each; the rest is given up with `error`."""
+        for task, ahead in tuple(self._tasks.items()):
+            if ahead:
+                task.cancel()
+        self.loaders.close(seconds)
+        self.workers.close(seconds, finish=True)
+        for event in tuple(self._waiting.values()):
+            self._events.emit(event)
+        for task in tuple(self._tasks):
+            task.cancel()
+            task.fail(error)

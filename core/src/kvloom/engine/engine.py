@@ -1,0 +1,501 @@
+"""The engine: lookup, store, retrieve and prefetch over find, load and save.
+
+store     tokens -> segments -> connector.read -> Chunk -> Serializer.encode -> envelope -> tier
+retrieve  tokens -> segments -> tier -> envelope -> Serializer.decode -> Chunk -> connector.write
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+
+from kvloom import keys as keying
+from kvloom.config import EngineConfig, resolve
+from kvloom.contracts.connector import GPUConnector
+from kvloom.contracts.observer import ChunkEvent
+from kvloom.engine.assembly import Parts, Source, open_parts
+from kvloom.engine.background import Background
+from kvloom.engine.blending import Blending
+from kvloom.engine.lookup import Index
+from kvloom.errors import BackendError
+from kvloom.interrupts import shielded_waiting
+from kvloom.memory.pages import settle_threads
+from kvloom.pipeline.layer_load import Loading
+from kvloom.pipeline.layer_store import Storing
+from kvloom.pipeline.task import Task
+from kvloom.pipeline.transfer import Mover, check_connector, check_where
+from kvloom.plugins.registry import Registry
+from kvloom.runtime import Runtime, SystemRuntime, opened
+from kvloom.telemetry.events import Callers
+from kvloom.telemetry.request_trace import Record
+from kvloom.tiers.memory.index import Changes
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.prefix import Chain
+from kvloom.types import ChunkKey, KVSpec, Segment, canonical_json
+
+
+class _Named:
+    """The engines of `get_or_create`. Those of a parent process count as closed."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.lock = SystemRuntime().lock()
+        opened(self)
+
+    def inherited(self, pid: int) -> None:
+        self.lock = SystemRuntime().lock()
+
+
+_named = _Named()
+
+
+class Engine(Index):
+    """A KV cache for one model. Open it, use it from any number of threads, close it.
+
+    tokens: 1-D integer CPU tensor, one sequence. mask: 1-D bool CPU tensor of the same length, like FFFFTTTT, its
+    Falses a whole number of chunks (else ValueError); None selects everything. salt: keeps tenants apart; default is
+    the config's. where: what the connector asks for.
+
+    Every method raises BackendError once it is closed, and in a child of the process that opened it.
+    """
+
+    def __init__(self, parts: Parts, *, owner: Engine | None = None) -> None:
+        """Use `Engine.open`."""
+        self.blending = parts.blending
+        """What the configuration's `blend` block names; None without one."""
+        if parts.blending is not None:
+            parts.blending.retriever.engine = self
+            parts.blending.emit = parts.events.emit
+        super().__init__(parts)
+        self._parts = parts
+        self._owner = owner
+        self._background = Background(self, parts.events, parts.runtime)
+        self._by_layer: weakref.WeakSet[Loading | Storing] = weakref.WeakSet()
+        self._siblings: list[weakref.ref[Engine]] = []
+        identity = keying.identity(self.spec, self.connector.format, self.connector.representation)
+        record = canonical_json({"identity": identity, "spec": json.loads(self.spec.to_json())}).encode()
+        for tier in self._stack.stored:
+            tier.put_record(f"spec/{self.fingerprint}.json", record)
+
+    # -- opening and closing -------------------------------------------------------------------------------------------
+
+    @overload
+    @classmethod
+    def open(
+        cls, config: Source, spec: KVSpec, *, role: Literal["engine"] = "engine", registry: Registry | None = None,
+        runtime: Runtime | None = None,
+    ) -> Engine: ...  # fmt: skip
+    @overload
+    @classmethod
+    def open(
+        cls, config: Source, spec: KVSpec, *, role: Literal["index"], registry: Registry | None = None,
+        runtime: Runtime | None = None,
+    ) -> Index: ...  # fmt: skip
+    @classmethod
+    def open(
+        cls, config: Source, spec: KVSpec, *, role: str = "engine", registry: Registry | None = None,
+        runtime: Runtime | None = None,
+    ) -> Index:  # fmt: skip
+        """An engine for KV that looks like `spec`. config: a YAML file, a mapping, or an EngineConfig.
+
+        role: `engine`; or `index`, for a scheduler's process, which only asks what the shared tiers hold, for all
+        ranks of `spec.world_size`. Raises ConfigError (with the YAML path and what to do) or PluginError: a
+        configuration that cannot work is refused here, not found out about while serving. ValueError: for another role.
+        """
+        runtime = runtime or SystemRuntime()
+        settle_threads()  # here: the caller's own work would wait as well
+
+        def opened() -> Index:
+            parts = open_parts(config, spec, role=role, registry=registry, runtime=runtime)
+            return (cls(parts) if role == "engine" else Index(parts))._told_of()
+
+        return runtime.uninterrupted(opened, discard=lambda index: index.close(), leave=True)
+
+    def sibling(self, spec: KVSpec) -> Engine:
+        """An engine for other KV over the same tiers: another set of adapters of the same model.
+
+        It is closed with this one, if not before. Raises ValueError if its KV has another shape or dtype.
+        """
+        if (spec.dtype, spec.blob_shape(1)) != (self.spec.dtype, self.spec.blob_shape(1)):
+            raise ValueError("spec: a sibling's KV has the shape and dtype of the engine it stands beside")
+        make = partial(self._sibling, spec)
+        return self._runtime.uninterrupted(make, discard=Engine.close, leave=True)
+
+    def _sibling(self, spec: KVSpec) -> Engine:
+        self._check_open()
+        resolved = resolve(self.config, self._parts.registry)
+        others = replace(
+            self._parts, spec=spec, connector=resolved.connector.make(spec), tokens=resolved.tokens.make(spec),
+            blending=Blending.make(resolved.blend, spec) if resolved.blend else None,
+        )  # fmt: skip
+        sibling = Engine(others, owner=self)
+        self._siblings = [*(ref for ref in self._siblings if ref() is not None), weakref.ref(sibling)]
+        return sibling
+
+    def inherited(self, pid: int) -> None:
+        super().inherited(pid)
+        self._background.inherited(BackendError(self._gone))
+        for handle in tuple(self._by_layer):
+            handle.inherited(BackendError(self._gone))
+
+    @shielded_waiting
+    def close(self) -> None:
+        """Write what was accepted, within the tiers' deadlines, and give everything back. Idempotent."""
+        if self._closed:
+            return
+        for ref in self._siblings:
+            sibling = ref()
+            if sibling is not None:
+                sibling.close()
+        self._closed = True
+        self._not_at_exit()
+        for handle in tuple(self._by_layer):
+            handle.close()
+        self._background.close(self._stack.deadline, BackendError("the engine was closed"))
+        if self.blending is not None:
+            self.blending.close()
+        self.connector.close()
+        self._tokens.close()
+        if self._owner is None:
+            self._stack.close()
+            self._events.close()
+
+    @classmethod
+    def get_or_create(cls, instance_id: str, config: Source, spec: KVSpec) -> Engine:
+        """The engine of that name in this process, opened if there is none.
+
+        Raises ValueError if there is one with another configuration or spec, TypeError for a
+        configuration of no kind that `open` takes.
+        """
+        config = EngineConfig.load(config)
+
+        def named() -> Engine:
+            with _named.lock:
+                engine = cls.get(instance_id)
+                if engine is None:
+                    engine = _named.engines[instance_id] = cls.open(config, spec)
+                return engine
+
+        engine = SystemRuntime().uninterrupted(named, leave=True)
+        if engine.config != config:
+            raise ValueError(f"instance_id: {instance_id!r} exists with another configuration; destroy it first")
+        if engine.spec != spec:
+            raise ValueError(f"instance_id: {instance_id!r} exists with another spec; destroy it first")
+        return engine
+
+    @classmethod
+    def get(cls, instance_id: str) -> Engine | None:
+        """The engine that `get_or_create` made under that name, if there is one."""
+        engine = _named.engines.get(instance_id)
+        return None if engine is None or engine._closed else engine
+
+    @classmethod
+    def destroy(cls, instance_id: str) -> None:
+        """Close and forget the engine of that name. It is fine if there is none."""
+
+        def close() -> None:
+            with _named.lock:
+                engine = _named.engines.pop(instance_id, None)
+            if engine is not None:
+                engine.close()
+
+        SystemRuntime().uninterrupted(close, leave=True)
+
+    # -- the verbs -----------------------------------------------------------------------------------------------------
+
+    def retrieve(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
+    ) -> torch.Tensor:
+        """Write the KV of as many leading selected tokens as the tiers hold into the engine's KV.
+
+        Returns a bool CPU mask `[tokens]`: whose KV is there now. It is False from the first chunk on that no
+        tier could give, verified and in time.
+        """
+        task = Task(self._runtime)
+        work = partial(self._retrieve, task, self._callers(), tokens, mask, salt, where)
+        return self._runtime.uninterrupted(work, cancel=task.cancel)
+
+    def _retrieve(
+        self,
+        task: Task,
+        callers: Callers,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        salt: str | None,
+        where: Mapping[str, Any],
+    ) -> torch.Tensor:
+        whole, first = self._selected(tokens, mask, salt)
+        keys = [segment.key for segment in whole]
+        # Before, so that room is not made at its own cost; after, so that what came in between has its place.
+        self._stack.touch(keys)
+        record = self._record("retrieve", whole, first, tokens, callers=callers)
+        chain = Chain(keys)
+        task.run(lambda task: self._mover.load(task, whole[first:], where, chain=chain, gaps=False, record=record))
+        moved = task.result()
+        self._stack.touch(keys, count=False)
+        retrieved = torch.zeros(tokens.numel(), dtype=torch.bool)
+        count = int(moved.count_nonzero())
+        if count:
+            retrieved[whole[first].start : whole[first + count - 1].end] = True
+        return retrieved
+
+    def store(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
+    ) -> None:
+        """Keep the KV of the selected tokens. Only what is missing is copied; what is there already costs a look.
+
+        Returns when the caller's KV may be overwritten; tiers below memory are written in the background.
+        """
+        task = Task(self._runtime)
+        self._runtime.uninterrupted(
+            partial(self._store, task, self._callers(), tokens, mask, salt, where), cancel=task.cancel
+        )
+
+    def _store(
+        self,
+        task: Task,
+        callers: Callers,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        salt: str | None,
+        where: Mapping[str, Any],
+    ) -> None:
+        whole, first = self._selected(tokens, mask, salt)
+        keys = [segment.key for segment in whole]
+        self._stack.touch(keys, count=False)  # before, so that room is not made at its own cost
+        record = self._record("store", whole, first, tokens, callers=callers)
+        task.run(lambda task: self._mover.save(task, whole[first:], where, chain=Chain(keys), record=record))
+        task.result()
+        self._stack.touch([segment.key for segment in whole])
+        self._tokens.learn(tokens, salt=self._salt(salt))
+
+    def retrieve_layer(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
+    ) -> Loading:
+        """`retrieve`, layer by layer: returns once the tiers were asked what they hold, and goes on by itself.
+
+        `Loading.wait(layer)` gives the mask of that layer. Close it, or use it as a context manager. Raises
+        NotImplementedError if the connector does not move single layers.
+        """
+        callers = self._callers()
+
+        def begun() -> Loading:
+            whole, first = self._selected(tokens, mask, salt)
+            record = self._record("retrieve_layer", whole, first, tokens, callers=callers)
+            chain = [segment.key for segment in whole]
+            return self._loading(whole[first:], tokens.numel(), where, chain=chain, record=record)
+
+        return self._runtime.uninterrupted(begun, discard=Loading.close)
+
+    def store_layer(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
+    ) -> Storing:
+        """`store`, layer by layer, while the KV is being computed: it need not be there yet.
+
+        Call `Storing.layer(layer)` for each layer, then `Storing.finish()`. Close it, or use it as a context manager:
+        until then it holds memory, and without `finish` nothing is stored. Raises NotImplementedError if the connector
+        does not move single layers.
+        """
+        begun = partial(self._storing, self._callers(), tokens, mask, salt, where)
+        return self._runtime.uninterrupted(begun, discard=Storing.close)
+
+    def _storing(
+        self,
+        callers: Callers,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        salt: str | None,
+        where: Mapping[str, Any],
+    ) -> Storing:
+        check_connector(self.connector, "read_layer")
+        whole, first = self._selected(tokens, mask, salt)
+        keys = [segment.key for segment in whole]
+
+        def finished() -> None:
+            self._stack.touch(keys)
+            self._tokens.learn(tokens, salt=self._salt(salt))
+
+        storing = Storing(
+            whole[first:], tokens.numel(), where, chain=Chain(keys), stack=self._stack, connector=self.connector,
+            events=self._events, runtime=self._runtime, finished=finished, on_end=self._ended,
+            record=self._record("store_layer", whole, first, tokens, callers=callers),
+        )  # fmt: skip
+        self._by_layer.add(storing)
+        return storing
+
+    def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None) -> Task:
+        """Bring chunks from the lower tiers into memory, in the background.
+
+        Nothing leased or pinned makes room for them. At most 1,024 tasks wait: one too many is done at once, with
+        nothing moved (and counted as dropped).
+        """
+        callers = self._callers()
+
+        def begun() -> Task:
+            whole, first = self._selected(tokens, mask, salt)
+            keys = [segment.key for segment in whole]
+            self._stack.touch(keys)
+            record = self._record("prefetch", whole, first, tokens, callers=callers)
+            work = partial(self._mover.warm, segments=whole[first:], chain=Chain(keys), record=record)
+            self._check_open()
+            return self._background.start(whole[first:], work, record, ahead=True)
+
+        return self._runtime.uninterrupted(begun, discard=Task.cancel, leave=True)
+
+    def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
+        """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
+        task = Task(self._runtime)
+        return self._runtime.uninterrupted(partial(self._pin, task, self._callers(), tokens, salt), cancel=task.cancel)
+
+    def _pin(self, task: Task, callers: Callers, tokens: torch.Tensor, salt: str | None) -> int:
+        segments = self._named(tokens, salt)
+        chain = Chain([segment.key for segment in segments])
+        record = self._record("pin", segments, 0, tokens, callers=callers)
+        task.run(lambda task: self._mover.warm(task, segments, chain=chain, record=record))
+        task.result()
+        pinned = [segment for segment in segments if self._stack.memory.pin([segment.key], True)]
+        return sum(segment.end - segment.start for segment in pinned)
+
+    @shielded_waiting
+    def unpin(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
+        """Let the chunks of `tokens` be evicted again."""
+        self._stack.memory.pin([segment.key for segment in self.segments(tokens, salt=salt)], False)
+
+    @shielded_waiting
+    def remove(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
+        """Delete the chunks of `tokens` from every tier, pinned ones too.
+
+        They are gone on return, and what was being read or written at the time does not bring them back. Raises
+        BackendError, every tier having been asked, if one cannot say so.
+        """
+        self._stack.remove([segment.key for segment in self.segments(tokens, salt=salt)])
+
+    @shielded_waiting
+    def clear(self, salt: str | None = None) -> None:
+        """Delete all KV of this model that was stored under `salt`; with None, under any. Raises as `remove` does."""
+        self._check_open()
+        self._stack.clear(f"{self.fingerprint}/" + ("" if salt is None else f"{keying.salt_tag(salt)}/"))
+
+    @property
+    def memory(self) -> MemoryTier | None:
+        """The memory tier, if the configuration has one, whatever it is called there."""
+        self._check_open()
+        return self._stack.memory if self._stack.memory.keep else None
+
+    @shielded_waiting
+    def changes(self) -> Changes:
+        """Which chunks came into memory, and which left it, since the last call: for one mirror in another process."""
+        self._check_open()
+        return self._stack.memory.changes()
+
+    @shielded_waiting
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every accepted write is in its tier, or has failed; False if `timeout` seconds were not enough."""
+        self._check_here()
+        return self._stack.flush(math.inf if timeout is None else self._runtime.now() + timeout)
+
+    # -- the primitives ------------------------------------------------------------------------------------------------
+
+    @shielded_waiting
+    def touch(self, segments: Sequence[Segment]) -> None:
+        """Note that a chain was used, in every tier: so for what an engine's own prefix cache had already."""
+        self._check_open()
+        self._stack.touch([segment.key for segment in segments])
+
+    def load(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Task:
+        """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not.
+
+        into: takes the KV in place of the engine's connector; chunks are of the format and shape of the latter.
+        """
+        callers = self._callers()
+
+        def begun() -> Task:
+            connector = into or self.connector
+            check_where(connector, segments, where)
+            chain = Chain([segment.key for segment in segments])
+            record = self._record("load", segments, callers=callers)
+            work = partial(
+                self._mover.load, segments=segments, where=where, chain=chain, gaps=True, into=connector,
+                record=record,
+            )  # fmt: skip
+            self._check_open()
+            return self._background.start(segments, work, record, awaited=True)
+
+        return self._runtime.uninterrupted(begun, discard=Task.cancel)
+
+    def load_layers(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Loading:
+        """`load`, layer by layer, of segments that are there: it ends at the first that is not.
+
+        Masks are over the tokens up to the last segment's end. Otherwise as `retrieve_layer`.
+        """
+        callers = self._callers()
+
+        def begun() -> Loading:
+            num_tokens = max((segment.end for segment in segments), default=0)
+            chain = [segment.key for segment in segments]
+            record = self._record("load_layers", segments, callers=callers)
+            connector = into or self.connector
+            return self._loading(segments, num_tokens, where, chain=chain, connector=connector, record=record)
+
+        return self._runtime.uninterrupted(begun, discard=Loading.close)
+
+    def save(self, segments: Sequence[Segment], **where: Any) -> Task:
+        """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
+        callers = self._callers()
+
+        def begun() -> Task:
+            check_where(self.connector, segments, where)
+            chain = Chain([segment.key for segment in segments])
+            record = self._record("save", segments, callers=callers)
+            work = partial(self._mover.save, segments=segments, where=where, chain=chain, record=record)
+            self._check_open()
+            return self._background.start(segments, work, record)
+
+        return self._runtime.uninterrupted(begun, discard=Task.cancel)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _mover(self) -> Mover:
+        """With the connector that there is now."""
+        return Mover(self._stack, self.connector, self._events, self._runtime)
+
+    def _loading(
+        self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
+        record: Record, connector: GPUConnector | None = None,
+    ) -> Loading:  # fmt: skip
+        connector = connector or self.connector
+        check_connector(connector, "write_layer")
+        self._check_open()
+        check_where(connector, segments, where)
+        self._stack.touch(chain)
+        loading = Loading(
+            segments, num_tokens, where, chain=chain, stack=self._stack, connector=connector, events=self._events,
+            runtime=self._runtime, on_end=self._ended, record=record,
+        )  # fmt: skip
+        self._by_layer.add(loading)
+        loading.begin()
+        return loading
+
+    def _ended(self, handle: Loading | Storing) -> None:
+        self._by_layer.discard(handle)
+
+    def _named(self, tokens: torch.Tensor, salt: str | None) -> list[Segment]:
+        """All segments of tokens that are to be moved."""
+        whole = self.segments(tokens, salt=salt)
+        if self._events.sees_chunks and whole:
+            data = keying.int32_tokens(tokens)[: whole[-1].end].tobytes()
+            self._events.emit_chunks(ChunkEvent("named", segments=tuple(whole), tokens=data))
+        return whole
+
+    def _selected(self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None) -> tuple[list[Segment], int]:
+        """All segments of the tokens, because the whole chain is touched, and the first that the mask selects."""
+        whole = self._named(tokens, salt)
+        return whole, keying.select(whole, mask, tokens.numel())

@@ -1,0 +1,266 @@
+"""What the tiers hold, and nothing moved: the half of an engine that a scheduler needs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Self
+
+import torch
+
+from kvloom import keys as keying
+from kvloom.contracts.observer import CounterKey, Totals
+from kvloom.contracts.tokens import TokenDatabase
+from kvloom.engine.assembly import Parts
+from kvloom.errors import BackendError
+from kvloom.interrupts import shielded_waiting
+from kvloom.runtime import opened
+from kvloom.telemetry.events import Callers
+from kvloom.telemetry.request_trace import NO_RECORD, OpenRecord, Record
+from kvloom.tiers.tier import Tier
+from kvloom.types import ChunkKey, Health, Hit, Segment
+
+
+class _View:
+    """What observers see of an engine, for as long as there is one."""
+
+    def __init__(self, engine: Index) -> None:
+        self.instance_id = engine.config.instance_id
+        self.fingerprint = engine.fingerprint
+        self.spec = engine.spec
+        self._stack = weakref.ref(engine._stack)
+        self._events = weakref.ref(engine._events)
+        self._runtime = engine._runtime
+
+    @shielded_waiting
+    def health(self) -> Health:
+        stack = self._stack()
+        return Health(()) if stack is None else stack.health()
+
+    @shielded_waiting
+    def counters(self) -> Mapping[CounterKey, Totals]:
+        events = self._events()
+        return {} if events is None else events.counters()
+
+
+class Index:
+    """Forecasts of what an engine would retrieve. `Engine.open(..., role="index")` gives one.
+
+    It has no memory and remembers nothing: it asks the tiers that other processes share. Where the KV of a model is
+    spread over ranks, a chunk counts as there once every rank's part is.
+
+    tokens: 1-D, of any integer dtype, on the CPU: one sequence. mask: bool, as long as `tokens`, like FFFFTTTT, its
+    Falses a whole number of chunks; None selects everything. salt: keeps tenants apart; default is the config's.
+    search_range: names of tiers.
+
+    Every method raises BackendError once it is closed, and in a child of the process that opened it.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        """Use `Engine.open`."""
+        connector = parts.connector
+        self.config = parts.config
+        self.spec = parts.spec
+        self.connector = connector
+        self.fingerprint = keying.fingerprint(parts.spec, connector.format, connector.representation)
+        self._tokens = parts.tokens
+        self._learns = type(parts.tokens).learn is not TokenDatabase.learn
+        self._others = tuple(database for _, database in parts.others)
+        for its_spec, database in ((parts.spec, parts.tokens), *parts.others):
+            database.fingerprint = keying.fingerprint(its_spec, connector.format, connector.representation)
+            database.chunk_tokens = parts.config.chunk_tokens
+        self._stack = parts.stack
+        self._events = parts.events
+        self._runtime = parts.runtime
+        self._closed = False
+        self._gone = ""
+        self._not_at_exit: Callable[[], None] = lambda: None
+        opened(self)
+
+    def _told_of(self) -> Self:
+        """Called once, when it is open: have the observers watch it. Closes it, and raises what they raise.
+
+        At the latest it is closed when the process ends.
+        """
+        try:
+            self._events.watch(_View(self))
+        except BaseException:
+            self.close()
+            raise
+        self._not_at_exit = self._runtime.at_exit(self.close)
+        return self
+
+    def inherited(self, pid: int) -> None:
+        """In a forked child: refuse every verb, and have nothing to close."""
+        self._closed = True
+        self._gone = self._gone or f"this engine was opened in process {pid}; open one in this process"
+
+    @shielded_waiting
+    def close(self) -> None:
+        """Give everything back. Idempotent. An interrupted caller leaves at once; closing goes on without it."""
+        if not self._closed:
+            self._closed = True
+            self._not_at_exit()
+            for component in (self.connector, self._tokens, *self._others):
+                component.close()
+            self._stack.close()
+            self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def tiers(self) -> Mapping[str, Tier]:
+        """The tiers by name, in the config's order, for work at the level of chunks."""
+        self._check_here()
+        return self._stack.tiers
+
+    @property
+    def salt(self) -> str:
+        """The configured salt, which verbs use where none is given."""
+        return self.config.salt
+
+    @property
+    def chunk_tokens(self) -> int:
+        """How many tokens a chunk has."""
+        return self.config.chunk_tokens
+
+    @shielded_waiting
+    def health(self) -> Health:
+        """How the tiers are: which are paused and why, what they hold, what hangs. Asks no backend."""
+        self._check_here()
+        return self._stack.health()
+
+    @shielded_waiting
+    def counters(self) -> Mapping[CounterKey, Totals]:
+        """What has happened so far: (event, tier, reason) to its totals."""
+        self._check_here()
+        return self._events.counters()
+
+    def lookup(
+        self, tokens: torch.Tensor, search_range: Sequence[str] | None = None, *, salt: str | None = None
+    ) -> Hit:
+        """How many leading tokens the tiers say they hold. Reads no KV, changes nothing; a paused tier has nothing.
+
+        search_range: names of tiers to ask. Raises ValueError if there is no such tier, TypeError if it is one string.
+        """
+        self._check_names(search_range)
+        segments = self.segments(tokens, salt=salt)
+        keys = [key for _, _, key in segments]
+        if not self._events.sees_requests and not self._others and self._stack.all_in_memory(keys, search_range):
+            return _hit(segments, [self._stack.memory.name] * len(keys))
+        return self._lookup(self._callers(), segments, keys, tokens, search_range, salt)
+
+    @shielded_waiting
+    def _lookup(
+        self, callers: Callers, segments: Sequence[Segment], keys: list[ChunkKey], tokens: torch.Tensor,
+        search_range: Sequence[str] | None, salt: str | None,
+    ) -> Hit:  # fmt: skip
+        with self._record("lookup", segments, 0, tokens, callers=callers).going_on() as record:
+            hit = _hit(segments, self._located(segments, keys, tokens, search_range, salt))
+            record.served_tokens = hit.tokens
+            for name, count in hit.by_tier.items():
+                record.gave(name, count)
+            return hit
+
+    def _located(
+        self, segments: Sequence[Segment], keys: list[ChunkKey], tokens: torch.Tensor,
+        search_range: Sequence[str] | None, salt: str | None,
+    ) -> list[str | None]:  # fmt: skip
+        for database in self._others:  # asked about in one go
+            keys += [segment.key for segment in database.segments(tokens, salt=self._salt(salt))]
+        located = self._stack.locate(keys, search_range)
+        if self._others:
+            count = len(segments)
+            located = [None if None in located[i::count] else located[i] for i in range(count)]
+        return located
+
+    def segments(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None
+    ) -> list[Segment]:
+        """The segments of the selected tokens, with their keys. Raises ValueError for a mask that fits no chunks."""
+        self._check_open()
+        cut = partial(self._tokens.segments, tokens, mask, salt=self._salt(salt))
+        # One that learns nothing has nothing to be left half-changed.
+        return self._runtime.uninterrupted(cut, leave=True) if self._learns else cut()
+
+    def passage(
+        self, tokens: torch.Tensor, *, lead: Sequence[int] = (), context: str = "", salt: str | None = None
+    ) -> list[Segment]:
+        """The segments of a text that is known by its own tokens, wherever they stand: what blending reuses.
+
+        Starts count from its first token; a short tail is a segment too. lead: the tokens that stood before it when
+        its KV was computed (a BOS). context: a word for what else its KV depends on. No prompt is ever answered with
+        KV under these keys: `retrieve` has others.
+        """
+        self._check_open()
+        return keying.passage(
+            tokens, chunk_tokens=self.config.chunk_tokens, fingerprint=self.fingerprint, salt=self._salt(salt),
+            lead=lead, context=context,
+        )  # fmt: skip
+
+    def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
+        """Which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
+        return torch.tensor([name is not None for name in self.locate(segments, search_range)], dtype=torch.bool)
+
+    def locate(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> list[str | None]:
+        """The name of the fastest tier that says it holds each segment, or None. Raises as `lookup` does: ValueError if
+        there is no such tier, TypeError if `search_range` is one string.
+        """
+        self._check_open()
+        self._check_names(search_range)
+        keys = [segment.key for segment in segments]
+        if self._stack.all_in_memory(keys, search_range):
+            return [self._stack.memory.name] * len(keys)
+        return self._runtime.uninterrupted(partial(self._stack.locate, keys, search_range), leave=True)
+
+    def _callers(self) -> Callers:
+        """What the observers want to remember of this thread, on which a request begins."""
+        return self._events.callers() if self._events.sees_requests else ()
+
+    def _record(
+        self, verb: str, segments: Sequence[Segment], first: int = 0, tokens: torch.Tensor | None = None, *,
+        callers: Callers,
+    ) -> Record:  # fmt: skip
+        """Of a request that begins now. first: of the segments that are selected. tokens: all of them."""
+        if not self._events.sees_requests:
+            return NO_RECORD
+        num_tokens = tokens.numel() if tokens is not None else segments[-1].end if segments else 0
+        return OpenRecord(
+            verb, segments, first=first, num_tokens=num_tokens, chunk_tokens=self.config.chunk_tokens,
+            events=self._events, callers=callers, runtime=self._runtime,
+        )  # fmt: skip
+
+    def _salt(self, salt: str | None) -> str:
+        return self.config.salt if salt is None else salt
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError(self._gone or "the engine is closed")
+
+    def _check_here(self) -> None:
+        if self._gone:
+            raise BackendError(self._gone)
+
+    def _check_names(self, names: Sequence[str] | None) -> None:
+        if isinstance(names, str):
+            raise TypeError(f"search_range: expected a list of tier names, got {names!r}; write [{names!r}]")
+        unknown = [name for name in names or () if name not in self._stack.tiers]
+        if unknown:
+            raise ValueError(f"search_range: no tier {unknown[0]!r}; this engine has {', '.join(self._stack.tiers)}")
+
+
+def _hit(segments: Sequence[Segment], located: Sequence[str | None]) -> Hit:
+    """The leading segments that are somewhere, by where they are."""
+    hit = 0
+    by_tier: dict[str, int] = {}
+    for (start, end, _), name in zip(segments, located, strict=True):
+        if name is None:
+            break
+        hit = end
+        by_tier[name] = by_tier.get(name, 0) + end - start
+    return Hit(hit, by_tier)

@@ -1,0 +1,1 @@
+"""The form of stored blobs: the envelope with its checksums, and encryption."""

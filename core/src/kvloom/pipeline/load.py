@@ -1,0 +1,199 @@
+"""Towards the engine: chunks in order, from memory or brought up from the fastest stored tier that gives them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+from kvloom.contracts.observer import Event
+from kvloom.format.envelope import ALIGN_BYTES
+from kvloom.pipeline.locate import Search
+from kvloom.runtime import Runtime
+from kvloom.telemetry.events import EventBus
+from kvloom.telemetry.request_trace import NO_RECORD
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.request_context import Visit
+from kvloom.tiers.stored.inflight import Read
+from kvloom.tiers.stored.layer_inflight import WholeRead
+from kvloom.tiers.stored.tier import StoredTier
+from kvloom.tiers.tier import Layout, Loaded, Shape
+from kvloom.types import ChunkKey, Segment
+
+BEHIND = "behind a miss"
+"""Why what comes after the first chunk that is nowhere is not given: it was not looked at."""
+
+Runs = Generator[list[tuple[Segment, Loaded]], None, None]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A segment on its way to the engine."""
+
+    segment: Segment
+    tiers: list[StoredTier] = field(default_factory=list)
+    """Stored tiers from which it may be read, fastest first; those tried already are gone. Set before it is started."""
+    loaded: Loaded | None = None
+    read: Read | WholeRead | None = None
+    source: StoredTier | None = None
+    """The tier that it is being read from."""
+
+    @property
+    def done(self) -> bool:
+        """There is nothing to wait for."""
+        return self.loaded is not None or self.read is None or self.read.done
+
+    def give_up(self) -> None:
+        if self.loaded is not None:
+            self.loaded.release()
+        if self.read is not None:
+            assert self.source is not None
+            self.source.loads.give_up(self.read)
+
+
+class Fetcher:
+    """Reads chunks for the engine."""
+
+    def __init__(
+        self, memory: MemoryTier, stored: Sequence[StoredTier], layout: Layout, events: EventBus, runtime: Runtime
+    ) -> None:
+        """stored: fastest first."""
+        self.memory = memory
+        self.stored = tuple(stored)
+        self.layout = layout
+        self._events = events
+        self._runtime = runtime
+
+    def fetch(self, segments: Sequence[Segment], shape: Shape, visit: Visit, *, gaps: bool) -> Runs:
+        """Runs of verified chunks in order, as soon as they are there; leased until the next is asked for.
+
+        gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. Chunks that came from
+        stored tiers are in memory afterwards, if there is a memory tier.
+        """
+        keys = [segment.key for segment in segments]
+        held = self.memory.lease(keys)
+        run = [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
+        try:
+            if run and len(run) == len(segments):
+                self._from_memory(segments, visit)
+                yield run
+                return
+        finally:
+            for _, loaded in run:
+                loaded.release()
+        # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
+        search = self._search(keys, visit)
+        try:
+            yield from self._stream(deque(map(_Arrival, segments)), search, shape, visit, gaps=gaps)
+        finally:
+            search.close()
+
+    def _search(self, keys: Sequence[ChunkKey], visit: Visit) -> Search:
+        here = self.memory.find(keys)
+        return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], visit)
+
+    def _stream(
+        self, waiting: deque[_Arrival], search: Search, shape: Shape, visit: Visit, *, gaps: bool
+    ) -> Runs:  # fmt: skip
+        if not waiting:
+            return
+        window = self._window(waiting[0], shape)
+        started: deque[_Arrival] = deque()
+        run: list[tuple[Segment, Loaded]] = []
+        try:
+            while waiting or started:
+                while waiting and len(started) < window and search.knows(waiting[0].segment.key):
+                    started.append(waiting.popleft())
+                    started[-1].tiers = search.tiers(started[-1].segment.key)
+                    self._start(started[-1], shape, visit)
+                if run and (len(run) >= window or not started or not started[0].done):
+                    yield run  # what is here need not wait for what is not, and nothing waits holding a lease
+                    for _, loaded in run:
+                        loaded.release()
+                    run = []
+                if not started:
+                    search.tiers(waiting[0].segment.key)  # waits until a tier has answered, or has not in time
+                    continue
+                arrival = started[0]
+                arrived = self._finish(arrival, shape, visit)
+                started.popleft()
+                if arrived is not None:
+                    run.append((arrival.segment, arrived))
+                elif not gaps or visit.given_up:
+                    break
+            if run:
+                yield run
+        finally:
+            for _, loaded in run:
+                loaded.release()
+            for arrival in started:
+                arrival.give_up()
+            rest = [arrival.segment for arrival in (*started, *waiting)]
+            self.missed(rest, "given up" if visit.given_up else BEHIND)
+
+    def why(self, key: ChunkKey, visit: Visit) -> str:
+        """Why a chunk was not to be had."""
+        if visit.given_up:
+            return "given up"
+        silent = any(tier.name in visit.lost or tier.calls.reading.open for tier in self.stored)
+        return visit.misses.get(key) or ("no answer" if silent else "in no tier")
+
+    def missed(self, segments: Sequence[Segment], reason: str) -> None:
+        """Say that these were asked for and not given."""
+        if segments:
+            num_tokens = sum(segment.end - segment.start for segment in segments)
+            self._events.emit(Event("missed", tokens=num_tokens, chunks=len(segments), reason=reason))
+
+    def _window(self, arrival: _Arrival, shape: Shape) -> int:
+        """How many chunks may be on their way at once: their buffers must fit beside each other."""
+        num_tokens = arrival.segment.end - arrival.segment.start
+        nbytes = self.layout.nbytes(shape(num_tokens)) + 2 * ALIGN_BYTES  # a framed blob: a header, and whole pages
+        return max(1, min(8, self.memory.pool.capacity // 2 // nbytes))
+
+    def _start(self, arrival: _Arrival, shape: Shape, visit: Visit) -> None:
+        """Lease the chunk from memory, or begin to read it from the next tier that may have it."""
+        segment = arrival.segment
+        arrival.loaded = self.memory.lease([segment.key])[0]
+        while arrival.loaded is None and arrival.read is None and arrival.tiers:
+            num_tokens = segment.end - segment.start
+            arrival.source = arrival.tiers.pop(0)
+            found = arrival.source.loads.fetch(segment.key, shape(num_tokens), num_tokens, visit)
+            if isinstance(found, Loaded):
+                arrival.loaded = found
+            else:
+                arrival.read = found
+
+    def _finish(self, arrival: _Arrival, shape: Shape, visit: Visit) -> Loaded | None:
+        """Wait for a chunk; where it turns out not to be, ask the next tier."""
+        while arrival.loaded is None and arrival.read is not None:
+            source, read, arrival.read = arrival.source, arrival.read, None
+            assert source is not None
+            loaded = source.loads.collect(read)
+            if loaded is not None:
+                visit.progress()
+                visit.record.gave(source.name, arrival.segment.end - arrival.segment.start)
+                self.promote(arrival.segment, loaded, visit, below=source)
+                return loaded
+            self._start(arrival, shape, visit)
+        if arrival.loaded is None:
+            self.missed([arrival.segment], self.why(arrival.segment.key, visit))
+        else:
+            self._from_memory([arrival.segment], visit)
+        return arrival.loaded
+
+    def _from_memory(self, segments: Sequence[Segment], visit: Visit) -> None:
+        if visit.record is not NO_RECORD:
+            visit.record.gave(self.memory.name, sum(segment.end - segment.start for segment in segments))
+
+    def promote(self, segment: Segment, loaded: Loaded, visit: Visit, *, below: StoredTier) -> None:
+        """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""
+        if self.memory.keep:
+            self._events.emit(Event("promoted", self.memory.name, loaded.chunk.num_tokens, 1, loaded.chunk.nbytes))
+        if not loaded.chunk.exact:
+            return
+        for tier in self.stored[: self.stored.index(below)]:
+            if tier.policy.write == "through" and tier.lacks(segment.key, loaded.written):
+                tier.submit(
+                    segment.key, loaded.again(), until=self._runtime.now(), since=visit.since, chain=visit.chain,
+                    record=visit.record,
+                )  # fmt: skip

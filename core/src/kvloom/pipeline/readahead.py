@@ -1,0 +1,384 @@
+"""Reading ahead, layer by layer: which part of which chunk is read next, how many at once, and into what memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvloom.errors import DeadlineExceeded
+from kvloom.format import envelope
+from kvloom.pipeline.stack import Stack
+from kvloom.runtime import Call, Runtime
+from kvloom.tiers.memory.staging import Place, Room, layer_bytes
+from kvloom.tiers.request_context import Visit
+from kvloom.tiers.stored.inflight import Read
+from kvloom.tiers.stored.layer_inflight import Arrival, Piece, WholeRead
+from kvloom.tiers.stored.layer_ranges import LayeredBlob
+from kvloom.tiers.stored.tier import StoredTier
+from kvloom.tiers.tier import Loaded
+from kvloom.types import Segment
+
+_WHOLES = 8
+"""At most so many chunks are read whole at once."""
+
+
+class Prefix:
+    """How many leading chunks are good in each layer: fewer from layer to layer, and never more again."""
+
+    def __init__(self, chunks: int, layers: int, runtime: Runtime) -> None:
+        self._ends = [chunks] * layers
+        self._lock = runtime.lock()
+
+    def count(self, layer: int) -> int:
+        """How many leading chunks have this layer and all before it."""
+        return self._ends[layer]
+
+    def cut(self, chunk: int, layer: int) -> None:
+        """From `layer` on, `chunk` and all that follow are not good."""
+        with self._lock:
+            self._ends[layer:] = [min(end, chunk) for end in self._ends[layer:]]
+
+    def layers_of(self, chunk: int, layers: range) -> range:
+        """Those of `layers` in which `chunk` is good: the first ones."""
+        stop = next((layer for layer in layers if self._ends[layer] <= chunk), layers.stop)
+        return range(layers.start, stop)
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A chunk on its way to the engine."""
+
+    index: int
+    segment: Segment
+    shape: tuple[int, ...]
+    tiers: list[StoredTier]
+    """Stored tiers where it may be, fastest first; it is read from the first."""
+    by_layer: bool = False
+    """It is read layer by layer, in ranges; else whole."""
+    asked: bool = False
+    """It was asked for whole."""
+    loaded: Loaded | None = None
+    elsewhere: Read | None = None
+    """Somebody was reading it whole when its turn came."""
+    alone: bool = False
+    """And that came to nothing: it is read by layers after all."""
+    blob: LayeredBlob | None = None
+    arrival: Arrival | None = None
+    """Where all of its layers are put together, for whoever wants it, if there is room for that."""
+    passing: Place | None = None
+    """Else: where the layers that have just arrived are."""
+    began: float = 0.0
+    over: bool = False
+    """Its last layer was handed on."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segment.end - self.segment.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    tier: StoredTier
+    piece: Piece
+    place: Place
+
+
+class Ahead:
+    """The reads of one load, asked for in the order in which they are taken. For one thread.
+
+    A tier that fails for one chunk is still read for those before it: without their next layers the layers that they
+    have are worth nothing.
+    """
+
+    def __init__(
+        self, stack: Stack, chunks: Sequence[Incoming], groups: Sequence[range], prefix: Prefix, visit: Visit,
+        runtime: Runtime,
+    ) -> None:  # fmt: skip
+        self._stack = stack
+        self._chunks = chunks
+        self._groups = groups
+        self._prefix = prefix
+        self._visit = visit
+        self._runtime = runtime
+        self._positions = self._all_positions()
+        self._next: tuple[range, Incoming] | None = None
+        self._parts: dict[tuple[int, int], _Part] = {}
+        self._wholes: dict[int, Read | WholeRead] = {}
+        self._spare: list[Room] = []
+        # For what others were to read, if that comes to nothing; and the same while it is in use.
+        self._aside: Room | None = None
+        self._lent: Room | None = None
+        self._rooms = 0
+        self._room_bytes = 0
+
+    def prepare(self) -> None:
+        """Get the memory that reading by layers takes at least: while nothing is held, so that waiting is safe."""
+        streamed = [one for one in self._chunks if one.by_layer]
+        if not streamed:
+            return
+        longest, dtype = max(map(len, self._groups)), self._stack.layout.dtype
+        self._room_bytes = max(one.shape[0] * longest * layer_bytes(one.shape, dtype) for one in streamed)
+        visit = self._visit
+        room = self._stack.rooms.await_passing(self._room_bytes, visit.until, stopped=lambda: visit.given_up)
+        if room is not None:
+            self._spare.append(room)
+            self._rooms = 1
+
+    def ready(self, chunk: Incoming, group: range) -> bool:
+        """Whether taking this needs no waiting."""
+        if chunk.elsewhere is not None:
+            return chunk.elsewhere.done and self._lent is None
+        read = self._wholes.get(chunk.index)
+        if read is not None:
+            return read.done
+        part = self._parts.get((group.start, chunk.index))
+        return chunk.loaded is not None if part is None else part.piece.call.done
+
+    def part(self, chunk: Incoming, group: range) -> tuple[Place, int] | None:
+        """Where the layers of `group` are, and how many of them are right; None if they are not to be had so.
+
+        Asked for by `fill` before, and by none in between: that may find the chunk elsewhere.
+        """
+        part = self._parts.pop((group.start, chunk.index), None)
+        if part is None and chunk.alone and self._wanted(chunk, group):
+            self._ask_by_layer(chunk, group)  # its turn to be asked for went by while another read it
+            part = self._parts.pop((group.start, chunk.index), None)
+        if part is None:
+            return None
+        call = part.piece.call
+        if not self._wait(call, part.tier, chunk, group) and self._wanted(chunk, group):
+            late = DeadlineExceeded("no answer within the deadline")
+            part.tier.calls.late("read", late, call, part.tier.calls.reading)
+        arrived = call.peek()
+        if arrived is None:
+            self._visit.lost.add(part.tier.name)
+            self._lose(part, chunk, group.start)
+            return None
+        self._visit.progress()
+        chunk.blob = arrived[0] or chunk.blob
+        right = part.piece.right(group)
+        if chunk.arrival is None:
+            chunk.passing = part.place
+        elif right < len(group):
+            part.tier.loads.arrivals.close(chunk.arrival)
+        self.fill()
+        return part.place, right
+
+    def whole(self, chunk: Incoming, group: range) -> Loaded | None:
+        """The chunk, all of it, from the first of its tiers."""
+        tier = chunk.tiers[0]
+        read = self._wholes.pop(chunk.index, None) or self._read_whole(chunk)
+        if read is None:
+            return None
+        read.wait(self._visit.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
+        if not self._wanted(chunk, group):
+            tier.loads.give_up(read)
+            return None
+        return self._landed(tier, read)
+
+    def from_elsewhere(self, chunk: Incoming, group: range) -> Loaded | None:
+        """What somebody else was reading, whole; None if it is better, or necessary, to read it by layers after all."""
+        read, chunk.elsewhere = chunk.elsewhere, None
+        assert read is not None
+        tier, flight = chunk.tiers[0], read.flight
+        chunk.alone = True
+
+        def stopped() -> bool:
+            # What this load holds may be what the other waits for.
+            return not self._wanted(chunk, group) or (flight.starved and self._holds_memory())
+
+        if not read.wait(self._visit.patience(tier.deadline), stopped=stopped) and stopped():
+            tier.loads.give_up(read)
+            return None
+        return self._landed(tier, read)
+
+    def _landed(self, tier: StoredTier, read: Read | WholeRead) -> Loaded | None:
+        loaded = tier.loads.collect(read)
+        if loaded is not None:
+            self._visit.progress()
+        self.fill()
+        return loaded
+
+    def _holds_memory(self) -> bool:
+        return any(chunk.loaded is not None or chunk.arrival is not None for chunk in self._chunks)
+
+    def _wait(self, call: Call[Any], tier: StoredTier, chunk: Incoming, group: range) -> bool:
+        """Whether the call was done in time, and while anybody wanted it."""
+        return call.wait(self._visit.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
+
+    def done_with(self, chunk: Incoming) -> None:
+        """What was in passing is no longer needed."""
+        place, chunk.passing = chunk.passing, None
+        if place is None:
+            return
+        if place.room is self._lent:
+            self._aside, self._lent = place.room, None
+        else:
+            self._spare.append(place.room)
+
+    def forget(self, chunk: Incoming) -> None:
+        """Nothing more of this chunk is wanted by layers: give up what is under way, and its memory."""
+        self.done_with(chunk)
+        arrival, chunk.arrival = chunk.arrival, None
+        for key in [key for key in self._parts if key[1] == chunk.index]:
+            part = self._parts.pop(key)
+            if arrival is None:
+                self._lose(part, chunk, key[0])
+        if arrival is not None:
+            arrival.home.leave(arrival)
+
+    def close(self) -> None:
+        """Give everything up."""
+        for chunk in self._chunks:
+            self.forget(chunk)
+            if chunk.elsewhere is not None:
+                chunk.tiers[0].loads.give_up(chunk.elsewhere)
+                chunk.elsewhere = None
+        for index, read in self._wholes.items():
+            self._chunks[index].tiers[0].loads.give_up(read)
+        for room in (*self._spare, *filter(None, [self._aside])):
+            room.release()
+        self._wholes, self._spare, self._aside = {}, [], None
+
+    def fill(self) -> None:
+        """Ask for what comes next, as much as may be under way at once."""
+        for start, index in [key for key in self._parts if self._prefix.count(key[0]) <= key[1]]:
+            self._lose(self._parts.pop((start, index)), self._chunks[index], start)
+        while not self._visit.given_up:
+            if self._next is None:
+                self._next = next(self._positions, None)
+            if self._next is None:
+                return
+            group, chunk = self._next
+            if self._wanted(chunk, group) and self._comes_from_below(chunk, group) and not self._ask(chunk, group):
+                return
+            self._next = None
+
+    def _all_positions(self) -> Iterator[tuple[range, Incoming]]:
+        for group in self._groups:
+            for chunk in self._chunks:
+                yield group, chunk
+
+    def _wanted(self, chunk: Incoming, group: range) -> bool:
+        return not self._visit.given_up and self._prefix.count(group.start) > chunk.index
+
+    def _comes_from_below(self, chunk: Incoming, group: range) -> bool:
+        """A chunk that is read whole is asked for once, and no longer by layers."""
+        first = not chunk.asked and (chunk.by_layer or not group.start)
+        here = chunk.loaded is not None or chunk.elsewhere is not None
+        return first and not here and not chunk.over and bool(chunk.tiers)
+
+    def _ask(self, chunk: Incoming, group: range) -> bool:
+        """Begin to read; False if there is no room for it now, or not everything known that it takes."""
+        if not group.start and chunk.arrival is None and self._is_in_memory(chunk):
+            return True
+        if chunk.by_layer:
+            under_way = len(self._parts) >= 2 * chunk.tiers[0].backend.threads
+            return not under_way and self._ask_by_layer(chunk, group)
+        nbytes = self._stack.layout.nbytes(chunk.shape)
+        window = min(_WHOLES, self._stack.memory.pool.capacity // 2 // (nbytes + 2 * envelope.ALIGN_BYTES))
+        if len(self._wholes) >= max(1, window):
+            return False
+        read = self._read_whole(chunk)
+        if read is not None:
+            self._wholes[chunk.index] = read
+        return True
+
+    def _ask_by_layer(self, chunk: Incoming, group: range) -> bool:
+        tier, start = chunk.tiers[0], group.start
+        if not start and chunk.arrival is None and not chunk.alone:
+            self._join(chunk)
+            if chunk.elsewhere is not None:
+                return True
+            if self._is_in_memory(chunk):
+                self.forget(chunk)
+                return True
+        arrival = chunk.arrival
+        if arrival is not None:
+            chunk.blob = chunk.blob or arrival.blob
+        if start and chunk.blob is None:
+            return False
+        chunk.began = chunk.began or self._runtime.now()
+        if arrival is not None:
+            piece = tier.loads.arrivals.ask(arrival, group)
+            if piece is not None:
+                self._parts[start, chunk.index] = _Part(tier, piece, arrival.place)
+            return True
+        place = self._passing(chunk, group)
+        if place is None:
+            return False
+        call = tier.loads.begin(chunk.segment.key, chunk.blob, place, chunk.num_tokens, group)
+        if call is None:
+            self._let_go(place)
+        else:
+            self._parts[start, chunk.index] = _Part(tier, Piece(call, group), place)
+        return True
+
+    def _is_in_memory(self, chunk: Incoming) -> bool:
+        """Lease it if somebody has brought it there meanwhile."""
+        chunk.loaded = self._stack.memory.lease([chunk.segment.key])[0]
+        return chunk.loaded is not None
+
+    def _join(self, chunk: Incoming) -> None:
+        """Share in what others read of this chunk just now; else have it put together, if there is room for all.
+
+        What others read until a moment ago is in memory: look there afterwards.
+        """
+        tier, key, groups, visit = chunk.tiers[0], chunk.segment.key, self._groups, self._visit
+        found = tier.loads.arrivals.join(key, groups, visit)
+        if found is None:
+            room = self._stack.rooms.take(self._stack.layout.nbytes(chunk.shape))
+            if room is None:
+                return
+            place = Place.of(room, chunk.shape, self._stack.layout.dtype)
+            found = tier.loads.arrivals.join(key, groups, visit, place=place, num_tokens=chunk.num_tokens)
+            if not isinstance(found, Arrival) or found.place is not place:
+                room.release()
+        if isinstance(found, Arrival):
+            chunk.arrival = found
+        elif found is not None and self._has_a_way_out():
+            chunk.elsewhere = found
+        elif found is not None:
+            tier.loads.give_up(found)
+
+    def _has_a_way_out(self) -> bool:
+        """Whether this can go on if it waits for somebody who, in turn, waits for what is held here."""
+        if self._aside is None and self._lent is None and self._holds_memory():
+            self._aside = self._stack.rooms.passing(self._room_bytes)
+            return self._aside is not None
+        return True
+
+    def _read_whole(self, chunk: Incoming) -> Read | WholeRead | None:
+        chunk.asked = True
+        return chunk.tiers[0].loads.read(chunk.segment.key, chunk.shape, chunk.num_tokens, self._visit)
+
+    def _passing(self, chunk: Incoming, group: range) -> Place | None:
+        """Memory for these layers only, until they are handed on."""
+        if not self._spare and self._rooms < 2 * chunk.tiers[0].backend.threads:
+            room = self._stack.rooms.passing(self._room_bytes)
+            if room is not None:
+                self._rooms += 1
+                self._spare.append(room)
+        if not self._spare and chunk.alone and self._aside is not None:
+            self._spare.append(self._aside)
+            self._aside, self._lent = None, self._aside
+        if not self._spare:
+            return None
+        return Place.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
+
+    def _lose(self, part: _Part, chunk: Incoming, start: int) -> None:
+        """Give up what may still be under way; it keeps its memory until it returns."""
+        if chunk.arrival is not None:
+            group = next(group for group in self._groups if group.start == start)
+            part.tier.loads.arrivals.give_up(chunk.arrival, group)
+            return
+        part.piece.call.cancel()
+        self._let_go(part.place)
+
+    def _let_go(self, place: Place) -> None:
+        place.room.release()
+        if place.room is self._lent:
+            self._lent = None
+        else:
+            self._rooms -= 1

@@ -1,0 +1,140 @@
+"""The ordered stack of tiers, fast to slow: where chunks are, and what is done to all tiers at once.
+
+`fetcher` brings chunks up to the engine, `keeper` takes them from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kvloom.contracts.observer import ChunkEvent
+from kvloom.errors import BackendError
+from kvloom.pipeline.load import Fetcher
+from kvloom.pipeline.locate import HURRIED_SHARE
+from kvloom.pipeline.store import Keeper
+from kvloom.runtime import Runtime
+from kvloom.telemetry.events import EventBus
+from kvloom.telemetry.request_trace import NO_RECORD, Record
+from kvloom.tiers.memory.staging import Rooms
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.prefix import NO_CHAIN, Chain
+from kvloom.tiers.request_context import Visit
+from kvloom.tiers.stored.tier import StoredTier
+from kvloom.tiers.tier import Layout, Tier
+from kvloom.types import ChunkKey, Health
+
+
+class Stack:
+    """All tiers of an engine. `memory` is always there; without a memory tier in the config it keeps nothing."""
+
+    def __init__(
+        self, memory: MemoryTier, stored: Sequence[StoredTier], layout: Layout, events: EventBus, runtime: Runtime
+    ) -> None:
+        self.memory = memory
+        self.stored = tuple(stored)
+        kept: list[Tier] = [memory] if memory.keep else []
+        self.tiers = {tier.name: tier for tier in [*kept, *stored]}
+        """The tiers of the config by name, in its order."""
+        self.layout = layout
+        self.rooms = Rooms(memory, runtime)
+        self._events = events
+        self._runtime = runtime
+        self.fetcher = Fetcher(memory, stored, layout, events, runtime)
+        self.keeper = Keeper(memory, stored, layout, events, runtime, deadline=self.deadline)
+
+    def visit(self, chain: Chain = NO_CHAIN, record: Record = NO_RECORD) -> Visit:
+        """An operation that begins now. chain: what it is about. record: where it is noted."""
+        return Visit(self._runtime, self.deadline, since=self.memory.purges.mark(), chain=chain, record=record)
+
+    @property
+    def deadline(self) -> float:
+        """The longest that one step of any tier may take, in seconds."""
+        return max((tier.deadline for tier in self.stored), default=self.memory.deadline)
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def all_in_memory(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> bool:
+        """Whether `locate` would say so of every key. Takes no lock and changes nothing: the main thread may ask."""
+        memory = self.memory
+        return memory.keep and (names is None or memory.name in names) and memory.has_all(keys)
+
+    def locate(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> list[str | None]:
+        """The fastest of the tiers `names` (default: all) that says it holds each key.
+
+        Once a faster tier has the first key, a tier gets `HURRIED_SHARE` of its deadline to answer about the rest.
+        """
+        visit = self.visit()
+        where: list[str | None] = [None] * len(keys)
+        left = list(range(len(keys)))
+        for name, tier in self.tiers.items():
+            if not left:
+                break
+            if names is None or name in names:
+                wanted = keys if len(left) == len(keys) else [keys[index] for index in left]
+                if isinstance(tier, StoredTier):
+                    seconds = math.inf if where[0] is None else HURRIED_SHARE * tier.deadline
+                    found = tier.seek(wanted, visit).answer(seconds)
+                else:
+                    found = tier.find(wanted, visit)
+                if len(left) == len(keys) and all(found):
+                    return [name] * len(keys)
+                for index, here in zip(left, found, strict=True):
+                    if here:
+                        where[index] = name
+                left = [index for index, here in zip(left, found, strict=True) if not here]
+        return where
+
+    def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:
+        """Note that a whole chain was used, in every tier. count: once more than before."""
+        self.memory.touch(chain)
+        for tier in self.stored:
+            tier.touch(chain, count=count)
+
+    # -- all tiers -----------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete chunks everywhere. Every tier is asked; then raises the BackendError of the first that failed."""
+        with self.memory.purges.removing(keys):
+            self.memory.remove(keys)
+            _each(self.stored, lambda tier: tier.remove(keys))
+
+    def clear(self, prefix: str) -> None:
+        """Delete every chunk whose key starts with `prefix` everywhere; as `remove` does.
+
+        prefix: a beginning of `<fingerprint>/<salt tag>/`, up to and with a slash.
+        """
+
+        with self.memory.purges.clearing(prefix):
+            self.memory.remove([key for key in self.memory.chunks() if f"{key.namespace}/".startswith(prefix)])
+            try:
+                _each(self.stored, lambda tier: tier.clear(prefix))
+            finally:
+                self._events.emit_chunks(ChunkEvent("cleared", prefix=prefix))
+
+    def flush(self, until: float) -> bool:
+        """Wait until every accepted write is in its tier; False if `until` came first."""
+        done = [tier.flush(until) for tier in self.stored]
+        return all(done)
+
+    def health(self) -> Health:
+        """How the tiers of the config are."""
+        return Health(tuple(tier.health() for tier in self.tiers.values()))
+
+    def close(self) -> None:
+        """Write what is to be written, within the deadlines, and give everything back."""
+        self.keeper.write_back_all(self._runtime.now() + self.deadline)
+        for tier in self.stored:
+            tier.close()
+        self.memory.close()
+
+
+def _each(tiers: Sequence[StoredTier], do: Callable[[StoredTier], None]) -> None:
+    errors = []
+    for tier in tiers:
+        try:
+            do(tier)
+        except BackendError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

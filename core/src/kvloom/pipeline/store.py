@@ -1,0 +1,260 @@
+"""From the engine: chunks that some tier lacks are copied out once, taken into memory, and written to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvloom.contracts.observer import Event
+from kvloom.memory import Reservation
+from kvloom.pipeline.key_locks import Claims, Holder, LongClaims
+from kvloom.pipeline.locate import HURRIED_SHARE
+from kvloom.runtime import Runtime
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.memory.staging import Room
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.request_context import Visit
+from kvloom.tiers.stored.existence import Inquiry
+from kvloom.tiers.stored.tier import StoredTier
+from kvloom.tiers.tier import Layout, Loaded, Shape
+from kvloom.types import EXACT, Chunk, ChunkKey, Segment
+
+ANSWER_SECONDS = 0.02
+"""Longest wait of a store for the tiers' answers, in seconds. Later answers are checked before each write."""
+
+
+class Lacking(NamedTuple):
+    """A tier that a chunk is to be written to."""
+
+    tier: StoredTier
+    inquiry: Inquiry | None = None
+    """The open question whether the tier has the chunk already; None if it is known to lack it."""
+
+
+Todo = list[tuple[Segment, list[Lacking]]]
+"""Segments to be kept, each with the stored tiers to write it to."""
+Copy = Callable[[Sequence[Segment], Sequence[Chunk]], bool]
+"""Fill chunks from the engine; False if that may no longer be done."""
+
+
+class Keeper:
+    """Stores chunks for the engine."""
+
+    def __init__(
+        self, memory: MemoryTier, stored: Sequence[StoredTier], layout: Layout, events: EventBus, runtime: Runtime, *,
+        deadline: float,
+    ) -> None:  # fmt: skip
+        """stored: fastest first. deadline: the longest that one step of any tier may take, in seconds."""
+        self.memory = memory
+        self.layout = layout
+        self._events = events
+        self._runtime = runtime
+        self._through = tuple(tier for tier in stored if tier.policy.write == "through")
+        self._behind = tuple(tier for tier in stored if tier.policy.write == "on_evict")
+        self._claims = Claims(runtime)
+        self._by_layer = LongClaims(runtime, deadline)
+        if self._behind:
+            memory.write_back = self._write_back
+
+    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, visit: Visit) -> None:
+        """Keep the exact KV of `segments` in every tier that lacks it; `copy` reads it from the engine.
+
+        Only what no tier can give is copied, and what somebody else is copying at the time is not copied twice.
+        Returns when nothing more is read from the engine.
+        """
+        left = list(segments)
+        while left and not visit.given_up:
+            keys = [segment.key for segment in left]
+            with self._claims.of(keys) as mine:
+                self._keep([segment for segment in left if segment.key in mine], shape, copy, visit)
+            left = [segment for segment in left if segment.key not in mine]
+            if left and not self._claims.wait([segment.key for segment in left], visit.until):
+                return
+
+    def _keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, visit: Visit) -> None:
+        todo = self.missing(segments, visit)
+        if todo:
+            self._copy_in(todo, shape, copy, visit)
+
+    def missing(self, segments: Sequence[Segment], visit: Visit) -> Todo:
+        """Those segments whose KV must be read from the engine, each with the stored tiers to write it to.
+
+        What memory holds and a stored tier lacks is written to it at once.
+        """
+        keys = [segment.key for segment in segments]
+        in_memory = self.memory.find(keys, exact=True)
+        todo = []
+        for segment, here, tiers in zip(segments, in_memory, self._lacking(keys, visit), strict=True):
+            if not here and (self.memory.keep or tiers):
+                todo.append((segment, tiers))
+            elif tiers:
+                self._write_from_memory(segment.key, tiers, visit)
+        return todo
+
+    def _lacking(self, keys: Sequence[ChunkKey], visit: Visit) -> list[list[Lacking]]:
+        """For each key, the tiers to write it to. One that is silent holds up nothing but what is written to it."""
+        asked = [(tier, inquiry) for tier in self._through if (inquiry := tier.inquire(keys, visit)) is not None]
+        soon = self._runtime.now() + ANSWER_SECONDS
+        for _, inquiry in asked:
+            inquiry.wait(soon)
+        lacking = self._said(keys, asked)
+        if not self.memory.keep and any(tiers and all(one.inquiry for one in tiers) for tiers in lacking):
+            # It depends on the answers whether there is anything to be copied.
+            for tier, inquiry in asked:
+                inquiry.wait(visit.patience(HURRIED_SHARE * tier.deadline))
+            lacking = self._said(keys, asked)
+        return [[] for _ in keys] if visit.given_up else lacking
+
+    def _said(self, keys: Sequence[ChunkKey], asked: Sequence[tuple[StoredTier, Inquiry]]) -> list[list[Lacking]]:
+        lacking: list[list[Lacking]] = [[] for _ in keys]
+        for tier, inquiry in asked:
+            for key, place, fine in zip(keys, lacking, tier.satisfied(keys, inquiry), strict=True):
+                if not fine:
+                    place.append(Lacking(tier, inquiry if inquiry.concerns(key) else None))
+        return lacking
+
+    # -- from the engine, layer by layer -------------------------------------------------------------------------------
+
+    def claim(self, segments: Sequence[Segment]) -> Holder:
+        """Claim those segments that nobody is storing just now: for as long as `LongClaims` says, until `settle`.
+
+        `keep` does not wait for these claims, nor does it heed them: who stores a whole chunk has all of it now.
+        """
+        keys = [segment.key for segment in segments]
+        busy = self._claims.taken(keys)
+        return self._by_layer.take([key for key in keys if key not in busy])
+
+    def go_on(self, holder: Holder) -> None:
+        """Whoever holds these claims has done something for them."""
+        self._by_layer.go_on(holder)
+
+    def settle(self, holder: Holder, segments: Sequence[Segment] = (), *, stored: bool) -> None:
+        """Give up claims, by default all. What others left to the holder, and was not stored, is counted as dropped."""
+        left = self._by_layer.give(holder, [segment.key for segment in segments] or None)
+        if left and not stored:
+            self._events.emit(Event("dropped", chunks=len(left), reason="left to another, who did not store it"))
+
+    def still_lacking(self, key: ChunkKey, tiers: Sequence[Lacking]) -> list[Lacking] | None:
+        """Those of `tiers` that nobody has given the exact chunk to meanwhile; None if it need not be kept at all.
+
+        As far as is known here and now.
+        """
+        if self.memory.find([key], exact=True)[0]:
+            return None  # whoever put it there saw to the tiers
+        unsaid = [one for one in tiers if one.inquiry is not None and one.inquiry.concerns(key)]
+        lacking = unsaid + [one for one in tiers if one not in unsaid and not one.tier.has_enough(key)]
+        return lacking if lacking or self.memory.keep else None
+
+    # -- from the engine, in whole chunks ------------------------------------------------------------------------------
+
+    def _write_from_memory(self, key: ChunkKey, tiers: Sequence[Lacking], visit: Visit) -> None:
+        loaded = self.memory.lease([key])[0]
+        if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
+            for tier, inquiry in tiers if loaded.chunk.exact else ():  # it may have been another a moment ago
+                if not tier.outlived(loaded.written):
+                    tier.submit(
+                        key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain,
+                        record=visit.record, inquiry=inquiry,
+                    )  # fmt: skip
+            loaded.release()
+
+    def _copy_in(self, todo: Todo, shape: Shape, copy: Copy, visit: Visit) -> None:
+        if not any(tiers for _, tiers in todo):
+            # Memory is all there is: a tail that would push out its own head is not worth copying.
+            room, fits = self.memory.pool.capacity, 0
+            while (
+                fits < len(todo) and (room := room - self.memory.pool.taken_by(self._nbytes(todo[fits][0], shape))) >= 0
+            ):
+                fits += 1
+            todo = todo[:fits]
+        while todo:
+            batch = self._reserve(todo, shape, visit.until)
+            if not batch:
+                num_tokens = sum(segment.end - segment.start for segment, _ in todo)
+                self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(todo), reason="no room in memory"))
+                return
+            chunks = [
+                Chunk(
+                    room.tensor(shape(segment.end - segment.start), self.layout.dtype),
+                    self.layout.format,
+                    segment.end - segment.start,
+                    EXACT,
+                    segment.start,
+                )
+                for (segment, _), room in zip(todo, batch, strict=False)
+            ]
+            now, todo = todo[: len(batch)], todo[len(batch) :]
+            began = self._runtime.now()
+            copied = False
+            try:
+                copied = copy([segment for segment, _ in now], chunks)
+            finally:
+                if not copied:
+                    for reservation in batch:
+                        reservation.abandon()
+            if not copied:
+                return
+            visit.progress()
+            self.insert(now, chunks, batch, visit, seconds=self._runtime.now() - began)
+
+    def insert(
+        self, now: Sequence[tuple[Segment, list[Lacking]]], chunks: Sequence[Chunk],
+        rooms: Sequence[Reservation | Room], visit: Visit, *, seconds: float,
+    ) -> None:  # fmt: skip
+        """Take chunks that were filled into memory, and write them to the stored tiers that lack them."""
+        written = self._runtime.wall()
+        for (segment, tiers), chunk, room in zip(now, chunks, rooms, strict=True):
+            block = room.seal()
+            assert block is not None, "these reservations have no deadline"
+            loaded = self.memory.insert(
+                segment.key, chunk, block, written=written, since=visit.since, chain=visit.chain
+            )
+            for tier, inquiry in tiers:
+                tier.submit(
+                    segment.key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain,
+                    record=visit.record, inquiry=inquiry,
+                )  # fmt: skip
+            loaded.release()
+        self.memory.touch([segment.key for segment, _ in now])
+        if self.memory.keep:
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            nbytes = sum(chunk.nbytes for chunk in chunks)
+            self._events.emit(Event("stored", self.memory.name, num_tokens, len(chunks), nbytes, seconds))
+
+    def _reserve(self, todo: Todo, shape: Shape, until: float) -> list[Reservation]:
+        """Memory for as many leading segments as there is room for now; for one, waiting if need be."""
+        rooms: list[Reservation] = []
+        for segment, _ in todo:
+            nbytes = self._nbytes(segment, shape)
+            room = self.memory.reserve(nbytes)
+            if room is None and not rooms:
+                room = self.memory.reserve_by(nbytes, until)
+            if room is None:
+                break
+            rooms.append(room)
+        return rooms
+
+    def _nbytes(self, segment: Segment, shape: Shape) -> int:
+        return self.layout.nbytes(shape(segment.end - segment.start))
+
+    # -- writing when memory lets go -----------------------------------------------------------------------------------
+
+    def _write_back(self, key: ChunkKey, loaded: Loaded) -> bool | None:
+        """Write a chunk that memory is about to let go to the tiers that wait for it; see `MemoryTier.write_back`.
+
+        Who removes the chunk waits until this has returned, so that the mark is from before, or the removal under way.
+        """
+        since = self.memory.purges.mark()
+        lacking = [tier for tier in self._behind if tier.lacks(key, loaded.written)]
+        if not all(tier.has_room(loaded.chunk.nbytes) for tier in lacking):
+            return None
+        for tier in lacking:
+            tier.submit(key, loaded.again(), until=self._runtime.now(), since=since, chain=loaded.chain.again())
+        if lacking:
+            loaded.release()
+        return bool(lacking)
+
+    def write_back_all(self, until: float) -> None:
+        """Write what waits in memory for stored tiers that take it last."""
+        if self._behind:
+            self.memory.write_back_all(until)

@@ -1,0 +1,392 @@
+"""Find plugins, load each on its own, and answer which class a `type:` names. The only module that touches pluggy.
+
+A plugin that fails is a state with a reason, never an exception: serving must not stop because of something that no
+configuration names. What is not named is not imported either: entry modules are loaded when plugins are discovered,
+classes when their kind is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+import pluggy
+
+from kvloom.errors import PluginError
+from kvloom.plugins import hookspecs
+from kvloom.plugins.installing import pip_install
+
+if TYPE_CHECKING:
+    import typer
+
+    from kvloom.contracts.component import Component
+
+API = "kvloom.v1"
+"""The entry-point group: the version of the plugin interface, readable without importing a plugin."""
+
+_GROUPS = "kvloom.v"
+_BUILTIN = "kvloom.builtin"
+
+State = Literal["ok", "blocked", "incompatible", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of component."""
+
+    hook: str
+    abc: str
+    """`module:class`, imported when a class is to be checked."""
+    owned: tuple[str, ...] = ("type",)
+    """The keys of its YAML block that belong to the core: no plugin may have a setting of that name."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "tokens": Kind("kvloom_token_databases", "kvloom.contracts.tokens:TokenDatabase"),
+    "connector": Kind("kvloom_gpu_connectors", "kvloom.contracts.connector:GPUConnector"),
+    "serializer": Kind("kvloom_serializers", "kvloom.contracts.serializer:Serializer", ("type", "timed")),
+    "backend": Kind(
+        "kvloom_storage_backends",
+        "kvloom.contracts.storage:StorageBackend",
+        (
+            "type",
+            "name",
+            "serializer",
+            "write",
+            "capacity",
+            "policy",
+            "ttl",
+            "deadline",
+            "quota",
+            "remember",
+            "protect",
+        ),
+    ),
+    "blend retriever": Kind("kvloom_blend_retrievers", "kvloom.contracts.blend:BlendRetriever"),
+    "blend executor": Kind(
+        "kvloom_blend_executors",
+        "kvloom.contracts.blend:BlendExecutor",
+        ("type", "executor", "retriever", "min_tokens"),
+    ),
+    "observer": Kind("kvloom_observers", "kvloom.contracts.observer:Observer"),
+}
+
+RESERVED = frozenset({("backend", "memory")})
+"""Types that are the core's own."""
+
+_FIRST_PARTY = {
+    ("tokens", "radix"): "kvloom-tokens-radix",
+    ("connector", "transformers"): "kvloom-connector-transformers",
+    ("connector", "sglang"): "kvloom-connector-sglang",
+    ("connector", "vllm"): "kvloom-connector-vllm",
+    ("connector", "vllm_blob"): "kvloom-connector-vllm",
+    ("connector", "vllm_offload"): "kvloom-connector-vllm",
+    ("connector", "nested_tuple"): "kvloom-connector-vllm",
+    ("connector", "paged"): "kvloom-connector-vllm",
+    ("connector", "paged_cuda"): "kvloom-connector-vllm",
+    ("serializer", "cachegen"): "kvloom-serde-cachegen",
+    ("serializer", "safetensors"): "kvloom-serde-tensors",
+    ("serializer", "torch"): "kvloom-serde-tensors",
+    ("backend", "disk"): "kvloom-backend-disk",
+    ("backend", "fsspec"): "kvloom-backend-fsspec",
+    ("backend", "mooncake"): "kvloom-backend-mooncake",
+    ("backend", "redis"): "kvloom-backend-redis",
+    ("blend retriever", "separator"): "kvloom-blend",
+    ("blend retriever", "explicit"): "kvloom-blend",
+    ("blend retriever", "fixed"): "kvloom-blend",
+    ("blend retriever", "content"): "kvloom-blend",
+    ("blend executor", "cacheblend"): "kvloom-blend",
+    ("blend executor", "epic"): "kvloom-blend",
+    ("blend executor", "full"): "kvloom-blend",
+    ("blend executor", "hybrid"): "kvloom-blend",
+    ("blend executor", "none"): "kvloom-blend",
+    ("blend executor", "question_attention"): "kvloom-blend",
+    ("observer", "events_zmq"): "kvloom-events-zmq",
+    ("observer", "live"): "kvloom-observe",
+    ("observer", "opentelemetry"): "kvloom-observe",
+    ("observer", "prometheus"): "kvloom-observe",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PluginStatus:
+    """What became of one entry point."""
+
+    name: str
+    dist: str
+    version: str
+    state: State
+    reason: str
+    """Why it is not `ok`."""
+    provides: tuple[tuple[str, str], ...]
+    """(kind, type) of every class that can be used; a broken plugin keeps those of its hooks that work."""
+
+
+class Registry:
+    """The plugins of one engine. A value: make as many as you like."""
+
+    def __init__(self, plugins: Iterable[_Plugin]) -> None:
+        self._plugins = tuple(plugins)
+
+    @classmethod
+    def discover(
+        cls,
+        *,
+        only: Collection[str] | None = None,
+        block: Collection[str] = (),
+        entry_points: Iterable[metadata.EntryPoint] | None = None,
+    ) -> Registry:
+        """Load the entry module of every installed plugin; never raises because of one.
+
+        only: names of the entry points to load, besides the core's own. block: names of those not to load.
+        entry_points: instead of those that are installed.
+        """
+        found = [_Plugin(entry) for entry in (_installed() if entry_points is None else entry_points)]
+        found.sort(key=lambda plugin: (plugin.entry.name, plugin.entry.group, plugin.dist, plugin.entry.value))
+        served = {(plugin.dist, plugin.entry.name) for plugin in found if plugin.entry.group == API}
+        plugins = []
+        for plugin in found:
+            entry = plugin.entry
+            if entry.group != API and (plugin.dist, entry.name) in served:
+                continue
+            plugins.append(plugin)
+            if entry.name in block:
+                plugin.state, plugin.reason = "blocked", "named in plugins.block"
+            elif only is not None and entry.name not in only and entry.value != _BUILTIN:
+                plugin.state, plugin.reason = "blocked", "not named in plugins.only"
+            else:
+                plugin.load()
+        return cls(plugins)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The entry points that were found, in whatever state."""
+        return tuple(plugin.entry.name for plugin in self._plugins)
+
+    def statuses(self) -> tuple[PluginStatus, ...]:
+        """What became of every plugin. Imports every class that a plugin provides."""
+        return tuple(plugin.status() for plugin in self._plugins)
+
+    def get(self, kind: str, type: str) -> type[Any]:
+        """The class of `kind` that calls itself `type`. PluginError if there is none, or more than one."""
+        providers = [(plugin, cls) for plugin, cls in self._provided(kind) if cls.type == type]
+        if not providers:
+            raise PluginError(self._missing(kind, type))
+        if len(providers) > 1:
+            names = ", ".join(f"{plugin.entry.name} (from {plugin.origin})" for plugin, _ in providers)
+            raise PluginError(
+                f"{len(providers)} plugins provide a {kind} of type {type!r}: {names}; "
+                "uninstall all but one, or name them in plugins.block"
+            )
+        return providers[0][1]
+
+    def lacks(self, kind: str, type: str) -> str:
+        """What of an extra instances of this class need and is not installed, with the remedy; empty if nothing."""
+        for plugin, cls in self._provided(kind):
+            for module, extra in getattr(cls, "extras", {}).items() if cls.type == type else ():
+                if not _is_there(module):
+                    return f"needs {module}: {pip_install(plugin.dist, extra)}"
+        return ""
+
+    def types(self, kind: str) -> dict[str, type[Any]]:
+        """Every class of `kind` that can be used, by type, sorted."""
+        provided = [cls for _, cls in self._provided(kind)]
+        names = [cls.type for cls in provided]
+        return {cls.type: cls for cls in sorted(provided, key=lambda cls: cls.type) if names.count(cls.type) == 1}
+
+    def add_commands(self, commands: typer.Typer, *, resolve: bool = True) -> None:
+        """Let every plugin add its verbs to the `kvloom` command. A plugin whose verbs do not work adds none.
+
+        resolve: whether their options are looked at, too; a list of the verbs does without.
+        """
+        from kvloom.plugins import command_outline
+
+        taken = command_outline.names(commands)
+        for plugin in self._plugins:
+            taken |= plugin.add_commands(commands, taken=taken, resolve=resolve)
+
+    def _provided(self, kind: str) -> Iterator[tuple[_Plugin, type[Component]]]:
+        for plugin in self._plugins:
+            for cls in plugin.classes(kind):
+                yield plugin, cls
+
+    def _missing(self, kind: str, type: str) -> str:
+        known = sorted({cls.type for _, cls in self._provided(kind)})
+        parts = [f"no {kind} of type {type!r}", f"known: {', '.join(known) or 'none'}"]
+        absent = [f"{plugin.entry.name} ({why})" for plugin in self._plugins if (why := plugin.why_not(kind))]
+        if absent:
+            parts.append(f"not loaded: {', '.join(absent)}")
+        dist = _FIRST_PARTY.get((kind, type))
+        if dist is not None and dist not in {plugin.dist for plugin in self._plugins}:
+            parts.append(pip_install(dist))
+        elif close := get_close_matches(type, known, n=1):
+            parts.append(f"did you mean {close[0]!r}?")
+        return "; ".join(parts)
+
+
+class _Plugin:
+    """One entry point: its state and, once asked for, the classes that each of its hooks returned."""
+
+    def __init__(self, entry: metadata.EntryPoint) -> None:
+        self.entry = entry
+        self.dist = entry.dist.name if entry.dist else ""  # reads the distribution's metadata: once is enough
+        self.state: State = "ok"
+        self.reason = ""
+        self._hooks: Any = None
+        self._faults: dict[str, str] = {}
+        self._classes: dict[str, tuple[type[Component], ...]] = {}
+
+    @property
+    def version(self) -> str:
+        return self.entry.dist.version if self.entry.dist else ""
+
+    @property
+    def origin(self) -> str:
+        return f"{self.dist} {self.version}".strip() or self.entry.value
+
+    def load(self) -> None:
+        """Import the entry module and check its hooks; sets the state."""
+        if self.entry.group != API:
+            self.state = "incompatible"
+            self.reason = f"written for {self.entry.group}; this kvloom speaks {API}"
+            return
+        # A manager of its own: whatever a plugin does to it, no other plugin sees.
+        manager = pluggy.PluginManager("kvloom")
+        manager.add_hookspecs(hookspecs)
+        try:
+            module = self.entry.load()
+        except (Exception, SystemExit) as error:
+            self.state, self.reason = "broken", _brief(error)
+            return
+        try:
+            manager.register(module)
+            manager.check_pending()
+            _no_defaults(manager, module)
+        except pluggy.PluginValidationError as error:
+            self.state, self.reason = "incompatible", _one_line(str(error))
+        except Exception as error:
+            self.state, self.reason = "broken", _brief(error)
+        else:
+            self._hooks = manager.hook
+
+    def classes(self, kind: str) -> tuple[type[Component], ...]:
+        """What this plugin provides of `kind`: all that its hook returned, or nothing if any of it is unfit."""
+        if self._hooks is None:
+            return ()
+        if kind not in self._classes:
+            try:
+                self._classes[kind] = tuple(_checked(kind, self._call(KINDS[kind].hook)))
+            except (Exception, SystemExit) as error:
+                self._classes[kind] = ()
+                self._faults[kind] = _brief(error)
+        return self._classes[kind]
+
+    def add_commands(self, commands: typer.Typer, *, taken: Collection[str], resolve: bool) -> set[str]:
+        """Add this plugin's verbs; the names it added. resolve: hold what they say of their options to be true, too."""
+        if self._hooks is None or not self._hooks.kvloom_add_commands.get_hookimpls():
+            return set()
+        import typer
+        from typer.main import get_group
+
+        from kvloom.plugins import command_outline
+
+        apart = typer.Typer()
+        try:
+            self._hooks.kvloom_add_commands(commands=apart)
+            names = command_outline.names(apart)
+            if resolve:
+                get_group(apart)
+            if names & set(taken):
+                raise PluginError(f"the verb {min(names & set(taken))!r} is taken")
+        except (Exception, SystemExit) as error:
+            self._faults["commands"] = _brief(error)
+            return set()
+        commands.registered_commands.extend(apart.registered_commands)
+        commands.registered_groups.extend(apart.registered_groups)
+        return names
+
+    def why_not(self, kind: str) -> str:
+        """Why nothing of `kind` comes from this plugin; "" if that is how it should be."""
+        if self.state != "ok":
+            return f"{self.state}: {self.reason}"
+        return f"broken: {self._faults[kind]}" if kind in self._faults else ""
+
+    def status(self) -> PluginStatus:
+        provides = tuple((kind, cls.type) for kind in KINDS for cls in self.classes(kind))
+        state, reason = self.state, self.reason
+        if self._faults:
+            state, reason = "broken", "; ".join(f"{kind}: {fault}" for kind, fault in self._faults.items())
+        return PluginStatus(self.entry.name, self.dist, self.version, state, reason, provides)
+
+    def _call(self, hook: str) -> list[Any]:
+        found: list[Any] = []
+        for classes in getattr(self._hooks, hook)():
+            if isinstance(classes, str) or not isinstance(classes, Iterable):
+                raise PluginError(f"{hook} returned {classes!r}; return a list of classes")
+            found.extend(classes)
+        return found
+
+
+def _checked(kind: str, candidates: Iterable[Any]) -> Iterator[type[Any]]:
+    """The candidates, or PluginError for the first that is not a class of `kind`."""
+    module, _, name = KINDS[kind].abc.partition(":")
+    base = getattr(importlib.import_module(module), name)
+    config_base = importlib.import_module("kvloom.contracts.component").Config
+    for cls in candidates:
+        if not _is_subclass(cls, base):
+            raise PluginError(f"{KINDS[kind].hook} returned {cls!r}, which is not a subclass of kvloom.{name}")
+        if inspect.isabstract(cls):
+            raise PluginError(f"{cls.__name__} lacks {', '.join(sorted(cls.__abstractmethods__))}")
+        if not isinstance(getattr(cls, "type", None), str) or not cls.type:
+            raise PluginError(f"{cls.__name__} has no `type`, the word that users write in YAML")
+        if (kind, cls.type) in RESERVED:
+            raise PluginError(f"{cls.__name__}: the type {cls.type!r} is the core's own")
+        if not _is_subclass(cls.Config, config_base):
+            raise PluginError(f"{cls.__name__}.Config is not a subclass of kvloom.Config")
+        names = {word for key, field in cls.Config.model_fields.items() for word in (key, field.alias)}
+        if owned := [key for key in KINDS[kind].owned if key in names]:
+            raise PluginError(f"{cls.__name__}.Config uses the key {owned[0]!r}, which belongs to the core")
+        yield cls
+
+
+def _is_subclass(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
+
+
+def _no_defaults(manager: pluggy.PluginManager, module: object) -> None:
+    """pluggy versions disagree on what a default value of a hook's argument means."""
+    for caller in manager.get_hookcallers(module) or []:
+        for implementation in caller.get_hookimpls():
+            if implementation.kwargnames:
+                raise pluggy.PluginValidationError(
+                    module, f"{caller.name} gives {implementation.kwargnames[0]!r} a default value; remove it"
+                )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _installed() -> Iterator[metadata.EntryPoint]:
+    entry_points = metadata.entry_points()
+    for group in entry_points.groups:
+        if group.startswith(_GROUPS):
+            yield from entry_points.select(group=group)
+
+
+def _brief(error: BaseException) -> str:
+    return _one_line(str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}")
+
+
+def _one_line(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[:limit]}..."

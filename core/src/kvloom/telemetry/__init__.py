@@ -1,0 +1,1 @@
+"""Events for observers, and traces of single requests."""

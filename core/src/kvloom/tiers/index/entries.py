@@ -1,0 +1,291 @@
+"""The blobs of one tier, each with its size and its places in the orders in which blobs go.
+
+Not thread-safe: the ledger's lock is held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvloom.tiers.index.change_log import KEPT, Lately
+from kvloom.tiers.index.columns import PENDING, WRITING, Rows
+from kvloom.tiers.index.expiry import Ages
+from kvloom.tiers.index.freshness import Sightings
+from kvloom.tiers.index.lru import Links, Ring
+from kvloom.tiers.index.quotas import Tenant, Tenants
+from kvloom.tiers.prefix import Chain
+from kvloom.types import ChunkKey
+
+
+class Victim(NamedTuple):
+    """A blob that is forgotten already and has to be deleted."""
+
+    key: ChunkKey
+    bytes: int
+    reason: str
+    """`"capacity"`, `"quota"`, `"expired"`; or `"removed"`: it should have been gone before."""
+
+
+class Holdings:
+    """Rows in one ring by use, those of tenants with a quota in another, and in slots by age if there is a ttl."""
+
+    def __init__(
+        self, wall: Callable[[], float], *, capacity: int | None, ttl: float | None, quota: Mapping[str, int] | None
+    ) -> None:
+        self.capacity = capacity
+        self.enforced = True
+        """Who is over a bound goes; if not, all stay, and are only counted."""
+        self.wall = wall
+        self.rows = Rows()
+        self.sightings: Sightings | None = None
+        """Where what is there may go without a word."""
+        self.undated = False
+        """A listing did not say when blobs were written."""
+        self._links = Links(self.rows)
+        self.ring = Ring(self.rows, self._links)
+        self.tenants = Tenants(self.rows, quota)
+        self.ages = None if ttl is None else Ages(self.rows, ttl)
+        self.bytes = 0
+        self.count = 0
+        """Rows of blobs: all but those that are only expected."""
+        self.listing = 1
+        """The number of the last listing, from 1 to 255 and again."""
+        self.listing_now = False
+        self.moment = 0
+        """How many blobs have been forgotten or written so far."""
+        self._forgotten, self._written = Lately(), Lately()
+        self.leaving: set[bytes] = set()
+        """Victims that may still be there: until they are deleted nothing is learnt of them, and nothing written."""
+        self.gone: OrderedDict[bytes, float] = OrderedDict()
+        """When blobs were forgotten: a listing that is under way may have seen them before."""
+
+    def find(self, key: ChunkKey) -> int:
+        """The row of a key, 0 if there is none."""
+        digest = key.digest
+        return self.rows.find[digest[0]](digest, 0)
+
+    def key(self, row: int) -> ChunkKey:
+        return ChunkKey(self.tenants.namespaces[self.rows.space[row]].name, self.rows.depth[row], self.rows.digest(row))
+
+    def matching(self, some: Iterable[int], prefix: str) -> Iterator[ChunkKey]:
+        """The keys of those rows whose text starts with `prefix`."""
+        for row in some:
+            name = self.tenants.namespaces[self.rows.space[row]].name + "/"
+            if name.startswith(prefix):
+                yield self.key(row)
+            elif prefix.startswith(name) and str(key := self.key(row)).startswith(prefix):
+                yield key
+
+    # -- one row -------------------------------------------------------------------------------------------------------
+
+    def create(self, key: tuple[str, int, bytes], state: int, nbytes: int = 0) -> int:
+        """A row for a new ChunkKey, or its fields: the most recent one."""
+        row, tenant = self._enter(key, state, nbytes)
+        self.ring.add_newest(row)
+        if tenant.ring is not None:
+            tenant.ring.add_newest(row)
+        return row
+
+    def create_oldest(self, keys: Iterable[tuple[tuple[str, int, bytes], int]], state: int) -> list[int]:
+        """Rows for new ChunkKeys, or their fields, and bytes: each becomes the least recent of all."""
+        made = [self._enter(key, state, nbytes) for key, nbytes in keys]
+        self.ring.add_oldest([row for row, _ in made])
+        for tenant in {tenant for _, tenant in made if tenant.ring is not None}:
+            assert tenant.ring is not None
+            tenant.ring.add_oldest([row for row, its in made if its is tenant])
+        return [row for row, _ in made]
+
+    def _enter(self, key: tuple[str, int, bytes], state: int, nbytes: int) -> tuple[int, Tenant]:
+        namespace, depth, digest = key
+        rows = self.rows
+        row = rows.add(digest)
+        rows.state[row], rows.bytes[row], rows.depth[row] = state, nbytes, depth
+        rows.seen[row], rows.shown[row] = self.listing, 0.0
+        self.seen(row)
+        self.bytes += nbytes
+        self.count += state != PENDING
+        tenant = self.tenants.enter(row, namespace)
+        tenant.bytes += nbytes
+        return row, tenant
+
+    def seen(self, row: int) -> None:
+        """The blob is there, as far as can be told at this moment."""
+        if self.sightings is not None:
+            self.sightings.note(row)
+
+    def change(self, row: int, state: int) -> None:
+        """Give a row another state."""
+        old = self.rows.state[row]
+        self.rows.state[row] = state
+        self.count += (state != PENDING) - (old != PENDING)
+        if state < PENDING <= old:
+            self.ring.rewind()
+            ring = self.tenants.tenant(row).ring
+            if ring is not None:
+                ring.rewind()
+
+    def resize(self, row: int, nbytes: int) -> None:
+        more = nbytes - self.rows.bytes[row]
+        self.rows.bytes[row] = nbytes
+        self.bytes += more
+        self.tenants.tenant(row).bytes += more
+
+    def put_behind(self, row: int, newer: int) -> None:
+        """A row of the same namespace that must not go yet becomes the next to go before `newer`."""
+        tenant = self.tenants.tenant(row)
+        for ring in (self.ring,) if tenant.ring is None else (self.ring, tenant.ring):
+            ring.put_behind(row, newer)
+
+    def renew(self, rows: Sequence[int]) -> None:
+        """Rows that were used, the one to become the most recent last; zeros are passed over."""
+        self.ring.renew(rows)
+        self.tenants.renew(rows)
+
+    def remove(self, row: int) -> ChunkKey:
+        """Free a row; the key it had."""
+        rows, nbytes = self.rows, self.rows.bytes[row]
+        key = self.key(row)
+        self.bytes -= nbytes
+        self.count -= rows.state[row] != PENDING
+        self._links.take_out(row)
+        if self.ages is not None:
+            self.ages.forget(row)
+        self.tenants.leave(row, nbytes)
+        rows.remove(row, key.digest)
+        return key
+
+    def forget(self, row: int) -> ChunkKey:
+        """Free the row of a blob that is gone, or soon will be: what was listed before does not bring it back."""
+        key = self.remove(row)
+        self.went(key.digest)
+        self.gone[key.digest] = self.wall()
+        if len(self.gone) > KEPT and not self.listing_now:
+            self.gone.popitem(last=False)
+        return key
+
+    def went(self, digest: bytes) -> None:
+        """Whoever began to look at this blob before now, or to list it, may have seen what is not there any more."""
+        if self.listing_now:
+            self.gone[digest] = self.wall()
+        self.moment += 1
+        self._forgotten.note(digest, self.moment)
+
+    def came(self, digest: bytes) -> None:
+        """Whoever began to look for this blob before now may have seen nothing yet."""
+        self.moment += 1
+        self._written.note(digest, self.moment)
+
+    def may_be_forgotten(self, key: ChunkKey, since: int) -> bool:
+        """Whether the blob was, or if that was long ago may have been, forgotten after the moment `since`."""
+        return self._forgotten.after(key.digest, since)
+
+    def may_be_written(self, key: ChunkKey, since: int) -> bool:
+        """The same of writing."""
+        return self._written.after(key.digest, since)
+
+    def evict(self, row: int, reason: str) -> Victim:
+        nbytes = self.rows.bytes[row]
+        return self.doomed(self.forget(row), nbytes, reason)
+
+    def doomed(self, key: ChunkKey, nbytes: int, reason: str) -> Victim:
+        """A blob that is in no row, and is to be deleted."""
+        self.leaving.add(key.digest)
+        return Victim(key, nbytes, reason)
+
+    # -- who goes ------------------------------------------------------------------------------------------------------
+
+    def next_victim(self, more: int = 0, *, anyway: bool = False) -> int:
+        """Who would go first if `more` bytes came; 0 if there is room for them, or nothing may go.
+
+        anyway: though it is for another process to say.
+        """
+        if not (self.enforced or anyway) or self.capacity is None or self.bytes + more <= self.capacity:
+            return 0
+        return self.ring.oldest()
+
+    def next_victim_of(self, tenant: Tenant | None, more: int = 0, *, anyway: bool = False) -> int:
+        """Who of a tenant's would go first if `more` bytes came; 0 if its quota has room, or nothing may go."""
+        if not (self.enforced or anyway) or tenant is None or tenant.ring is None or tenant.quota is None:
+            return 0
+        if tenant.bytes + more <= tenant.quota:
+            return 0
+        return tenant.ring.oldest()
+
+    def has_room_behind(self, chain: Chain, key: ChunkKey, nbytes: int) -> bool:
+        """Whether nothing of `chain` that comes before `key` would have to go for `key` to have `nbytes`.
+
+        Threads write at the same time: what comes before `key` and has no room yet is to have as much. If there is not
+        that much, it is said to the chain where it ends.
+        """
+        if not self.enforced:
+            return True
+        if chain.ends_before(key, self):
+            return False
+        if self._room_behind(chain, key, nbytes, chain.has):
+            return True
+        # While a chain is being stored it has not its places yet: what is behind `key` goes before what is before it.
+        self.renew([self.find(each) for each in chain.backwards()])
+        if self._room_behind(chain, key, nbytes, partial(chain.leads_to, key)):
+            return True
+        chain.end_at(key, self)
+        return False
+
+    def _room_behind(self, chain: Chain, key: ChunkKey, nbytes: int, spared: Callable[[bytes], bool]) -> bool:
+        own = self.find(key)
+        to_come = chain.expected_before(key, self, lambda each: self.rows.state[self.find(each)] == PENDING)
+        more = (1 + to_come) * nbytes - self.rows.bytes[own]
+        tenant = self.tenants.get(key.namespace)
+        bounds = [(self.ring, self.bytes, self.capacity)]
+        if tenant is not None and tenant.ring is not None:
+            bounds.append((tenant.ring, tenant.bytes, tenant.quota))
+        for ring, used, limit in bounds:
+            short = 0 if limit is None else used + more - limit
+            for row in ring.from_oldest() if short > 0 else ():
+                if spared(self.rows.digest(row)):
+                    return False
+                short -= self.rows.bytes[row] if row != own else 0
+                if short <= 0:
+                    break
+            if short > 0 and (
+                to_come or any(self.rows.state[self.find(each)] >= WRITING for each in chain.before(key))
+            ):
+                return False  # there is too much already, being written; what is written first would go first
+        return True
+
+    def is_over(self, tenant: Tenant | None) -> bool:
+        """Whether there is more than there may be, of a tenant's or of all."""
+        if tenant is not None and tenant.quota is not None and tenant.bytes > tenant.quota:
+            return True
+        return self.capacity is not None and self.bytes > self.capacity
+
+    def is_behind_written(self, chain: Chain, key: ChunkKey) -> bool:
+        """Whether something of `chain` behind `key` is being written; if not, the chain has its places now."""
+        rows = [self.find(each) for each in chain.backwards()]
+        if any(self.rows.state[row] >= WRITING and self.rows.depth[row] > key.depth for row in rows):
+            return True
+        self.renew(rows)
+        return False
+
+    def cut(self, chain: Chain, victims: list[Victim]) -> list[Victim]:
+        """The victims. Where one of them is of `chain`, that ends there: more of it may be on its way."""
+        for victim in victims:
+            if chain.has(victim.key.digest):
+                chain.end_at(victim.key, self)
+        return victims
+
+    def shrink(self, tenants: Iterable[Tenant], *, most: float = math.inf) -> list[Victim]:
+        """Forget the least recently used of tenants over their quota, then of all, until the rest fits.
+
+        most: how many victims are enough for now.
+        """
+        victims: list[Victim] = []
+        for tenant in tenants:
+            while len(victims) < most and (row := self.next_victim_of(tenant)):
+                victims.append(self.evict(row, "quota"))
+        while len(victims) < most and (row := self.next_victim()):
+            victims.append(self.evict(row, "capacity"))
+        return victims

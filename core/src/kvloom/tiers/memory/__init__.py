@@ -1,0 +1,1 @@
+"""The memory tier: sealed chunks in the host pool, and staging buffers."""

@@ -1,0 +1,274 @@
+"""What the memory tier holds, in every order that something is asked of it: of use, of each tenant's use, of age.
+
+Not thread-safe: the memory tier holds its lock. Every operation takes O(1) a key, except where it says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvloom.tiers.memory.lru import Held, Recency
+from kvloom.types import ChunkKey
+
+_BUCKETS = 64
+"""Into how many parts a time to live is divided."""
+_MOST_CHANGES = 1 << 16
+"""Changes that are kept for whoever asks for them; beyond that it is cheaper to list everything."""
+
+
+class Changes(NamedTuple):
+    """What came into memory and what left it since the last time that somebody asked."""
+
+    came: list[ChunkKey]
+    left: list[ChunkKey]
+    whole: bool
+    """`came` is everything that is held: forget what was known before."""
+
+
+class Holdings:
+    """All chunks of the memory tier."""
+
+    def __init__(
+        self, *, ttl: float | None = None, quota: Mapping[str, int] | None = None,
+        told: Callable[[ChunkKey, bool], None] | None = None,
+    ) -> None:  # fmt: skip
+        """told: of every chunk that comes (True) or goes."""
+        self._told = told
+        self.entries: dict[ChunkKey, Held] = {}
+        self.recency = Recency()
+        self.pinned_bytes = 0
+        self.ttl = ttl
+        self._ages = None if ttl is None else Ages(ttl)
+        self._tenants = Tenants(quota) if quota else None
+        self._leaving: deque[tuple[ChunkKey, Held]] = deque()
+        # By key, whether it is held now. None: nobody asked yet, or there was too much to keep.
+        self._changed: dict[ChunkKey, bool] | None = None
+        # Who is beside a gap: by the address where a chunk begins, and where it ends.
+        self._starts: dict[int, ChunkKey] = {}
+        self._ends: dict[int, ChunkKey] = {}
+
+    def add(self, key: ChunkKey, held: Held) -> None:
+        """Hold a chunk, as the most recently used one. The key is not held already."""
+        self.entries[key] = held
+        self._note(key, True)
+        self._starts[held.block.start] = self._ends[held.block.start + held.block.size] = key
+        if held.pinned:
+            self.pinned_bytes += held.block.size
+        else:
+            self.recency.add(key, held)
+        if self._tenants is not None:
+            self._tenants.add(key, held)
+        if self._ages is not None:
+            self._ages.add(key, held)
+
+    def forget(self, key: ChunkKey) -> Held | None:
+        held = self.entries.pop(key, None)
+        if held is None:
+            return None
+        self._note(key, False)
+        del self._starts[held.block.start], self._ends[held.block.start + held.block.size]
+        if held.pinned:
+            self.pinned_bytes -= held.block.size
+        else:
+            self.recency.discard(key)
+        if self._tenants is not None and not held.leaving:
+            self._tenants.discard(key, held)
+        if self._ages is not None:
+            self._ages.discard(key, held)
+        return held
+
+    def changes(self) -> Changes:
+        """What changed since the last call; everything the first time, and after too many changes."""
+        changed, self._changed = self._changed, {}
+        if changed is None:
+            return Changes(list(self.entries), [], whole=True)
+        came = [key for key, held in changed.items() if held]
+        return Changes(came, [key for key, held in changed.items() if not held], whole=False)
+
+    def _note(self, key: ChunkKey, held: bool) -> None:
+        if self._told is not None:
+            self._told(key, held)
+        if self._changed is not None:
+            self._changed[key] = held
+            if len(self._changed) > _MOST_CHANGES:
+                self._changed = None
+
+    def touch(self, chain: Sequence[ChunkKey]) -> None:
+        self.recency.touch(chain)
+        if self._tenants is not None:
+            self._tenants.touch(chain)
+
+    def pin(self, key: ChunkKey, pinned: bool, wall: float) -> bool:
+        """Take a chunk out of the order, or bring it back as the most recent; whether it is there."""
+        held = self.entries.get(key)
+        if held is None or self.expired(held, wall):
+            return False
+        if pinned and held.leaving:
+            held.leaving = ""  # it stays after all
+            if self._tenants is not None:
+                self._tenants.add(key, held)
+        if held.pinned is not pinned:
+            held.pinned = pinned
+            if pinned:
+                self.pinned_bytes += held.block.size
+                self.recency.discard(key)
+            else:
+                self.pinned_bytes -= held.block.size
+                self.recency.add(key, held)
+            if self._tenants is not None and not held.leaving:
+                self._tenants.pin(key, held)
+        return True
+
+    def keys(self) -> list[ChunkKey]:
+        """All keys, least recently used first, the pinned ones last. O(n)."""
+        return self.recency.keys() + [key for key, held in self.entries.items() if held.pinned]
+
+    def beside(self, start: int, end: int) -> ChunkKey | None:
+        """A chunk that lies against the gap from `start` to `end` and may go now."""
+        for key in (self._starts.get(end), self._ends.get(start)):
+            if key is not None:
+                held = self.entries[key]
+                if not (held.pinned or held.dirty or held.block.leased):
+                    return key
+        return None
+
+    # -- quotas --------------------------------------------------------------------------------------------------------
+
+    def fits(self, key: ChunkKey, nbytes: int) -> bool:
+        """Whether the tenant of `key` may hold `nbytes` more."""
+        return self._tenants is None or self._tenants.fits(key, nbytes)
+
+    def coldest_of_tenant(self, key: ChunkKey) -> ChunkKey | None:
+        """What the tenant of `key` gives up first, dirty or not."""
+        recency = None if self._tenants is None else self._tenants.recency(key)
+        return None if recency is None else recency.coldest(dirty=True)
+
+    # -- writing back --------------------------------------------------------------------------------------------------
+
+    def if_dirty(self, key: ChunkKey) -> ChunkKey | None:
+        held = self.entries.get(key)
+        return key if held is not None and held.dirty else None
+
+    def still_dirty(self, key: ChunkKey, held: Held) -> None:
+        """It was offered to be written, and nobody took it on."""
+        held.dirty = True
+        if self.entries.get(key) is held:
+            self.recency.put_back(key)
+            if self._tenants is not None and (recency := self._tenants.recency(key)) is not None:
+                recency.put_back(key)
+
+    # -- what is due to go ---------------------------------------------------------------------------------------------
+
+    @property
+    def restless(self) -> bool:
+        """Something may be due to go though there is room."""
+        return self.ttl is not None or bool(self._leaving)
+
+    def expired(self, held: Held, wall: float) -> bool:
+        return self.ttl is not None and held.written + self.ttl <= wall
+
+    def leave(self, key: ChunkKey, held: Held, reason: str) -> None:
+        """Let a chunk go as soon as nobody uses it; it counts against no quota any more."""
+        if self.entries.get(key) is held and not (held.leaving or held.pinned):
+            if self._tenants is not None:
+                self._tenants.discard(key, held)
+            held.leaving = reason
+            self._leaving.append((key, held))
+
+    def due(self, wall: float) -> ChunkKey | None:
+        """A chunk that was to leave and that nobody uses any more, or one that has expired."""
+        while self._leaving:
+            key, held = self._leaving[0]
+            if self.entries.get(key) is held and held.leaving:
+                if not held.block.leased:
+                    return key
+                break
+            self._leaving.popleft()
+        return None if self._ages is None else self._ages.expired(wall)
+
+
+class Tenants:
+    """Per salt: its bytes, and its chunks in the order of their use."""
+
+    def __init__(self, quota: Mapping[str, int]) -> None:
+        self._quota = dict(quota)
+        self._bytes: dict[str, int] = {}
+        self._recency: dict[str, Recency] = {}
+
+    def quota(self, tag: str) -> int | None:
+        return self._quota.get(tag, self._quota.get("*"))
+
+    def fits(self, key: ChunkKey, nbytes: int) -> bool:
+        tag = salt_tag_of(key.namespace)
+        quota = self.quota(tag)
+        return quota is None or self._bytes.get(tag, 0) + nbytes <= quota
+
+    def recency(self, key: ChunkKey) -> Recency | None:
+        return self._recency.get(salt_tag_of(key.namespace))
+
+    def add(self, key: ChunkKey, held: Held) -> None:
+        tag = salt_tag_of(key.namespace)
+        if self.quota(tag) is None:
+            return
+        self._bytes[tag] = self._bytes.get(tag, 0) + held.block.size
+        recency = self._recency.setdefault(tag, Recency())
+        if not held.pinned:
+            recency.add(key, held)
+
+    def discard(self, key: ChunkKey, held: Held) -> None:
+        tag = salt_tag_of(key.namespace)
+        recency = self._recency.get(tag)
+        if recency is None:
+            return
+        recency.discard(key)
+        self._bytes[tag] -= held.block.size
+        if not self._bytes[tag]:  # there may be any number of salts in the course of time
+            del self._bytes[tag], self._recency[tag]
+
+    def pin(self, key: ChunkKey, held: Held) -> None:
+        recency = self.recency(key)
+        if recency is not None:
+            if held.pinned:
+                recency.discard(key)
+            else:
+                recency.add(key, held)
+
+    def touch(self, chain: Sequence[ChunkKey]) -> None:
+        for namespace in {key.namespace for key in chain}:
+            recency = self._recency.get(salt_tag_of(namespace))
+            if recency is not None:
+                recency.touch(chain)
+
+
+class Ages:
+    """Chunks by when they were written, to within a part in 64 of the time to live."""
+
+    def __init__(self, ttl: float) -> None:
+        self._ttl = ttl
+        self._width = ttl / _BUCKETS
+        self._buckets: dict[int, dict[ChunkKey, Held]] = {}
+
+    def add(self, key: ChunkKey, held: Held) -> None:
+        self._buckets.setdefault(int(held.written // self._width), {})[key] = held
+
+    def discard(self, key: ChunkKey, held: Held) -> None:
+        number = int(held.written // self._width)
+        bucket = self._buckets[number]
+        del bucket[key]
+        if not bucket:
+            del self._buckets[number]
+
+    def expired(self, wall: float) -> ChunkKey | None:
+        """One of the chunks past their time. Whoever reads it at the moment has a lease, and may go on."""
+        if not self._buckets:
+            return None
+        oldest = self._buckets[min(self._buckets)]  # of some 64, however many chunks there are
+        key, held = next(iter(oldest.items()))
+        return key if held.written + self._ttl <= wall else None
+
+
+def salt_tag_of(namespace: str) -> str:
+    """The tenant in a key's namespace, `<fingerprint>/<salt tag>`."""
+    return namespace.rpartition("/")[2]

@@ -1,0 +1,55 @@
+"""One operation's way through the tiers: how long it still waits, and which tiers it has given up on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvloom.runtime import Runtime
+from kvloom.telemetry.request_trace import NO_RECORD, Record
+from kvloom.tiers.prefix import NO_CHAIN, Chain
+from kvloom.types import ChunkKey
+
+
+class Visit:
+    """Made for each `retrieve`, `store` and so on.
+
+    An operation that gets nothing from any tier for `seconds` gives up. A tier that failed it once, or was late, is
+    not asked again in the same operation, so that a tier costs it one deadline at most.
+    """
+
+    def __init__(
+        self, runtime: Runtime, seconds: float, *, since: int, chain: Chain = NO_CHAIN, record: Record = NO_RECORD
+    ) -> None:
+        """since: a mark of the removals, now. chain: what the operation is about. record: where it is noted."""
+        self.record = record
+        self.since = since
+        self.chain = chain
+        self._now = runtime.now
+        self._seconds = seconds
+        self.until = self._now() + seconds
+        """When to stop waiting, unless something arrives before."""
+        self.lost: set[str] = set()
+        """Names of the tiers not to be asked again."""
+        self.misses: dict[ChunkKey, str] = {}
+        """Of chunks that a tier has and that are of no use: why. Of those that others read at the time, not always."""
+        self.given_up = False
+        self._wake: Callable[[], None] | None = None
+
+    def progress(self) -> None:
+        """Something arrived."""
+        self.until = self._now() + self._seconds
+
+    def patience(self, seconds: float) -> float:
+        """Until when to wait for a call that may take `seconds`."""
+        return min(self.until, self._now() + seconds)
+
+    def waits_for(self, wake: Callable[[], None] | None) -> None:
+        """What `give_up` has to call for whoever waits to look at `given_up` again; None: nobody waits."""
+        self._wake = wake
+
+    def give_up(self) -> None:
+        """Have the operation stop waiting. From any thread."""
+        self.given_up = True
+        wake = self._wake
+        if wake is not None:
+            wake()

@@ -1,0 +1,1 @@
+"""A stored tier: any backend behind a serializer, the envelope, deadlines and a breaker."""

@@ -1,0 +1,257 @@
+"""Chunks on their way from a stored tier into memory, whole or by layers: each byte is read once, whoever asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from kvloom.bounded import one_line
+from kvloom.contracts.observer import Event
+from kvloom.contracts.storage import StorageBackend
+from kvloom.errors import BackendError, CorruptBlobError, LaterVersionError, UnreadableBlobError
+from kvloom.runtime import Call, Runtime
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.index.ledger import Fidelity, Ledger
+from kvloom.tiers.memory.staging import Place
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.request_context import Visit
+from kvloom.tiers.stored.calls import Calls, NoRoomError
+from kvloom.tiers.stored.decode import DecodeFailedError
+from kvloom.tiers.stored.existence import Presence
+from kvloom.tiers.stored.inflight import Flights, Read, release
+from kvloom.tiers.stored.layer_inflight import Arrival, Arrivals, Arrived, WholeRead
+from kvloom.tiers.stored.layer_ranges import LayeredBlob, layered, read_layers
+from kvloom.tiers.stored.read import BlobReader, ExpiredBlobError
+from kvloom.tiers.tier import Layout, Loaded
+from kvloom.types import Chunk, ChunkKey
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Loads:
+    """The loads of one tier. Nothing that the backend raises leaves this class."""
+
+    def __init__(
+        self, layout: Layout, backend: StorageBackend, reader: BlobReader, presence: Presence, ledger: Ledger,
+        calls: Calls, memory: MemoryTier, events: EventBus, runtime: Runtime, *, deletes: bool,
+    ) -> None:  # fmt: skip
+        """deletes: blobs that are corrupt or past their time are deleted; else they are not ours to delete."""
+        self._name = calls.name
+        self._layout = layout
+        self._backend = backend
+        self._reader = reader
+        self._presence = presence
+        self._ledger = ledger
+        self._calls = calls
+        self._memory = memory
+        self._purges = memory.purges
+        self._events = events
+        self._now = runtime.now
+        self._deletes = deletes
+        self.flights = Flights(calls, runtime)
+        self.arrivals = Arrivals(self.flights, calls, memory.purges, layout, runtime, self.read_layers)
+
+    def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit) -> Read | WholeRead | None:
+        """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`.
+
+        Whoever asks for a chunk that is on its way already, whole or by layers, shares the calls that read it.
+        """
+        return self._read(key, shape, num_tokens, visit, instead=partial(self.arrivals.share, key, visit))
+
+    def fetch(
+        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit
+    ) -> Loaded | Read | WholeRead | None:
+        """`read`, unless somebody has just done so: then the chunk from memory."""
+
+        def instead() -> Loaded | WholeRead | None:
+            # What is no longer on its way was in memory before that, if it is to be had.
+            return self.arrivals.share(key, visit) or (None if self.flights.under_way(key) else self._in_memory(key))
+
+        return self._read(key, shape, num_tokens, visit, instead=instead)
+
+    def _in_memory(self, key: ChunkKey) -> Loaded | None:
+        return self._memory.lease([key])[0]
+
+    def _read(
+        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit, *, instead: Callable[[], T | None]
+    ) -> Read | T | None:
+        if not self._calls.serves(visit):
+            return None
+        load = partial(self._load, key, tuple(shape), num_tokens, visit)
+        read = self.flights.board(key, load, visit, instead=instead)
+        if isinstance(read, WholeRead):
+            self.arrivals.hurry(read.arrival)
+        return read
+
+    def collect(self, read: Read | WholeRead) -> Loaded | None:
+        """The verified chunk, or None: not there, not readable, or not in time."""
+        return self.flights.leave(read) if isinstance(read, Read) else self._collect_layers(read)
+
+    def give_up(self, read: Read | WholeRead) -> None:
+        """Nobody will collect it."""
+        if isinstance(read, Read):
+            self.flights.give_up(read)
+        else:
+            self.arrivals.leave(read.arrival)
+
+    def _collect_layers(self, read: WholeRead) -> Loaded | None:
+        arrival = read.arrival
+        key, num_tokens = arrival.key, arrival.num_tokens
+        try:
+            outcome = self.arrivals.collect(read)
+            if outcome and self._purges.hit(key, arrival.since):
+                return None
+            if outcome:
+                return self.complete(arrival, read.visit)[0]
+            self.arrivals.close(arrival)
+        finally:
+            self.arrivals.leave(arrival)
+        if outcome is None or not self._calls.serves(read.visit):
+            return None
+        load = partial(self._load, key, arrival.place.chunk_shape, num_tokens, read.visit)
+        again = self.flights.board(key, load, read.visit)
+        return None if again is None else self.flights.leave(again)
+
+    def complete(self, arrival: Arrival, visit: Visit) -> tuple[Loaded, bool]:
+        """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this."""
+        loaded, block = self.arrivals.complete(arrival)
+        if block is None:
+            return loaded, False
+        assert arrival.blob is not None
+        header = arrival.blob.header
+        nbytes, ended = header.header_bytes + header.payload_bytes, self._now()
+        visit.record.note("read", self._name, arrival.began, ended, nbytes=nbytes)
+        self._events.emit(Event("retrieved", self._name, arrival.num_tokens, 1, nbytes, ended - arrival.began))
+        kept = self._memory.insert(
+            arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since,
+            chain=visit.chain,
+        )  # fmt: skip
+        loaded.release()
+        return kept, True
+
+    def begin(
+        self, key: ChunkKey, blob: LayeredBlob | None, place: Place, num_tokens: int, layers: range
+    ) -> Call[Arrived | None] | None:
+        """Have a thread for reads run `read_layers`, for one load alone; None if the tier cannot take the call."""
+        if self._calls.paused:
+            return None
+        try:
+            read = partial(self.read_layers, key, blob, place, num_tokens, layers)
+            judged = self._calls.judged("read", read, self._calls.reading)
+            return self._calls.reads.submit(judged, seconds=self._calls.deadline)
+        except BackendError as error:
+            self._calls.failed("read", error, self._calls.reading)
+            return None
+
+    def read_layers(
+        self, key: ChunkKey, blob: LayeredBlob | None, place: Place, num_tokens: int, layers: range
+    ) -> Arrived | None:
+        """On the tier's thread: read some layers of a blob (None: what it is, is to be found out first) into `place`.
+
+        0 layers if there is nothing that can be read by layers; None if nobody waits any more.
+        """
+        if not place.room.enter():
+            return None
+        try:
+            blob = blob or self._open_layers(key, place.chunk_shape, num_tokens)
+            return (None, 0) if blob is None else (blob, read_layers(self._backend, blob, place, layers))
+        except (CorruptBlobError, UnreadableBlobError) as error:
+            self._blame_serializer(error)
+            return blob, 0
+        finally:
+            place.room.release()
+
+    def _open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> LayeredBlob | None:
+        known_since = self._ledger.mark()
+        try:
+            header = None if key in self._presence.doomed() else self._presence.header(key)
+            if header is None:
+                return None
+            serializer = self._reader.check(header, shape, num_tokens)
+        except (CorruptBlobError, UnreadableBlobError, ExpiredBlobError):
+            return None  # reading it whole says so, and does what is to be done about it
+        self._presence.note(key, header, since=known_since)
+        empty = torch.empty(shape, dtype=self._layout.dtype, device="meta")
+        return layered(header, serializer, Chunk(empty, self._layout.format, num_tokens, header.description.fidelity))
+
+    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, visit: Visit) -> Loaded | None:
+        """visit: of whoever was the first to ask; others share what comes of it."""
+        began, record = self._now(), visit.record
+        since, known_since = self._purges.mark(), self._ledger.mark()
+        if key in self._presence.doomed():
+            return None
+        until = began + self._calls.deadline
+        for attempt in (1, 2):
+            try:
+                arrived = self._reader.read(
+                    self._backend, key, shape, num_tokens, until=until, since=since, chain=visit.chain,
+                    on_wait=partial(self.flights.starve, key), record=record,
+                )  # fmt: skip
+            except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
+                self._miss(key, num_tokens, error, visit, since=known_since)
+                return None
+            except CorruptBlobError as error:
+                if attempt == 2:
+                    self._discard(key, num_tokens, error, visit, since=known_since)
+                continue
+            if arrived is None:
+                self._ledger.forget_absent(key, since=known_since)
+                return None
+            header, loaded = arrived
+            if self._purges.hit(key, since):
+                release(loaded)
+                return None
+            self._presence.note(key, header, since=known_since)
+            if loaded is not None:
+                nbytes = header.header_bytes + header.payload_bytes
+                ended = self._now()
+                record.note("read", self._name, began, ended, nbytes=nbytes)
+                self._events.emit(Event("retrieved", self._name, num_tokens, 1, nbytes, ended - began))
+            return loaded
+        return None
+
+    def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, visit: Visit, *, since: int) -> None:
+        reason = "no room in memory"
+        if isinstance(error, UnreadableBlobError):
+            reason = "unreadable"
+            log.info("tier=%s a blob of no use here: %s", self._name, one_line(error))
+            self._blame_serializer(error)
+            later = isinstance(error, LaterVersionError)
+            self._ledger.note(key, Fidelity.LATER if later else Fidelity.UNREADABLE, since=since)
+        elif isinstance(error, ExpiredBlobError):
+            reason = "expired"
+            self._delete_one(key, reason)
+        visit.misses[key] = reason
+        self._events.emit(Event("missed", self._name, tokens=num_tokens, chunks=1, reason=reason))
+
+    def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError, visit: Visit, *, since: int) -> None:
+        visit.misses[key] = "corrupt"
+        self._events.emit(Event("corrupt", self._name, tokens=num_tokens, chunks=1))
+        distant = self._backend.shared and (self._backend.bounded or self._backend.one_by_one)
+        if self._deletes and distant:
+            # The line may be bad, and the blob good for everybody else: storing the chunk anew writes over it.
+            log.warning("tier=%s a corrupt blob, not to be read again: %s", self._name, one_line(error))
+            self._ledger.note(key, Fidelity.UNREADABLE, since=since)
+        else:
+            log.warning("tier=%s removing a corrupt blob: %s", self._name, one_line(error))
+            try:
+                self._delete_one(key, "corrupt")
+            except Exception as failure:  # something that cannot be removed lies in its place
+                self._calls.report("delete", failure)
+                self._ledger.note(key, Fidelity.UNREADABLE, since=since)
+
+    def _blame_serializer(self, error: Exception) -> None:
+        if isinstance(error, DecodeFailedError) and isinstance(error.__cause__, Exception):
+            self._calls.report("decode", error.__cause__)
+
+    def _delete_one(self, key: ChunkKey, reason: str) -> None:
+        if self._deletes:
+            self._backend.delete(str(key))
+            self._ledger.departed.note([key.digest], reason)
+        self._ledger.forget([key])
+        self._events.left(self._name, [key])

@@ -1,0 +1,205 @@
+"""Reading a blob into the pool: verified as it arrives, checked against what was asked for, decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from kvloom.contracts.serializer import Serializer
+from kvloom.contracts.storage import StorageBackend
+from kvloom.errors import CorruptBlobError, KVLoomError, UnreadableBlobError
+from kvloom.format import envelope
+from kvloom.format.encryption import Protection
+from kvloom.memory import Reservation
+from kvloom.runtime import Runtime
+from kvloom.telemetry.request_trace import NO_RECORD, Record
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.prefix import NO_CHAIN, Chain
+from kvloom.tiers.stored.calls import NoRoomError
+from kvloom.tiers.stored.decode import guarded
+from kvloom.tiers.tier import Layout, Loaded
+from kvloom.types import Chunk, ChunkKey
+
+_MOST_OUTLINES = 4096
+
+_Reserve = Callable[[int], Reservation | None]
+
+
+class ExpiredBlobError(KVLoomError):
+    """A blob that has outlived the tier's ttl."""
+
+
+class BlobReader:
+    """Turns the blobs of one tier into chunks in memory."""
+
+    def __init__(
+        self, layout: Layout, serializers: Sequence[Serializer], memory: MemoryTier, runtime: Runtime, *,
+        exact_only: bool, ttl: float | None, protection: Protection | None = None, name: str = "",
+    ) -> None:  # fmt: skip
+        """serializers: those that blobs may be decoded with; of two of one type, the first. name: the tier's."""
+        self._name = name
+        self._layout = layout
+        self._decoders = {serializer.type: serializer for serializer in reversed(serializers)}
+        self._memory = memory
+        self._now, self._wall = runtime.now, runtime.wall
+        self._exact_only = exact_only
+        self._ttl = ttl
+        self._protection = protection
+        self._outlines: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
+
+    def read(
+        self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, *, until: float,
+        since: int, chain: Chain = NO_CHAIN, on_wait: Callable[[], None] = lambda: None, record: Record = NO_RECORD,
+    ) -> tuple[envelope.Header, Loaded | None] | None:  # fmt: skip
+        """The blob's header, and its chunk unless `until` has passed; None if there is no blob.
+
+        since: a mark of the removals from before; what was removed after it is not kept in memory. chain: what it is
+        part of, as `MemoryTier.insert` takes it. on_wait: called before this waits for memory that is in use. record:
+        where it is noted. Raises CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError and whatever the
+        backend raises.
+        """
+        _, longest = self._outline(shape, num_tokens)
+        room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
+        reserve = partial(self._reserve, until=until, room_by=room_by, on_wait=on_wait)
+        landing = _Landing(
+            reserve, str(key), max_bytes=longest + envelope.MAX_HEADER_BYTES, protection=self._protection
+        )
+        try:
+            if not backend.get_into(str(key), landing):
+                return None
+            header = landing.finish()
+            serializer = self.check(header, shape, num_tokens)
+            loaded = self._decode(key, header, landing, serializer, reserve, since=since, chain=chain, record=record)
+            return header, loaded
+        finally:
+            landing.abandon()  # now, not when a traceback that refers to it is collected
+
+    def _outline(self, shape: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, int]:
+        """What a chunk of this shape is like, without its bytes, and the most that its blob's payload may take.
+
+        Kept: there are as many as lengths of a prompt's last chunk, at most, and making one takes torch a while.
+        """
+        outline = self._outlines.get(shape)
+        if outline is None:
+            tensor = torch.empty(shape, dtype=self._layout.dtype, device="meta")
+            like = Chunk(tensor, self._layout.format, num_tokens)
+            longest = max(serializer.max_encoded_bytes(like) for serializer in self._decoders.values())
+            if len(self._outlines) >= _MOST_OUTLINES:
+                self._outlines.clear()
+            outline = self._outlines[shape] = tensor, longest
+        return outline
+
+    def _reserve(self, nbytes: int, *, until: float, room_by: float, on_wait: Callable[[], None]) -> Reservation | None:
+        room = self._memory.reserve(nbytes, deadline=until)
+        if room is None:
+            on_wait()
+            room = self._memory.reserve_by(nbytes, room_by, deadline=until)
+        return room
+
+    def expired(self, header: envelope.Header) -> bool:
+        """Whether the blob is past its time."""
+        return self.outlived(header.description.written)
+
+    def outlived(self, written: float) -> bool:
+        """Whether KV that was first stored at `written`, in seconds since the epoch, is past its time; 0: unknown."""
+        return self._ttl is not None and written > 0 and written + self._ttl <= self._wall()
+
+    def check(self, header: envelope.Header, shape: tuple[int, ...], num_tokens: int) -> Serializer:
+        """What decodes the blob. Raises CorruptBlobError, ExpiredBlobError or UnreadableBlobError if nothing may."""
+        about = header.description
+        here = (shape, str(self._layout.dtype).removeprefix("torch."), self._layout.format.value, num_tokens)
+        if (about.shape, about.dtype, about.format, about.num_tokens) != here:
+            raise CorruptBlobError("the blob of another shape")
+        if self.expired(header):
+            raise ExpiredBlobError
+        serializer = self._decoders.get(about.serializer)
+        if serializer is None:
+            raise UnreadableBlobError(f"serializer {about.serializer!r} is not this tier's")
+        if self._exact_only and not header.exact:
+            raise UnreadableBlobError(f"fidelity {about.fidelity!r}, and the config says exact: true")
+        return serializer
+
+    def _decode(
+        self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, reserve: _Reserve, *,
+        since: int, chain: Chain, record: Record,
+    ) -> Loaded | None:  # fmt: skip
+        about, dtype = header.description, self._layout.dtype
+        tensor, _ = self._outline(about.shape, about.num_tokens)
+        like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
+        payload = landing.view[header.header_bytes :]
+        chunk = guarded(partial(serializer.view, payload, like))
+        if chunk is not None:
+            chunk = replace(like, tensor=chunk.tensor)
+            room = landing.take()
+        else:
+            decoded = reserve(like.nbytes)
+            if decoded is None:
+                raise NoRoomError("no room in memory to decode a chunk")
+            room = decoded
+            chunk = replace(like, tensor=room.tensor(about.shape, dtype))
+            began = record.now()
+            try:
+                guarded(partial(serializer.decode, envelope.split(header, payload), chunk))
+            except BaseException:
+                room.abandon()
+                raise
+            record.note("decode", self._name, began, record.now(), nbytes=like.nbytes, codec=serializer.type)
+        block = room.seal()
+        if block is None:
+            return None
+        return self._memory.insert(
+            key, chunk, block, written=about.written or None, dirty=False, since=since, chain=chain
+        )
+
+
+class _Landing:
+    """Where a backend puts a blob: pool memory, verified as it fills."""
+
+    def __init__(self, reserve: _Reserve, key: str, *, max_bytes: int, protection: Protection | None) -> None:
+        self.max_bytes = max_bytes
+        self._protection = protection
+        self._reserve = reserve
+        self._key = key
+        self._room: Reservation | None = None
+        self._verifier: envelope.Verifier | None = None
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        if num_bytes == 0:
+            raise CorruptBlobError("an empty blob")
+        if num_bytes > self.max_bytes:  # before memory is emptied for it
+            raise CorruptBlobError(f"{num_bytes} bytes, which no blob of such a chunk has")
+        self.abandon()  # a backend that has lost its connection may begin anew
+        self._room = self._reserve(num_bytes)
+        if self._room is None:
+            raise NoRoomError(f"no room in memory for a blob of {num_bytes} bytes")
+        self._verifier = envelope.Verifier(self._room.view, key=self._key, protection=self._protection)
+        return self._room.view
+
+    def filled(self, num_bytes: int) -> None:
+        assert self._verifier is not None
+        self._verifier.filled(num_bytes)
+
+    def finish(self) -> envelope.Header:
+        if self._verifier is None:
+            raise CorruptBlobError("an empty blob")
+        return self._verifier.finish()
+
+    @property
+    def view(self) -> memoryview:
+        assert self._room is not None
+        return self._room.view
+
+    def take(self) -> Reservation:
+        """The memory, which is the caller's from now on."""
+        assert self._room is not None
+        room, self._room = self._room, None
+        return room
+
+    def abandon(self) -> None:
+        """Give the memory back, unless it was taken."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.abandon()
