@@ -188,7 +188,7 @@ def test_what_was_not_at_work_is_noticed(place: None) -> None:
     assert at_work(done, "kvloom.TokenDatabase.segments(mask)") and at_work(done, "kvloom_tokens_radix.database")
     for reference in (
         "kvloom.Engine.store", "kvloom.Engine", "kvloom.TokenDatabase.segments(salt)", "kvloom.EngineConfig.chunk_size",
-        "kvloom_serde_tensors", "kvloom.tiers.StoredTier.put",
+        "kvloom_serde_tensors", "kvloom.tiers.stored.tier.StoredTier.put",
     ):  # fmt: skip
         assert not at_work(done, reference), reference
 

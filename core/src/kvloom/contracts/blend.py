@@ -74,21 +74,21 @@ class BlendEngine(Protocol):
         ...
 
     def lookup(self, tokens: torch.Tensor, *, salt: str | None = None) -> Hit:
-        """Find the longest stored prefix of the tokens."""
+        """Find the longest stored prefix. tokens: 1-D, of any integer dtype."""
         ...
 
     def segments(self, tokens: torch.Tensor, *, salt: str | None = None) -> list[Segment]:
-        """Cut a prompt into segments with keys."""
+        """Cut a prompt into segments with keys. tokens: 1-D, of any integer dtype."""
         ...
 
     def passage(
         self, tokens: torch.Tensor, *, lead: Sequence[int] = (), context: str = "", salt: str | None = None
     ) -> list[Segment]:
-        """Cut a text that is known by its own tokens, wherever it stands."""
+        """Cut a text that is known by its own tokens, wherever it stands. tokens: 1-D, of any integer dtype."""
         ...
 
     def find(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """Return a bool for each segment: whether a tier says that it holds it."""
+        """Return a bool tensor `[segments]`: whether a tier says that it holds each."""
         ...
 
     def load_layers(self, segments: Sequence[Segment], *, into: GPUConnector) -> BlendLoading:
