@@ -40,6 +40,8 @@ OF_ONE_CONNECTION = {
     "trailer", "transfer-encoding", "upgrade",
 }  # fmt: skip
 FILES_OF_ITS_OWN = 64
+MOST_VALUES = 1 << 20
+"""In a request's JSON: while more of them are read, which takes a second, nobody gets anything."""
 ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "stream": False, "n": 1}
 NOT_FOR_PREFILL = (
     "max_completion_tokens", "min_tokens", "stream_options", "best_of", "use_beam_search", "logprobs", "top_logprobs",
@@ -253,7 +255,9 @@ class Bodies(NamedTuple):
 
 
 def bodies_of(data: bytes, seconds: float) -> Bodies | None:
-    """None for what is no JSON object, or nested too deeply: the engine says what is wrong with it."""
+    """None for no JSON object, nesting too deep, or too many values: the engine says what is wrong with it."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        return None
     try:
         body = json.loads(data)
         if not isinstance(body, dict):
@@ -297,11 +301,27 @@ def address(text: str) -> str:
     """An engine's, without a slash at the end."""
     try:
         parts = urlsplit(text)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        if whole and not (parts.username or parts.password or {*text} & {*"?#@ "}) and text.isprintable():
             return text.rstrip("/")
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://HOST:PORT")
+
+
+def seconds(text: str) -> float:
+    """More than 0, at most a day: without an end, nobody would be waited for no longer."""
+    value = float(text)
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not more than 0 and at most 86400 seconds")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return value
 
 
 def main() -> None:
@@ -313,7 +333,8 @@ def main() -> None:
     plain = Settings("", "")
     for name in ("wait", "timeout", "prefill_timeout", "max_body", "max_requests", "max_connections"):
         default = getattr(plain, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help="%(default)s")
+        kind = seconds if isinstance(default, float) else count
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="%(default)s")
     given = vars(parser.parse_args())
     host, port = given.pop("host"), given.pop("port")
     logging.basicConfig(level=logging.INFO)

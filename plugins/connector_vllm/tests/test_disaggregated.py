@@ -414,6 +414,25 @@ async def test_what_is_nested_too_deeply_is_the_engines_to_refuse(both: Both) ->
     assert found == {200, 400}
 
 
+def test_what_has_too_many_values_is_not_read() -> None:
+    """Reading it would keep everybody waiting for seconds."""
+    most = disaggregated.MOST_VALUES
+    body = b'{"x": [' + b"1," * most + b"1]}"
+    assert disaggregated.bodies_of(body, 1.0) is None and disaggregated.bodies_of(body[: most // 2] + b"1]}", 1.0)
+
+
+@pytest.mark.parametrize("words", [["--timeout", "0"], ["--timeout", "nan"], ["--wait", "inf"], ["--max-body", "0"]])
+def test_numbers_that_bound_nothing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    addresses = ["--prefill", "http://a:1", "--decode", "http://b:1"]
+    monkeypatch.setattr(sys, "argv", ["disaggregated.py", *addresses, *words])
+    monkeypatch.setattr(disaggregated.asyncio, "run", lambda running: running.close())
+    with pytest.raises(SystemExit):
+        disaggregated.main()
+    assert f"argument {words[0]}" in capsys.readouterr().err
+
+
 def test_connections_leave_files_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64 + 6, 4096))
     scenario(client_timeout=0.2)(_three_connect)()
@@ -442,6 +461,8 @@ async def test_a_body_that_does_not_come(both: Both) -> None:
     [
         ("localhost:8100", "0", "'localhost:8100' is no address; write http://HOST:PORT"),
         ("http://localhost:x", "0", "is no address"),
+        ("http://user:word@localhost:8100", "0", "is no address"),
+        ("http://localhost:8100?a=b", "0", "is no address"),
         ("http://localhost:8100/", "taken", "cannot listen on 127.0.0.1, port"),
     ],
 )

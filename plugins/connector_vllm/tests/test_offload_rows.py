@@ -167,3 +167,32 @@ def test_the_memory_is_let_go_of(tmp_path: Path) -> None:
     host.store.close()
     host.view.release()  # BufferError if anybody still has it
     assert host.store.lookup(KEYS[0], "r") is Found.MISS
+
+
+def test_jobs_that_closing_stops_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path)
+    began, go_on = [threading.Event(), threading.Event()], threading.Event()
+    waiting = iter(began)
+
+    def load(keys: list[bytes], **where: Any) -> list[bool]:
+        next(waiting).set()
+        assert go_on.wait(30)
+        return [True] * len(keys)
+
+    monkeypatch.setattr(host.tiers, "load", load)
+    for job in range(4):
+        host.store.load(job, KEYS[:1], [job], "r")
+    assert all(one.wait(30) for one in began)
+    closing = threading.Thread(target=host.store.close)
+    draining = threading.Thread(target=host.store.drain, daemon=True)
+    draining.start()
+    closing.start()
+    while not host.store._closed:
+        pass
+    go_on.set()
+    for thread in (closing, draining):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert sorted((done.job, done.complete) for done in host.store.finished()) == [
+        (0, True), (1, True), (2, False), (3, False)
+    ]  # fmt: skip

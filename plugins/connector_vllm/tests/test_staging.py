@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,21 @@ def test_a_full_disk_is_said_at_start(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="--shm-size"):
         Staging.create(tmp_path / "a", slots=2, slot_bytes=2, about={})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["posix_fallocate", "pwrite", "replace"])
+def test_an_interrupt_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    real = getattr(os, step)
+
+    def interrupted(*args: Any) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Staging.create(tmp_path / "a", slots=2, slot_bytes=2, about={})
+    gc.collect()
     assert os.listdir(tmp_path) == []
 
 

@@ -115,7 +115,7 @@ class RowStore:
                 return
             self._closed = True
             self._give_up = self._now() + CLOSING_SECONDS
-        self._reads.shutdown(cancel_futures=True)
+        self._reads.shutdown()  # what is cancelled would never be over for who waits in `drain`
         self._writes.shutdown()
         self._tiers.close()
         self._rows = []
@@ -140,12 +140,16 @@ class RowStore:
             self._running.add(pool.submit(run))
 
     def _ask(self, questions: Sequence[tuple[Asking, bytes]]) -> None:
+        if self._closed:
+            return
         found = self._tiers.find([key for _, key in questions])
         with self._lock:
             for (asking, key), here in zip(questions, found, strict=True):
                 asking.answers[key] = here
 
     def _load(self, keys: list[bytes], rows: list[int], request: str) -> list[bool]:
+        if self._closed:
+            return [False] * len(keys)
         loaded = self._tiers.load(keys, rows=self._rows, slots=rows)
         with self._lock:
             asking = self._requests.get(request)

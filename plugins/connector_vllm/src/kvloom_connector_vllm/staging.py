@@ -65,15 +65,16 @@ class Staging:
         size = stamps_at + _aligned(8 * slots) + slots * slot_bytes
         unfinished = path.with_name(f"{path.name}.{nonce[:8]}")
         file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        inode = os.fstat(file).st_ino
         try:
             os.posix_fallocate(file, 0, size)  # a page that cannot be had later would end the process
             os.pwrite(file, _MAGIC + len(header).to_bytes(8, "little") + header, 0)
             staging = cls(path, file)
+            weakref.finalize(staging, _remove, path, inode)  # should the scheduler never come
             os.replace(unfinished, path)
-            weakref.finalize(staging, _remove, path, staging._inode)  # should the scheduler never come
-        except OSError as error:
-            os.unlink(unfinished)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        except BaseException as error:  # Ctrl-C, too: the memory would be taken until the machine starts anew
+            _remove(unfinished, inode)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 text = f"{path.parent} has no {size} bytes left; make it larger (docker: --shm-size) or `staging` less"
                 raise OSError(error.errno, text) from error
             raise
