@@ -11,7 +11,7 @@ from core_support import CHUNK, CHUNK_BYTES, SPEC, Gate, Shelf, eventually, kv_o
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvloom import BackendError, DeadlineExceeded, Engine
+from kvloom import BackendError, DeadlineExceeded, Engine, Registry
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
@@ -225,6 +225,43 @@ def test_a_sibling_shares_tiers_but_no_keys(open_engine: Open) -> None:
     assert engine.retrieve(tokens, kv=got).all() and torch.equal(got, kv)
     other.close()
     assert engine.lookup(tokens).tokens == 8, "closing a sibling leaves the tiers open"
+
+
+def test_closing_goes_on_past_what_raises(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("no device")
+
+    engine = open_engine(MEMORY, SHELF)
+    closed: list[str] = []
+    shelf, pool = Shelf.shelves["default"], engine._stack.memory.pool
+    sibling = engine.sibling(replace(SPEC, adapters=["lora"]))
+    engine.store(tokens_of(8), kv=kv_of(8))
+    monkeypatch.setattr(sibling._tokens, "close", broken)
+    monkeypatch.setattr(engine.connector, "close", broken)
+    monkeypatch.setattr(shelf, "close", lambda: closed.append("shelf"))
+    tier = engine.tiers["shelf"]
+    tier.closes_too(broken)
+    tier.closes_too(lambda: closed.append("with it"))
+    monkeypatch.setattr(engine._events, "close", lambda: closed.append("events"))
+    with pytest.raises(RuntimeError, match="no device"):
+        engine.close()
+    assert closed == ["shelf", "with it", "events"] and pool.pages._closed
+    assert len(shelf.blobs) == 2, "what was accepted is written"
+    engine.close()
+
+
+def test_closing_an_index_goes_on_past_what_raises(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("no device")
+
+    config = {"chunk_tokens": CHUNK, "connector": "plain", "tiers": [SHELF]}
+    index = Engine.open(config, SPEC, role="index", registry=registry)
+    closed: list[str] = []
+    monkeypatch.setattr(index.connector, "close", broken)
+    monkeypatch.setattr(Shelf.shelves["default"], "close", lambda: closed.append("shelf"))
+    with pytest.raises(RuntimeError, match="no device"):
+        index.close()
+    assert closed == ["shelf"]
 
 
 def test_get_or_create_get_and_destroy() -> None:

@@ -32,7 +32,7 @@ from kvloom.moving import Mover, check_where
 from kvloom.opening import Parts, Source, open_parts
 from kvloom.plugins import Registry
 from kvloom.records import Record
-from kvloom.runtime import Runtime, SystemRuntime, opened
+from kvloom.runtime import Runtime, SystemRuntime, close_all, opened
 from kvloom.task import Task
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.held import Changes
@@ -149,22 +149,18 @@ class Engine(Index):
         """Write what was accepted, within the tiers' deadlines, and give everything back. Idempotent."""
         if self._closed:
             return
-        for ref in self._siblings:
-            sibling = ref()
-            if sibling is not None:
-                sibling.close()
         self._closed = True
         self._not_at_exit()
-        for handle in tuple(self._by_layer):
-            handle.close()
-        self._background.close(self._stack.deadline, BackendError("the engine was closed"))
-        if self.blending is not None:
-            self.blending.close()
-        self.connector.close()
-        self._tokens.close()
-        if self._owner is None:
-            self._stack.close()
-            self._events.close()
+        siblings = [sibling for ref in self._siblings if (sibling := ref()) is not None]
+        close_all(
+            *(sibling.close for sibling in siblings),
+            *(handle.close for handle in tuple(self._by_layer)),
+            partial(self._background.close, self._stack.deadline, BackendError("the engine was closed")),
+            *(() if self.blending is None else (self.blending.close,)),
+            self.connector.close,
+            self._tokens.close,
+            *((self._stack.close, self._events.close) if self._owner is None else ()),
+        )
 
     @classmethod
     def get_or_create(cls, instance_id: str, config: Source, spec: KVSpec) -> Engine:

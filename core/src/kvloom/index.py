@@ -17,7 +17,7 @@ from kvloom.events import Callers
 from kvloom.interrupts import shielded_waiting
 from kvloom.opening import Parts
 from kvloom.records import NO_RECORD, OpenRecord, Record
-from kvloom.runtime import opened
+from kvloom.runtime import close_all, opened
 from kvloom.tiers.base import Tier
 from kvloom.types import ChunkKey, Health, Hit, Segment
 
@@ -102,10 +102,8 @@ class Index:
         if not self._closed:
             self._closed = True
             self._not_at_exit()
-            for component in (self.connector, self._tokens, *self._others):
-                component.close()
-            self._stack.close()
-            self._events.close()
+            others = [database.close for database in self._others]
+            close_all(self.connector.close, self._tokens.close, *others, self._stack.close, self._events.close)
 
     def __enter__(self) -> Self:
         return self

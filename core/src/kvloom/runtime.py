@@ -143,6 +143,13 @@ def opened(heir: Heir) -> None:
     _heirs.add(heir)
 
 
+def close_all(*closes: Callable[[], object]) -> None:
+    """Call all of them in this order, also after one that raised. Raises what the last of those raised."""
+    with contextlib.ExitStack() as stack:
+        for close in reversed(closes):
+            stack.callback(close)
+
+
 def was_forked() -> bool:
     """Whether this process is a fork of one that had imported this."""
     return _forked

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvloom.contracts.observer import ChunkEvent
 from kvloom.errors import BackendError
 from kvloom.events import EventBus
 from kvloom.records import NO_RECORD, Record
-from kvloom.runtime import Runtime
+from kvloom.runtime import Runtime, close_all
 from kvloom.tiers.base import Layout, Tier
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.fetcher import Fetcher
@@ -123,10 +124,8 @@ class Stack:
 
     def close(self) -> None:
         """Write what is to be written, within the deadlines, and give everything back."""
-        self.keeper.write_back_all(self._runtime.now() + self.deadline)
-        for tier in self.stored:
-            tier.close()
-        self.memory.close()
+        write_back = partial(self.keeper.write_back_all, self._runtime.now() + self.deadline)
+        close_all(write_back, *(tier.close for tier in self.stored), self.memory.close)
 
 
 def _each(tiers: Sequence[StoredTier], do: Callable[[StoredTier], None]) -> None:
