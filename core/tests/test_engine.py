@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloom import BackendError, DeadlineExceeded, Engine, Registry
+from kvloom.builtin.plain import PlainConnector
+from kvloom.events import EventBus
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
@@ -262,6 +265,36 @@ def test_closing_an_index_goes_on_past_what_raises(registry: Registry, monkeypat
     with pytest.raises(RuntimeError, match="no device"):
         index.close()
     assert closed == ["shelf"]
+
+
+@pytest.mark.parametrize("role", ["engine", "index"])
+def test_what_was_opened_is_closed_if_the_engine_cannot_be(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, role: Any
+) -> None:
+    closed: list[type] = []
+    monkeypatch.setattr(PlainConnector, "representation", {"dtype": torch.uint8})
+    for part in (PlainConnector, Shelf, EventBus):
+        monkeypatch.setattr(part, "close", lambda part: closed.append(type(part)))
+    config = {"chunk_tokens": CHUNK, "connector": "plain", "tiers": [SHELF]}
+    with pytest.raises(TypeError, match="JSON"):
+        Engine.open(config, SPEC, role=role, registry=registry)
+    assert closed == [Shelf, EventBus, PlainConnector]
+
+
+def test_what_was_opened_is_closed_if_the_sibling_cannot_be(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    engine = open_engine(SHELF)
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainConnector, "close", lambda connector: closed.append(connector))
+        patch.setattr(type(engine._tokens), "__init__", broken)
+        with pytest.raises(ZeroDivisionError):
+            engine.sibling(replace(SPEC, adapters=["lora"]))
+    assert len(closed) == 1 and closed[0] is not engine.connector
+    engine.store(tokens_of(8), kv=kv_of(8))
 
 
 def test_get_or_create_get_and_destroy() -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
@@ -29,7 +30,7 @@ from kvloom.interrupts import shielded_waiting
 from kvloom.layers import Loading, Storing, check_connector
 from kvloom.memory.pages import settle_threads
 from kvloom.moving import Mover, check_where
-from kvloom.opening import Parts, Source, open_parts
+from kvloom.opening import Parts, Source, kept, open_parts
 from kvloom.plugins import Registry
 from kvloom.records import Record
 from kvloom.runtime import Runtime, SystemRuntime, close_all, opened
@@ -112,8 +113,11 @@ class Engine(Index):
         settle_threads()  # here: the caller's own work would wait as well
 
         def opened() -> Index:
-            parts = open_parts(config, spec, role=role, registry=registry, runtime=runtime)
-            return (cls(parts) if role == "engine" else Index(parts))._told_of()
+            with ExitStack() as made:
+                parts = open_parts(config, spec, made, role=role, registry=registry, runtime=runtime)
+                index = cls(parts) if role == "engine" else Index(parts)
+                made.pop_all()
+            return index._told_of()
 
         return runtime.uninterrupted(opened, discard=lambda index: index.close(), leave=True)
 
@@ -130,11 +134,14 @@ class Engine(Index):
     def _sibling(self, spec: KVSpec) -> Engine:
         self._check_open()
         resolved = resolve(self.config, self._parts.registry)
-        others = replace(
-            self._parts, spec=spec, connector=resolved.connector.make(spec), tokens=resolved.tokens.make(spec),
-            blending=Blending.make(resolved.blend, spec) if resolved.blend else None,
-        )  # fmt: skip
-        sibling = Engine(others, owner=self)
+        with ExitStack() as made:
+            others = replace(
+                self._parts, spec=spec, connector=kept(made, resolved.connector.make(spec)),
+                tokens=kept(made, resolved.tokens.make(spec)),
+                blending=kept(made, Blending.make(resolved.blend, spec)) if resolved.blend else None,
+            )  # fmt: skip
+            sibling = Engine(others, owner=self)
+            made.pop_all()
         self._siblings = [*(ref for ref in self._siblings if ref() is not None), weakref.ref(sibling)]
         return sibling
 
