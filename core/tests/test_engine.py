@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_support import CHUNK, CHUNK_BYTES, SPEC, Gate, Shelf, eventually, kv_of, matches, tokens_of
+from core_support import CHUNK, SPEC, Gate, Shelf, eventually, kv_of, matches, tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -337,7 +337,19 @@ def test_a_closed_engine_says_so(open_engine: Open) -> None:
         engine.prefetch(tokens_of(8))
 
 
-def test_a_capacity_below_one_chunk_is_refused(open_engine: Open) -> None:
-    for tiers in ([{"type": "memory", "capacity": CHUNK_BYTES - 1}], [MEMORY, SHELF | {"capacity": CHUNK_BYTES - 1}]):
-        with pytest.raises(ValueError, match=rf"tiers\.{len(tiers) - 1}\.capacity: .*less than one chunk"):
-            open_engine(*tiers)
+@pytest.mark.parametrize("above", [(), (MEMORY,)], ids=["memory", "stored"])
+@pytest.mark.parametrize("bound", ["capacity", "quota"])
+def test_a_bound_below_what_one_chunk_takes_is_refused(
+    open_engine: Open, above: tuple[dict[str, object], ...], bound: str
+) -> None:
+    tier, least = (SHELF | {"capacity": "1MiB"}, 8192) if above else (MEMORY, 4096)
+    tokens, kv = tokens_of(CHUNK), kv_of(CHUNK)
+
+    def opened(size: int) -> Engine:
+        return open_engine(*above, tier | {bound: size if bound == "capacity" else {"*": size}})
+
+    with pytest.raises(ValueError, match=rf"tiers\.{len(above)}\.{bound}: .*less than one chunk takes \({least} bytes"):
+        opened(least - 1)
+    engine = opened(least)
+    engine.store(tokens, kv=kv)
+    assert engine.flush(20) and list(engine.tiers.values())[-1].contains(engine.segments(tokens)[0].key)
