@@ -237,10 +237,10 @@ def test_all_that_is_too_small_for_a_chunk_is_listed() -> None:
     with pytest.raises(ConfigError) as caught:
         Engine.open({"tiers": tiers, "connector": "plain"}, SPEC)
     assert [line.split(";")[0] for line in lines(caught)] == [
-        "tiers.0.capacity: 1024 bytes is less than one chunk (8192 bytes)",
-        "tiers.0.quota: 1 bytes for 'a' is less than one chunk (8192 bytes)",
-        "tiers.0.quota: 2 bytes for 'b' is less than one chunk (8192 bytes)",
-        "tiers.1.quota: 5 bytes for '*' is less than one chunk (8192 bytes)",
+        "tiers.0.capacity: 1024 bytes is less than one chunk takes (8192 bytes)",
+        "tiers.0.quota: 1 bytes for 'a' is less than one chunk takes (8192 bytes)",
+        "tiers.0.quota: 2 bytes for 'b' is less than one chunk takes (8192 bytes)",
+        "tiers.1.quota: 5 bytes for '*' is less than one chunk takes (12288 bytes)",
     ]
 
 

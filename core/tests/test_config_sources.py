@@ -239,6 +239,7 @@ def test_the_environment_is_above_the_file_and_below_nothing_else(monkeypatch: p
         ("KVLOOM_CHUNK_SIZE", "1", "KVLOOM_CHUNK_SIZE: no such setting; LMCache's chunk_size is 'chunk_tokens' here"),
         ("KVLOOM_ZZZ", "1", "KVLOOM_ZZZ: no such setting; unset it"),
         ("KVLOOM_TIERS__4__NAME", "x", "KVLOOM_TIERS__4__NAME: there is no number '4' in a list of 1"),
+        ("KVLOOM_TIERS__²__NAME", "x", "KVLOOM_TIERS__²__NAME: there is no number '²' in a list of 1"),
         ("KVLOOM_TIERS__X", "x", "KVLOOM_TIERS__X: there is no number 'x' in a list of 1"),
         ("KVLOOM_TIERS", "[" * 5000, "KVLOOM_TIERS: nested too deeply"),
         ("KVLOOM_CHUNK_TOKENS", "2026-13-45", "chunk_tokens: should be a whole number, not '2026-13-45'"),

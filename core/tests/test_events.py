@@ -24,7 +24,7 @@ class Recorder(Observer):
 
     type = "recorder"
 
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, fails: type[BaseException] | None = None) -> None:
         super().__init__(self.Config())
         self.heard: list[Event] = []
         self.fails = fails
@@ -38,10 +38,12 @@ class Recorder(Observer):
         self.gate.wait(SOON)
         self.heard.append(event)
         if self.fails:
-            raise ValueError("no memory for this")
+            raise self.fails("no memory for this")
 
     def close(self) -> None:
         self.closed += 1
+        if self.fails:
+            raise self.fails("no memory for this")
 
 
 @pytest.fixture
@@ -141,10 +143,11 @@ def test_a_slow_observer_loses_the_oldest_and_holds_nobody_up(recorder: Recorder
     bus.close()
 
 
+@pytest.mark.parametrize("fails", [ValueError, SystemExit, BaseException])
 def test_a_raising_observer_is_logged_once_counted_and_does_not_disturb_the_next(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, fails: type[BaseException]
 ) -> None:
-    bad, good = Recorder(fails=True), Recorder()
+    bad, good = Recorder(fails=fails), Recorder()
     bus = bus_of(bad, good)
     with caplog.at_level(logging.WARNING, "kvloom"):
         for _ in range(3):
@@ -156,6 +159,7 @@ def test_a_raising_observer_is_logged_once_counted_and_does_not_disturb_the_next
         "observer recorder failed; further failures are only counted"
     ]
     bus.close()
+    assert bad.closed == good.closed == 1
 
 
 def test_close_tells_what_is_queued_then_closes_the_observers_once() -> None:

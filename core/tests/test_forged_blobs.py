@@ -155,6 +155,24 @@ def test_what_cannot_be_deleted_is_no_failure_of_reading(open_engine: Callable[.
     assert engine.health().ok and engine.lookup(TOKENS).tokens == 0
 
 
+def test_an_expired_blob_that_cannot_be_deleted_is_no_failure_of_reading(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine(SHELF | {"ttl": "1h"})
+    engine.store(TOKENS, kv=KV)
+    assert engine.flush()
+    shelf = Shelf.shelves["default"]
+    for name, blob in shelf.blobs.items():  # the ledger takes them for young: it has seen them written just now
+        shelf._blobs[name] = forged(blob, written=1)
+
+    def stuck(verb: str, key: str) -> None:
+        if verb == "delete":
+            raise PermissionError(13, "Permission denied")
+
+    shelf.before = stuck
+    for segment in engine.segments(TOKENS) * 4:
+        assert not engine.load([segment], kv=torch.zeros_like(KV)).result(20).any()
+    assert engine.health().ok and engine.lookup(TOKENS).tokens == 0
+
+
 def test_the_shape_that_a_blob_says_takes_no_memory(open_engine: Callable[..., Engine]) -> None:
     engine = open_engine(SHELF)
     engine.store(TOKENS, kv=KV)

@@ -344,3 +344,13 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
         signal.alarm(HANGS)
         os._exit(runtime.uninterrupted(lambda: 7))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_the_last_thread_that_there_is_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(interrupts, "_servers", interrupts._Servers(threading.get_ident()))
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    assert interrupts.uninterrupted(lambda: 7) == 7

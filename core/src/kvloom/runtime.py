@@ -143,6 +143,13 @@ def opened(heir: Heir) -> None:
     _heirs.add(heir)
 
 
+def close_all(*closes: Callable[[], object]) -> None:
+    """Call all of them in this order, also after one that raised. Raises what the last of those raised."""
+    with contextlib.ExitStack() as stack:
+        for close in reversed(closes):
+            stack.callback(close)
+
+
 def was_forked() -> bool:
     """Whether this process is a fork of one that had imported this."""
     return _forked
@@ -236,6 +243,10 @@ class Call(Generic[T]):
         return self._workers._give_up(self)
 
 
+class NoThreadError(BackendError):
+    """The machine has no thread for a call."""
+
+
 class Workers:
     """A fixed number of daemon threads. A call that outlives its deadline keeps its thread until it returns."""
 
@@ -267,8 +278,8 @@ class Workers:
     ) -> Call[T]:
         """Queue `function`, which may wait `seconds` and then run `seconds`.
 
-        discard: gets the result if nobody waits for it any more. Raises BackendError if all threads are stuck or the
-        workers are closed.
+        discard: gets the result if nobody waits for it any more. Raises BackendError if all threads are stuck, if there
+        is none and none can be started, or if the workers are closed.
         """
         call = Call(self, function, seconds, discard)
         stuck = self.stuck
@@ -280,7 +291,12 @@ class Workers:
             self._queue.append(call)
             grow = self._idle < len(self._queue) and len(self._started) < self.threads
             if grow:
-                self._started.append(self._runtime.spawn(self._work, name=f"{self.name}-{len(self._started)}"))
+                try:
+                    self._started.append(self._runtime.spawn(self._work, name=f"{self.name}-{len(self._started)}"))
+                except RuntimeError as error:  # the machine has no more threads
+                    if self.abandoned >= len(self._started):  # nor is there one here that would take it
+                        self._queue.pop()
+                        raise NoThreadError(f"{self.name}: {error}") from error
             self._changed.notify_all()
         return call
 

@@ -152,7 +152,7 @@ def overridden(
             wrong.append(((error.path,), error.problem))
             continue
         result[first] = value
-        variables[(first, *(int(word) if word.isdigit() else word for word in rest))] = name
+        variables[(first, *(int(word) if word.isdecimal() else word for word in rest))] = name
     return result, variables, wrong
 
 
@@ -174,7 +174,7 @@ def _placed(node: Any, words: list[str], value: Any, name: str) -> Any:
         return value
     word, *rest = words
     if isinstance(node, list | tuple):
-        if not word.isdigit() or int(word) >= len(node):
+        if not word.isdecimal() or int(word) >= len(node):
             raise ConfigError(name, f"there is no number {word!r} in a list of {len(node)}")
         return [_placed(child, rest, value, name) if index == int(word) else child for index, child in enumerate(node)]
     if isinstance(node, str):

@@ -47,10 +47,19 @@ class Parts:
     """Of an index: the other ranks of the model."""
 
 
-def open_parts(config: Source, spec: KVSpec, *, role: str, registry: Registry | None, runtime: Runtime | None) -> Parts:
-    """role: `engine` or `index`, which moves nothing. Raises ConfigError, PluginError, or ValueError for another role.
+def kept(made: ExitStack, part: T) -> T:
+    """Have `made` close a part; return the part."""
+    made.callback(part.close)
+    return part
 
-    If one of them cannot be opened, those that were are closed again.
+
+def open_parts(
+    config: Source, spec: KVSpec, made: ExitStack, *, role: str, registry: Registry | None, runtime: Runtime | None
+) -> Parts:  # fmt: skip
+    """Open every component. Raises ConfigError, PluginError, or ValueError for another role.
+
+    made: closes all that was opened, also if this raises; take its callbacks out once somebody else closes the parts.
+    role: `engine` or `index`, which moves nothing.
     """
     if role not in ("engine", "index"):
         raise ValueError(f"role: expected 'engine' or 'index', got {role!r}")
@@ -61,23 +70,16 @@ def open_parts(config: Source, spec: KVSpec, *, role: str, registry: Registry | 
     resolved = resolve(config, registry)
     choices = resolved.tiers if moves else asked_only(resolved.tiers)
     told = [choice for choice in resolved.observers if moves or not choice.cls.sees_chunks]
-    with ExitStack() as made:
-
-        def kept(part: T) -> T:
-            made.callback(part.close)
-            return part
-
-        connector = kept(resolved.connector.make(spec))
-        tokens = kept(resolved.tokens.make(spec))
-        layout = Layout(connector.format, spec.torch_dtype, connector.shape)
-        blending = kept(Blending.make(resolved.blend, spec)) if resolved.blend and moves else None
-        observers = [kept(choice.make(spec)) for choice in told]
-        events = kept(EventBus(observers, runtime, blamed=[choice.blamed for choice in told]))
-        stack = build_stack(
-            choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
-            events=events, runtime=runtime, exact_only=config.exact, moves=moves,
-        )  # fmt: skip
-        made.callback(stack.close)
-        others = () if moves else tuple((one, kept(resolved.tokens.make(one))) for one in spec.other_ranks())
-        made.pop_all()
+    connector = kept(made, resolved.connector.make(spec))
+    tokens = kept(made, resolved.tokens.make(spec))
+    layout = Layout(connector.format, spec.torch_dtype, connector.shape)
+    blending = kept(made, Blending.make(resolved.blend, spec)) if resolved.blend and moves else None
+    observers = [kept(made, choice.make(spec)) for choice in told]
+    events = kept(made, EventBus(observers, runtime, blamed=[choice.blamed for choice in told]))
+    stack = build_stack(
+        choices, spec, layout, layout.nbytes(connector.shape(config.chunk_tokens)), registry=registry,
+        events=events, runtime=runtime, exact_only=config.exact, moves=moves,
+    )  # fmt: skip
+    kept(made, stack)
+    others = () if moves else tuple((one, kept(made, resolved.tokens.make(one))) for one in spec.other_ranks())
     return Parts(config, spec, stack, connector, tokens, events, runtime, registry, blending, others)

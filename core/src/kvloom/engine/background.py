@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvloom.contracts.observer import Event
+from kvloom.errors import BackendError
 from kvloom.pipeline.task import Task
 from kvloom.runtime import Runtime, Workers
 from kvloom.telemetry.events import EventBus
@@ -39,15 +40,20 @@ class Background:
         """Begin `work`, which gives a bool for each segment. awaited: somebody waits for it. ahead: it is of no
         use once the engine is closed.
 
-        With `MOST_TASKS` under way it is over at once, with nothing moved, and counted as dropped.
+        With `MOST_TASKS` under way, or no thread to be had, it is over at once, with nothing moved, and counted as
+        dropped.
         """
         task = Task(self._runtime)
         num_tokens = sum(segment.end - segment.start for segment in segments)
-        if len(self._tasks) >= MOST_TASKS:
-            self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(segments), reason="too many tasks"))
+
+        def dropped(reason: str) -> Task:
+            self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(segments), reason=reason))
             task.run(lambda _: torch.zeros(len(segments), dtype=torch.bool))
             record.end()
             return task
+
+        if len(self._tasks) >= MOST_TASKS:
+            return dropped("too many tasks")
         self._tasks[task] = ahead
         if not awaited and not ahead:
             reason = "closed before it was stored"
@@ -58,7 +64,12 @@ class Background:
             task.run(work)
             self._tasks.pop(task, None)
 
-        (self.loaders if awaited else self.workers).submit(run)
+        try:
+            (self.loaders if awaited else self.workers).submit(run)
+        except BackendError:
+            self._waiting.pop(task, None)
+            self._tasks.pop(task, None)
+            return dropped("no thread")
         return task
 
     def inherited(self, error: BaseException) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvloom.config import BlendChoice
 from kvloom.contracts.blend import BlendExecutor, BlendRetriever
 from kvloom.contracts.observer import Event
+from kvloom.runtime import close_all
 from kvloom.types import KVSpec
 
 
@@ -38,5 +39,4 @@ class Blending:
 
     def close(self) -> None:
         """Idempotent."""
-        self.retriever.close()
-        self.executor.close()
+        close_all(self.retriever.close, self.executor.close)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from kvloom import envelope
 from kvloom.config import EngineConfig, TierChoice, resolve, same_store
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import ConfigError
 from kvloom.keys import salt_tag
-from kvloom.memory import Pool
+from kvloom.memory import Pool, pages_of
 from kvloom.memory.pages import settle_threads
 from kvloom.pipeline.stack import Stack
 from kvloom.plugins.registry import Registry
@@ -137,11 +138,12 @@ def _refuse(problems: Sequence[tuple[str, str]]) -> None:
 def _too_small(choice: TierChoice, chunk_bytes: int) -> Iterator[tuple[str, str]]:
     # A stored chunk may be compressed: only an uncompressed one is known not to fit.
     if choice.serializer is None or choice.serializer.cls.type == "raw":
-        text = f"is less than one chunk ({chunk_bytes} bytes); raise it or lower chunk_tokens"
-        if choice.capacity is not None and choice.capacity < chunk_bytes:
+        least = pages_of(chunk_bytes if choice.serializer is None else envelope.ALIGN_BYTES + chunk_bytes)
+        text = f"is less than one chunk takes ({least} bytes); raise it or lower chunk_tokens"
+        if choice.capacity is not None and choice.capacity < least:
             yield f"{choice.path}.capacity", f"{choice.capacity} bytes {text}"
         for salt, size in (choice.quota or {}).items():
-            if size < chunk_bytes:
+            if size < least:
                 yield f"{choice.path}.quota", f"{size} bytes for {salt!r} {text}"
 
 

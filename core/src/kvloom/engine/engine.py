@@ -10,6 +10,7 @@ import json
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
@@ -20,7 +21,7 @@ from kvloom import keys as keying
 from kvloom.config import EngineConfig, resolve
 from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.observer import ChunkEvent
-from kvloom.engine.assembly import Parts, Source, open_parts
+from kvloom.engine.assembly import Parts, Source, kept, open_parts
 from kvloom.engine.background import Background
 from kvloom.engine.blending import Blending
 from kvloom.engine.lookup import Index
@@ -32,7 +33,7 @@ from kvloom.pipeline.layer_store import Storing
 from kvloom.pipeline.task import Task
 from kvloom.pipeline.transfer import Mover, check_connector, check_where
 from kvloom.plugins.registry import Registry
-from kvloom.runtime import Runtime, SystemRuntime, opened
+from kvloom.runtime import Runtime, SystemRuntime, close_all, opened
 from kvloom.telemetry.events import Callers
 from kvloom.telemetry.request_trace import Record
 from kvloom.tiers.memory.index import Changes
@@ -113,8 +114,11 @@ class Engine(Index):
         settle_threads()  # here: the caller's own work would wait as well
 
         def opened() -> Index:
-            parts = open_parts(config, spec, role=role, registry=registry, runtime=runtime)
-            return (cls(parts) if role == "engine" else Index(parts))._told_of()
+            with ExitStack() as made:
+                parts = open_parts(config, spec, made, role=role, registry=registry, runtime=runtime)
+                index = cls(parts) if role == "engine" else Index(parts)
+                made.pop_all()
+            return index._told_of()
 
         return runtime.uninterrupted(opened, discard=lambda index: index.close(), leave=True)
 
@@ -131,11 +135,14 @@ class Engine(Index):
     def _sibling(self, spec: KVSpec) -> Engine:
         self._check_open()
         resolved = resolve(self.config, self._parts.registry)
-        others = replace(
-            self._parts, spec=spec, connector=resolved.connector.make(spec), tokens=resolved.tokens.make(spec),
-            blending=Blending.make(resolved.blend, spec) if resolved.blend else None,
-        )  # fmt: skip
-        sibling = Engine(others, owner=self)
+        with ExitStack() as made:
+            others = replace(
+                self._parts, spec=spec, connector=kept(made, resolved.connector.make(spec)),
+                tokens=kept(made, resolved.tokens.make(spec)),
+                blending=kept(made, Blending.make(resolved.blend, spec)) if resolved.blend else None,
+            )  # fmt: skip
+            sibling = Engine(others, owner=self)
+            made.pop_all()
         self._siblings = [*(ref for ref in self._siblings if ref() is not None), weakref.ref(sibling)]
         return sibling
 
@@ -150,22 +157,18 @@ class Engine(Index):
         """Write what was accepted, within the tiers' deadlines, and give everything back. Idempotent."""
         if self._closed:
             return
-        for ref in self._siblings:
-            sibling = ref()
-            if sibling is not None:
-                sibling.close()
         self._closed = True
         self._not_at_exit()
-        for handle in tuple(self._by_layer):
-            handle.close()
-        self._background.close(self._stack.deadline, BackendError("the engine was closed"))
-        if self.blending is not None:
-            self.blending.close()
-        self.connector.close()
-        self._tokens.close()
-        if self._owner is None:
-            self._stack.close()
-            self._events.close()
+        siblings = [sibling for ref in self._siblings if (sibling := ref()) is not None]
+        close_all(
+            *(sibling.close for sibling in siblings),
+            *(handle.close for handle in tuple(self._by_layer)),
+            partial(self._background.close, self._stack.deadline, BackendError("the engine was closed")),
+            *(() if self.blending is None else (self.blending.close,)),
+            self.connector.close,
+            self._tokens.close,
+            *((self._stack.close, self._events.close) if self._owner is None else ()),
+        )
 
     @classmethod
     def get_or_create(cls, instance_id: str, config: Source, spec: KVSpec) -> Engine:

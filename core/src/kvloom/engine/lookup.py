@@ -15,7 +15,7 @@ from kvloom.contracts.tokens import TokenDatabase
 from kvloom.engine.assembly import Parts
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded_waiting
-from kvloom.runtime import opened
+from kvloom.runtime import close_all, opened
 from kvloom.telemetry.events import Callers
 from kvloom.telemetry.request_trace import NO_RECORD, OpenRecord, Record
 from kvloom.tiers.tier import Tier
@@ -102,10 +102,8 @@ class Index:
         if not self._closed:
             self._closed = True
             self._not_at_exit()
-            for component in (self.connector, self._tokens, *self._others):
-                component.close()
-            self._stack.close()
-            self._events.close()
+            others = [database.close for database in self._others]
+            close_all(self.connector.close, self._tokens.close, *others, self._stack.close, self._events.close)
 
     def __enter__(self) -> Self:
         return self

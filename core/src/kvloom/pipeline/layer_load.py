@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import TracebackType
@@ -21,6 +22,8 @@ from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.request_trace import NO_RECORD, Record
 from kvloom.tiers.prefix import Chain
 from kvloom.types import ChunkKey, Segment
+
+log = logging.getLogger(__name__)
 
 
 class Loading:
@@ -80,9 +83,12 @@ class Loading:
     def begin(self) -> None:
         """Called once, by the engine."""
         if self.hit.tokens:
-            self._runtime.spawn(self._run, name="kvloom-layers")
-        else:
-            self._run()
+            try:
+                self._runtime.spawn(self._run, name="kvloom-layers")
+                return
+            except RuntimeError as error:  # the machine has no more threads
+                log.warning("layers are loaded before the caller goes on: %s", error)
+        self._run()
 
     def wait(self, layer: int) -> torch.Tensor:
         """Whose KV of `layer`, and of all layers before it, is in the engine's KV: a bool CPU mask `[tokens]`.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvloom.contracts.observer import ChunkEvent
 from kvloom.errors import BackendError
 from kvloom.pipeline.load import Fetcher
 from kvloom.pipeline.locate import HURRIED_SHARE
 from kvloom.pipeline.store import Keeper
-from kvloom.runtime import Runtime
+from kvloom.runtime import Runtime, close_all
 from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.request_trace import NO_RECORD, Record
 from kvloom.tiers.memory.staging import Rooms
@@ -123,10 +124,8 @@ class Stack:
 
     def close(self) -> None:
         """Write what is to be written, within the deadlines, and give everything back."""
-        self.keeper.write_back_all(self._runtime.now() + self.deadline)
-        for tier in self.stored:
-            tier.close()
-        self.memory.close()
+        write_back = partial(self.keeper.write_back_all, self._runtime.now() + self.deadline)
+        close_all(write_back, *(tier.close for tier in self.stored), self.memory.close)
 
 
 def _each(tiers: Sequence[StoredTier], do: Callable[[StoredTier], None]) -> None:

@@ -188,7 +188,7 @@ class EventBus:
         for observer in self._observers:
             try:
                 observer.close()
-            except Exception as error:
+            except BaseException as error:
                 self._blame(observer, error)
 
     def _count(self, name: str, tier: str, reason: str, event: Event | None = None) -> None:
@@ -224,7 +224,7 @@ class EventBus:
             for observer, call in calls:
                 try:
                     call()
-                except Exception as error:
+                except BaseException as error:  # a panic of native code is one
                     self._blame(observer, error)
 
     def _rest(self) -> None:
@@ -261,7 +261,7 @@ class EventBus:
         self._chunk_bytes -= _size(chunks)
         return [(one, partial(one.on_chunks, chunks)) for one in self._observers if one.sees_chunks]
 
-    def _blame(self, observer: Observer, error: Exception) -> None:
+    def _blame(self, observer: Observer, error: BaseException) -> None:
         with self._changed:
             self._count("observer_error", "", observer.type)
             first = observer.type not in self._failed

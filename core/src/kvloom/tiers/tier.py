@@ -13,7 +13,7 @@ import torch
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.memory import Lease
-from kvloom.runtime import opened
+from kvloom.runtime import close_all, opened
 from kvloom.tiers.prefix import NO_CHAIN, Chain
 from kvloom.types import EXACT, Chunk, ChunkKey, MemoryFormat, TierHealth
 
@@ -147,9 +147,7 @@ class Tier(ABC):
         """Finish what was accepted, within the deadline, and give everything back. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._close()
-            for close in self._with_it:
-                close()
+            close_all(self._close, *self._with_it)
 
     def closes_too(self, close: Callable[[], None]) -> None:
         """Have `close` called when this tier is closed."""

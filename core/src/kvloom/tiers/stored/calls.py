@@ -6,13 +6,14 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from kvloom.bounded import get_at_most, one_line
 from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
-from kvloom.runtime import Call, Runtime, Workers
+from kvloom.runtime import Call, NoThreadError, Runtime, Workers
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.request_context import Visit
 from kvloom.tiers.stored.breaker import Breaker
@@ -258,8 +259,12 @@ class Calls:
 
     def close(self) -> None:
         """Have the backend closed and the threads end; what hangs is left behind."""
+        close = partial(tamed, self._backend.close)
         try:
-            self.orders.run(self._backend.close, seconds=self.deadline)
+            try:
+                self.orders.run(close, seconds=self.deadline)
+            except NoThreadError:
+                close()
         except Exception as error:
             self.report("close", error)
         for workers in (self.reads, self.questions, self.chores, self.orders):

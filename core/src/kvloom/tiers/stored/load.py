@@ -225,7 +225,7 @@ class Loads:
             self._ledger.note(key, Fidelity.LATER if later else Fidelity.UNREADABLE, since=since)
         elif isinstance(error, ExpiredBlobError):
             reason = "expired"
-            self._delete_one(key, reason)
+            self._delete_if_possible(key, reason, since=since)
         visit.misses[key] = reason
         self._events.emit(Event("missed", self._name, tokens=num_tokens, chunks=1, reason=reason))
 
@@ -239,19 +239,21 @@ class Loads:
             self._ledger.note(key, Fidelity.UNREADABLE, since=since)
         else:
             log.warning("tier=%s removing a corrupt blob: %s", self._name, one_line(error))
-            try:
-                self._delete_one(key, "corrupt")
-            except Exception as failure:  # something that cannot be removed lies in its place
-                self._calls.report("delete", failure)
-                self._ledger.note(key, Fidelity.UNREADABLE, since=since)
+            self._delete_if_possible(key, "corrupt", since=since)
 
     def _blame_serializer(self, error: Exception) -> None:
         if isinstance(error, DecodeFailedError) and isinstance(error.__cause__, Exception):
             self._calls.report("decode", error.__cause__)
 
-    def _delete_one(self, key: ChunkKey, reason: str) -> None:
+    def _delete_if_possible(self, key: ChunkKey, reason: str, *, since: int) -> None:
+        """Delete a blob of no use. One that stays is not read again: that is no failure of reading."""
         if self._deletes:
-            self._backend.delete(str(key))
+            try:
+                self._backend.delete(str(key))
+            except Exception as failure:
+                self._calls.report("delete", failure)
+                self._ledger.note(key, Fidelity.UNREADABLE, since=since)
+                return
             self._ledger.departed.note([key.digest], reason)
         self._ledger.forget([key])
         self._events.left(self._name, [key])

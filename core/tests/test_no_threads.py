@@ -1,0 +1,88 @@
+"""A machine that has no more threads costs hits, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from core_support import Shelf, kv_of, matches, tokens_of
+
+from kvloom import BackendError, Engine
+from kvloom.runtime import SystemRuntime, Workers
+
+MEMORY = {"type": "memory", "capacity": "1MiB"}
+SHELF = {"type": "shelf", "deadline": "20s"}
+TOKENS, KV = tokens_of(16), kv_of(16)
+Open = Callable[..., Engine]
+
+
+def none_left(*_: object, **__: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(SystemRuntime, "spawn", none_left)
+
+
+def test_workers_without_a_thread_refuse(no_threads: Callable[[], None]) -> None:
+    workers = Workers(SystemRuntime(), name="test", threads=2)
+    no_threads()
+    with pytest.raises(BackendError, match="test: can't start new thread"):
+        workers.submit(lambda: 7)
+    assert not workers._queue
+    workers.close(0.0)
+
+
+def test_workers_with_one_thread_leave_the_rest_to_it(no_threads: Callable[[], None]) -> None:
+    runtime = SystemRuntime()
+    workers, go = Workers(runtime, name="test", threads=2), runtime.lock()
+    with go:
+
+        def first() -> None:
+            with go:
+                pass
+
+        busy = workers.submit(first)
+        no_threads()
+        second = workers.submit(lambda: 7)
+        assert not second.done
+    assert second.result(runtime.now() + 20) == 7 and busy.done
+    workers.close(20.0)
+
+
+@pytest.mark.parametrize("tiers", [(SHELF,), (MEMORY, SHELF)], ids=["stored only", "memory and stored"])
+def test_every_verb_serves_a_miss(
+    open_engine: Open, no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tiers: tuple[object, ...]
+) -> None:
+    with open_engine(SHELF) as engine:
+        engine.store(TOKENS, kv=KV)
+    engine = open_engine(*tiers)
+    segments, got = engine.segments(TOKENS), torch.zeros_like(KV)
+    others, kv = tokens_of(16, seed=1), kv_of(16, seed=1)
+    no_threads()
+    assert not engine.retrieve(TOKENS, kv=got).any() and engine.lookup(TOKENS).tokens == 0
+    with engine.retrieve_layer(TOKENS, kv=got) as loading:
+        assert not loading.result().any()
+    tasks = [engine.prefetch(TOKENS), engine.load(segments, kv=got), engine.save(segments, kv=KV)]
+    assert all(task.done and not task.result(0.0).any() for task in tasks) and not got.any()
+    assert not engine._background._tasks and not engine._background._waiting
+    engine.store(others, kv=kv)
+    assert engine.flush(0.0) and engine.tiers["shelf"].health().waiting_bytes == 0
+    shelf, closed = Shelf.shelves["default"], []
+    monkeypatch.setattr(shelf, "close", lambda: closed.append(shelf))
+    engine.close()
+    assert closed and len(shelf.blobs) == 4
+
+
+def test_layers_in_memory_are_loaded_before_the_caller_goes_on(
+    open_engine: Open, no_threads: Callable[[], None]
+) -> None:
+    engine, got = open_engine(MEMORY), torch.zeros_like(KV)
+    engine.store(TOKENS, kv=KV)
+    no_threads()
+    loading = engine.retrieve_layer(TOKENS, kv=got)
+    assert loading._ended and loading.result().all() and matches(got, KV, loading.result())
+    loading.close()
+    engine.close()
