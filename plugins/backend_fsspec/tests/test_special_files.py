@@ -100,6 +100,17 @@ def test_nothing_that_lies_there_is_in_the_way_of_a_probe(tmp_path: Path, driver
     backend.close()
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("what", MAKE)
+def test_what_lies_where_a_lease_belongs_keeps_nobody_from_it_for_good(tmp_path: Path, driver: str, what: str) -> None:
+    (rights := tmp_path / "=hold/evict").mkdir(parents=True)
+    MAKE[what](rights / "000000000001")
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver=driver))
+    assert backend.hold("evict") or backend.hold("evict")
+    assert backend.hold("evict")
+    backend.close()
+
+
 @pytest.mark.parametrize("what", ["file", *MAKE])
 def test_what_lies_where_drafts_belong_keeps_nobody_from_writing(tmp_path: Path, what: str) -> None:
     {**MAKE, "file": Path.touch}[what](tmp_path / "=tmp")
