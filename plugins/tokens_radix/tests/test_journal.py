@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -189,6 +190,28 @@ def test_a_directory_that_goes_away_is_no_error_while_serving(tmp_path: Path, ca
         database.learn(tokens_of(300, seed))
     database.close()
     assert "not kept" in caplog.text
+
+
+def test_a_machine_without_threads_is_no_error_while_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    asked = prompts(10)
+    for retry_seconds, warnings in ((60.0, 1), (0.0, len(asked))):
+        monkeypatch.setattr(journal_module, "_RETRY_SECONDS", retry_seconds)
+        database = radix(path=tmp_path)
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", no_more)
+            for each in asked:
+                database.learn(each)
+        assert caplog.text.count("not kept") == warnings
+        caplog.clear()
+        database.learn(tokens_of(300, 77))
+        expected = [ends(database.segments(each)) for each in asked]
+        database.close()
+    assert cuts(tmp_path, asked) == expected != cuts(tmp_path / "other", asked)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -89,7 +89,10 @@ class Leases:
             self._store().delete([highest.name])
         # The thread keeps no reference to this object while it sleeps: a backend that nobody closed may be collected.
         work = threading.Thread(target=_renew, args=(weakref.ref(self), name, held), name="kvloom-lease", daemon=True)
-        work.start()
+        try:
+            work.start()
+        except RuntimeError as error:  # the machine has no more threads: the right ends by itself
+            logger.warning("the right %s is not renewed: %s", name, error)
         return True
 
     def _highest(self, name: str) -> Listed | None:
