@@ -205,7 +205,10 @@ class _Servers:
         return True
 
     def _start(self) -> None:
-        threading.Thread(target=self._serve, name="kvloom-verbs", daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, name="kvloom-verbs", daemon=True).start()
+        except RuntimeError:  # the machine has no more threads, but this one
+            self._serve()
 
     def _serve(self) -> None:
         while True:

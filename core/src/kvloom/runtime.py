@@ -267,8 +267,8 @@ class Workers:
     ) -> Call[T]:
         """Queue `function`, which may wait `seconds` and then run `seconds`.
 
-        discard: gets the result if nobody waits for it any more. Raises BackendError if all threads are stuck or the
-        workers are closed.
+        discard: gets the result if nobody waits for it any more. Raises BackendError if all threads are stuck, if
+        none can be started or if the workers are closed.
         """
         call = Call(self, function, seconds, discard)
         stuck = self.stuck
@@ -277,12 +277,18 @@ class Workers:
                 raise BackendError(f"{self.name}: closed")
             if stuck:
                 raise BackendError(f"{self.name}: all {self.threads} threads are held by calls past their deadline")
+            if self._idle <= len(self._queue) and len(self._started) < self.threads:
+                self._grow()
             self._queue.append(call)
-            grow = self._idle < len(self._queue) and len(self._started) < self.threads
-            if grow:
-                self._started.append(self._runtime.spawn(self._work, name=f"{self.name}-{len(self._started)}"))
             self._changed.notify_all()
         return call
+
+    def _grow(self) -> None:
+        try:
+            self._started.append(self._runtime.spawn(self._work, name=f"{self.name}-{len(self._started)}"))
+        except RuntimeError as error:  # the machine has no more threads: those that are there do it all
+            if not self._started:
+                raise BackendError(f"{self.name}: {error}") from error
 
     def wake(self) -> None:
         """Have everybody who waits for a call look again whether to go on waiting."""
