@@ -336,6 +336,18 @@ def test_one_thread_is_enough() -> None:
     assert len(idents) <= 2 and count <= 2
 
 
+def test_the_last_thread_of_the_machine_is_enough() -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(HANGS)
+        threading.Thread.start = no_more  # type: ignore[method-assign]
+        os._exit(SystemRuntime().uninterrupted(lambda: 7))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_a_forked_child_has_a_thread_of_its_own() -> None:
     runtime = SystemRuntime()
     runtime.uninterrupted(int)

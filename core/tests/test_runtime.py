@@ -84,6 +84,24 @@ def test_no_more_threads_than_asked_for(workers: Workers) -> None:
     assert errors, "three at once would have passed the barrier"
 
 
+def test_a_machine_without_threads_is_a_failed_call_at_most(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ran: list[int] = []
+    gate = threading.Event()
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(BackendError, match="can't start new thread"):
+            workers.submit(lambda: ran.append(1))
+    first = workers.submit(gate.wait)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_more)
+        second = workers.submit(lambda: ran.append(2), seconds=60)
+    gate.set()
+    assert first.result() and second.result() is None and ran == [2]
+
+
 def test_closing_cancels_what_has_not_begun(workers: Workers) -> None:
     gate = threading.Event()
     running = [workers.submit(gate.wait) for _ in range(2)]

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from kvloom_backend_disk import hold
+
 KEYS = [f"{'0a' * 16}/-/{depth}-{depth:02x}{'3f' * 31}" for depth in range(5)]
 LONG_AGO = 1_000_000_000
 
@@ -330,3 +332,48 @@ def test_who_is_shut_out_says_so(tmp_path: Path, open_backend: Any) -> None:
     lock(tmp_path).mkdir()
     with pytest.raises(OSError, match="hold-evict"):
         backend.hold("evict")
+
+
+def test_a_lock_that_cannot_be_taken_closes_each_descriptor_once(
+    tmp_path: Path, open_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_backend(tmp_path)
+    closed: list[int] = []
+    opened, close = hold._open, os.close
+
+    def only_to_read(path: Path, mode: int) -> int:
+        if mode != os.O_RDONLY:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(path, mode)
+
+    def nfs(*_: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    def closing(fd: int) -> None:
+        closed.append(fd)
+        close(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", nfs)
+        patched.setattr(hold, "_open", only_to_read)
+        patched.setattr(os, "close", closing)
+        with pytest.raises(OSError, match="Read-only file system"):
+            backend.hold("evict")
+    assert len(closed) == len(set(closed)), "the number may be another file's by then"
+
+
+def test_no_descriptor_is_left_where_the_directory_vanishes_meanwhile(
+    tmp_path: Path, open_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_backend(tmp_path)
+    lock(tmp_path).touch(0o600)
+
+    def vanished(_: Path) -> int:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(hold, "_writers", vanished)
+        with pytest.raises(OSError, match="again and again"):
+            backend.hold("evict")
+    assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -129,6 +130,26 @@ def test_what_lies_where_a_directory_belongs_fails_nothing_and_gives_way(
     backend.delete(KEY)
     backend.put(KEY, [b"blob"])
     assert backend.get(KEY) == b"blob"
+
+
+@pytest.mark.parametrize("level", ["", "/-", "/-/+3f"])
+@pytest.mark.parametrize("long", [False, True])
+def test_a_link_that_can_lead_nowhere_where_a_directory_belongs_gives_way(
+    tmp_path: Path, open_backend: Any, level: str, long: bool
+) -> None:
+    backend = open_backend(tmp_path)
+    path = tmp_path / (KEY.partition("/")[0] + level)
+    for put in (lambda: backend.put(KEY, [b"blob"]), lambda: backend.create(KEY, [b"blob"])):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to("z" * 300 if long else path.name)
+        with pytest.raises(CorruptBlobError):
+            backend.get(KEY)
+        assert not backend.contains(KEY) and not [*backend.scan()]
+        backend.touch_many([KEY])
+        backend.delete_many([KEY])
+        put()
+        assert backend.get(KEY) == b"blob"
+        shutil.rmtree(path)
 
 
 @pytest.mark.parametrize("kind", ["file", "fifo", "socket", "link to nothing", "link to itself"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -79,6 +80,23 @@ def leases(shelf: Any) -> Leases:
 
 def renew(one: Leases) -> None:
     one.renew(RIGHT, one._held[RIGHT])
+
+
+def test_a_right_that_no_thread_renews_is_had_for_a_while(
+    shelf: Shelf, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one = leases(shelf)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_more)
+        assert one.take(RIGHT) and one.take(RIGHT)
+        clock.now += LEASE_SECONDS
+        assert not one.take(RIGHT)
+    clock.now += LEASE_SECONDS
+    assert one.take(RIGHT)
+    one.release()
 
 
 def test_one_has_it_and_gives_it_back(shelf: Shelf, clock: Clock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
     "link to a fifo": lambda path: (os.mkfifo(path.with_name("fifo")), path.symlink_to("fifo")),
     "link to nothing": lambda path: path.symlink_to("nothing"),
     "link to itself": lambda path: path.symlink_to(path.name),
+    "link to too long a name": lambda path: path.symlink_to("x" * 300),
 }
 
 
@@ -57,13 +59,20 @@ def test_it_is_a_miss_and_is_written_over(tmp_path: Path, driver: str, what: str
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_what_cannot_be_opened_is_an_error_and_what_is_empty_is_corrupt(tmp_path: Path, driver: str) -> None:
+def test_what_cannot_be_opened_is_an_error_and_what_is_empty_is_corrupt(
+    tmp_path: Path, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver=driver))
     (tmp_path / "a=kv").touch()
     with pytest.raises(CorruptBlobError, match="an empty file"):
         backend.get("a")
-    with pytest.raises(BackendError, match="File name too long"):
-        backend._store().get("x" * 300)
+
+    def no_open(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "open", no_open)
+    with pytest.raises(BackendError, match="Input/output error"):
+        backend.get("a")
 
 
 IN_THE_WAY: dict[str, Callable[[Path], object]] = {
@@ -71,6 +80,7 @@ IN_THE_WAY: dict[str, Callable[[Path], object]] = {
     "a link to a directory": lambda root: ((root / "a").mkdir(), (root / "a/b=kv").symlink_to(root)),
     "a file above": lambda root: (root / "a").touch(),
     "a link to itself above": lambda root: (root / "a").symlink_to("a"),
+    "a link to too long a name above": lambda root: (root / "a").symlink_to("x" * 300),
 }
 
 
@@ -97,6 +107,17 @@ def test_nothing_that_lies_there_is_in_the_way_of_a_probe(tmp_path: Path, driver
     backend.check_writable()
     assert backend.hold("evict")
     assert not list(tmp_path.glob("=probe-*"))
+    backend.close()
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("what", MAKE)
+def test_what_lies_where_a_lease_belongs_keeps_nobody_from_it_for_good(tmp_path: Path, driver: str, what: str) -> None:
+    (rights := tmp_path / "=hold/evict").mkdir(parents=True)
+    MAKE[what](rights / "000000000001")
+    backend = FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}", driver=driver))
+    assert backend.hold("evict") or backend.hold("evict")
+    assert backend.hold("evict")
     backend.close()
 
 

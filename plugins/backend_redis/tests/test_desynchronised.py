@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -251,6 +252,19 @@ def test_a_later_version_is_fine(scripted: Any, version: bytes) -> None:
     hello = b"*4\r\n$6\r\nserver\r\n$6\r\nvalkey\r\n$7\r\nversion\r\n$%d\r\n%b\r\n"
     scripted.hello = hello % (len(version), version)
     RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}")).close()
+
+
+def test_a_right_that_no_thread_renews_is_had_for_a_while(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
+    scripted.replies[b"EVAL"] = b":1\r\n"
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_more)
+        assert backend.hold("evict") and backend.hold("evict")
+    assert backend.hold("another") and backend._leases._thread is not None
+    backend.close()
 
 
 def test_a_backend_that_nobody_closed_holds_no_right_for_good(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:

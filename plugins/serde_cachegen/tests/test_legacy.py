@@ -127,6 +127,13 @@ def test_lies_about_chunks_are_refused(params: dict[str, Any]) -> None:
         CacheGenEncoderOutput.from_bytes(blob)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float64], ids=str)
+def test_a_dtype_that_has_no_levels_is_refused(dtype: torch.dtype) -> None:
+    blob = container.pack([b"stream"], (2, 1, 1, 1), dtype, params={"heads": 1, "chunks": [1]})
+    with pytest.raises(CorruptBlobError, match=r"^byte 112: not the chunks"):
+        CacheGenEncoderOutput.from_bytes(blob)
+
+
 def test_damage_is_refused() -> None:
     output = legacy.encode_function(kv(), CONFIG, 20)
     blob = bytearray(output.to_bytes())

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from radix_support import ends, packed, radix, tokens_of
 
 from kvloom_tokens_radix import journal as journal_module
+from kvloom_tokens_radix import slots
 from kvloom_tokens_radix.cutting import Rules
 from kvloom_tokens_radix.records import MAGIC, DamagedError, Replay, record
 from kvloom_tokens_radix.tree import Change, Cut, Leaf, Root, Split, Tree
@@ -190,6 +192,28 @@ def test_a_directory_that_goes_away_is_no_error_while_serving(tmp_path: Path, ca
     assert "not kept" in caplog.text
 
 
+def test_a_machine_without_threads_is_no_error_while_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    asked = prompts(10)
+    for retry_seconds, warnings in ((60.0, 1), (0.0, len(asked))):
+        monkeypatch.setattr(journal_module, "_RETRY_SECONDS", retry_seconds)
+        database = radix(path=tmp_path)
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", no_more)
+            for each in asked:
+                database.learn(each)
+        assert caplog.text.count("not kept") == warnings
+        caplog.clear()
+        database.learn(tokens_of(300, 77))
+        expected = [ends(database.segments(each)) for each in asked]
+        database.close()
+    assert cuts(tmp_path, asked) == expected != cuts(tmp_path / "other", asked)
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 _FORKING = multiprocessing.get_context("fork")
@@ -244,6 +268,52 @@ def test_two_processes_have_a_file_each(tmp_path: Path) -> None:
     one.close()
     other.close()
     assert found == [[True, False], [False, True]], "each goes on where one of them ended"
+
+
+@contextlib.contextmanager
+def idle_child() -> Iterator[None]:
+    """A forked process that does nothing until it is killed."""
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(told, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        os.read(ready, 1)
+        yield
+    finally:
+        os.close(ready)
+        os.close(told)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_slot_that_was_released_is_free_whoever_has_a_copy_of_its_lock(tmp_path: Path) -> None:
+    slot, _ = slots.take(tmp_path, "a")
+    assert slot is not None
+    copy = os.dup(slot._fd)  # as a child has that was forked a moment ago
+    slot.release()
+    again, _ = slots.take(tmp_path, "a")
+    assert again is not None and again.path == slot.path
+    again.release()
+    os.close(copy)
+
+
+def test_a_forked_child_neither_frees_a_slot_nor_keeps_it(tmp_path: Path) -> None:
+    slot, _ = slots.take(tmp_path, "a")
+    assert slot is not None
+    with idle_child():
+        other, _ = slots.take(tmp_path, "a")
+        assert other is not None and other.path != slot.path, "the child has not unlocked it"
+        other.release()
+        os.close(slot._fd)  # as the end of its process would
+        slot._fd = -1
+        again, _ = slots.take(tmp_path, "a")
+        assert again is not None and again.path == slot.path
+        again.release()
 
 
 def test_who_finds_no_file_of_its_own_begins_with_another_ones(tmp_path: Path) -> None:

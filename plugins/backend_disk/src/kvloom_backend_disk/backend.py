@@ -37,8 +37,10 @@ _PUBLISH_ATTEMPTS = 8
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 # A blob's time of access is when it was last used, as `touch_many` says: a reader who only checks it does not count.
 _NO_ATIME = getattr(os, "O_NOATIME", 0)
-# What opening a symbolic link or a socket says, on one system or another.
-_NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EOPNOTSUPP)
+# What opening a symbolic link or a socket says, on one system or another; the last of a link to an impossible name.
+_NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EOPNOTSUPP, errno.ENAMETOOLONG)
+# What a path says that has something else than a directory in it.
+_BLOCKED = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 # Not there, just evicted, the file of another user (whose times only that user may set), or a store that is only read.
 _NO_TOUCH = (errno.ENOENT, errno.ENOTDIR, errno.EAGAIN, errno.EPERM, errno.EACCES, errno.EROFS)
 
@@ -249,10 +251,12 @@ class DiskBackend(StorageBackend):
                     os.makedirs(os.path.dirname(path), exist_ok=True)
                 except (FileNotFoundError, FileExistsError):
                     self._make_way(path)
-            except NotADirectoryError:
-                self._make_way(path)
             except IsADirectoryError:
                 self._make_way(path, all_of_it=True)
+            except OSError as error:
+                if error.errno not in _BLOCKED:
+                    raise
+                self._make_way(path)
         publish(draft, path)
 
     def _make_way(self, path: str, *, all_of_it: bool = False) -> None:

@@ -79,8 +79,8 @@ class Holds:
                     raise
                 # NFS locks only what is open for writing; elsewhere that would keep the file system from becoming
                 # read-only for as long as the right is held.
-                os.close(fd)
-                fd = _open(path, os.O_RDWR)
+                read_only, fd = fd, _open(path, os.O_RDWR)
+                os.close(read_only)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
@@ -126,9 +126,13 @@ def _opened(path: Path, mode: int) -> int | None:
         if error.errno not in _NO_FILE:
             raise
     else:
-        status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode) and not _is_too_open(fd, status, _writers(path.parent)):
-            return fd
+        try:
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode) and not _is_too_open(fd, status, _writers(path.parent)):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         os.unlink(path)

@@ -26,8 +26,8 @@ _KEY = re.compile(rf"((?:{_PART}/)*)({_PART})")
 _SHARD = re.compile(r"\+[0-9a-f]{2}")
 _CHUNK_NAME = re.compile(r"[0-9]+-([0-9a-f]{2})[0-9a-f]{62}")
 _MAX_KEY_CHARS = 200
-# A link to itself is not there for anybody: no blob can lie below it.
-_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+# A link to itself, or to an impossible name, is not there for anybody: no blob can lie below it.
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class Layout:
@@ -60,8 +60,6 @@ class Layout:
         """Remove what lies at the path of a key, if anything: a blob, or whatever else somebody put there."""
         try:
             os.unlink(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return
         except (IsADirectoryError, PermissionError):  # POSIX says the latter of a directory, Linux the former
             if os.path.islink(path) or not os.path.isdir(path):
                 raise
@@ -69,6 +67,9 @@ class Layout:
             inside = os.path.realpath(path).startswith(os.path.realpath(self._root) + os.sep)
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another process was faster
                 (shutil.rmtree if inside else os.rmdir)(path)
+        except OSError as error:
+            if error.errno not in _NOTHING_THERE:
+                raise
 
     def clear_above(self, path: str) -> None:
         """Remove what lies where a directory above `path` has to be, if it is no directory."""

@@ -78,7 +78,10 @@ class Leases:
         if highest is not None and not self._is_over(name, highest, before):
             return False
         number = _number(highest) + 1 if highest is not None else 1
-        if not self._store().create(self._object(name, number), self._content()):
+        mine = self._object(name, number)
+        if not self._store().create(mine, self._content()):
+            if self._store().size(mine) is None:  # what no listing shows, as a FIFO: it would be in the way for ever
+                self._store().delete([mine])
             return False
         self._seen.pop(name, None)
         held = self._held[name] = _Held(number, before)
@@ -86,7 +89,10 @@ class Leases:
             self._store().delete([highest.name])
         # The thread keeps no reference to this object while it sleeps: a backend that nobody closed may be collected.
         work = threading.Thread(target=_renew, args=(weakref.ref(self), name, held), name="kvloom-lease", daemon=True)
-        work.start()
+        try:
+            work.start()
+        except RuntimeError as error:  # the machine has no more threads: the right ends by itself
+            logger.warning("the right %s is not renewed: %s", name, error)
         return True
 
     def _highest(self, name: str) -> Listed | None:

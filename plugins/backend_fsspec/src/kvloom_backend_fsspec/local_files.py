@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvloom_backend_fsspec.config import Place
 
 _PIECE_BYTES = 256 << 10
-_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP)
-"""The last two are what opening a socket says."""
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EOPNOTSUPP)
+"""A link may lead to too long a name; the last two are what opening a socket says."""
 
 
 class _LocalFiles:

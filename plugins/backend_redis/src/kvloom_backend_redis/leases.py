@@ -80,7 +80,11 @@ class Leases:
                 # It keeps no reference to this object while it sleeps: a backend that nobody closed may be collected.
                 work = (weakref.ref(self), self._closing)
                 self._thread = threading.Thread(target=_keep_on, args=work, name="kvloom-redis-lease", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # the machine has no more threads: the right ends by itself
+                    self._thread = None
+                    logger.warning("hold: %s is not renewed: %s", name, error)
 
     def renew(self) -> None:
         """Have every right for another while."""

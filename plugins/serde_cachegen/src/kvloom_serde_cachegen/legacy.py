@@ -138,9 +138,11 @@ class CacheGenEncoderOutput:
         """The inverse. Raises CorruptBlobError, which says what is wrong and at which byte."""
         about, parts = container.unpack(data)
         planes, layers, tokens, hidden = about.shape
+        dtype = getattr(torch, about.dtype)
         heads, chunks = about.params.get("heads"), about.params.get("chunks")
         well_formed = (
             planes == 2
+            and dtype in streams.DTYPES
             and type(heads) is int
             and heads > 0
             and hidden % heads == 0
@@ -154,7 +156,7 @@ class CacheGenEncoderOutput:
         data_chunks = [
             collect_bytes(parts[number * layers : (number + 1) * layers], count) for number, count in enumerate(chunks)
         ]
-        return cls(data_chunks, getattr(torch, about.dtype), heads, hidden // heads)
+        return cls(data_chunks, dtype, heads, hidden // heads)
 
     def _scales(self, plane: int) -> torch.Tensor:
         parts = []

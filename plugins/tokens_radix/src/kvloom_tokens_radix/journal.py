@@ -98,9 +98,13 @@ class Journal:
         self._waiting_bytes += sum(len(each.edge) + 64 if isinstance(each, Leaf) else 64 for each in changes)
         if self._waiting_bytes > _WAITING_BYTES:
             self._waiting, self._waiting_bytes, self._anew = [], 0, True
-        if self._thread is None:
+        if self._thread is None and time.monotonic() >= self._retry_at:
             self._thread = threading.Thread(target=self._work, name="kvloom-radix-journal", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the machine has no more threads
+                self._thread, self._retry_at = None, time.monotonic() + _RETRY_SECONDS
+                logger.warning("what is learnt is not kept for a while: %s: %s", self._directory, error)
         self._changed.notify()
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import stat
+import weakref
 from pathlib import Path
 
 logger = logging.getLogger("kvloom.tokens_radix")
@@ -22,12 +23,23 @@ class Slot:
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self._fd = fd
+        _everybody.add(self)
 
     def release(self) -> None:
         """Idempotent."""
+        if self._fd >= 0:
+            # Not left to closing: a child that was forked a moment ago may still have a copy.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self._close()
+
+    def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+_everybody: weakref.WeakSet[Slot] = weakref.WeakSet()
 
 
 def take(directory: Path, name: str) -> tuple[Slot | None, Path | None]:
@@ -110,3 +122,11 @@ def _locked(stem: Path) -> Slot | None:
         os.close(fd)
         raise
     return Slot(Path(f"{stem}.journal"), fd)
+
+
+def _after_fork_in_child() -> None:
+    for slot in tuple(_everybody):
+        slot._close()  # without unlocking: the lock is the parent's
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
