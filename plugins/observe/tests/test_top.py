@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from kvloom import BackendError, ConfigError
 from kvloom.cli.main import app, main
-from kvloom_observe import sources
+from kvloom_observe import ending, sources
 from kvloom_observe.live.snapshot import View
 from kvloom_observe.sources import Source, find
 from kvloom_observe.top import watch as watch_module
@@ -215,8 +215,11 @@ def test_without_a_terminal_no_key_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n"], ids=["head", "body"])
-def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-    monkeypatch.setattr(sources, "_MAX_SECONDS", 0.1)
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, begun: bytes, family: socket.AddressFamily
+) -> None:
+    monkeypatch.setattr(ending, "MAX_SECONDS", 0.1)
     over, read_to_its_end = threading.Event(), threading.Event()
 
     def drip(listener: socket.socket) -> None:
@@ -229,11 +232,15 @@ def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(monkeypatch: pytest.Mo
                 client.sendall(b"#")
             read_to_its_end.set()
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    path = str(short_path / "slow.sock")
+    with socket.socket(family) as listener:
+        listener.bind(path if family == socket.AF_UNIX else ("127.0.0.1", 0))
+        listener.listen()
         server = threading.Thread(target=drip, args=(listener,))
         server.start()
-        with pytest.raises((OSError, ValueError)):
-            sources.scrape(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics")
+        place = path if family == socket.AF_UNIX else f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+        with pytest.raises(OSError):
+            find(place).read(False)
         over.set()
         server.join()
     assert not read_to_its_end.is_set()
