@@ -270,6 +270,20 @@ class Stuck(CountingObserver):
         threading.Event().wait(600)
 
 
+def test_what_came_in_one_piece_is_not_left_in_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the wrong requirement is said to hang: the one before that which does."""
+    messages = [{"begins": "O01"}, {"id": "O01", "outcome": "met", "reason": ""}, {"begins": "O02"}]
+    reading, writing = os.pipe()
+    os.write(writing, "".join(json.dumps(one) + "\n" for one in messages).encode())
+    monkeypatch.setattr(checking, "_GRACE_SECONDS", 0.0)
+    asked = checking._Asked(["O01", "O02"], seconds=0.01, repeat=1, thorough=False)
+    session = checking._Session(Subject("observer", "kit_counting", CountingObserver), asked)
+    rows = list(session._follow(reading))
+    os.close(writing)
+    session.stop()
+    assert [row[:2] for row in rows] == [("O01", "met"), ("O02", "not met")]
+
+
 def test_after_three_that_hang_the_others_are_not_tried() -> None:
     rows = checking.check(Subject("observer", "stuck", Stuck))
     outcomes = [row.outcome for row in rows]
