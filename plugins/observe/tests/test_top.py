@@ -76,6 +76,22 @@ def test_which_engine(tmp_path: Path) -> None:
     assert "asked for by http://" in str(top("ftp://one", "--once").exception)
 
 
+def test_a_whole_name_is_not_the_beginning_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.sockets, "running", lambda: [Path("/x/e-7-2.sock"), Path("/x/e-7.sock")])
+    assert find("e-7").name == "e-7" and find("e-7-").name == "e-7-2"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://a..b/", "http://localhost:1/\u00e9"])
+def test_what_is_no_url_is_named(url: str) -> None:
+    with pytest.raises(ValueError, match="no URL that can be asked; check it") as caught:
+        sources.scrape(url)
+    assert str(caught.value).startswith(url)
+
+
+def test_looks_are_not_without_end_apart() -> None:
+    assert "--every" in top("--every", "inf").output
+
+
 def test_the_socket_of_a_dead_engine(short_path: Path) -> None:
     path = short_path / "dead.sock"
     with socket.socket(socket.AF_UNIX) as left:

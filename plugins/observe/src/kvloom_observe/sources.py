@@ -71,7 +71,8 @@ def find(word: str | None) -> Source:
     if word is not None and "/" in word:
         return _socket(Path(word).expanduser())
     running = sockets.running()
-    named = [path for path in running if word is None or path.name.startswith(word)]
+    named = [path for path in running if path.stem == word]
+    named = named or [path for path in running if word is None or path.name.startswith(word)]
     if len(named) == 1:
         return _socket(named[0])
     if not named:
@@ -115,6 +116,8 @@ def scrape(url: str) -> dict[str, Any]:
         raise OSError(f"{url}: {error or type(error).__name__}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{url}: no metrics of Prometheus") from None
+    except ValueError:
+        raise ValueError(f"{url}: no URL that can be asked; check it") from None
     try:
         families = {family.name: family for family in text_string_to_metric_families(text)}
     except (ValueError, IndexError):  # the latter comes of an end where the parser looks for a name
