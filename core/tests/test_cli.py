@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -130,6 +131,16 @@ def test_a_caller_that_closed_a_stream_gets_the_status(
         with pytest.raises(SystemExit) as left:
             main()
     assert (left.value.code or 0) == status and capsys.readouterr() == ("", ""), "an error is not output"
+
+
+def test_what_stdout_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "argv", ["kvloom", "--version"])
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(kvloom, "__version__", "\u00e9\udcff")
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code and out.buffer.getvalue() == b"\\xe9\\udcff\n"  # type: ignore[attr-defined]
 
 
 def test_an_interrupt_while_the_verbs_are_imported_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

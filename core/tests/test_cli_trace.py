@@ -17,6 +17,7 @@ from children_support import forked
 from cli_support import CHUNK, SPEC, run
 
 from kvloom import Engine, KVSpec
+from kvloom.cli import trace as trace_verb
 from kvloom.replay import Trace
 
 BIG = KVSpec(model="tiny", num_layers=2, num_kv_heads=8, head_size=128, dtype="float32")
@@ -398,3 +399,11 @@ def test_what_is_packed_tighter_than_any_trace_is_not_unpacked(tmp_path: Path, m
     packed.write_bytes(gzip.compress(trace.read_bytes() + b"\n" * (2 << 20)))
     result = replay(packed, memory(tmp_path, 9), *KIB)
     assert result["trace"]["broken"] == 1 and "packed as tightly" in result["trace"]["first_broken"][0]["why"]
+
+
+def test_brackets_in_the_name_of_a_recording_are_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a[1].7.jsonl").touch()
+    said: list[str] = []
+    monkeypatch.setattr(trace_verb.output, "say", lambda text, **_: said.append(text))
+    trace_verb._say_recorded(tmp_path / "a[1].jsonl")
+    assert said == [f"{tmp_path / 'a[1].7.jsonl'}: 0 calls (none)"]

@@ -234,6 +234,9 @@ def test_the_same_as_json_and_only_some(kvloom: Run) -> None:
         (["backend", "dict", "--set", "x=1"], "backend dict: x: unknown key"),
         (["backend", "dict", "--set", "path={tmpdir}/kv"], "path: '{tmpdir}/kv' is not YAML"),
         (["backend", "dict", "--seconds", "0"], "expected more than 0"),
+        (["backend", "dict", "--seconds", "inf"], "86400 at most"),
+        (["backend", "dict", "--set", "x=2024-99-99"], "is not YAML"),
+        (["backend", "dict", "--set", "x=" + "[" * 5000], "is not YAML"),
         (["backend", "nope"], "TYPE: no backend of type 'nope'"),
         (["backend", "dict", "--repeat", "0"], "expected at least 1"),
         (["bakend", "dict"], "no kind 'bakend'; there are backend, connector, serializer, tokens, retriever, executor"),
@@ -268,6 +271,20 @@ class Stuck(CountingObserver):
     def on_event(self, event: Event) -> None:
         os.kill(os.getpid(), signal.SIGALRM)  # the limit is reached
         threading.Event().wait(600)
+
+
+def test_what_came_in_one_piece_is_not_left_in_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the wrong requirement is said to hang: the one before that which does."""
+    messages = [{"begins": "O01"}, {"id": "O01", "outcome": "met", "reason": ""}, {"begins": "O02"}]
+    reading, writing = os.pipe()
+    os.write(writing, "".join(json.dumps(one) + "\n" for one in messages).encode())
+    monkeypatch.setattr(checking, "_GRACE_SECONDS", 0.0)
+    asked = checking._Asked(["O01", "O02"], seconds=0.01, repeat=1, thorough=False)
+    session = checking._Session(Subject("observer", "kit_counting", CountingObserver), asked)
+    rows = list(session._follow(reading))
+    os.close(writing)
+    session.stop()
+    assert [row[:2] for row in rows] == [("O01", "met"), ("O02", "not met")]
 
 
 def test_after_three_that_hang_the_others_are_not_tried() -> None:

@@ -110,3 +110,10 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 def _hook(word: str) -> str:
     return KINDS[scaffold.STARTS[word].kind].hook
+
+
+@pytest.mark.parametrize(("word", "type_"), [("backend", "storage"), ("retriever", "blend"), ("executor", "blend")])
+def test_a_class_does_not_have_the_name_of_its_base(word: str, type_: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kvloom has a class of this name"):
+        scaffold.create(word, type_, tmp_path)
+    assert not [*tmp_path.iterdir()]

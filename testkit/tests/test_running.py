@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from kvloom_testkit import effort, running, subjects
 from kvloom_testkit.process_state import put_back
 from kvloom_testkit.reference.observer import CountingObserver
+from kvloom_testkit.running import in_fresh_process
 from kvloom_testkit.subjects import Subject
 
 
@@ -68,3 +70,10 @@ def test_harnesses_are_looked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     subject.tests()
     assert subject.make(tmp_path) is not subject.make(tmp_path)
     assert asked == ["observer.kit_counting"]
+
+
+def test_a_fresh_process_imports_nothing_from_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "yaml.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    assert str(tmp_path) not in in_fresh_process("import yaml; print(yaml.__file__)")

@@ -190,6 +190,21 @@ def test_long_answers_are_queued_and_bounded(served: Served) -> None:
     assert received(first).endswith(b"late")
 
 
+def test_nothing_is_queued_for_who_has_gone(served: Served) -> None:
+    go = threading.Event()
+    served.executor.submit(go.wait, 30)
+    for _ in range(5):
+        gone = served.connect(b"GET /later HTTP/1.1\r\n\r\n")
+        served.turn()
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+        served.turn()
+    try:
+        assert served.count == 0 and served.executor._work_queue.qsize() <= 1
+    finally:
+        go.set()
+
+
 def test_the_last_descriptors_are_left_to_the_process(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     lowest = os.dup(0)
     os.close(lowest)

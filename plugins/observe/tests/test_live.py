@@ -143,6 +143,19 @@ def test_a_socket_of_another_program_is_left_alone(short_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="files of another user are to be made")
+@pytest.mark.parametrize("verb", ["__init__", "start"])
+def test_a_server_that_cannot_start_leaves_nothing(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    def short(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(HTTPServer, verb, short)
+    with pytest.raises(Exception, match="open files"), opened(tmp_path, "live"):
+        pass
+    assert not sockets._bound and not sockets.running()
+
+
 def test_the_lock_of_another_user_is_not_taken(short_path: Path) -> None:
     lock = short_path / "s.lock"
     lock.touch()

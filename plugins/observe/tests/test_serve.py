@@ -98,8 +98,8 @@ def test_pages_of_others_get_no_answer(tmp_path: Path) -> None:
 
 def in_process(self: Questions, command: list[str]) -> tuple[int, str, str]:
     """A process of Python takes seconds to start."""
-    assert command[:3] == [sys.executable, "-m", "kvloom"]
-    done = CliRunner().invoke(app(), command[3:])
+    assert command[:4] == [sys.executable, "-P", "-m", "kvloom"], "nothing is imported from the working directory"
+    done = CliRunner().invoke(app(), command[4:])
     return done.exit_code, done.stdout, done.stderr
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from kvloom import BackendError, ConfigError
 from kvloom.cli.main import app, main
-from kvloom_observe import sources
+from kvloom_observe import ending, sources
 from kvloom_observe.live.snapshot import View
 from kvloom_observe.sources import Source, find
 from kvloom_observe.top import watch as watch_module
@@ -74,6 +74,22 @@ def test_which_engine(tmp_path: Path) -> None:
         assert "two: tiny" in top("two", "--once").output
         assert "no engine 'three' runs" in str(top("three", "--once").exception)
     assert "asked for by http://" in str(top("ftp://one", "--once").exception)
+
+
+def test_a_whole_name_is_not_the_beginning_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.sockets, "running", lambda: [Path("/x/e-7-2.sock"), Path("/x/e-7.sock")])
+    assert find("e-7").name == "e-7" and find("e-7-").name == "e-7-2"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://a..b/", "http://localhost:1/\u00e9"])
+def test_what_is_no_url_is_named(url: str) -> None:
+    with pytest.raises(ValueError, match="no URL that can be asked; check it") as caught:
+        sources.scrape(url)
+    assert str(caught.value).startswith(url)
+
+
+def test_looks_are_not_without_end_apart() -> None:
+    assert "--every" in top("--every", "inf").output
 
 
 def test_the_socket_of_a_dead_engine(short_path: Path) -> None:
@@ -215,8 +231,11 @@ def test_without_a_terminal_no_key_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n"], ids=["head", "body"])
-def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-    monkeypatch.setattr(sources, "_MAX_SECONDS", 0.1)
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, begun: bytes, family: socket.AddressFamily
+) -> None:
+    monkeypatch.setattr(ending, "MAX_SECONDS", 0.1)
     over, read_to_its_end = threading.Event(), threading.Event()
 
     def drip(listener: socket.socket) -> None:
@@ -229,11 +248,15 @@ def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(monkeypatch: pytest.Mo
                 client.sendall(b"#")
             read_to_its_end.set()
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    path = str(short_path / "slow.sock")
+    with socket.socket(family) as listener:
+        listener.bind(path if family == socket.AF_UNIX else ("127.0.0.1", 0))
+        listener.listen()
         server = threading.Thread(target=drip, args=(listener,))
         server.start()
-        with pytest.raises((OSError, ValueError)):
-            sources.scrape(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics")
+        place = path if family == socket.AF_UNIX else f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+        with pytest.raises(OSError):
+            find(place).read(False)
         over.set()
         server.join()
     assert not read_to_its_end.is_set()

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -116,8 +116,7 @@ class _Session:
         if not self._child:
             self._be_the_child(reading, writing)
         os.close(writing)
-        with open(reading, encoding="utf-8") as lines:
-            yield from self._follow(lines)
+        yield from self._follow(reading)
 
     def stop(self) -> None:
         """End it, whatever it does."""
@@ -127,25 +126,26 @@ class _Session:
             self._wait()
         self._said.close()
 
-    def _follow(self, lines: IO[str]) -> Iterator[_Outcome]:
+    def _follow(self, reading: int) -> Iterator[_Outcome]:
         current, came = "", set[str]()
         last: _Outcome | None = None  # not said yet: what happens at the end of the process is its test's doing
-        while True:
-            ready, _, _ = select.select([lines], [], [], 2 * self._seconds + _GRACE_SECONDS)
-            line = lines.readline() if ready else None
-            if not line:
-                break
-            message = json.loads(line)
-            current = message.get("begins", current)
-            if last is not None:
-                yield last
-                last = None
-            if "id" in message:
-                came.add(message["id"])
-                last = message["id"], message["outcome"], message["reason"]
-            if "done" in message:
-                yield from ((each, "not met", "the test did not run") for each in self._wanted if each not in came)
-                return
+        with open(reading, "rb", buffering=0) as lines:  # what is in a buffer is not ready for `select`
+            while True:
+                ready, _, _ = select.select([lines], [], [], 2 * self._seconds + _GRACE_SECONDS)
+                line = lines.readline() if ready else None
+                if not line:
+                    break
+                message = json.loads(line)
+                current = message.get("begins", current)
+                if last is not None:
+                    yield last
+                    last = None
+                if "id" in message:
+                    came.add(message["id"])
+                    last = message["id"], message["outcome"], message["reason"]
+                if "done" in message:
+                    yield from ((each, "not met", "the test did not run") for each in self._wanted if each not in came)
+                    return
         if line is None:
             yield current or self._wanted[0], "not met", f"{hanging.SAYS} {self._seconds:g} s, and could not be stopped"
             return

@@ -15,6 +15,8 @@ from kvloom_testkit.checking import Result, check
 from kvloom_testkit.kinds import conformance_of
 from kvloom_testkit.requirements import requirements_of
 
+_MAX_SECONDS = 86_400
+
 _MARKS = {"met": "ok", "not met": "FAIL", "skipped": "-", "not tried": "?"}
 INTERRUPTED = 130
 
@@ -30,8 +32,8 @@ def run(
     wanted = sorted(asked or known)
     if unknown := sorted(set(wanted) - set(known)):
         raise ConfigError("--only", f"no requirement {', '.join(unknown)}; a {subject.kind} has {', '.join(known)}")
-    if not seconds > 0:
-        raise ConfigError("--seconds", f"expected more than 0, not {seconds:g}")
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise ConfigError("--seconds", f"expected more than 0 and {_MAX_SECONDS} at most, not {seconds:g}")
     if repeat < 1:
         raise ConfigError("--repeat", f"expected at least 1, not {repeat}")
     width = max(len(known[each]) for each in wanted)

@@ -107,7 +107,7 @@ def in_fresh_process(
     """
     paths = os.pathsep.join([*(path or sys.path)])
     variables = {**os.environ, **(environment or {}), "PYTHONHASHSEED": hash_seed, "PYTHONPATH": paths}
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-P", "-c", code, *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_PROCESS_SECONDS, check=False)
     assert done.returncode == 0, f"the process failed:\n{done.stderr.strip()[-2000:]}"
     return done.stdout

@@ -15,6 +15,7 @@ from string import Template
 
 import yaml
 
+import kvloom
 from kvloom import ConfigError, Registry
 from kvloom.plugins.registry import KINDS
 from kvloom_testkit.kinds import CLASSES, kind_of
@@ -203,6 +204,8 @@ def create(word: str, type_: str, into: Path) -> Path:
     start = STARTS[word]
     if type_ in Registry.discover().types(start.kind):
         raise ConfigError("name", f"there is a {start.kind} of type {type_!r} already")
+    if (cls := _class_name(start, type_)) in kvloom.__all__:
+        raise ConfigError("name", f"kvloom has a class of this name, {cls}, already; choose another name")
     package = f"kvloom_{word}_{type_}"
     place = into / package.replace("_", "-")
     if place.exists():
@@ -217,7 +220,7 @@ def create(word: str, type_: str, into: Path) -> Path:
 
 
 def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str]:
-    cls = "".join(part.title() for part in type_.split("_")) + start.suffix
+    cls = _class_name(start, type_)
     module = f"{type_}_{_CAPITAL.sub('_', start.suffix).lower()}"
     conformance = CLASSES[start.kind].split(":")[1]
     source = _begun(_renamed(start.module, start, cls).replace(f'"{start.type}"', f'"{type_}"'), start)
@@ -261,6 +264,10 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         home = f"kvloom_testkit.reference.{start.module}"
         texts[f"src/{package}/testing.py"] = text.replace(home, f"{package}.{module}")
     return texts
+
+
+def _class_name(start: Start, type_: str) -> str:
+    return "".join(part.title() for part in type_.split("_")) + start.suffix
 
 
 def _begun(source: str, start: Start) -> str:

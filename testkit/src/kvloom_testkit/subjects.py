@@ -139,7 +139,7 @@ def _setting(text: str, said_by: str) -> tuple[str, Any]:
         raise ConfigError(said_by, f"expected KEY=VALUE, not {text!r}")
     try:
         return key, value if _TMP in value else yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # such as of 2024-99-99, and of many brackets
         hint = f"; {_TMP} stands for a directory" if "{" in value else ""
         raise ConfigError(said_by, f"{key}: {value!r} is not YAML; put it in quotes{hint}") from None
 

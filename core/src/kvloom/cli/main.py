@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import sys
 from typing import Annotated
@@ -100,10 +101,16 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Replace streams that the caller closed by /dev/null. Python has None there, which cannot be flushed."""
+    """Replace streams that the caller closed by /dev/null, and have all of them escape what they cannot encode.
+
+    Python has None where one is closed, which cannot be flushed.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _say(problem: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -136,7 +137,8 @@ def _record(file: Path, command: Sequence[str], max_bytes: str) -> int:
 
 
 def _say_recorded(file: Path) -> None:
-    found = [one for one in (file, *sorted(file.parent.glob(f"{file.stem}.*{file.suffix}"))) if one.is_file()]
+    others = file.parent.glob(f"{glob.escape(file.stem)}.*{glob.escape(file.suffix)}")
+    found = [one for one in (file, *sorted(others)) if one.is_file()]
     for one in found:
         with one.open("rb") as lines:
             verbs = Counter(verb[1].decode() for line in lines if (verb := _VERB.search(line)))

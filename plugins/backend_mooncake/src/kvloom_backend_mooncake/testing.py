@@ -158,5 +158,5 @@ class MooncakePeer(_Server):
         self._settings = {"master": master, "segment": segment, "local_host": local_host, "buffer": 1 << 20}
 
     def start(self) -> None:
-        self._spawn([sys.executable, "-c", _PEER, json.dumps(self._settings)])
+        self._spawn([sys.executable, "-P", "-c", _PEER, json.dumps(self._settings)])
         self._await(lambda: "ready" in self.said)

@@ -22,7 +22,7 @@ def top(
     engine: Engine = None,
     once: Annotated[bool, typer.Option("--once", help="Print what is now, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same, as JSON.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between looks.")] = 1.0,
 ) -> None:
     """Watch an engine: its tiers, hit rate, misses and hottest prefixes. It needs `observers: [live]`, or a URL.
 

@@ -62,6 +62,8 @@ class Later(NamedTuple):
     make: Callable[[], Response]
     most: int
     """Answers that this executor may owe at a time."""
+    threads: int = 1
+    """Of the executor. Only so many are submitted at a time; the others end with their connections."""
 
 
 Handler = Callable[[Request], Response | Later]
@@ -98,9 +100,10 @@ class _Connection:
     head: Request | None = None
     length: int = 0
     """Of the body."""
+    later: Later | None = None
+    """What it waits for."""
     answer: Future[Response] | None = None
-    executor: Executor | None = None
-    """Where the answer is made."""
+    """Set once `later` is being made."""
     out: memoryview | None = None
     unread: bool = False
     """Some of the request was not read."""
@@ -109,7 +112,7 @@ class _Connection:
     @property
     def reads(self) -> bool:
         """Return whether it owes the server something, and not the other way round."""
-        return self.draining or (self.answer is None and self.out is None)
+        return self.draining or (self.later is None and self.out is None)
 
 
 class HTTPServer:
@@ -124,6 +127,8 @@ class HTTPServer:
         self._listener, self._handle, self._limits, self._name, self._now = listener, handle, limits, name, now
         self._refuse = refuse or _plain
         self._connections: list[_Connection] = []
+        self._making: list[_Connection] = []
+        """Those whose answers are in executors, also where the client has gone."""
         self._made: deque[_Connection] = deque()
         self._closing = False
         self._paused_until = 0.0
@@ -186,7 +191,7 @@ class HTTPServer:
                 self._serve(one, event)
         now = self._now()
         for one in tuple(self._connections):
-            if one.answer is None and now >= one.until:
+            if one.later is None and now >= one.until:
                 self._drop(one)
         if self._listener.fileno() in ready:
             self._accept(now)
@@ -204,7 +209,7 @@ class HTTPServer:
 
     def _patience(self, now: float, wait: float | None) -> float | None:
         """Seconds until something is to be done even if nobody says anything."""
-        ends = [one.until for one in self._connections if one.answer is None]
+        ends = [one.until for one in self._connections if one.later is None]
         if now < self._paused_until:
             ends.append(self._paused_until)
         if len(self._connections) >= self._limits.connections:
@@ -235,8 +240,6 @@ class HTTPServer:
     def _drop(self, one: _Connection) -> None:
         if one in self._connections:
             self._connections.remove(one)
-        if one.answer is not None:
-            one.answer.cancel()
         one.sock.close()
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -248,7 +251,7 @@ class HTTPServer:
                     self._drop(one)
             elif one.out is not None:
                 self._write(one)
-            elif one.answer is not None:
+            elif one.later is not None:
                 self._drop(one)  # POLLHUP: the client has gone
             else:
                 self._read(one)
@@ -298,12 +301,22 @@ class HTTPServer:
             log.exception("a request was not answered")
             answer = self._refuse(500, "failed; its log says why")
         if isinstance(answer, Later):
-            if sum(other.executor is answer.executor for other in self._connections) < answer.most:
-                one.executor, one.answer = answer.executor, answer.executor.submit(answer.make)
-                one.answer.add_done_callback(lambda _: self._came(one))
+            if _count(self._connections, answer.executor) < answer.most:
+                one.later = answer
+                self._submit()
                 return
             answer = self._refuse(503, f"{answer.most} questions wait already; ask again later")
         self._answer(one, answer)
+
+    def _submit(self) -> None:
+        """Have answers made where threads are free. An executor's queue keeps what nobody waits for any more."""
+        for one in self._connections:
+            later = one.later
+            if later is None or one.answer is not None or _count(self._making, later.executor) >= later.threads:
+                continue
+            self._making.append(one)
+            one.answer = later.executor.submit(later.make)
+            one.answer.add_done_callback(lambda _, one=one: self._came(one))  # type: ignore[misc]
 
     def _came(self, one: _Connection) -> None:
         """On the executor's thread."""
@@ -314,13 +327,15 @@ class HTTPServer:
         self._ear.recv(4096)
         while self._made:
             one = self._made.popleft()
-            made, one.answer, one.executor = one.answer, None, None
+            self._making.remove(one)
+            made, one.answer, one.later = one.answer, None, None
             if made is None or made.cancelled() or one not in self._connections:
                 continue
             error = made.exception()
             if error is not None:
                 log.error("a request was not answered", exc_info=error)
             self._answer(one, self._refuse(500, "failed; its log says why") if error else made.result())
+        self._submit()
 
     def _answer(self, one: _Connection, response: Response) -> None:
         body = b"" if one.head is not None and one.head.method == "HEAD" else response.body
@@ -342,6 +357,11 @@ class HTTPServer:
     def _ring(self) -> None:
         with contextlib.suppress(OSError):  # it has been rung often enough, or is closed
             self._bell.send(b"!")
+
+
+def _count(connections: list[_Connection], executor: Executor) -> int:
+    """How many of them wait for an executor."""
+    return sum(one.later is not None and one.later.executor is executor for one in connections)
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import math
-import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -17,44 +14,21 @@ from typing import Any
 
 from kvloom import ConfigError, pip_install
 
+from .ending import Ending, in_time
 from .live import sockets
 
 _MAX_METRICS_BYTES = 16 << 20
 """Many times as much as an endpoint of many engines has."""
-_MAX_SECONDS = 10.0
-"""For an answer; `timeout` begins anew with each byte."""
 
 Read = Callable[[bool], dict[str, Any]]
 """Gives a snapshot, with columns to plot or without. Raises OSError or ValueError that names the place."""
 
 
-class _Ending:
-    """A connection that is ended by the timers that it adds to a list, however it is doing."""
-
-    sock: socket.socket
-
-    def __init__(self, *place: Any, timers: list[threading.Timer], **settings: Any) -> None:
-        super().__init__(*place, **settings)
-        self._timers = timers
-
-    def connect(self) -> None:
-        super().connect()  # type: ignore[misc]
-        timer = threading.Timer(_MAX_SECONDS, _shut, [self.sock])
-        timer.daemon = True
-        self._timers.append(timer)
-        timer.start()
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is over already
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-class _HTTP(_Ending, http.client.HTTPConnection):
+class _HTTP(Ending, http.client.HTTPConnection):
     pass
 
 
-class _HTTPS(_Ending, http.client.HTTPSConnection):
+class _HTTPS(Ending, http.client.HTTPSConnection):
     pass
 
 
@@ -72,16 +46,8 @@ class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
 def _answer(url: str) -> bytes:
     """Raises OSError or HTTPException."""
-    timers: list[threading.Timer] = []
-    began = time.monotonic()
-    try:
-        with urllib.request.build_opener(_Handler(timers)).open(url, timeout=5.0) as answer:
-            content: bytes = answer.read(_MAX_METRICS_BYTES)
-    finally:
-        for timer in timers:
-            timer.cancel()
-    if time.monotonic() - began >= _MAX_SECONDS:
-        raise TimeoutError(f"no whole answer within {_MAX_SECONDS:g} seconds")
+    with in_time() as timers, urllib.request.build_opener(_Handler(timers)).open(url, timeout=5.0) as answer:
+        content: bytes = answer.read(_MAX_METRICS_BYTES)
     return content
 
 
@@ -105,7 +71,8 @@ def find(word: str | None) -> Source:
     if word is not None and "/" in word:
         return _socket(Path(word).expanduser())
     running = sockets.running()
-    named = [path for path in running if word is None or path.name.startswith(word)]
+    named = [path for path in running if path.stem == word]
+    named = named or [path for path in running if word is None or path.name.startswith(word)]
     if len(named) == 1:
         return _socket(named[0])
     if not named:
@@ -149,6 +116,8 @@ def scrape(url: str) -> dict[str, Any]:
         raise OSError(f"{url}: {error or type(error).__name__}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{url}: no metrics of Prometheus") from None
+    except ValueError:
+        raise ValueError(f"{url}: no URL that can be asked; check it") from None
     try:
         families = {family.name: family for family in text_string_to_metric_families(text)}
     except (ValueError, IndexError):  # the latter comes of an end where the parser looks for a name

@@ -147,7 +147,7 @@ def _process(console: Console, role: str, job: Job, out: Path) -> dict[str, Any]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if not job.model or Path(job.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
-    command = [sys.executable, "-m", "kvloom_connector_transformers.demo.worker", role, str(out / "job.json")]
+    command = [sys.executable, "-P", "-m", "kvloom_connector_transformers.demo.worker", role, str(out / "job.json")]
     log = out / f"{role}.log"
     number = {"store": 1, "answer": 2}[role]
     with (

@@ -62,8 +62,12 @@ class _Server:
     def __init__(self, path: Path | None, instance_id: str, view: View) -> None:
         self._view = view
         self._bound = bind_default(instance_id) if path is None else bind(path.expanduser())
-        self._http = HTTPServer(self._bound.listener, self._answer, name="kvloom-live")
-        self._http.start()
+        try:
+            self._http = HTTPServer(self._bound.listener, self._answer, name="kvloom-live")
+            self._http.start()
+        except BaseException:
+            self._bound.close()
+            raise
 
     @property
     def path(self) -> Path:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..ending import Ending, in_time
 from .snapshot import VERSION
 
 log = logging.getLogger("kvloom.observe")
@@ -44,6 +45,10 @@ class UnixHTTPConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
+
+
+class _Unix(Ending, UnixHTTPConnection):
+    pass
 
 
 # -- directories -------------------------------------------------------------------------------------------------------
@@ -256,15 +261,13 @@ def _is_running(path: Path) -> bool:
 
 def ask(path: Path, *, series: bool = False, timeout: float = 5.0) -> dict[str, Any]:
     """The snapshot of the engine behind a socket. Raises OSError, or ValueError if it is no engine's."""
-    connection = UnixHTTPConnection(path, timeout)
     try:
-        connection.request("GET", "/snapshot?series=1" if series else "/snapshot")
-        answer = connection.getresponse()
-        told = json.loads(answer.read(_MAX_ANSWER_BYTES)) if answer.status == 200 else None
+        with in_time() as timers, contextlib.closing(_Unix(path, timeout, timers=timers)) as connection:
+            connection.request("GET", "/snapshot?series=1" if series else "/snapshot")
+            answer = connection.getresponse()
+            told = json.loads(answer.read(_MAX_ANSWER_BYTES)) if answer.status == 200 else None
     except (http.client.HTTPException, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no engine of kvloom answers there") from error
-    finally:
-        connection.close()
     if not isinstance(told, dict) or "version" not in told:
         raise ValueError(f"{path}: no engine of kvloom answers there")
     if told["version"] != VERSION:

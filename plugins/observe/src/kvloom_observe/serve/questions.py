@@ -48,7 +48,7 @@ class Questions:
             json.dump(tokens, file)
             file.flush()
             command = [
-                sys.executable, "-m", "kvloom", "why", str(self._config), "--tokens", file.name,
+                sys.executable, "-P", "-m", "kvloom", "why", str(self._config), "--tokens", file.name,
                 "--spec", str(self._spec), "--json", *(f"--salt={salt}" for salt in salts),
             ]  # fmt: skip
             try:

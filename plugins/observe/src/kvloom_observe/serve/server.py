@@ -77,7 +77,7 @@ class Page:
             name, kind = _STATIC[path]
             return _response(200, kind, files(__package__).joinpath("static", name).read_bytes())
         if path == "/snapshot.json":
-            return Later(self._readers, self._snapshot, _LIMITS.connections // 2)
+            return Later(self._readers, self._snapshot, _LIMITS.connections // 2, _READERS)
         raise RequestError(404, "there is no such page")
 
     def _snapshot(self) -> Response:
