@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from kvloom import envelope
 from kvloom.config import EngineConfig, TierChoice, resolve, same_store
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import ConfigError
+from kvloom.format import envelope
 from kvloom.keys import salt_tag
 from kvloom.memory import Pool, pages_of
 from kvloom.memory.pages import settle_threads
