@@ -317,6 +317,11 @@ def seconds(text: str) -> float:
     return value
 
 
+def waiting(text: str) -> float:
+    """`seconds`, or 0: do not wait."""
+    return 0.0 if text in ("0", "0.0") else seconds(text)
+
+
 def count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -333,7 +338,7 @@ def main() -> None:
     plain = Settings("", "")
     for name in ("wait", "timeout", "prefill_timeout", "max_body", "max_requests", "max_connections"):
         default = getattr(plain, name)
-        kind = seconds if isinstance(default, float) else count
+        kind = waiting if name == "wait" else seconds if isinstance(default, float) else count
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="%(default)s")
     given = vars(parser.parse_args())
     host, port = given.pop("host"), given.pop("port")

@@ -105,7 +105,7 @@ class Forked:
         read, write = os.pipe()
         self._process = os.fork()
         if not self._process:
-            self._become(command[2:], write, stderr)
+            self._become(command[command.index("-m") + 1 :], write, stderr)
         os.close(write)
         self.stdout = os.fdopen(read)
 

@@ -29,7 +29,7 @@ IMPORTED = [
     "vllm.model_executor.models.llama", "vllm.model_executor.models.gemma3", "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.layers.quantization.online.base", "vllm.lora.model_manager", "vllm.v1.sample.sampler",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector", "compressed_tensors.compressors",
-    "transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama", "kvloom.engine",
+    "transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama", "kvloom.engine.engine",
     "kvloom_connector_vllm.adapter.connector", "kvloom_connector_vllm.adapter.offloading",
     "kvloom_backend_disk.backend", "kvloom_serde_cachegen.serializer", "kvloom_connector_transformers.connector",
     "kvloom_connector_vllm.paged", "vllm.v1.core.sched.scheduler", "vllm.plugins.lora_resolvers.filesystem_resolver",
