@@ -79,7 +79,7 @@ def core_part(found: Import) -> str | None:
 
 
 def core_violations(source: str, module: str) -> list[str]:
-    """What a module of core (`kvloom.pipeline.stack`) may not import."""
+    """Return a line for each import that a module of core (`kvloom.pipeline.stack`) may not have."""
     part = module.split(".")[1]
     package = module.rpartition(".")[0]
     problems = []

@@ -41,7 +41,7 @@ OF_ONE_CONNECTION = {
 }  # fmt: skip
 FILES_OF_ITS_OWN = 64
 MOST_VALUES = 1 << 20
-"""In a request's JSON: while more of them are read, which takes a second, nobody gets anything."""
+"""Maximum number of values in a request's JSON. Parsing as many takes a second, in which no stream goes on."""
 ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "stream": False, "n": 1}
 NOT_FOR_PREFILL = (
     "max_completion_tokens", "min_tokens", "stream_options", "best_of", "use_beam_search", "logprobs", "top_logprobs",
@@ -310,7 +310,7 @@ def address(text: str) -> str:
 
 
 def seconds(text: str) -> float:
-    """More than 0, at most a day: without an end, nobody would be waited for no longer."""
+    """Parse a time limit: more than 0 and at most a day."""
     value = float(text)
     if not 0 < value <= 86400:
         raise argparse.ArgumentTypeError(f"{text!r} is not more than 0 and at most 86400 seconds")
@@ -318,7 +318,7 @@ def seconds(text: str) -> float:
 
 
 def waiting(text: str) -> float:
-    """`seconds`, or 0: do not wait."""
+    """Parse `--wait`: a time limit, or 0 for no waiting."""
     return 0.0 if text in ("0", "0.0") else seconds(text)
 
 

@@ -1,1 +1,1 @@
-"""Where KV is kept: the memory tier, and stored tiers (backend, serializer, index)."""
+"""The tiers: the memory tier, and stored tiers (backend, serializer, index)."""

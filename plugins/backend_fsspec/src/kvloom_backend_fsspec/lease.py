@@ -78,10 +78,7 @@ class Leases:
         if highest is not None and not self._is_over(name, highest, before):
             return False
         number = _number(highest) + 1 if highest is not None else 1
-        mine = self._object(name, number)
-        if not self._store().create(mine, self._content()):
-            if self._store().size(mine) is None:  # what no listing shows, as a FIFO: it would be in the way for ever
-                self._store().delete([mine])
+        if not self._store().create(self._object(name, number), self._content()):
             return False
         self._seen.pop(name, None)
         held = self._held[name] = _Held(number, before)

@@ -41,6 +41,12 @@ class _LocalFiles:
 
     def create(self, name: str, data: bytes) -> bool:
         with _looked_at(name, self._place.prefix):
+            if super().create(name, data):  # type: ignore[misc]
+                return True
+            # No listing shows what is no file, and nobody would ever remove it.
+            if not _is_special(f"/{name}") or self.size(name) is not None:
+                return False
+            self.delete([name])
             return bool(super().create(name, data))  # type: ignore[misc]
 
     def delete(self, names: Sequence[str]) -> None:
@@ -109,6 +115,15 @@ class LocalObstoreStore(_LocalFiles, ObstoreStore):
 
 class LocalFsspecStore(_LocalFiles, FsspecStore):
     """`file://` and `local://` by fsspec."""
+
+
+def _is_special(path: str) -> bool:
+    """Return whether something is there that is neither a regular file nor a directory."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ class Later(NamedTuple):
     most: int
     """Answers that this executor may owe at a time."""
     threads: int = 1
-    """Of the executor. Only so many are submitted at a time; the others end with their connections."""
+    """Maximum number of answers in the executor. The others wait on their connections, and end with them."""
 
 
 Handler = Callable[[Request], Response | Later]
@@ -101,7 +101,7 @@ class _Connection:
     length: int = 0
     """Of the body."""
     later: Later | None = None
-    """What it waits for."""
+    """The answer that the connection waits for."""
     answer: Future[Response] | None = None
     """Set once `later` is being made."""
     out: memoryview | None = None
@@ -360,7 +360,7 @@ class HTTPServer:
 
 
 def _count(connections: list[_Connection], executor: Executor) -> int:
-    """How many of them wait for an executor."""
+    """Return the number of connections that wait for an executor."""
     return sum(one.later is not None and one.later.executor is executor for one in connections)
 
 
