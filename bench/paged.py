@@ -18,10 +18,10 @@ from table import SPEC, Rows
 
 from kvloom import Chunk, ChunkKey, MemoryFormat, Segment
 from kvloom_connector_vllm import native
-from kvloom_connector_vllm.layout import PagedLayout
-from kvloom_connector_vllm.paged import PagedConnector
-from kvloom_connector_vllm.paged_move import Move, by_torch
-from kvloom_connector_vllm.paged_table import PageTable
+from kvloom_connector_vllm.paged.connector import PagedConnector
+from kvloom_connector_vllm.paged.layout import PagedLayout
+from kvloom_connector_vllm.paged.move import Move, by_torch
+from kvloom_connector_vllm.paged.table import PageTable
 
 QUICK = "--quick" in sys.argv
 CHUNKS, TOKENS, BLOCKS, BLOCK_TOKENS = 4, 256, 512, 16

@@ -26,9 +26,10 @@ import torch
 from table import RESULTS, SPEC
 
 from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
-from kvloom_connector_vllm import native, paged_cuda
-from kvloom_connector_vllm.paged import PagedConnector
-from kvloom_connector_vllm.paged_cuda import PagedCudaConnector
+from kvloom_connector_vllm import native
+from kvloom_connector_vllm.paged import cuda
+from kvloom_connector_vllm.paged.connector import PagedConnector
+from kvloom_connector_vllm.paged.cuda import PagedCudaConnector
 
 REHEARSE = "--rehearse" in sys.argv
 ON = "cpu" if REHEARSE else "cuda"
@@ -165,11 +166,11 @@ def moved_by_layers(connector: PagedConnector, work: Work, direction: str) -> No
 
 
 def with_grid(grid: int, run: Callable[..., None], *arguments: Any) -> None:
-    before, paged_cuda._BLOCKS = paged_cuda._BLOCKS, grid
+    before, cuda._BLOCKS = cuda._BLOCKS, grid
     try:
         run(*arguments)
     finally:
-        paged_cuda._BLOCKS = before
+        cuda._BLOCKS = before
 
 
 def block_by_block(work: Work, direction: str) -> Callable[[], None]:
@@ -279,7 +280,7 @@ def pretend() -> None:
     options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-x", "c++"]
     subprocess.run(["c++", *options, CSRC / "paged.cu", "-o", built], check=True)
     emulated = native.Kernels.declared(ctypes.CDLL(str(built)), "cpu")
-    paged_cuda.kernels = lambda: emulated  # type: ignore[assignment]
+    cuda.kernels = lambda: emulated  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from disk_path import drop_caches
-from table import SPEC, Rows, kv_cache, median_seconds, tokens_of
+from table import SPEC, Columns, kv_cache, median_seconds, tokens_of
 
 from kvloom import Engine, StorageBackend, chain
 from kvloom.memory import Pool
@@ -100,7 +100,8 @@ class Disk:
         keys = self.keys(seed)
         began = time.perf_counter()
         for key, chunk in zip(keys, self.chunks, strict=True):
-            assert self.tier.submit(key, chunk.again(), until=time.monotonic() + 60, since=self.memory.purges.mark())
+            since = self.memory.invalidations.mark()
+            assert self.tier.submit(key, chunk.again(), until=time.monotonic() + 60, since=since)
         assert self.tier.flush(time.monotonic() + 60)
         return time.perf_counter() - began
 
@@ -151,7 +152,7 @@ def unverified() -> Iterator[None]:
         envelope.Verifier.filled = filled  # type: ignore[method-assign]
 
 
-def disk(rows: Rows, folder: Path) -> None:
+def disk(rows: Columns, folder: Path) -> None:
     ours, filling = Disk(folder / "tier", blobs=CHUNKS), Disk(folder / "filling", blobs=100 * CHUNKS)
     plain = [folder / f"plain{index}" for index in range(CHUNKS)]
     into = memoryview(mmap.mmap(-1, CHUNK_BYTES))
@@ -212,7 +213,7 @@ def disk(rows: Rows, folder: Path) -> None:
     rows.spread(name, taken["warm"], GIGABYTES, taken["warm, unverified"], "unverified")
 
 
-def threads(rows: Rows) -> None:
+def threads(rows: Columns) -> None:
     """Eight threads store and retrieve different prompts in the memory tier at once; the limit is copy_ in as many."""
     config = {"connector": "plain", "tiers": [{"type": "memory", "capacity": "3GiB"}]}
     chunks, count = 4, 8
@@ -256,7 +257,7 @@ def threads(rows: Rows) -> None:
     rows.spread("memory: 8 threads store and retrieve (GB/s)", ours, gigabytes, limits, "copy_ in 8 threads")
 
 
-def lookups(rows: Rows) -> None:
+def lookups(rows: Columns) -> None:
     count = 128 * 1024
     from dataclasses import replace
 
@@ -276,7 +277,7 @@ def lookups(rows: Rows) -> None:
             rows.seconds(f"lookup of 131,072 tokens, {name}", seconds)
 
 
-def frozen(rows: Rows) -> None:
+def frozen(rows: Columns) -> None:
     """A backend that answers questions and then never again: how long callers take over their deadline."""
     from dataclasses import replace
 
@@ -328,7 +329,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="*", default=["disk", "threads", "lookups", "frozen"])
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kvloom-bench-", dir=chosen.dir))
-    rows = Rows("tiers_path")
+    rows = Columns("tiers_path")
     try:
         if "disk" in chosen.only:
             disk(rows, folder)

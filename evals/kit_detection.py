@@ -23,7 +23,7 @@ from typing import Any
 
 from kvloom.cli import output
 from kvloom_testkit import mutants
-from kvloom_testkit.checking import check
+from kvloom_testkit.cli.check import check
 from kvloom_testkit.kinds import CLASSES
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.subjects import Subject

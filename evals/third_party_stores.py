@@ -78,7 +78,8 @@ SECONDS = 300.0
 
 def check(name: str) -> list[dict[str, str]]:
     """In this process: what became of each requirement."""
-    from kvloom_testkit import checking, subjects
+    from kvloom_testkit import subjects
+    from kvloom_testkit.cli import check as checking
 
     sys.path.insert(0, str(TESTS))
     module, cls = STORES[name][0].split(":")

@@ -40,7 +40,7 @@ NEEDS = {
     "buffers": "kvloom_connector_vllm", "configuration": "kvloom_backend_mooncake",
 }  # fmt: skip
 """What is installed only where there is a C++ compiler."""
-ON_GPUS = "kvloom_connector_vllm.paged_cuda"
+ON_GPUS = "kvloom_connector_vllm.paged.cuda"
 """At work only where there is a GPU."""
 ROWS = list(ROW.finditer(PAGE.read_text(encoding="utf-8")))
 
@@ -121,11 +121,11 @@ def at_work(run: Run, reference: str) -> bool:
         return last in run.words or any(inspect.isclass(one) and issubclass(one, found) for one in owners(run))
     if inspect.isfunction(found) or inspect.ismethod(found):
         named = [code for code in run.codes if code.co_name == last]
-        inherited = inspect.unwrap(found).__code__ in named
+        after_fork_in_child = inspect.unwrap(found).__code__ in named
         if inspect.isclass(owner):
             overridden = any(isinstance(one, type) and issubclass(one, owner) for one in map(owner_of, named))
-            return overridden or (inherited and owner.__name__ in run.words)
-        return inherited
+            return overridden or (after_fork_in_child and owner.__name__ in run.words)
+        return after_fork_in_child
     return last in run.words
 
 

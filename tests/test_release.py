@@ -73,7 +73,7 @@ def ranges() -> Iterator[tuple[str, SpecifierSet]]:
         for need in requirements(package):
             if need.name.startswith("kvloom"):
                 yield package.name, need.specifier
-    written = (ROOT / "testkit" / "src" / "kvloom_testkit" / "scaffold.py").read_text(encoding="utf-8")
+    written = (ROOT / "testkit" / "src" / "kvloom_testkit" / "cli" / "scaffold.py").read_text(encoding="utf-8")
     told = (ROOT / "docs" / "extend" / "versions.md").read_text(encoding="utf-8")
     yield from (("kvloom new", SpecifierSet(found)) for found in OURS.findall(written))
     yield from (("docs/extend/versions.md", SpecifierSet(found)) for found in OURS.findall(told))

@@ -114,7 +114,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upkeep looks round all the time."""
+    """Maintenance looks round all the time."""
     monkeypatch.setattr(maintenance, "ROUND_SECONDS", 0.02)
     monkeypatch.setattr(maintenance, "RELIST_SECONDS", 0.05)
     monkeypatch.setattr(maintenance, "TELL_SECONDS", 0.0)

@@ -32,8 +32,8 @@ from kvloom import (
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.builtin.plain import PlainConnector
 from kvloom.builtin.raw import RawSerializer
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.index.ledger import Ledger, Victim
-from kvloom.tiers.prefix import NO_CHAIN, Chain
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
 CHUNK = 4
@@ -135,13 +135,13 @@ class Said:
 class Serving:
     """Calls of a tier that asks at once."""
 
-    def serves(self, visit: object) -> bool:
+    def serves(self, context: object) -> bool:
         return True
 
-    def begin(self, verb: str, function: Callable[[], Any], visit: object) -> Said:
+    def begin(self, verb: str, function: Callable[[], Any], context: object) -> Said:
         return Said(function())
 
-    def answer(self, verb: str, call: Said, visit: object, *, seconds: float = 0.0) -> Any:
+    def answer(self, verb: str, call: Said, context: object, *, seconds: float = 0.0) -> Any:
         return call.value
 
 

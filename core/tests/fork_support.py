@@ -16,7 +16,7 @@ import torch
 from kvloom import BackendError, Engine, KVSpec
 
 SPEC = KVSpec(model="forked", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
-inherited: Engine | None = None
+after_fork_in_child: Engine | None = None
 """The parent's engine, in a forked child."""
 
 
@@ -43,14 +43,14 @@ def check(engine: Engine, seed: int, *, all_of_it: bool) -> None:
 
 def child(folder: str, number: int) -> None:
     """Refuse the parent's engine, then use one of its own over the same store."""
-    if inherited is not None:
+    if after_fork_in_child is not None:
         said = ""
         try:
-            inherited.lookup(prompt(0)[0])
+            after_fork_in_child.lookup(prompt(0)[0])
         except BackendError as error:
             said = str(error)
         assert f"opened in process {os.getppid()};" in said, said or "the parent's engine answered"
-        inherited.close()
+        after_fork_in_child.close()
     with Engine.get_or_create("default", config(folder), SPEC) as engine:
         check(engine, 0, all_of_it=True)
         tokens, kv = prompt(1000 + number)
@@ -61,9 +61,9 @@ def child(folder: str, number: int) -> None:
 
 def parent(method: str, folder: str, times: int) -> None:
     """Start children while threads store and retrieve; all must do well, and so must what goes on here."""
-    global inherited
+    global after_fork_in_child
     context: Any = multiprocessing.get_context(method)
-    inherited = engine = Engine.get_or_create("default", config(folder), SPEC)
+    after_fork_in_child = engine = Engine.get_or_create("default", config(folder), SPEC)
     tokens, kv = prompt(0)
     engine.store(tokens, kv=kv)
     engine.pin(tokens)

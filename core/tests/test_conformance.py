@@ -20,7 +20,7 @@ from kvloom_testkit import (
     SerializerConformance,
     TokensConformance,
 )
-from kvloom_testkit.harnesses import plain
+from kvloom_testkit.connectors.harnesses import plain
 from kvloom_testkit.subjects import SPEC
 
 

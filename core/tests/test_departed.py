@@ -8,7 +8,7 @@ import threading
 import pytest
 import xxhash
 
-from kvloom.tiers.index.eviction_history import _HEADER, _MAGIC, MOST, Departed, parse
+from kvloom.tiers.index.eviction_history import _HEADER, _MAGIC, MOST, EvictionHistory, parse
 
 
 class Clock:
@@ -25,14 +25,14 @@ class Clock:
 
 def test_the_record_is_bounded_and_says_from_when_it_is_complete() -> None:
     clock = Clock()
-    departed = Departed(clock)  # type: ignore[arg-type]
+    evictions = EvictionHistory(clock)  # type: ignore[arg-type]
     digests = [number.to_bytes(8, "big") + bytes(24) for number in range(MOST + 10)]
     for number, digest in enumerate(digests):
         clock.time = 1000.0 + number
-        departed.note([digest], "capacity")
-    assert departed.news
-    record = departed.record()
-    assert not departed.news and len(record) < 512 << 10
+        evictions.note([digest], "capacity")
+    assert evictions.news
+    record = evictions.record()
+    assert not evictions.news and len(record) < 512 << 10
     found = parse(record)
     assert found is not None
     assert (found.since, found.until) == (1009.0, clock.time), "what went before the oldest row may be missing"
@@ -43,7 +43,7 @@ def test_the_record_is_bounded_and_says_from_when_it_is_complete() -> None:
 
 def test_a_record_goes_on_in_the_next_process() -> None:
     clock = Clock()
-    old, new = Departed(clock), Departed(clock)  # type: ignore[arg-type]
+    old, new = EvictionHistory(clock), EvictionHistory(clock)  # type: ignore[arg-type]
     old.note([b"a" * 32, b"b" * 32], "quota")
     clock.time = 2000.0
     new.note([b"c" * 32, b"b" * 32], "expired")
@@ -56,9 +56,9 @@ def test_a_record_goes_on_in_the_next_process() -> None:
 
 
 def test_a_damaged_record_is_none() -> None:
-    departed = Departed(Clock())  # type: ignore[arg-type]
-    departed.note([b"a" * 32], "capacity")
-    record = departed.record()
+    evictions = EvictionHistory(Clock())  # type: ignore[arg-type]
+    evictions.note([b"a" * 32], "capacity")
+    record = evictions.record()
     assert parse(record) is not None
     for at in range(len(record)):
         assert parse(record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]) is None

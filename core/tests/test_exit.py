@@ -110,7 +110,7 @@ def test_saves_for_which_there_is_no_time_are_counted(
     open_engine: Callable[..., Engine], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine({"type": "memory", "capacity": "1MiB"}, {"type": "shelf", "deadline": "100ms"})
-    monkeypatch.setattr(engine._stack.keeper, "keep", lambda *_: gate("keep", ""))
+    monkeypatch.setattr(engine._stack.storer, "keep", lambda *_: gate("keep", ""))
     saves = [engine.save(engine.segments(tokens_of(16) + first), kv=kv_of(16)) for first in range(12)]
     engine.close()
     for save in saves:

@@ -16,9 +16,9 @@ from kvloom.memory import Pool
 from kvloom.runtime import SystemRuntime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
-from kvloom.tiers.stored.inflight import Flights
+from kvloom.tiers.stored.inflight import InflightReads
 from kvloom.tiers.tier import Layout, Loaded
 
 PAGE = 4096
@@ -37,12 +37,12 @@ class Clock(SystemRuntime):
 
 def test_all_that_an_operation_waits_for_takes_one_deadline_together() -> None:
     clock = Clock()
-    visit = Visit(clock, 10.0, since=0)
-    assert visit.patience(4.0) == 104.0, "a call has its own deadline"
+    context = RequestContext(clock, 10.0, since=0)
+    assert context.patience(4.0) == 104.0, "a call has its own deadline"
     clock.time += 7
-    assert visit.patience(10.0) == 110.0, "what one tier has cost is not there for the next"
-    visit.progress()
-    assert visit.patience(10.0) == 117.0
+    assert context.patience(10.0) == 110.0, "what one tier has cost is not there for the next"
+    context.progress()
+    assert context.patience(10.0) == 117.0
 
 
 class Airport:
@@ -55,13 +55,13 @@ class Airport:
         self.pool = Pool(pages * PAGE, runtime)
         self.memory = MemoryTier(layout, self.pool, events, runtime)
         self.calls = Calls("dict", DictBackend(Config()), events, runtime, deadline=20.0)
-        self.flights = Flights(self.calls, runtime)
+        self.inflight = InflightReads(self.calls, runtime)
         self.gate = threading.Event()
         self.loads = 0
         self._runtime = runtime
 
-    def visit(self) -> Visit:
-        return Visit(self._runtime, 20.0, since=self.memory.purges.mark())
+    def context(self) -> RequestContext:
+        return RequestContext(self._runtime, 20.0, since=self.memory.invalidations.mark())
 
     def load(self) -> Loaded:
         """A chunk of sevens, once the gate is open."""
@@ -88,12 +88,12 @@ def airport() -> Iterator[Airport]:
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(airport: Airport, first: int) -> None:
-    reads = [airport.flights.board(KEY, airport.load, airport.visit()) for _ in range(3)]
+    reads = [airport.inflight.board(KEY, airport.load, airport.context()) for _ in range(3)]
     airport.gate.set()
     shares = []
     for read in reads:
         assert read is not None
-        shares.append(airport.flights.leave(read))
+        shares.append(airport.inflight.leave(read))
     assert airport.loads == 1
     while shares:
         got = shares.pop(first if first < len(shares) else 0)
@@ -106,11 +106,11 @@ def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(airport: Airport,
 
 
 def test_who_gives_up_leaves_the_lease_to_the_others(airport: Airport) -> None:
-    one, other = (airport.flights.board(KEY, airport.load, airport.visit()) for _ in range(2))
+    one, other = (airport.inflight.board(KEY, airport.load, airport.context()) for _ in range(2))
     assert one is not None and other is not None
-    airport.flights.give_up(one)
+    airport.inflight.give_up(one)
     airport.gate.set()
-    got = airport.flights.leave(other)
+    got = airport.inflight.leave(other)
     assert got is not None and airport.memory.reserve(PAGE) is None
     got.release()
     room = airport.memory.reserve(PAGE)
@@ -119,11 +119,11 @@ def test_who_gives_up_leaves_the_lease_to_the_others(airport: Airport) -> None:
 
 
 def test_what_nobody_collects_is_given_back(airport: Airport) -> None:
-    reads = [airport.flights.board(KEY, airport.load, airport.visit()) for _ in range(2)]
+    reads = [airport.inflight.board(KEY, airport.load, airport.context()) for _ in range(2)]
     airport.gate.set()
     for read in reads:
         assert read is not None
-        airport.flights.give_up(read)
+        airport.inflight.give_up(read)
     until = time.monotonic() + 20
     while (room := airport.memory.reserve(PAGE)) is None and time.monotonic() < until:
         time.sleep(0.001)

@@ -78,7 +78,7 @@ VERBS: dict[str, Callable[[Engine], object]] = {
     "tiers": lambda engine: engine.tiers,
     "sibling": lambda engine: engine.sibling(SPEC),
 }
-NOT_VERBS = {"open", "close", "get_or_create", "get", "destroy", "chunk_tokens", "salt", "inherited"}
+NOT_VERBS = {"open", "close", "get_or_create", "get", "destroy", "chunk_tokens", "salt", "after_fork_in_child"}
 SEGMENTS: list[Any] = []
 
 

@@ -144,7 +144,7 @@ def check_whole(engine: Engine) -> None:
         assert task.wait(HANGS)
     engine.clear()
     engine.unpin(TOKENS)
-    assert not engine._stack.keeper._claims._taken
+    assert not engine._stack.storer._claims._taken
     assert engine._stack.memory.pool.used_bytes == 0
     back = torch.zeros_like(KV)
     engine.store(TOKENS, kv=KV)

@@ -246,7 +246,7 @@ def test_a_load_by_layers_shares_what_is_being_read_whole(
     wait = whole_verb(engine, verb, other)
     until(lambda: gate.waiting == 4)
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
-        until(lambda: all(f.shares == 2 for f in tuple(engine._stack.stored[0].loads.flights._open.values())))
+        until(lambda: all(f.shares == 2 for f in tuple(engine._stack.stored[0].loads.inflight._open.values())))
         gate.open()
         assert wait()
         finish(loading, got)
@@ -269,7 +269,7 @@ def test_what_another_read_in_vain_is_read_by_layers_after_all(
     until(lambda: gate.waiting == 4)
     got = torch.zeros_like(KV)
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
-        until(lambda: all(f.shares == 2 for f in tuple(engine._stack.stored[0].loads.flights._open.values())))
+        until(lambda: all(f.shares == 2 for f in tuple(engine._stack.stored[0].loads.inflight._open.values())))
         monkeypatch.setattr("kvloom.tiers.stored.breaker.Breaker.failed", lambda self, verb: False)
         gate.open()
         finish(loading, got)
@@ -291,7 +291,7 @@ def test_nobody_waits_for_a_read_that_waits_for_what_he_holds(open_engine: Open,
     began = time.monotonic()
     with engine.retrieve_layer(tokens, kv=got) as loading:
         if capacity == "36KiB":
-            until(lambda: next(iter(engine._stack.stored[0].loads.flights._open.values())).shares == 2)
+            until(lambda: next(iter(engine._stack.stored[0].loads.inflight._open.values())).shares == 2)
         gate.open()
         masks = [mask for _, mask in loading]
         assert chunks_in(masks) == [10] * LAYERS and right(got, kv, masks)
@@ -306,7 +306,7 @@ def test_what_came_to_memory_a_moment_ago_is_not_read_again(open_engine: Open, r
     fill(open_engine)
     engine = open_engine(MEMORY, SHELF, spec=DEEP)
     tier, came = engine._stack.stored[0], False
-    at = tier.loads.arrivals if verb == "by layers" else tier.loads.flights
+    at = tier.loads.arrivals if verb == "by layers" else tier.loads.inflight
     name = "join" if verb == "by layers" else "board"
     ask = getattr(at, name)
 

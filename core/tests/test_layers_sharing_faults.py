@@ -241,7 +241,7 @@ def mixed_load(open_engine: Open, *, seconds: float, capacity: str) -> None:
     assert engine.flush(20) and settled(engine)
     tier = engine._stack.stored[0]
     assert (
-        not tier.loads.arrivals._open and not tier.loads.flights._open and not engine._stack.keeper._by_layer._holders
+        not tier.loads.arrivals._open and not tier.loads.inflight._open and not engine._stack.storer._by_layer._holders
     )
     assert engine._stack.memory.pool.leaked == count(engine, "corrupt") == 0
 

@@ -27,7 +27,7 @@ from layers_support import (
 
 from kvloom import BackendError, Engine, KVSpec, Segment
 from kvloom.memory import pages_of
-from kvloom.pipeline.key_locks import LongClaims
+from kvloom.pipeline.key_locks import LongKeyLocks
 from kvloom.pipeline.layer_store import Storing
 from kvloom.runtime import SystemRuntime
 
@@ -134,13 +134,13 @@ def test_a_removal_is_not_undone_by_a_store_under_way(
 @pytest.mark.parametrize("tiers", [(MEMORY,), (MEMORY, SHELF)], ids=["memory", "stored"])
 def test_a_removal_at_the_last_moment_is_not_undone(open_engine: Open, tiers: tuple[dict[str, object], ...]) -> None:
     engine = open_engine(*tiers, spec=DEEP)
-    insert = engine._stack.keeper.insert
+    insert = engine._stack.storer.insert
 
     def remove_before(*args: Any, **kwargs: Any) -> None:
         engine.remove(TOKENS[:8])
         insert(*args, **kwargs)
 
-    engine._stack.keeper.insert = remove_before  # type: ignore[method-assign]
+    engine._stack.storer.insert = remove_before  # type: ignore[method-assign]
     store_layers(engine, TOKENS, KV)
     assert engine.flush(20) and settled(engine)
     assert engine.find(engine.segments(TOKENS)).tolist() == [False, False, True, True]
@@ -197,7 +197,7 @@ def test_the_second_leaves_out_what_the_first_is_storing(
             third.finish()
         second.finish()
         first.finish()
-    assert not engine._stack.keeper._by_layer._holders
+    assert not engine._stack.storer._by_layer._holders
     assert sorted(copies) == [(layer, start) for layer in range(LAYERS) for start in (0, 4, 8, 12)], "each once"
     assert engine.flush(20) and settled(engine) and dropped(engine) == 0
     got, masks = by_layers(engine)
@@ -302,15 +302,15 @@ def test_a_claim_is_given_up_with_what_is_stored_already_or_has_no_room(open_eng
     engine.store(tokens[:4], kv=kv)
     with engine.store_layer(tokens, kv=kv) as first:
         assert first.mask.tolist() == [False] * 4 + [True] * 16 + [False] * 20
-        assert set(engine._stack.keeper._by_layer._holders) == {s.key for s in engine.segments(tokens)[1:5]}
-    assert not engine._stack.keeper._by_layer._holders
+        assert set(engine._stack.storer._by_layer._holders) == {s.key for s in engine.segments(tokens)[1:5]}
+    assert not engine._stack.storer._by_layer._holders
 
 
 def test_a_claim_of_one_who_was_forgotten_ends() -> None:
     now = 100.0
     runtime = SystemRuntime()
     runtime.now = lambda: now  # type: ignore[method-assign]
-    claims = LongClaims(runtime, 5.0)
+    claims = LongKeyLocks(runtime, 5.0)
     first = claims.take(["a", "b"])  # type: ignore[list-item]
     now = 104.0
     assert claims.take(["a"]).keys == set()  # type: ignore[list-item]

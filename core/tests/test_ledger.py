@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ledger_support import EXACT, Clock, chain_of, held, key, order_of_going, write
 
 from kvloom import ChunkKey
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.index.ledger import Fidelity, Victim
 from kvloom.tiers.index.ledger import Ledger as SlowLedger
-from kvloom.tiers.prefix import Chain
 
 
 @pytest.fixture

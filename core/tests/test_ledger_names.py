@@ -13,7 +13,7 @@ from ledger_support import EXACT, START, Clock, entry, key, order_of_going, writ
 
 from kvloom import ChunkKey
 from kvloom.runtime import Lock
-from kvloom.tiers.index.columns import FREE, Rows
+from kvloom.tiers.index.columns import FREE, Columns
 from kvloom.tiers.index.lru import Links, Ring
 
 
@@ -69,7 +69,7 @@ def test_names_in_the_order_they_have_at_the_end() -> None:
 
 
 def test_the_row_of_a_cursor_is_an_ordinary_row_again() -> None:
-    rows = Rows()
+    rows = Columns()
     links = Links(rows)
     ring = Ring(rows, links)
     ring.close_cursor(ring.open_cursor())

@@ -318,7 +318,7 @@ def test_few_at_a_time_heads_first(clock: Clock) -> None:
     told = []
     for _ in range(5):
         told.append(ledger.unsaid(600, 3))
-        assert ledger._unsaid._keys == sum(len(chain) for _, chain in ledger._unsaid._chains.values())
+        assert ledger._access_times._keys == sum(len(chain) for _, chain in ledger._access_times._chains.values())
     assert [len(some) for some in told] == [3, 3, 3, 1, 0]
     for chain in (a, b):
         assert [one for some in told for one in some if one in chain] == chain
@@ -345,5 +345,5 @@ def test_how_much_is_remembered_to_be_told_is_bounded(clock: Clock) -> None:
     for turn in range(2000):
         ledger.touch(chain_of(str(turn), 40))
         ledger.touch(chain_of(str(turn // 2), 40))
-    assert 32_000 < ledger._unsaid._keys <= 32_768
-    assert ledger._unsaid._keys == sum(len(chain) for _, chain in ledger._unsaid._chains.values())
+    assert 32_000 < ledger._access_times._keys <= 32_768
+    assert ledger._access_times._keys == sum(len(chain) for _, chain in ledger._access_times._chains.values())

@@ -18,7 +18,7 @@ from kvloom.builtin.dict_backend import DictBackend
 from kvloom.runtime import SystemRuntime
 from kvloom.tiers.index.ledger import Fidelity, Ledger
 from kvloom.tiers.stored.calls import Calls
-from kvloom.tiers.stored.existence import Presence
+from kvloom.tiers.stored.existence import Existence
 
 Open = Callable[..., Engine]
 MEMORY = {"type": "memory", "capacity": "1MiB"}
@@ -60,7 +60,7 @@ class World:
         vars(self.store).update(shared=shared, one_by_one=one_by_one)
         self.ledger = Ledger(self.clock, believed=believed)
         self.ledger.complete = not shared
-        self.presence = Presence(
+        self.existence = Existence(
             self.store, self.ledger, cast(Calls, Serving()), lossless=True, exact_only=False,
             expired=lambda header: False, ttl=False,
         )  # fmt: skip
@@ -75,10 +75,10 @@ class World:
             self.store.delete(str(key))
 
     def find(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self.presence.find(keys, cast(Any, None))
+        return self.existence.find(keys, cast(Any, None))
 
     def enough(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self.presence.inquire(keys, cast(Any, None), ignore=lambda key: False).enough_of(keys)
+        return self.existence.inquire(keys, cast(Any, None), ignore=lambda key: False).enough_of(keys)
 
 
 KEYS = chain_of("prompt", 6)
@@ -106,7 +106,7 @@ def test_a_private_store_is_believed_for_ever() -> None:
     world = World(believed=None, shared=False)
     world.write(KEYS)
     world.clock.time += 1e9
-    world.presence.doubt()
+    world.existence.doubt()
     assert all(world.find(KEYS)) and all(world.enough(KEYS)) and not world.store.asked
 
 
@@ -115,7 +115,7 @@ def test_after_an_outage_nothing_is_believed_that_was_seen_before() -> None:
     world.write(KEYS)
     world.lose(KEYS)
     world.clock.time += 1.0
-    world.presence.doubt()
+    world.existence.doubt()
     assert world.enough(KEYS) == [False] * 6
     world.clock.time += 1.0
     world.write(KEYS)

@@ -115,7 +115,7 @@ def test_what_was_stored_again_after_it_was_removed_stays(open_engine: Open, han
     (segment,) = engine.segments(tokens_of(4, 1))
     tier.put(segment.key, kv_of(4, 1))
     mend()
-    tier.upkeep._tidy()
+    tier.maintenance._tidy()
     assert len(shelf.blobs) == 1 and tier.contains(segment.key) and count(engine, "evicted") == 0
 
 
@@ -166,7 +166,7 @@ def test_what_is_past_its_time_counts_until_it_is_deleted(open_engine: Open, clo
     tier: Any = engine.tiers["shelf"]
     assert eventually(lambda: tier.ledger.complete)
     keys = [segment.key for segment in engine.segments(tokens_of(16, 1))]
-    inquiry = tier.inquire(keys, tier._visit())
+    inquiry = tier.inquire(keys, tier._context())
     inquiry.wait(tier._runtime.now() + 20)
     assert tier.satisfied(keys, inquiry) == [False] * 4, "it should be written again"
     assert eventually(lambda: ledger_is_exact(engine))

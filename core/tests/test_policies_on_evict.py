@@ -30,7 +30,7 @@ def test_what_the_store_evicts_while_memory_has_it_is_written_when_memory_lets_g
     assert engine._stack.memory.write_back_all(time.monotonic() + 20) and engine.flush(20)
     assert held(engine, 1) == 16
     tier = engine._stack.stored[0]
-    tier.upkeep.delete(tier.ledger.release(2 * BLOB_BYTES))
+    tier.maintenance.delete(tier.ledger.release(2 * BLOB_BYTES))
     assert held(engine, 1) == 8 and held(engine, 1, tier="memory") == 16
     engine.close()
     assert len(Shelf.shelves["default"].blobs) == 4

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvloom import chain
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.runtime import SystemRuntime
-from kvloom.tiers.index.existence_cache import Remembered
+from kvloom.tiers.index.existence_cache import ExistenceCache
 from kvloom.tiers.index.ledger import Fidelity, Ledger
 from kvloom.tiers.stored.calls import Calls
-from kvloom.tiers.stored.existence import Presence
+from kvloom.tiers.stored.existence import Existence
 from kvloom.types import ChunkKey
 
 KEYS: dict[Fidelity | None, ChunkKey] = {
@@ -29,14 +29,14 @@ KEYS: dict[Fidelity | None, ChunkKey] = {
 }
 
 
-def presence(*, lossless: bool, exact_only: bool) -> Presence:
+def existence(*, lossless: bool, exact_only: bool) -> Existence:
     """Over a ledger that knows one blob of each kind, and is complete."""
     ledger = Ledger(SystemRuntime())
     ledger.complete = True
     for fidelity, key in KEYS.items():
         if fidelity is not None:
             ledger.note(key, fidelity, nbytes=4096)
-    return Presence(
+    return Existence(
         DictBackend(DictBackend.Config()), ledger, cast(Calls, Serving()), lossless=lossless, exact_only=exact_only,
         expired=lambda header: False, ttl=False,
     )  # fmt: skip
@@ -49,8 +49,8 @@ def which(answers: list[bool]) -> set[Fidelity | None]:
 @pytest.mark.parametrize("lossless", [True, False])
 @pytest.mark.parametrize("exact_only", [True, False])
 def test_what_can_be_used(lossless: bool, exact_only: bool) -> None:
-    visit = cast(Any, None)
-    found = which(presence(lossless=lossless, exact_only=exact_only).find(list(KEYS.values()), visit))
+    context = cast(Any, None)
+    found = which(existence(lossless=lossless, exact_only=exact_only).find(list(KEYS.values()), context))
     assert found == {Fidelity.EXACT, Fidelity.UNKNOWN} | (set() if exact_only else {Fidelity.LOSSY})
 
 
@@ -58,7 +58,7 @@ def test_what_need_not_be_written() -> None:
     """A lossless tier improves on what is lossy, or not known; nobody writes over what a later release wrote."""
 
     def enough(*, lossless: bool, exact_only: bool) -> set[Fidelity | None]:
-        return which(presence(lossless=lossless, exact_only=exact_only).known_enough(list(KEYS.values())))
+        return which(existence(lossless=lossless, exact_only=exact_only).known_enough(list(KEYS.values())))
 
     for exact_only in (True, False):
         assert enough(lossless=True, exact_only=exact_only) == {Fidelity.EXACT, Fidelity.LATER}
@@ -88,7 +88,7 @@ def found_far_away(keys: Sequence[ChunkKey], there: set[ChunkKey]) -> tuple[list
     """What is found, and how many keys were asked about at a time."""
     backend = Distant({str(key) for key in there})
     calls = cast(Calls, Serving())
-    one = Presence(
+    one = Existence(
         backend,
         Ledger(SystemRuntime()),
         calls,
@@ -131,9 +131,9 @@ def test_answers_are_taken_for_granted_for_as_long_as_it_is_said() -> None:
     clock = [0.0]
     keys = [ChunkKey("f/-", depth, depth.to_bytes(32, "big")) for depth in range(3)]
     backend = Distant({str(keys[0])})
-    one = Presence(
+    one = Existence(
         backend, Ledger(SystemRuntime()), cast(Calls, Serving()), lossless=True, exact_only=False,
-        expired=lambda header: False, ttl=False, remembered=Remembered(2.0, lambda: clock[0]),
+        expired=lambda header: False, ttl=False, remembered=ExistenceCache(2.0, lambda: clock[0]),
     )  # fmt: skip
     assert one.find(keys[:2], cast(Any, None)) == [True, False]
     requests = len(backend.asked)

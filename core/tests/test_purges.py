@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvloom import ChunkKey
 from kvloom.runtime import SystemRuntime
 from kvloom.tiers import invalidation
-from kvloom.tiers.invalidation import Purges
+from kvloom.tiers.invalidation import Invalidations
 
 
 def key(name: int, *, tag: str = "a", fingerprint: str = "f") -> ChunkKey:
@@ -19,11 +19,11 @@ def key(name: int, *, tag: str = "a", fingerprint: str = "f") -> ChunkKey:
 
 
 @pytest.fixture
-def removals() -> Purges:
-    return Purges(SystemRuntime())
+def removals() -> Invalidations:
+    return Invalidations(SystemRuntime())
 
 
-def test_what_is_being_removed_is_hit_whenever_it_began(removals: Purges) -> None:
+def test_what_is_being_removed_is_hit_whenever_it_began(removals: Invalidations) -> None:
     with removals.removing([key(1), key(2)]):
         assert [removals.hit(key(name), removals.mark()) for name in (1, 2, 3)] == [True, True, False]
         meanwhile = removals.mark()
@@ -32,7 +32,7 @@ def test_what_is_being_removed_is_hit_whenever_it_began(removals: Purges) -> Non
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_one_that_ends_does_not_end_another(removals: Purges, same: bool) -> None:
+def test_one_that_ends_does_not_end_another(removals: Invalidations, same: bool) -> None:
     with ExitStack() as long:
         long.enter_context(removals.removing([key(1)]))
         with removals.removing([key(1 if same else 2)]):
@@ -42,7 +42,7 @@ def test_one_that_ends_does_not_end_another(removals: Purges, same: bool) -> Non
     assert not removals.hit(key(1), removals.mark())
 
 
-def test_one_that_fails_counts(removals: Purges) -> None:
+def test_one_that_fails_counts(removals: Invalidations) -> None:
     before = removals.mark()
     with pytest.raises(OSError, match="no route"), removals.removing([key(1)]):
         raise OSError("no route")
@@ -50,7 +50,7 @@ def test_one_that_fails_counts(removals: Purges) -> None:
     assert not removals.hit(key(1), removals.mark())
 
 
-def test_clearing_is_by_salt_or_by_model(removals: Purges) -> None:
+def test_clearing_is_by_salt_or_by_model(removals: Invalidations) -> None:
     all_keys = [key(1), key(1, tag="b"), key(1, fingerprint="g"), key(1, tag="ab")]
     before = removals.mark()
     with removals.clearing("f/a/"):
@@ -62,7 +62,7 @@ def test_clearing_is_by_salt_or_by_model(removals: Purges) -> None:
     assert [removals.hit(one, before) for one in all_keys] == [True, True, False, True]
 
 
-def test_many_removals_do_not_hit_others(removals: Purges) -> None:
+def test_many_removals_do_not_hit_others(removals: Invalidations) -> None:
     before = removals.mark()
     for name in range(2000):
         with removals.removing([key(name)]):
@@ -71,7 +71,9 @@ def test_many_removals_do_not_hit_others(removals: Purges) -> None:
     assert not removals.hit(key(2000), before), "however much else was removed meanwhile"
 
 
-def test_what_cannot_be_told_any_more_counts_as_removed(removals: Purges, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_told_any_more_counts_as_removed(
+    removals: Invalidations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(invalidation, "_MOST_KEYS", 2)
     monkeypatch.setattr(invalidation, "_MOST_PREFIXES", 2)
     before = removals.mark()
@@ -92,7 +94,9 @@ def test_what_cannot_be_told_any_more_counts_as_removed(removals: Purges, monkey
     assert len(removals._keys) == 2 and len(removals._prefixes) == 2
 
 
-def test_what_is_told_less_exactly_is_told_as_late_as_it_was(removals: Purges, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_told_less_exactly_is_told_as_late_as_it_was(
+    removals: Invalidations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(invalidation, "_MOST_KEYS", 1)
     monkeypatch.setattr(invalidation, "_MOST_PREFIXES", 1)
     with removals.removing([key(1, tag="a")]):
@@ -126,7 +130,7 @@ _steps = st.one_of(
 def test_nothing_that_was_removed_since_a_mark_is_missed(steps: list, most_keys: int, most_prefixes: int) -> None:
     """Against a list of all removals. With enough room to remember nothing else is hit either."""
     everything = [key(name, tag=tag) for name in range(4) for tag in SALTS]
-    roomy, narrow = Purges(SystemRuntime()), Purges(SystemRuntime())
+    roomy, narrow = Invalidations(SystemRuntime()), Invalidations(SystemRuntime())
     marks: list[tuple[int, int, int]] = []
     history: list[set[ChunkKey]] = []
     open_now: list[tuple[ExitStack, set[ChunkKey]]] = []

@@ -12,7 +12,7 @@ import torch
 from core_support import CHUNK, SPEC, Gate, PlainConnector, Shelf, kv_of, matches, tokens_of
 
 from kvloom import BackendError, Engine, Hit, Index, KVSpec, Registry
-from kvloom.pipeline.key_locks import Claims
+from kvloom.pipeline.key_locks import KeyLocks
 from kvloom.runtime import SystemRuntime
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
@@ -118,7 +118,7 @@ def test_a_copy_that_fails_is_done_by_the_one_who_waited(open_engine: Open, monk
 
 
 def test_waiting_for_a_claim_ends_in_time() -> None:
-    claims = Claims(SystemRuntime())
+    claims = KeyLocks(SystemRuntime())
     keys = list(range(3))
     with claims.of(keys) as mine:  # type: ignore[arg-type]
         assert mine == set(keys)

@@ -79,7 +79,7 @@ def test_what_memory_has_too_is_written_behind(open_engine: Open, gate: Gate) ->
     assert engine.flush(20)
     shelf = Shelf.shelves["default"]
     shelf._blobs.clear()
-    engine.tiers["shelf"]._presence.doubt()  # type: ignore[attr-defined]
+    engine.tiers["shelf"]._existence.doubt()  # type: ignore[attr-defined]
     silent(gate, puts)
     _whole(engine)
     gate.open()

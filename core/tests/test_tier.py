@@ -131,7 +131,7 @@ def test_a_lossy_chunk_never_replaces_an_exact_one_in_memory(open_engine: Open) 
     assert engine.flush(20)
     (segment,) = engine.segments(tokens)
     tier = engine._stack.stored[0]
-    read = tier.loads.read(segment.key, (2, 2, 4, 8), 4, tier._visit())
+    read = tier.loads.read(segment.key, (2, 2, 4, 8), 4, tier._context())
     assert read is not None
     loaded = tier.loads.collect(read)
     assert loaded is not None and loaded.chunk.exact
@@ -150,7 +150,7 @@ def test_a_lossy_chunk_that_took_an_exact_ones_place_a_moment_ago_is_not_written
     assert engine.retrieve(tokens, kv=torch.zeros_like(kv)).all()
     stack, (segment,) = engine._stack, engine.segments(tokens)
     # As `store` does, which had found the exact one in memory.
-    stack.keeper._write_from_memory(segment.key, stack.stored[1:], stack.visit())
+    stack.storer._write_from_memory(segment.key, stack.stored[1:], stack.context())
     assert engine.flush(20) and not Shelf.shelves["far"].blobs
 
 

@@ -9,8 +9,8 @@ import tempfile
 
 import torch
 
-from kvloom_connector_vllm.buffer_base import BufferOnBackend
 from kvloom_connector_vllm.buffers import KVLookupBuffer, KVStoreBuffer
+from kvloom_connector_vllm.buffers.base import BufferOnBackend
 
 
 def main(folder: str) -> None:

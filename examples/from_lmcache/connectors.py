@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from kvloom import Chunk, ChunkKey, GPUConnector, KVSpec, MemoryFormat, Segment
-from kvloom_connector_vllm.layout import PagedLayout
-from kvloom_connector_vllm.nested_tuple import NestedTupleConnector
-from kvloom_connector_vllm.paged import PagedConnector
-from kvloom_connector_vllm.paged_cuda import PagedCudaConnector
+from kvloom_connector_vllm.paged.connector import PagedConnector
+from kvloom_connector_vllm.paged.cuda import PagedCudaConnector
+from kvloom_connector_vllm.paged.layout import PagedLayout
+from kvloom_connector_vllm.paged.nested_tuple import NestedTupleConnector
 
 SPEC = KVSpec("example", num_layers=2, num_kv_heads=2, head_size=8, dtype="float32")
 SEGMENT = Segment(0, 32, ChunkKey("0/-", 0, bytes(32)))

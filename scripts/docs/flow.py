@@ -17,7 +17,7 @@ from kvloom import Engine, KVSpec
 PARTS = {
     "Engine": ("kvloom.engine",),
     "token database": ("kvloom.builtin.chunked", "kvloom.keys"),
-    "Mover": ("kvloom.pipeline.transfer",),
+    "Transfer": ("kvloom.pipeline.transfer",),
     "connector": ("kvloom.builtin.plain",),
     "Stack": ("kvloom.pipeline.stack", "kvloom.pipeline.load", "kvloom.pipeline.store", "kvloom.pipeline.locate"),
     "memory tier": (
@@ -26,7 +26,7 @@ PARTS = {
         "kvloom.tiers.memory.lru",
         "kvloom.memory",
     ),
-    "": tuple(f"kvloom.tiers.{one}" for one in ("request_context", "invalidation", "tier", "prefix", "index.lru")),
+    "": tuple(f"kvloom.tiers.{one}" for one in ("request_context", "invalidation", "tier", "chain", "index.lru")),
     "stored tier": ("kvloom.tiers",),
     "serializer": ("kvloom_serde", "kvloom.builtin.raw"),
     "envelope": ("kvloom.format.envelope",),
@@ -36,7 +36,7 @@ PARTS = {
 and so is what has no name here."""
 SMALL = frozenset({
     "nbytes", "again", "release", "fidelity", "exact", "pages_of", "tensor", "view", "done", "max_encoded_bytes",
-    "select", "abandon", "split", "check", "visit", "flush",
+    "select", "abandon", "split", "check", "context", "flush",
 })  # fmt: skip
 """Calls that a picture can do without."""
 SPEC = KVSpec("drawn", num_layers=2, num_kv_heads=2, head_size=8, dtype="bfloat16")

@@ -20,8 +20,9 @@ from sessions import Done, Sessions
 
 from kvloom import Config, ConfigError, Event
 from kvloom.cli.main import main
-from kvloom_testkit import checking, effort, hanging, report, subjects
-from kvloom_testkit.mutants.observer import ClosesOnce
+from kvloom_testkit import effort, hanging, subjects
+from kvloom_testkit.cli import check, report
+from kvloom_testkit.mutants.observers.calls import ClosesOnce
 from kvloom_testkit.reference.backend import DirectoryBackend
 from kvloom_testkit.reference.connector import SlotsConnector
 from kvloom_testkit.reference.observer import CountingObserver
@@ -114,7 +115,7 @@ def test_no_class_is_skipped(run: Run) -> None:
 
 
 ONCE = """
-from kvloom_testkit.mutants.observer import ClosesOnce
+from kvloom_testkit.mutants.observers.calls import ClosesOnce
 
 
 class Once(ObserverConformance):
@@ -254,7 +255,7 @@ def test_all_that_is_wrong_with_the_settings_is_said() -> None:
 
 def test_who_cannot_be_opened_is_not_tested() -> None:
     with pytest.raises(ConfigError, match="backend kit_directory: could not be opened: NotADirectoryError"):
-        checking.check(Subject("backend", "kit_directory", DirectoryBackend, {"path": "/dev/null/x"}))
+        check.check(Subject("backend", "kit_directory", DirectoryBackend, {"path": "/dev/null/x"}))
 
 
 def test_who_hangs_while_opening_is_named() -> None:
@@ -262,7 +263,7 @@ def test_who_hangs_while_opening_is_named() -> None:
         def __init__(self, config: Config, spec: object = None) -> None:
             signal.raise_signal(signal.SIGALRM)  # the limit is reached
 
-    first, *others = checking.check(Subject("backend", "hanging", Hanging, {"path": "{tmp}"}), seconds=77)
+    first, *others = check.check(Subject("backend", "hanging", Hanging, {"path": "{tmp}"}), seconds=77)
     assert "still not done after 77 s" in first.reason
     assert {row.reason for row in others} == {"Failed: make() does not give a component, as was said"}
 
@@ -278,9 +279,9 @@ def test_what_came_in_one_piece_is_not_left_in_a_buffer(monkeypatch: pytest.Monk
     messages = [{"begins": "O01"}, {"id": "O01", "outcome": "met", "reason": ""}, {"begins": "O02"}]
     reading, writing = os.pipe()
     os.write(writing, "".join(json.dumps(one) + "\n" for one in messages).encode())
-    monkeypatch.setattr(checking, "_GRACE_SECONDS", 0.0)
-    asked = checking._Asked(["O01", "O02"], seconds=0.01, repeat=1, thorough=False)
-    session = checking._Session(Subject("observer", "kit_counting", CountingObserver), asked)
+    monkeypatch.setattr(check, "_GRACE_SECONDS", 0.0)
+    asked = check._Asked(["O01", "O02"], seconds=0.01, repeat=1, thorough=False)
+    session = check._Session(Subject("observer", "kit_counting", CountingObserver), asked)
     rows = list(session._follow(reading))
     os.close(writing)
     session.stop()
@@ -288,7 +289,7 @@ def test_what_came_in_one_piece_is_not_left_in_a_buffer(monkeypatch: pytest.Monk
 
 
 def test_after_three_that_hang_the_others_are_not_tried() -> None:
-    rows = checking.check(Subject("observer", "stuck", Stuck))
+    rows = check.check(Subject("observer", "stuck", Stuck))
     outcomes = [row.outcome for row in rows]
     assert outcomes.count("not met") == 3 and "not tried" in outcomes
 
@@ -300,8 +301,8 @@ class CannotBeStopped(CountingObserver):
 
 
 def test_who_cannot_be_interrupted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "_GRACE_SECONDS", 0.0)
-    rows = checking.check(Subject("observer", "cannot_be_stopped", CannotBeStopped), only=["O01"], seconds=0.05)
+    monkeypatch.setattr(check, "_GRACE_SECONDS", 0.0)
+    rows = check.check(Subject("observer", "cannot_be_stopped", CannotBeStopped), only=["O01"], seconds=0.05)
     assert [(row.id, row.outcome) for row in rows] == [("O01", "not met")]
     assert "still not done after 0.05 s" in rows[0].reason
 
@@ -322,10 +323,10 @@ class FailsNowAndThen(CountingObserver):
 
 
 def test_what_fails_now_and_then_is_met_if_it_never_does() -> None:
-    failing = checking.check(Subject("observer", "fails_now_and_then", FailsNowAndThen), only=["O02"], repeat=9)[0]
+    failing = check.check(Subject("observer", "fails_now_and_then", FailsNowAndThen), only=["O02"], repeat=9)[0]
     assert failing.outcome == "not met" and failing.reason.endswith("RuntimeError: the third one")
     assert 1 <= int(failing.reason.split(" of 9 times: ")[0]) < 9
-    steady = checking.check(Subject("observer", "kit_counting", CountingObserver), only=["O02"], repeat=3)
+    steady = check.check(Subject("observer", "kit_counting", CountingObserver), only=["O02"], repeat=3)
     assert [row.outcome for row in steady] == ["met"]
 
 
@@ -341,14 +342,14 @@ class FailsWhereverItCan(CountingObserver):
 
 
 def test_what_fails_twice_in_one_time_counts_once() -> None:
-    rows = checking.check(Subject("observer", "fails", FailsWhereverItCan), only=["O02"], repeat=3)
+    rows = check.check(Subject("observer", "fails", FailsWhereverItCan), only=["O02"], repeat=3)
     assert rows[0].reason.startswith("3 of 3 times: ")
 
 
 def test_thorough_is_longer() -> None:
-    seen: list[checking.Result] = []
+    seen: list[check.Result] = []
     for thorough in (False, True):
-        seen += checking.check(Subject("observer", "asks", AsksHowLong), only=["O02"], thorough=thorough)
+        seen += check.check(Subject("observer", "asks", AsksHowLong), only=["O02"], thorough=thorough)
     assert [row.reason for row in seen] == ["RuntimeError: 10", "RuntimeError: 50"]
 
 
@@ -370,7 +371,7 @@ class Leaves(CountingObserver):
 
 def test_who_ends_the_process_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leaves, "done", tmp_path / "done", raising=False)
-    rows = checking.check(Subject("observer", "leaves", Leaves), only=["O01", "O06"])
+    rows = check.check(Subject("observer", "leaves", Leaves), only=["O01", "O06"])
     assert [row.outcome for row in rows] == ["not met", "met"]
     assert rows[0].reason == "the process ended with status 0"
 
@@ -382,10 +383,10 @@ def test_what_happens_behind_a_test_is_said_once_and_of_it(monkeypatch: pytest.M
         _run(*arguments)
         os._exit(3)
 
-    _run = checking._run
-    monkeypatch.setattr(checking, "_run", run_and_leave)
-    told: list[checking.Result] = []
-    checking.check(Subject("observer", "kit_counting", CountingObserver), only=["O01", "O02"], tell=told.append)
+    _run = check._run
+    monkeypatch.setattr(check, "_run", run_and_leave)
+    told: list[check.Result] = []
+    check.check(Subject("observer", "kit_counting", CountingObserver), only=["O01", "O02"], tell=told.append)
     assert [(row.id, row.outcome, row.reason) for row in told] == [
         ("O01", "met", ""),
         ("O02", "not met", "the process ended with status 3"),
@@ -404,15 +405,15 @@ class Changes(CountingObserver):
 
 
 def test_what_an_earlier_test_changed_does_not_hide_it() -> None:
-    rows = checking.check(Subject("observer", "changes", Changes))
+    rows = check.check(Subject("observer", "changes", Changes))
     assert [row.id for row in rows if row.outcome == "not met"] == ["O08"]
     assert "garbage collection, grad mode of torch" in rows[-1].reason
     assert gc.isenabled() and torch.is_grad_enabled()
 
 
 def test_results_come_one_by_one_in_the_order_of_their_ids() -> None:
-    told: list[checking.Result] = []
-    rows = checking.check(Subject("observer", "kit_counting", CountingObserver), tell=told.append)
+    told: list[check.Result] = []
+    rows = check.check(Subject("observer", "kit_counting", CountingObserver), tell=told.append)
     assert [row.id for row in told] == sorted(row.id for row in rows) and set(told) == set(rows)
 
 
@@ -449,7 +450,8 @@ def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
     program = (
         "import signal, sys, threading\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a shell\n"
-        "from kvloom_testkit import report, subjects\n"
+        "from kvloom_testkit import subjects\n"
+        "from kvloom_testkit.cli import report\n"
         "from kvloom_testkit.reference.observer import CountingObserver\n"
         "class Stuck(CountingObserver):\n"
         "    def on_event(self, event):\n"

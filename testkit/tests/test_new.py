@@ -15,7 +15,8 @@ from sessions import Sessions
 
 from kvloom import ConfigError, EngineConfig
 from kvloom.plugins.registry import KINDS
-from kvloom_testkit import effort, scaffold
+from kvloom_testkit import effort
+from kvloom_testkit.cli import scaffold
 from kvloom_testkit.kinds import CLASSES
 
 STARTS = [word for word, start in scaffold.STARTS.items() if start.kind in CLASSES]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from sessions import Sessions
 
-from kvloom_testkit import effort, scaffold
+from kvloom_testkit import effort
+from kvloom_testkit.cli import scaffold
 
 PAGE = Path(__file__).parents[2] / "docs/extend/your-first-backend.md"
 

@@ -126,7 +126,7 @@ class SystemRuntime:
 class Heir(Protocol):
     """Something that is of no use in a forked child: its threads are not there, and whoever held its locks neither."""
 
-    def inherited(self, pid: int) -> None:
+    def after_fork_in_child(self, pid: int) -> None:
         """Called in the child, where this was opened by process `pid`. Be harmless from now on; may come twice."""
 
 
@@ -159,7 +159,7 @@ def _in_child() -> None:
     global _pid, _forked
     parent, _pid, _forked = _pid, os.getpid(), True
     for heir in tuple(_heirs):
-        heir.inherited(parent)
+        heir.after_fork_in_child(parent)
 
 
 if hasattr(os, "register_at_fork"):

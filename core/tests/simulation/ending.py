@@ -108,7 +108,7 @@ class Ending:
             tiers = [tier for house in self._world.houses for tier in peek.stored_tiers(house.site.engines[0])]
             tiers = [tier for tier in tiers if tier.name == name]
             policy, shared = tiers[0].policy, tiers[0].backend.shared
-            evictors = [tier for tier in tiers if tier.upkeep.evicts]
+            evictors = [tier for tier in tiers if tier.maintenance.evicts]
             if len(evictors) != int(policy.bounded):
                 self._oracle.violated("evictors", f"{name}: {len(evictors)} processes evict, of {len(tiers)}")
             if store.limit_bytes is not None:

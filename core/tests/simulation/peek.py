@@ -17,7 +17,7 @@ from kvloom.engine.lookup import Index
 from kvloom.memory.pages import PAGE_BYTES
 from kvloom.pipeline import layer_read
 from kvloom.pipeline.task import Task
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored import breaker, maintenance
 from simulation.fibers import Violation
 from simulation.store import Guard
@@ -65,9 +65,9 @@ def constants(pace: Pace) -> Iterator[None]:
 @contextmanager
 def told_of_progress(arrived: Callable[[], None], ended: Callable[[], None]) -> Iterator[None]:
     """While this lasts: `arrived` is called when something arrived for an operation, `ended` when a task ends."""
-    progress, end = Visit.progress, Task.run
+    progress, end = RequestContext.progress, Task.run
 
-    def progressed(self: Visit) -> None:
+    def progressed(self: RequestContext) -> None:
         progress(self)
         arrived()
 
@@ -75,7 +75,7 @@ def told_of_progress(arrived: Callable[[], None], ended: Callable[[], None]) -> 
         end(self, work)
         ended()
 
-    with patch.object(Visit, "progress", progressed), patch.object(Task, "run", run):
+    with patch.object(RequestContext, "progress", progressed), patch.object(Task, "run", run):
         yield
 
 
@@ -104,7 +104,8 @@ def stored_tiers(engine: Index) -> list[Any]:
 
 def listed_again(engine: Index) -> float:
     """When every store that is listed again and again will have been: one that took long to list is left alone."""
-    times = [tier.upkeep._list_at for tier in stored_tiers(engine) if tier.backend.shared and tier.upkeep.evicts]
+    shared = [tier.maintenance for tier in stored_tiers(engine) if tier.backend.shared]
+    times = [maintenance._list_at for maintenance in shared if maintenance.evicts]
     return max(times, default=0.0)
 
 

@@ -16,8 +16,7 @@ from kvloom.memory import pool
 from kvloom.pipeline import readahead
 from kvloom.runtime import Call, Workers
 from kvloom.tiers import invalidation, request_context
-from kvloom.tiers.index import entries as holdings
-from kvloom.tiers.index import ledger
+from kvloom.tiers.index import entries, ledger
 from kvloom.tiers.memory import tier
 from kvloom.tiers.stored import inflight
 from kvloom.tiers.stored import read as reader
@@ -115,26 +114,26 @@ def double_free() -> AbstractContextManager[Any]:
 def abandoned_memory_reused_at_once() -> Iterator[None]:
     """Whoever gives up waiting for a read gives its memory back, though the read may still arrive."""
     rooms: dict[str, Any] = {}
-    reserve, give_up = reader._Landing.reserve, inflight.Flights.give_up
+    reserve, give_up = reader._Landing.reserve, inflight.InflightReads.give_up
 
     def remember(self: Any, num_bytes: int) -> memoryview:
         view = reserve(self, num_bytes)
         rooms[self._key] = self._room
         return view
 
-    def give_back(self: inflight.Flights, read: inflight.Read) -> None:
+    def give_back(self: inflight.InflightReads, read: inflight.Read) -> None:
         give_up(self, read)
         room = rooms.pop(str(read.flight.key), None)
         if room is not None and room._pool is not None and not read.flight.shares:
             room._pool.free(room.start, room.size)
 
-    with patch.object(inflight.Flights, "give_up", give_back), patch.object(reader._Landing, "reserve", remember):
+    with patch.object(inflight.InflightReads, "give_up", give_back), patch.object(reader._Landing, "reserve", remember):
         yield
 
 
 def late_write_resurrects() -> AbstractContextManager[Any]:
     """What was under way when its key was removed arrives and stays."""
-    return patch.object(invalidation.Purges, "hit", lambda self, name, since: False)
+    return patch.object(invalidation.Invalidations, "hit", lambda self, name, since: False)
 
 
 def deadline_not_enforced() -> AbstractContextManager[Any]:
@@ -151,7 +150,7 @@ def deadline_not_enforced() -> AbstractContextManager[Any]:
 
 def deadline_for_each_call() -> AbstractContextManager[Any]:
     """Every call may take a deadline, however long the operation has waited already."""
-    return patch.object(request_context.Visit, "patience", lambda self, seconds: self._now() + seconds)
+    return patch.object(request_context.RequestContext, "patience", lambda self, seconds: self._now() + seconds)
 
 
 def expired_is_served() -> AbstractContextManager[Any]:
@@ -172,7 +171,7 @@ def removal_not_counted() -> AbstractContextManager[Any]:
 
 def capacity_ignored_by_writes() -> AbstractContextManager[Any]:
     """Room is made at a restart and for nothing else."""
-    return patch.object(holdings.Holdings, "shrink", lambda self, tenants, **limits: [])
+    return patch.object(entries.Entries, "shrink", lambda self, tenants, **limits: [])
 
 
 def everybody_evicts() -> AbstractContextManager[Any]:
@@ -191,15 +190,17 @@ def pinned_is_evicted() -> AbstractContextManager[Any]:
 
 def lease_forgotten() -> AbstractContextManager[Any]:
     """Of two that wait for one read, the first to go takes no lease back."""
-    real = inflight.Flights._share
+    real = inflight.InflightReads._share
 
-    def share(self: inflight.Flights, flight: inflight.Flight, wants: request_context.Visit) -> Loaded | None:
+    def share(
+        self: inflight.InflightReads, flight: inflight.InflightRead, wants: request_context.RequestContext
+    ) -> Loaded | None:
         loaded = real(self, flight, wants)
         if loaded is not None and flight.shares:
             loaded.again().lease.block = None
         return loaded
 
-    return patch.object(inflight.Flights, "_share", share)
+    return patch.object(inflight.InflightReads, "_share", share)
 
 
 def restart_forgets() -> AbstractContextManager[Any]:

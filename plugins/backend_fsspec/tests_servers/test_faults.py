@@ -49,7 +49,8 @@ def open_engine(bucket: str) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def open(endpoint: str, **tier: Any) -> Engine:
-        settings = {"type": "fsspec", "url": f"s3://{bucket}/kv", "allow_http": True, "timeout": 2.0, **tier}
+        # A busy machine may take seconds for the first write, which opening waits for.
+        settings = {"type": "fsspec", "url": f"s3://{bucket}/kv", "allow_http": True, "timeout": 10.0, **tier}
         settings = {"deadline": f"{int(DEADLINE_SECONDS * 1000)}ms", "options": {"endpoint": endpoint}, **settings}
         tiers = [{"type": "memory", "capacity": "8MiB"}, settings]
         engines.append(Engine.open({"chunk_tokens": CHUNK, "connector": "plain", "tiers": tiers}, SPEC))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvloom_testkit import scaffold
+from kvloom_testkit.cli import scaffold
 
 PAGE = Path(__file__).parents[3] / "docs/extend/your-first-executor.md"
 

@@ -19,7 +19,7 @@ from kvloom_blend import (
 )
 from kvloom_blend.rotation import Rotation
 from kvloom_connector_transformers import spec_of
-from kvloom_testkit.blending import batch_of
+from kvloom_testkit.executors.sessions import batch_of
 
 
 @given(st.lists(st.booleans(), max_size=50))

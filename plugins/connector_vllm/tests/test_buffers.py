@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 import kvloom
 from kvloom import BackendError, Buffers, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom_backend_disk.backend import DiskBackend
-from kvloom_connector_vllm import buffer_blobs, buffer_room
-from kvloom_connector_vllm.buffers import KVLookupBuffer
+from kvloom_connector_vllm.buffers import KVLookupBuffer, blobs, room
 
 # -- taking ------------------------------------------------------------------------------------------------------------
 
@@ -226,7 +225,7 @@ def test_of_two_who_reserve_at_once_one_gives_way() -> None:
     class Rivalled(CreatingDict):
         def put(self, key: str, blob: Buffers) -> None:
             if "/room/" in key:
-                super().put(f"kv-lookup/room/{buffer_room.new_id()}-8192", [b"a rival"])
+                super().put(f"kv-lookup/room/{room.new_id()}-8192", [b"a rival"])
             super().put(key, blob)
 
     buffer = lookup(Rivalled(kvloom.Config()), capacity=8192)
@@ -301,4 +300,4 @@ def test_an_entry_that_is_longer_than_the_buffer_is_not_read(tmp_path: Path) -> 
 def test_the_shape_that_an_entry_says_takes_no_memory(shape: object) -> None:
     described = {"dtype": "uint8", "shape": shape}
     with pytest.raises((CorruptBlobError, UnreadableBlobError)):
-        buffer_blobs._tensor(described, memoryview(b"x"))
+        blobs._tensor(described, memoryview(b"x"))

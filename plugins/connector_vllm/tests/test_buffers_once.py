@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import kvloom
 from kvloom import Buffer, DeadlineExceeded, envelope
-from kvloom_connector_vllm import buffer_room
-from kvloom_connector_vllm.lookup_buffer import Prefix
+from kvloom_connector_vllm.buffers import room
+from kvloom_connector_vllm.buffers.lookup import Prefix
 
 # -- once --------------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ def test_what_the_dead_claimed_goes_after_a_while() -> None:
 
 def test_room_that_the_dead_reserved_is_given_back() -> None:
     backend = CreatingDict(kvloom.Config())
-    backend.put(f"kv-lookup/room/{buffer_room.new_id()}-8192", [b"reserved"])
+    backend.put(f"kv-lookup/room/{room.new_id()}-8192", [b"reserved"])
     with pytest.raises(DeadlineExceeded):
         put_in(lookup(backend, capacity=8192, abandoned=3600), [1])
     time.sleep(0.02)

@@ -9,8 +9,8 @@ import torch
 
 from kvloom import KVSpec
 from kvloom_connector_vllm import native
-from kvloom_connector_vllm.nested_tuple import NestedTupleConnector
-from kvloom_connector_vllm.paged import PagedConnector
+from kvloom_connector_vllm.paged.connector import PagedConnector
+from kvloom_connector_vllm.paged.nested_tuple import NestedTupleConnector
 from kvloom_connector_vllm.testing import (
     BLOCK_TOKENS,
     PagesMemory,

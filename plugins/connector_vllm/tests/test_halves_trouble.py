@@ -94,9 +94,9 @@ def test_a_save_that_does_not_end_is_given_up(pretended: Any, monkeypatch: pytes
     monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.1)
     one = pretended(tiers=[MEMORY])
     hanging = threading.Event()
-    keeper = one.engines[0]._stack.keeper
-    reserve = keeper._reserve
-    monkeypatch.setattr(keeper, "_reserve", lambda *args, **kw: (hanging.wait(20), reserve(*args, **kw))[1])
+    storer = one.engines[0]._stack.storer
+    reserve = storer._reserve
+    monkeypatch.setattr(storer, "_reserve", lambda *args, **kw: (hanging.wait(20), reserve(*args, **kw))[1])
     first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
     one.scheduler.begin(first, NOBODY)
     one.step([Scheduled("a", range(8), True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
@@ -114,14 +114,14 @@ def test_a_request_that_is_over_gets_no_kv(pretended: Any, tmp_path: Path, monke
     pretended(tiers=[disk(tmp_path)]).serve(FakeRequest("a", PROMPT[:]), range(8))
     two = pretended(tiers=[disk(tmp_path)])
     began, go_on = threading.Event(), threading.Event()
-    fetch = two.engines[0]._stack.fetcher.fetch
+    fetch = two.engines[0]._stack.loader.fetch
 
     def late(*args: Any, **kw: Any) -> Any:
         began.set()
         assert go_on.wait(20)
         return fetch(*args, **kw)
 
-    monkeypatch.setattr(two.engines[0]._stack.fetcher, "fetch", late)
+    monkeypatch.setattr(two.engines[0]._stack.loader, "fetch", late)
     request = FakeRequest("b", PROMPT[:])
     two.scheduler.load(request, range(8), two.matched(request))
     two.step()
@@ -139,9 +139,9 @@ def test_all_who_read_a_block_are_fenced(pretended: Any, monkeypatch: pytest.Mon
     """Two requests share blocks by the engine's own cache, and both save them; both saves wait."""
     monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.2)
     one = pretended(tiers=[MEMORY])
-    keeper = one.engines[0]._stack.keeper
-    go_on, reserve = threading.Event(), keeper._reserve
-    monkeypatch.setattr(keeper, "_reserve", lambda *args, **kw: (go_on.wait(20), reserve(*args, **kw))[1])
+    storer = one.engines[0]._stack.storer
+    go_on, reserve = threading.Event(), storer._reserve
+    monkeypatch.setattr(storer, "_reserve", lambda *args, **kw: (go_on.wait(20), reserve(*args, **kw))[1])
     first, second, third = (FakeRequest(name, [1] * 27 if name != "c" else [2] * 27) for name in "abc")
     for request in (first, second):
         one.scheduler.begin(request, NOBODY)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom import Chunk, ChunkKey, Engine, KVSpec, MemoryFormat, Segment
-from kvloom_connector_vllm.nested_tuple import NestedTupleConnector
-from kvloom_connector_vllm.paged import PagedConnector
+from kvloom_connector_vllm.paged.connector import PagedConnector
+from kvloom_connector_vllm.paged.nested_tuple import NestedTupleConnector
 
 SPEC = KVSpec("m", 2, 2, 8, "bfloat16")
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvloom import EngineConfig, KVSpec
-from kvloom_connector_vllm import offload_tiers
-from kvloom_connector_vllm.offload_pages import PieceGeometry
-from kvloom_connector_vllm.offload_rows import Done, RowStore
-from kvloom_connector_vllm.offload_tiers import Found, Tiers
+from kvloom_connector_vllm.offload import tiers
+from kvloom_connector_vllm.offload.pages import PieceGeometry
+from kvloom_connector_vllm.offload.rows import Done, RowStore
+from kvloom_connector_vllm.offload.tiers import Found, Tiers
 
 SPEC = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype="uint8")
 ROWS, ROW = 6, 64
@@ -59,7 +59,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 def test_an_answer_and_a_row_take_few_steps(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(host, 1)
-    monkeypatch.setattr(offload_tiers, "IDLE_SECONDS", 30.0)
+    monkeypatch.setattr(tiers, "IDLE_SECONDS", 30.0)
     steps = 0
     while host.store.lookup(KEYS[0], "r") is Found.ASKED:
         host.store.end_step()

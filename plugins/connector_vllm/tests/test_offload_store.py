@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from kvloom import ConfigError, EngineConfig, KVSpec
-from kvloom_connector_vllm import offload_tiers
-from kvloom_connector_vllm.offload_copy import Blocks, Copier, Order
-from kvloom_connector_vllm.offload_pages import PieceGeometry
-from kvloom_connector_vllm.offload_setup import OffloadSettings
-from kvloom_connector_vllm.offload_store import OffloadStore
-from kvloom_connector_vllm.offload_tiers import Found, Pace, Tiers
+from kvloom_connector_vllm.offload import tiers as offload_tiers
+from kvloom_connector_vllm.offload.copy import Blocks, Copier, Order
+from kvloom_connector_vllm.offload.pages import PieceGeometry
+from kvloom_connector_vllm.offload.setup import OffloadSettings
+from kvloom_connector_vllm.offload.store import OffloadStore
+from kvloom_connector_vllm.offload.tiers import Found, Pace, Tiers
 from kvloom_connector_vllm.staging import Staging
 
 SPEC = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype="uint8")

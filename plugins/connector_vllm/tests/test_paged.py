@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from kvloom import Chunk, ChunkKey, Engine, KVSpec, MemoryFormat, Segment
 from kvloom_connector_vllm import native
-from kvloom_connector_vllm.layout import ORDERS, PagedLayout
-from kvloom_connector_vllm.paged import PagedConnector
-from kvloom_connector_vllm.paged_move import Move, by_torch
-from kvloom_connector_vllm.paged_table import PageTable
+from kvloom_connector_vllm.paged.connector import PagedConnector
+from kvloom_connector_vllm.paged.layout import ORDERS, PagedLayout
+from kvloom_connector_vllm.paged.move import Move, by_torch
+from kvloom_connector_vllm.paged.table import PageTable
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8")
 FORMS = ("pair", "leading 2", "second 2", "joined", "whole", "whole pairs")

@@ -19,12 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloom import Chunk, ChunkKey, ConfigError, KVSpec, MemoryFormat, Segment
-from kvloom_connector_vllm import native, paged_cuda, testing
+from kvloom_connector_vllm import native, testing
 from kvloom_connector_vllm.native import Kernels
-from kvloom_connector_vllm.paged import PagedConnector
-from kvloom_connector_vllm.paged_cuda import PagedCudaConnector
+from kvloom_connector_vllm.paged import cuda
+from kvloom_connector_vllm.paged.connector import PagedConnector
+from kvloom_connector_vllm.paged.cuda import PagedCudaConnector
 from kvloom_testkit import ConnectorConformance, ConnectorHarness
-from kvloom_testkit.memories import done, same
+from kvloom_testkit.connectors.memories import done, same
 from kvloom_testkit.subjects import SPEC
 
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -47,7 +48,7 @@ def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """The connectors of a test use them."""
     if "refuses" not in request.node.name and "compile" not in request.node.name:
         found = request.getfixturevalue("found")
-        monkeypatch.setattr(paged_cuda, "kernels", lambda: found)
+        monkeypatch.setattr(cuda, "kernels", lambda: found)
         monkeypatch.setattr(testing, "kernels", lambda: found)
 
 
@@ -136,7 +137,7 @@ def test_the_kernel_itself_goes_to_host_memory_unless_use_gpu(
     segments = it.segments(16, 16)
     chunks = [Chunk(room(SPEC, 16, found, True).tensor, MemoryFormat.KV_BLOB, 16) for _ in segments]
     done(it.connector.read(segments, chunks, **it.engine().where))
-    assert grids == [paged_cuda._BLOCKS_ON_DEVICE if use_gpu else paged_cuda._BLOCKS]
+    assert grids == [cuda._BLOCKS_ON_DEVICE if use_gpu else cuda._BLOCKS]
 
 
 def test_chunks_that_the_device_cannot_reach_are_staged(found: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +187,8 @@ def test_what_the_engine_has_queued_is_done_first(named: bool, use_gpu: bool) ->
 
 def test_a_move_in_parts_is_the_whole_move() -> None:
     chunks = [torch.zeros(2, 1, tokens, 4, dtype=torch.uint8) for tokens in (1, 2, 3, 9, 1)]
-    move = paged_cuda.Move(None, torch.arange(16).numpy(), chunks, True)  # type: ignore[arg-type]
-    parts = list(paged_cuda._parts(move, 30))
+    move = cuda.Move(None, torch.arange(16).numpy(), chunks, True)  # type: ignore[arg-type]
+    parts = list(cuda._parts(move, 30))
     assert [[chunk.shape[2] for chunk in part.chunks] for part in parts] == [[1, 2], [3], [9], [1]]
     assert [part.slots.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], list(range(6, 15)), [15]]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom import KVSpec
-from kvloom_connector_vllm.pages import Geometry, VLLMBlobConnector, VLLMConfig, VLLMConnector
+from kvloom_connector_vllm.paged.blocks import Geometry, VLLMBlobConnector, VLLMConfig, VLLMConnector
 from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory
 from kvloom_testkit.subjects import SPEC
 

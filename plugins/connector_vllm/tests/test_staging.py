@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from kvloom_connector_vllm import native
-from kvloom_connector_vllm.offload_copy import Blocks, Copier, Order
+from kvloom_connector_vllm.offload.copy import Blocks, Copier, Order
 from kvloom_connector_vllm.staging import Held, Slots, Staging, staging_path
 
 

@@ -32,9 +32,9 @@ class _Driver:
 
     def patient(self) -> Any:
         """Steps with nothing to compute wait as long as they have to; `steps` counts all of them from here on."""
-        from kvloom_connector_vllm import offload_tiers
+        from kvloom_connector_vllm.offload import tiers
 
-        offload_tiers.IDLE_SECONDS = 30.0
+        tiers.IDLE_SECONDS = 30.0
         schedule, self._steps = self._scheduler.schedule, 0
 
         def counted(*args: Any, **kwargs: Any) -> Any:

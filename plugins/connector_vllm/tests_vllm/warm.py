@@ -32,8 +32,8 @@ IMPORTED = [
     "transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama", "kvloom.engine.engine",
     "kvloom_connector_vllm.adapter.connector", "kvloom_connector_vllm.adapter.offloading",
     "kvloom_backend_disk.backend", "kvloom_serde_cachegen.serializer", "kvloom_connector_transformers.connector",
-    "kvloom_connector_vllm.paged", "vllm.v1.core.sched.scheduler", "vllm.plugins.lora_resolvers.filesystem_resolver",
-    "vllm.entrypoints.launchers.cli_args",
+    "kvloom_connector_vllm.paged.connector", "vllm.v1.core.sched.scheduler",
+    "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.entrypoints.launchers.cli_args",
 ]  # fmt: skip
 PLAIN = {
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1",

@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvloom_testkit import faults as faults
-    from kvloom_testkit.backend import BackendConformance
-    from kvloom_testkit.connector import ConnectorConformance
-    from kvloom_testkit.executor import ExecutorConformance
-    from kvloom_testkit.memories import ConnectorHarness, EngineMemory
-    from kvloom_testkit.observer import ObserverConformance
-    from kvloom_testkit.retriever import RetrieverConformance
-    from kvloom_testkit.serializer import SerializerConformance
+    from kvloom_testkit.backends.conformance import BackendConformance
+    from kvloom_testkit.connectors.conformance import ConnectorConformance
+    from kvloom_testkit.connectors.memories import ConnectorHarness, EngineMemory
+    from kvloom_testkit.executors.conformance import ExecutorConformance
+    from kvloom_testkit.observers.conformance import ObserverConformance
+    from kvloom_testkit.retrievers.conformance import RetrieverConformance
+    from kvloom_testkit.serializers.conformance import SerializerConformance
     from kvloom_testkit.subjects import SPEC
-    from kvloom_testkit.tokens import TokensConformance
+    from kvloom_testkit.tokens.conformance import TokensConformance
 
 _HOME = {
-    "BackendConformance": "kvloom_testkit.backend",
-    "ConnectorConformance": "kvloom_testkit.connector",
-    "ConnectorHarness": "kvloom_testkit.memories",
-    "EngineMemory": "kvloom_testkit.memories",
-    "ExecutorConformance": "kvloom_testkit.executor",
-    "ObserverConformance": "kvloom_testkit.observer",
-    "RetrieverConformance": "kvloom_testkit.retriever",
+    "BackendConformance": "kvloom_testkit.backends.conformance",
+    "ConnectorConformance": "kvloom_testkit.connectors.conformance",
+    "ConnectorHarness": "kvloom_testkit.connectors.memories",
+    "EngineMemory": "kvloom_testkit.connectors.memories",
+    "ExecutorConformance": "kvloom_testkit.executors.conformance",
+    "ObserverConformance": "kvloom_testkit.observers.conformance",
+    "RetrieverConformance": "kvloom_testkit.retrievers.conformance",
     "SPEC": "kvloom_testkit.subjects",
-    "SerializerConformance": "kvloom_testkit.serializer",
-    "TokensConformance": "kvloom_testkit.tokens",
+    "SerializerConformance": "kvloom_testkit.serializers.conformance",
+    "TokensConformance": "kvloom_testkit.tokens.conformance",
 }
 
 __all__ = [

@@ -8,13 +8,13 @@ from kvloom import ConfigError
 from kvloom_testkit.conformance import Conformance
 
 CLASSES = {
-    "backend": "kvloom_testkit.backend:BackendConformance",
-    "connector": "kvloom_testkit.connector:ConnectorConformance",
-    "serializer": "kvloom_testkit.serializer:SerializerConformance",
-    "tokens": "kvloom_testkit.tokens:TokensConformance",
-    "blend retriever": "kvloom_testkit.retriever:RetrieverConformance",
-    "blend executor": "kvloom_testkit.executor:ExecutorConformance",
-    "observer": "kvloom_testkit.observer:ObserverConformance",
+    "backend": "kvloom_testkit.backends.conformance:BackendConformance",
+    "connector": "kvloom_testkit.connectors.conformance:ConnectorConformance",
+    "serializer": "kvloom_testkit.serializers.conformance:SerializerConformance",
+    "tokens": "kvloom_testkit.tokens.conformance:TokensConformance",
+    "blend retriever": "kvloom_testkit.retrievers.conformance:RetrieverConformance",
+    "blend executor": "kvloom_testkit.executors.conformance:ExecutorConformance",
+    "observer": "kvloom_testkit.observers.conformance:ObserverConformance",
 }
 """By kind, as the registry calls it."""
 WORDS = {kind.removeprefix("blend "): kind for kind in CLASSES}

@@ -28,9 +28,9 @@ HARNESSES = "kvloom.testkit"
 
 _OWN_HARNESSES = {
     "blend_retriever.kit_pieces": "kvloom_testkit.reference.retriever_harness:harness",
-    "connector.kit_pages": "kvloom_testkit.harnesses:pages",
+    "connector.kit_pages": "kvloom_testkit.connectors.harnesses:pages",
     "connector.kit_slots": "kvloom_testkit.reference.connector_harness:harness",
-    "connector.plain": "kvloom_testkit.harnesses:plain",
+    "connector.plain": "kvloom_testkit.connectors.harnesses:plain",
 }
 """Of kvloom's built-in components, which do not depend on the kit, and of the kit's own."""
 _TMP = "{tmp}"

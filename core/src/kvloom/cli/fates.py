@@ -18,7 +18,7 @@ from kvloom.cli.model import Keys
 from kvloom.cli.store import QUARANTINE, RUNTIME, Store, at_once
 from kvloom.errors import BackendError, CorruptBlobError, UnreadableBlobError
 from kvloom.format import envelope
-from kvloom.tiers.index.eviction_history import MAX_RECORD_BYTES, RECORD, Departures, parse
+from kvloom.tiers.index.eviction_history import MAX_RECORD_BYTES, RECORD, Evictions, parse
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,7 @@ class _Tier:
             return _Said(NEVER, "nothing is evicted from it; if it was stored, it was removed by request")
         return _Said(GONE, "never stored, or evicted: there is no record of that")
 
-    def _read_departures(self) -> Departures | None:
+    def _read_departures(self) -> Evictions | None:
         record = self.store.ask(lambda: self.store.record(RECORD, MAX_RECORD_BYTES))
         return None if record is None else parse(bytes(record))
 

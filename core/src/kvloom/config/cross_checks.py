@@ -10,7 +10,7 @@ from kvloom.config.validation_errors import Problem
 Tiers = Sequence[MemoryBlock | StoredBlock | None]
 
 
-def compared(tiers: Tiers, *, wrong: Mapping[int, Collection[str]] | None = None) -> list[Problem]:
+def cross_checks(tiers: Tiers, *, wrong: Mapping[int, Collection[str]] | None = None) -> list[Problem]:
     """All problems between the tiers and inside of each, by the path below `tiers`.
 
     None: a tier that nothing is known of. wrong: settings of which nothing is known, by the tier's index.

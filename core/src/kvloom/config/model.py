@@ -33,7 +33,7 @@ from kvloom.config.blocks import (
     Word,
     no_bool,
 )
-from kvloom.config.cross_checks import compared
+from kvloom.config.cross_checks import cross_checks
 from kvloom.config.others import other_problems
 from kvloom.config.validation_errors import KeyPath, Origins, Problem, problems, unknown
 from kvloom.errors import ConfigError
@@ -73,7 +73,7 @@ class EngineConfig(BaseModel):
     @field_validator("tiers", mode="after")
     @classmethod
     def _ordered(cls, tiers: tuple[MemoryBlock | StoredBlock, ...]) -> tuple[MemoryBlock | StoredBlock, ...]:
-        found = compared(tiers)
+        found = cross_checks(tiers)
         if found:
             text = "; ".join(text for _, text in found)
             raise PydanticCustomError("kvloom", "{text}", {"text": text, "found": found})

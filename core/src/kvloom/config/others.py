@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, PluginsBlock, StoredBlock, TierBlock
 from kvloom.config.choices import Checks
-from kvloom.config.cross_checks import compared
+from kvloom.config.cross_checks import cross_checks
 from kvloom.config.validation_errors import KeyPath, Origins, Problem
 from kvloom.plugins.registry import Registry
 
@@ -36,7 +36,7 @@ def _compared_all_the_same(tree: Mapping[str, Any], found: Sequence[Problem]) ->
     for index, block in enumerate(blocks):
         tiers.append(_sound(block, [(key,) for key in wrong.get(index, ())], _tier))
     known = {path for path, _ in found}
-    others = [(("tiers", *below), text) for below, text in compared(tiers, wrong=wrong)]
+    others = [(("tiers", *below), text) for below, text in cross_checks(tiers, wrong=wrong)]
     return [(path, text) for path, text in others if path not in known]
 
 

@@ -30,7 +30,7 @@ Source = str | Path | Mapping[str, Any] | EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Components:
     """All of it, open."""
 
     config: EngineConfig
@@ -53,9 +53,9 @@ def kept(made: ExitStack, part: T) -> T:
     return part
 
 
-def open_parts(
+def open_components(
     config: Source, spec: KVSpec, made: ExitStack, *, role: str, registry: Registry | None, runtime: Runtime | None
-) -> Parts:  # fmt: skip
+) -> Components:  # fmt: skip
     """Open every component. Raises ConfigError, PluginError, or ValueError for another role.
 
     made: closes all that was opened, also if this raises; take its callbacks out once somebody else closes the parts.
@@ -82,4 +82,4 @@ def open_parts(
     )  # fmt: skip
     kept(made, stack)
     others = () if moves else tuple((one, kept(made, resolved.tokens.make(one))) for one in spec.other_ranks())
-    return Parts(config, spec, stack, connector, tokens, events, runtime, registry, blending, others)
+    return Components(config, spec, stack, connector, tokens, events, runtime, registry, blending, others)

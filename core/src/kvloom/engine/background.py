@@ -11,7 +11,7 @@ from kvloom.errors import BackendError
 from kvloom.pipeline.task import Task
 from kvloom.runtime import Runtime, Workers
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import Record
+from kvloom.telemetry.request_trace import RequestTrace
 from kvloom.types import Segment
 
 MOST_TASKS = 1024
@@ -34,7 +34,7 @@ class Background:
         """Saves that have not begun, with what is told if they never do."""
 
     def start(
-        self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: Record, *,
+        self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: RequestTrace, *,
         awaited: bool = False, ahead: bool = False,
     ) -> Task:  # fmt: skip
         """Begin `work`, which gives a bool for each segment. awaited: somebody waits for it. ahead: it is of no
@@ -72,10 +72,10 @@ class Background:
             return dropped("no thread")
         return task
 
-    def inherited(self, error: BaseException) -> None:
+    def after_fork_in_child(self, error: BaseException) -> None:
         """In a forked child: nobody will do what the parent's threads had to do."""
         for task in tuple(self._tasks):
-            task.inherited(error)
+            task.after_fork_in_child(error)
 
     def close(self, seconds: float, error: BaseException) -> None:
         """Do every save and wait for loads under way, so many seconds for each; the rest is given up with `error`."""

@@ -21,7 +21,7 @@ from kvloom import keys as keying
 from kvloom.config import EngineConfig, resolve
 from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.observer import ChunkEvent
-from kvloom.engine.assembly import Parts, Source, kept, open_parts
+from kvloom.engine.assembly import Components, Source, kept, open_components
 from kvloom.engine.background import Background
 from kvloom.engine.blending import Blending
 from kvloom.engine.lookup import Index
@@ -31,14 +31,14 @@ from kvloom.memory.pages import settle_threads
 from kvloom.pipeline.layer_load import Loading
 from kvloom.pipeline.layer_store import Storing
 from kvloom.pipeline.task import Task
-from kvloom.pipeline.transfer import Mover, check_connector, check_where
+from kvloom.pipeline.transfer import Transfer, check_connector, check_where
 from kvloom.plugins.registry import Registry
 from kvloom.runtime import Runtime, SystemRuntime, close_all, opened
 from kvloom.telemetry.events import Callers
-from kvloom.telemetry.request_trace import Record
+from kvloom.telemetry.request_trace import RequestTrace
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.memory.index import Changes
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.prefix import Chain
 from kvloom.types import ChunkKey, KVSpec, Segment, canonical_json
 
 
@@ -50,7 +50,7 @@ class _Named:
         self.lock = SystemRuntime().lock()
         opened(self)
 
-    def inherited(self, pid: int) -> None:
+    def after_fork_in_child(self, pid: int) -> None:
         self.lock = SystemRuntime().lock()
 
 
@@ -67,7 +67,7 @@ class Engine(Index):
     Every method raises BackendError once it is closed, and in a child of the process that opened it.
     """
 
-    def __init__(self, parts: Parts, *, owner: Engine | None = None) -> None:
+    def __init__(self, parts: Components, *, owner: Engine | None = None) -> None:
         """Use `Engine.open`."""
         self.blending = parts.blending
         """What the configuration's `blend` block names; None without one."""
@@ -115,10 +115,10 @@ class Engine(Index):
 
         def opened() -> Index:
             with ExitStack() as made:
-                parts = open_parts(config, spec, made, role=role, registry=registry, runtime=runtime)
+                parts = open_components(config, spec, made, role=role, registry=registry, runtime=runtime)
                 index = cls(parts) if role == "engine" else Index(parts)
                 made.pop_all()
-            return index._told_of()
+            return index._attach_observers()
 
         return runtime.uninterrupted(opened, discard=lambda index: index.close(), leave=True)
 
@@ -146,11 +146,11 @@ class Engine(Index):
         self._siblings = [*(ref for ref in self._siblings if ref() is not None), weakref.ref(sibling)]
         return sibling
 
-    def inherited(self, pid: int) -> None:
-        super().inherited(pid)
-        self._background.inherited(BackendError(self._gone))
+    def after_fork_in_child(self, pid: int) -> None:
+        super().after_fork_in_child(pid)
+        self._background.after_fork_in_child(BackendError(self._gone))
         for handle in tuple(self._by_layer):
-            handle.inherited(BackendError(self._gone))
+            handle.after_fork_in_child(BackendError(self._gone))
 
     @shielded_waiting
     def close(self) -> None:
@@ -240,7 +240,7 @@ class Engine(Index):
         self._stack.touch(keys)
         record = self._record("retrieve", whole, first, tokens, callers=callers)
         chain = Chain(keys)
-        task.run(lambda task: self._mover.load(task, whole[first:], where, chain=chain, gaps=False, record=record))
+        task.run(lambda task: self._transfer.load(task, whole[first:], where, chain=chain, gaps=False, record=record))
         moved = task.result()
         self._stack.touch(keys, count=False)
         retrieved = torch.zeros(tokens.numel(), dtype=torch.bool)
@@ -274,7 +274,7 @@ class Engine(Index):
         keys = [segment.key for segment in whole]
         self._stack.touch(keys, count=False)  # before, so that room is not made at its own cost
         record = self._record("store", whole, first, tokens, callers=callers)
-        task.run(lambda task: self._mover.save(task, whole[first:], where, chain=Chain(keys), record=record))
+        task.run(lambda task: self._transfer.save(task, whole[first:], where, chain=Chain(keys), record=record))
         task.result()
         self._stack.touch([segment.key for segment in whole])
         self._tokens.learn(tokens, salt=self._salt(salt))
@@ -346,7 +346,7 @@ class Engine(Index):
             keys = [segment.key for segment in whole]
             self._stack.touch(keys)
             record = self._record("prefetch", whole, first, tokens, callers=callers)
-            work = partial(self._mover.warm, segments=whole[first:], chain=Chain(keys), record=record)
+            work = partial(self._transfer.warm, segments=whole[first:], chain=Chain(keys), record=record)
             self._check_open()
             return self._background.start(whole[first:], work, record, ahead=True)
 
@@ -361,7 +361,7 @@ class Engine(Index):
         segments = self._named(tokens, salt)
         chain = Chain([segment.key for segment in segments])
         record = self._record("pin", segments, 0, tokens, callers=callers)
-        task.run(lambda task: self._mover.warm(task, segments, chain=chain, record=record))
+        task.run(lambda task: self._transfer.warm(task, segments, chain=chain, record=record))
         task.result()
         pinned = [segment for segment in segments if self._stack.memory.pin([segment.key], True)]
         return sum(segment.end - segment.start for segment in pinned)
@@ -425,7 +425,7 @@ class Engine(Index):
             chain = Chain([segment.key for segment in segments])
             record = self._record("load", segments, callers=callers)
             work = partial(
-                self._mover.load, segments=segments, where=where, chain=chain, gaps=True, into=connector,
+                self._transfer.load, segments=segments, where=where, chain=chain, gaps=True, into=connector,
                 record=record,
             )  # fmt: skip
             self._check_open()
@@ -457,7 +457,7 @@ class Engine(Index):
             check_where(self.connector, segments, where)
             chain = Chain([segment.key for segment in segments])
             record = self._record("save", segments, callers=callers)
-            work = partial(self._mover.save, segments=segments, where=where, chain=chain, record=record)
+            work = partial(self._transfer.save, segments=segments, where=where, chain=chain, record=record)
             self._check_open()
             return self._background.start(segments, work, record)
 
@@ -466,13 +466,13 @@ class Engine(Index):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     @property
-    def _mover(self) -> Mover:
+    def _transfer(self) -> Transfer:
         """With the connector that there is now."""
-        return Mover(self._stack, self.connector, self._events, self._runtime)
+        return Transfer(self._stack, self.connector, self._events, self._runtime)
 
     def _loading(
         self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
-        record: Record, connector: GPUConnector | None = None,
+        record: RequestTrace, connector: GPUConnector | None = None,
     ) -> Loading:  # fmt: skip
         connector = connector or self.connector
         check_connector(connector, "write_layer")

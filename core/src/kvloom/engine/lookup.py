@@ -12,12 +12,12 @@ import torch
 from kvloom import keys as keying
 from kvloom.contracts.observer import CounterKey, Totals
 from kvloom.contracts.tokens import TokenDatabase
-from kvloom.engine.assembly import Parts
+from kvloom.engine.assembly import Components
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded_waiting
 from kvloom.runtime import close_all, opened
 from kvloom.telemetry.events import Callers
-from kvloom.telemetry.request_trace import NO_RECORD, OpenRecord, Record
+from kvloom.telemetry.request_trace import NO_TRACE, OpenRequestTrace, RequestTrace
 from kvloom.tiers.tier import Tier
 from kvloom.types import ChunkKey, Health, Hit, Segment
 
@@ -57,7 +57,7 @@ class Index:
     Every method raises BackendError once it is closed, and in a child of the process that opened it.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         """Use `Engine.open`."""
         connector = parts.connector
         self.config = parts.config
@@ -78,7 +78,7 @@ class Index:
         self._not_at_exit: Callable[[], None] = lambda: None
         opened(self)
 
-    def _told_of(self) -> Self:
+    def _attach_observers(self) -> Self:
         """Called once, when it is open: have the observers watch it. Closes it, and raises what they raise.
 
         At the latest it is closed when the process ends.
@@ -91,7 +91,7 @@ class Index:
         self._not_at_exit = self._runtime.at_exit(self.close)
         return self
 
-    def inherited(self, pid: int) -> None:
+    def after_fork_in_child(self, pid: int) -> None:
         """In a forked child: refuse every verb, and have nothing to close."""
         self._closed = True
         self._gone = self._gone or f"this engine was opened in process {pid}; open one in this process"
@@ -223,12 +223,12 @@ class Index:
     def _record(
         self, verb: str, segments: Sequence[Segment], first: int = 0, tokens: torch.Tensor | None = None, *,
         callers: Callers,
-    ) -> Record:  # fmt: skip
+    ) -> RequestTrace:  # fmt: skip
         """Of a request that begins now. first: of the segments that are selected. tokens: all of them."""
         if not self._events.sees_requests:
-            return NO_RECORD
+            return NO_TRACE
         num_tokens = tokens.numel() if tokens is not None else segments[-1].end if segments else 0
-        return OpenRecord(
+        return OpenRequestTrace(
             verb, segments, first=first, num_tokens=num_tokens, chunk_tokens=self.config.chunk_tokens,
             events=self._events, callers=callers, runtime=self._runtime,
         )  # fmt: skip

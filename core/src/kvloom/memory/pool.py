@@ -226,7 +226,7 @@ class Pool:
         self._gone = False
         opened(self)
 
-    def inherited(self, pid: int) -> None:
+    def after_fork_in_child(self, pid: int) -> None:
         """In a forked child, where the memory reads as zeros: there is no room, and nothing comes back."""
         self._gone = True
         self.lock, self._freed = self._runtime.lock(), self._runtime.condition()

@@ -9,7 +9,7 @@ from kvloom.runtime import Runtime
 from kvloom.types import ChunkKey
 
 
-class Claims:
+class KeyLocks:
     """Which chunks somebody is copying in just now."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -53,7 +53,7 @@ class Claims:
 
 
 class Holder:
-    """Somebody who stores chunks layer by layer, which takes as long as a forward pass. Made by `LongClaims.take`."""
+    """Somebody who stores chunks layer by layer, which takes as long as a forward pass. Made by `LongKeyLocks.take`."""
 
     __slots__ = ("at", "keys", "wanted")
 
@@ -65,7 +65,7 @@ class Holder:
         """Those of its chunks that others have left to it."""
 
 
-class LongClaims:
+class LongKeyLocks:
     """Claims for as long as a forward pass takes. Nobody waits for them: whoever is second leaves the chunk out.
 
     A holder that has not gone on for `seconds` may have been forgotten by whoever made it, and keeps nobody from

@@ -14,13 +14,13 @@ from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded, shielded_waiting
-from kvloom.pipeline.layer_read import LayerFetch, Part
+from kvloom.pipeline.layer_read import LayerRead, Part
 from kvloom.pipeline.load import BEHIND
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import NO_RECORD, Record
-from kvloom.tiers.prefix import Chain
+from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
+from kvloom.tiers.chain import Chain
 from kvloom.types import ChunkKey, Segment
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Loading:
     def __init__(
         self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
         stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime, on_end: Callable[[Loading], None],
-        record: Record = NO_RECORD,
+        record: RequestTrace = NO_TRACE,
     ) -> None:  # fmt: skip
         """Use `Engine.retrieve_layer`."""
         self._segments = segments
@@ -65,11 +65,11 @@ class Loading:
         # Held while the engine's KV is written, so that whoever ends this waits for a copy but never for a tier.
         self._writing = runtime.lock()
         self._changed = runtime.condition()
-        self._visit = stack.visit(Chain(chain), record)
+        self._context = stack.context(Chain(chain), record)
         self._ended = False
         self._ready = 0
         self._error: BaseException | None = None
-        self._fetch = LayerFetch(stack, segments, connector.shape, self._visit, runtime=runtime, events=events)
+        self._fetch = LayerRead(stack, segments, connector.shape, self._context, runtime=runtime, events=events)
         self._prefix = self._fetch.prefix
         self._moved = [0] * self._prefix.count(0)
         """Number of leading layers of each chunk that are in the engine's KV."""
@@ -111,14 +111,14 @@ class Loading:
         until = self._runtime.now() + self._stack.deadline
         with self._changed:
             while self._ready <= layer and not self._ended:
-                left = (max(until, self._visit.until) if patient else until) - self._runtime.now()
+                left = (max(until, self._context.until) if patient else until) - self._runtime.now()
                 if left <= 0:
                     break
                 self._changed.wait(min(left, 3600.0))
         if self._ready <= layer:
             if self._error is not None:
                 raise self._error
-            if self._ended or self._visit.given_up:
+            if self._ended or self._context.given_up:
                 raise BackendError("the loading was closed")
             self._cut(layer)
 
@@ -139,7 +139,7 @@ class Loading:
     def cancel(self) -> None:
         """Stop as soon as the copy under way, if any, is over; nothing more is written then. Twice is fine."""
         with self._writing:
-            self._visit.given_up = True
+            self._context.given_up = True
         if not self._ended:  # in a forked child nobody is there to be woken, and no lock to be trusted
             self._fetch.wake()
 
@@ -151,10 +151,10 @@ class Loading:
             while not self._ended:
                 self._changed.wait(3600.0)
 
-    def inherited(self, error: BaseException) -> None:
+    def after_fork_in_child(self, error: BaseException) -> None:
         """End it in a forked child, where nobody works on it."""
         self._writing, self._changed = self._runtime.lock(), self._runtime.condition()
-        self._visit.given_up = self._ended = True
+        self._context.given_up = self._ended = True
         self._error = error
 
     def __enter__(self) -> Loading:
@@ -193,7 +193,7 @@ class Loading:
 
     def _run(self) -> None:
         self._load()
-        record = self._visit.record
+        record = self._context.record
         count = self._prefix.count(self.num_layers - 1) if self._ready == self.num_layers else 0
         record.served_tokens = self._ends[count - 1] if count else 0
         for name, tokens in self.hit.by_tier.items():
@@ -227,16 +227,16 @@ class Loading:
         """Write a group of layers of every chunk that is still in play; False if this was cancelled."""
         for run in self._fetch.runs(group):
             with self._writing:
-                if self._visit.given_up:
+                if self._context.given_up:
                     return False
                 self._write(run)
                 for part in run:
                     self._moved[part.index] = part.layers.stop
-            self._visit.progress()  # what a copy takes is no tier's fault
-        return not self._visit.given_up
+            self._context.progress()  # what a copy takes is no tier's fault
+        return not self._context.given_up
 
     def _write(self, run: Sequence[Part]) -> None:
-        began = self._visit.record.now()
+        began = self._context.record.now()
         fences: list[Fence] = []
         for layer in run[0].layers:
             parts = [part for part in run if part.index < self._prefix.count(layer)]
@@ -250,7 +250,7 @@ class Loading:
         for fence in fences:
             fence.wait()
         nbytes = sum(part.chunk.nbytes for part in run)
-        self._visit.record.note("copy", "", began, self._visit.record.now(), nbytes=nbytes, chunks=len(run))
+        self._context.record.note("copy", "", began, self._context.record.now(), nbytes=nbytes, chunks=len(run))
 
     def _account(self, began: float) -> None:
         self._stack.touch(self._chain, count=False)
@@ -263,7 +263,7 @@ class Loading:
             self._events.emit(Event("retrieved", "", num_tokens, count, nbytes, seconds))
         if count < len(self._segments):
             lost, *behind = self._segments[count:]
-            fetcher = self._stack.fetcher
+            loader = self._stack.loader
             whole = self._prefix.count(0) == count
-            fetcher.missed([lost], fetcher.why(lost.key, self._visit) if whole else "part-way")
-            fetcher.missed(behind, BEHIND)
+            loader.missed([lost], loader.why(lost.key, self._context) if whole else "part-way")
+            loader.missed(behind, BEHIND)

@@ -9,12 +9,12 @@ import torch
 
 from kvloom.contracts.observer import Event
 from kvloom.pipeline.locate import Search
-from kvloom.pipeline.readahead import Ahead, Incoming, Prefix
+from kvloom.pipeline.readahead import Incoming, Prefix, ReadAhead
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.memory.staging import layer_bytes
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.layer_ranges import WHOLE_BYTES, groups, reads_ranges
 from kvloom.tiers.tier import Loaded, Shape
 from kvloom.types import Chunk, Hit, Segment
@@ -43,11 +43,11 @@ def layer_of(chunk: Chunk, layer: int) -> Chunk:
     return Chunk(chunk.tensor[:, layer : layer + 1], chunk.format, chunk.num_tokens, chunk.fidelity, chunk.start)
 
 
-class LayerFetch:
+class LayerRead:
     """One load: what the tiers are believed to hold, then its parts, group of layers by group, for one thread."""
 
     def __init__(
-        self, stack: Stack, segments: Sequence[Segment], shape: Shape, visit: Visit, *, runtime: Runtime,
+        self, stack: Stack, segments: Sequence[Segment], shape: Shape, context: RequestContext, *, runtime: Runtime,
         events: EventBus,
     ) -> None:  # fmt: skip
         """Asks the tiers what they hold; reads nothing yet.
@@ -57,7 +57,7 @@ class LayerFetch:
         self._stack = stack
         self._runtime = runtime
         self._events = events
-        self._visit = visit
+        self._context = context
         self._chunks: list[Incoming] = []
         self.hit = self._locate(segments, shape)
         self.num_layers = int(shape(1)[1])
@@ -67,7 +67,7 @@ class LayerFetch:
         dtype = stack.layout.dtype
         steps = [layer_bytes(chunk.shape, dtype) for chunk in self._chunks if chunk.by_layer]
         self.groups = groups(self.num_layers, max(steps, default=0))
-        self._ahead = Ahead(stack, self._chunks, self.groups, self.prefix, visit, runtime)
+        self._ahead = ReadAhead(stack, self._chunks, self.groups, self.prefix, context, runtime)
         self._at_once = False
 
     def _locate(self, segments: Sequence[Segment], shape: Shape) -> Hit:
@@ -75,7 +75,7 @@ class LayerFetch:
         memory, stored, by_tier = self._stack.memory, self._stack.stored, dict[str, int]()
         keys = [segment.key for segment in segments]
         held = memory.find(keys)
-        search = Search(stored, [key for key, here in zip(keys, held, strict=True) if not here], self._visit)
+        search = Search(stored, [key for key, here in zip(keys, held, strict=True) if not here], self._context)
         try:
             for segment, here in zip(segments, held, strict=True):
                 tiers = list(stored) if here else search.tiers(segment.key, hurried=bool(self._chunks))
@@ -96,7 +96,7 @@ class LayerFetch:
 
     def begin(self) -> None:
         """Lease what is in memory. What else is missing is read from now on."""
-        self._visit.progress()
+        self._context.progress()
         self._ahead.prepare()
         held = self._stack.memory.lease([chunk.segment.key for chunk in self._chunks])
         for chunk, loaded in zip(self._chunks, held, strict=True):
@@ -114,7 +114,7 @@ class LayerFetch:
         for chunk in self._chunks:
             if chunk.over:
                 continue
-            if self._visit.given_up or self.prefix.count(group.start) <= chunk.index:
+            if self._context.given_up or self.prefix.count(group.start) <= chunk.index:
                 break
             if run and (len(run) >= _RUN or not self._ahead.ready(chunk, group)):
                 yield run
@@ -151,7 +151,7 @@ class LayerFetch:
         if chunk.elsewhere is not None:
             chunk.loaded = self._ahead.from_elsewhere(chunk, group)
             if chunk.loaded is not None:
-                self._stack.fetcher.promote(chunk.segment, chunk.loaded, self._visit, below=chunk.tiers[0])
+                self._stack.loader.promote(chunk.segment, chunk.loaded, self._context, below=chunk.tiers[0])
         if chunk.loaded is None and chunk.by_layer:
             arrived = self._ahead.part(chunk, group)
             place, right = (None, 0) if arrived is None else arrived
@@ -174,13 +174,13 @@ class LayerFetch:
 
     def _read_whole(self, chunk: Incoming, group: range) -> Loaded | None:
         """The chunk from the first of its tiers that can give it."""
-        while chunk.tiers and not self._visit.given_up and self.prefix.count(group.start) > chunk.index:
+        while chunk.tiers and not self._context.given_up and self.prefix.count(group.start) > chunk.index:
             tier = chunk.tiers[0]
             loaded = self._ahead.whole(chunk, group)
             if loaded is not None:
                 before = None if chunk.blob is None or not group.start else chunk.blob.header.description.fidelity
                 if before in (None, loaded.chunk.fidelity):
-                    self._stack.fetcher.promote(chunk.segment, loaded, self._visit, below=tier)
+                    self._stack.loader.promote(chunk.segment, loaded, self._context, below=tier)
                     return loaded
                 loaded.release()  # the engine has other layers of it, of another fidelity
             chunk.tiers.pop(0)
@@ -217,12 +217,12 @@ class LayerFetch:
         if arrival is None:
             nbytes = blob.header.header_bytes + blob.header.payload_bytes
             ended = self._runtime.now()
-            self._visit.record.note("read", tier.name, chunk.began, ended, nbytes=nbytes)
+            self._context.record.note("read", tier.name, chunk.began, ended, nbytes=nbytes)
             self._events.emit(Event("retrieved", tier.name, chunk.num_tokens, 1, nbytes, ended - chunk.began))
             return
         chunk.arrival = None
-        loaded, first = tier.loads.complete(arrival, self._visit)
-        if first and not self._stack.memory.purges.hit(arrival.key, arrival.since):
-            self._stack.fetcher.promote(chunk.segment, loaded, self._visit, below=tier)
+        loaded, first = tier.loads.complete(arrival, self._context)
+        if first and not self._stack.memory.invalidations.hit(arrival.key, arrival.since):
+            self._stack.loader.promote(chunk.segment, loaded, self._context, below=tier)
         loaded.release()
         tier.loads.arrivals.leave(arrival)

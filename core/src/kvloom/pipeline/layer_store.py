@@ -17,9 +17,9 @@ from kvloom.pipeline.stack import Stack
 from kvloom.pipeline.store import Todo
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import NO_RECORD, Record
-from kvloom.tiers.memory.staging import Room
-from kvloom.tiers.prefix import Chain
+from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
+from kvloom.tiers.chain import Chain
+from kvloom.tiers.memory.staging import StagingBuffer
 from kvloom.types import EXACT, Chunk, Segment
 
 
@@ -38,7 +38,7 @@ class Storing:
     def __init__(
         self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Chain,
         stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime, finished: Callable[[], None],
-        on_end: Callable[[Storing], None], record: Record = NO_RECORD,
+        on_end: Callable[[Storing], None], record: RequestTrace = NO_TRACE,
     ) -> None:  # fmt: skip
         """Use `Engine.store_layer`."""
         self._where = where
@@ -53,9 +53,9 @@ class Storing:
         self._done: set[int] = set()
         self._open = True
         self.num_layers = int(connector.shape(1)[1])
-        self._visit = stack.visit(chain, record)
-        self._claims = stack.keeper.claim(segments)
-        self._rooms: list[Room] = []
+        self._context = stack.context(chain, record)
+        self._claims = stack.storer.claim(segments)
+        self._rooms: list[StagingBuffer] = []
         try:
             self._todo = self._plan([segment for segment in segments if segment.key in self._claims.keys], events)
         except BaseException as error:
@@ -70,11 +70,11 @@ class Storing:
 
     def _plan(self, segments: Sequence[Segment], events: EventBus) -> Todo:
         """What is missing and has room, each with the stored tiers to write it to; other claims are given up."""
-        stack, visit = self._stack, self._visit
-        todo = stack.keeper.missing(segments, visit)
+        stack, context = self._stack, self._context
+        todo = stack.storer.missing(segments, context)
         for segment, _ in todo:
             nbytes = stack.layout.nbytes(self._connector.shape(segment.end - segment.start))
-            room = stack.rooms.take(nbytes, until=None if self._rooms else visit.until)
+            room = stack.rooms.take(nbytes, until=None if self._rooms else context.until)
             if room is None:
                 break
             self._rooms.append(room)
@@ -86,10 +86,10 @@ class Storing:
         mine = {segment.key for segment, _ in todo}
         there = [segment for segment in segments if segment.key not in mine]
         if there:
-            stack.keeper.settle(self._claims, there, stored=True)
+            stack.storer.settle(self._claims, there, stored=True)
         return todo
 
-    def _chunk(self, segment: Segment, room: Room) -> Chunk:
+    def _chunk(self, segment: Segment, room: StagingBuffer) -> Chunk:
         num_tokens = segment.end - segment.start
         tensor = room.reservation.tensor(self._connector.shape(num_tokens), self._stack.layout.dtype)
         return Chunk(tensor, self._stack.layout.format, num_tokens, EXACT, segment.start)
@@ -110,15 +110,16 @@ class Storing:
             if not self._open:
                 raise BackendError("the storing is closed")
             if self._segments:
-                began = self._visit.record.now()
+                began = self._context.record.now()
                 chunks = [layer_of(chunk, layer) for chunk in self._chunks]
                 fence = self._connector.read_layer(layer, self._segments, chunks, **{**self._where, **where})
                 if fence is not None:
                     fence.wait()
                 nbytes = sum(chunk.nbytes for chunk in chunks)
-                self._visit.record.note("copy", "", began, self._visit.record.now(), nbytes=nbytes, chunks=len(chunks))
+                record = self._context.record
+                record.note("copy", "", began, record.now(), nbytes=nbytes, chunks=len(chunks))
             self._done.add(layer)
-            self._stack.keeper.go_on(self._claims)
+            self._stack.storer.go_on(self._claims)
 
     @shielded
     def finish(self) -> None:
@@ -136,13 +137,13 @@ class Storing:
             self.close()
             raise ValueError(f"layer: {absent[0]} was never stored ({len(absent)} of {self.num_layers} are lacking)")
         try:
-            with self._visit.record.going_on() as record:
+            with self._context.record.going_on() as record:
                 if self._todo:
                     self._keep()
                 record.served_tokens = self._num_tokens
             self._finished()
         finally:
-            self._stack.keeper.settle(self._claims, stored=True)
+            self._stack.storer.settle(self._claims, stored=True)
             self._on_end(self)
 
     @shielded
@@ -155,25 +156,25 @@ class Storing:
             self._on_end(self)
 
     def _keep(self) -> None:
-        self._visit.progress()  # the time since it began was the caller's
+        self._context.progress()  # the time since it began was the caller's
         kept = []
         for (segment, tiers), chunk, room in zip(self._todo, self._chunks, self._rooms, strict=True):
-            lacking = self._stack.keeper.still_lacking(segment.key, tiers)
+            lacking = self._stack.storer.still_lacking(segment.key, tiers)
             if lacking is None:
                 room.release()
             else:
                 kept.append(((segment, lacking), chunk, room))
         if kept:
             todo, chunks, rooms = zip(*kept, strict=True)
-            self._stack.keeper.insert(todo, chunks, rooms, self._visit, seconds=self._runtime.now() - self._began)
+            self._stack.storer.insert(todo, chunks, rooms, self._context, seconds=self._runtime.now() - self._began)
 
     def _let_go(self, error: BaseException | None = None) -> None:
         for room in self._rooms:
             room.release()
-        self._stack.keeper.settle(self._claims, stored=False)
-        self._visit.record.end(error)
+        self._stack.storer.settle(self._claims, stored=False)
+        self._context.record.end(error)
 
-    def inherited(self, error: BaseException) -> None:
+    def after_fork_in_child(self, error: BaseException) -> None:
         """End it in a forked child, whose memory does not have it."""
         self._reading = self._runtime.lock()
         self._open = False

@@ -11,9 +11,9 @@ from kvloom.format.envelope import ALIGN_BYTES
 from kvloom.pipeline.locate import Search
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import NO_RECORD
+from kvloom.telemetry.request_trace import NO_TRACE
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.inflight import Read
 from kvloom.tiers.stored.layer_inflight import WholeRead
 from kvloom.tiers.stored.tier import StoredTier
@@ -51,7 +51,7 @@ class _Arrival:
             self.source.loads.give_up(self.read)
 
 
-class Fetcher:
+class Loader:
     """Reads chunks for the engine."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Fetcher:
         self._events = events
         self._runtime = runtime
 
-    def fetch(self, segments: Sequence[Segment], shape: Shape, visit: Visit, *, gaps: bool) -> Runs:
+    def fetch(self, segments: Sequence[Segment], shape: Shape, context: RequestContext, *, gaps: bool) -> Runs:
         """Runs of verified chunks in order, as soon as they are there; leased until the next is asked for.
 
         gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. Chunks that came from
@@ -75,25 +75,25 @@ class Fetcher:
         run = [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
         try:
             if run and len(run) == len(segments):
-                self._from_memory(segments, visit)
+                self._from_memory(segments, context)
                 yield run
                 return
         finally:
             for _, loaded in run:
                 loaded.release()
         # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
-        search = self._search(keys, visit)
+        search = self._search(keys, context)
         try:
-            yield from self._stream(deque(map(_Arrival, segments)), search, shape, visit, gaps=gaps)
+            yield from self._stream(deque(map(_Arrival, segments)), search, shape, context, gaps=gaps)
         finally:
             search.close()
 
-    def _search(self, keys: Sequence[ChunkKey], visit: Visit) -> Search:
+    def _search(self, keys: Sequence[ChunkKey], context: RequestContext) -> Search:
         here = self.memory.find(keys)
-        return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], visit)
+        return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context)
 
     def _stream(
-        self, waiting: deque[_Arrival], search: Search, shape: Shape, visit: Visit, *, gaps: bool
+        self, waiting: deque[_Arrival], search: Search, shape: Shape, context: RequestContext, *, gaps: bool
     ) -> Runs:  # fmt: skip
         if not waiting:
             return
@@ -105,7 +105,7 @@ class Fetcher:
                 while waiting and len(started) < window and search.knows(waiting[0].segment.key):
                     started.append(waiting.popleft())
                     started[-1].tiers = search.tiers(started[-1].segment.key)
-                    self._start(started[-1], shape, visit)
+                    self._start(started[-1], shape, context)
                 if run and (len(run) >= window or not started or not started[0].done):
                     yield run  # what is here need not wait for what is not, and nothing waits holding a lease
                     for _, loaded in run:
@@ -115,11 +115,11 @@ class Fetcher:
                     search.tiers(waiting[0].segment.key)  # waits until a tier has answered, or has not in time
                     continue
                 arrival = started[0]
-                arrived = self._finish(arrival, shape, visit)
+                arrived = self._finish(arrival, shape, context)
                 started.popleft()
                 if arrived is not None:
                     run.append((arrival.segment, arrived))
-                elif not gaps or visit.given_up:
+                elif not gaps or context.given_up:
                     break
             if run:
                 yield run
@@ -129,14 +129,14 @@ class Fetcher:
             for arrival in started:
                 arrival.give_up()
             rest = [arrival.segment for arrival in (*started, *waiting)]
-            self.missed(rest, "given up" if visit.given_up else BEHIND)
+            self.missed(rest, "given up" if context.given_up else BEHIND)
 
-    def why(self, key: ChunkKey, visit: Visit) -> str:
+    def why(self, key: ChunkKey, context: RequestContext) -> str:
         """Why a chunk was not to be had."""
-        if visit.given_up:
+        if context.given_up:
             return "given up"
-        silent = any(tier.name in visit.lost or tier.calls.reading.open for tier in self.stored)
-        return visit.misses.get(key) or ("no answer" if silent else "in no tier")
+        silent = any(tier.name in context.lost or tier.calls.reading.open for tier in self.stored)
+        return context.misses.get(key) or ("no answer" if silent else "in no tier")
 
     def missed(self, segments: Sequence[Segment], reason: str) -> None:
         """Say that these were asked for and not given."""
@@ -150,42 +150,42 @@ class Fetcher:
         nbytes = self.layout.nbytes(shape(num_tokens)) + 2 * ALIGN_BYTES  # a framed blob: a header, and whole pages
         return max(1, min(8, self.memory.pool.capacity // 2 // nbytes))
 
-    def _start(self, arrival: _Arrival, shape: Shape, visit: Visit) -> None:
+    def _start(self, arrival: _Arrival, shape: Shape, context: RequestContext) -> None:
         """Lease the chunk from memory, or begin to read it from the next tier that may have it."""
         segment = arrival.segment
         arrival.loaded = self.memory.lease([segment.key])[0]
         while arrival.loaded is None and arrival.read is None and arrival.tiers:
             num_tokens = segment.end - segment.start
             arrival.source = arrival.tiers.pop(0)
-            found = arrival.source.loads.fetch(segment.key, shape(num_tokens), num_tokens, visit)
+            found = arrival.source.loads.fetch(segment.key, shape(num_tokens), num_tokens, context)
             if isinstance(found, Loaded):
                 arrival.loaded = found
             else:
                 arrival.read = found
 
-    def _finish(self, arrival: _Arrival, shape: Shape, visit: Visit) -> Loaded | None:
+    def _finish(self, arrival: _Arrival, shape: Shape, context: RequestContext) -> Loaded | None:
         """Wait for a chunk; where it turns out not to be, ask the next tier."""
         while arrival.loaded is None and arrival.read is not None:
             source, read, arrival.read = arrival.source, arrival.read, None
             assert source is not None
             loaded = source.loads.collect(read)
             if loaded is not None:
-                visit.progress()
-                visit.record.gave(source.name, arrival.segment.end - arrival.segment.start)
-                self.promote(arrival.segment, loaded, visit, below=source)
+                context.progress()
+                context.record.gave(source.name, arrival.segment.end - arrival.segment.start)
+                self.promote(arrival.segment, loaded, context, below=source)
                 return loaded
-            self._start(arrival, shape, visit)
+            self._start(arrival, shape, context)
         if arrival.loaded is None:
-            self.missed([arrival.segment], self.why(arrival.segment.key, visit))
+            self.missed([arrival.segment], self.why(arrival.segment.key, context))
         else:
-            self._from_memory([arrival.segment], visit)
+            self._from_memory([arrival.segment], context)
         return arrival.loaded
 
-    def _from_memory(self, segments: Sequence[Segment], visit: Visit) -> None:
-        if visit.record is not NO_RECORD:
-            visit.record.gave(self.memory.name, sum(segment.end - segment.start for segment in segments))
+    def _from_memory(self, segments: Sequence[Segment], context: RequestContext) -> None:
+        if context.record is not NO_TRACE:
+            context.record.gave(self.memory.name, sum(segment.end - segment.start for segment in segments))
 
-    def promote(self, segment: Segment, loaded: Loaded, visit: Visit, *, below: StoredTier) -> None:
+    def promote(self, segment: Segment, loaded: Loaded, context: RequestContext, *, below: StoredTier) -> None:
         """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""
         if self.memory.keep:
             self._events.emit(Event("promoted", self.memory.name, loaded.chunk.num_tokens, 1, loaded.chunk.nbytes))
@@ -194,6 +194,6 @@ class Fetcher:
         for tier in self.stored[: self.stored.index(below)]:
             if tier.policy.write == "through" and tier.lacks(segment.key, loaded.written):
                 tier.submit(
-                    segment.key, loaded.again(), until=self._runtime.now(), since=visit.since, chain=visit.chain,
-                    record=visit.record,
+                    segment.key, loaded.again(), until=self._runtime.now(), since=context.since, chain=context.chain,
+                    record=context.record,
                 )  # fmt: skip

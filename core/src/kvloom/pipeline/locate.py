@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.existence import Question
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.types import ChunkKey
@@ -20,10 +20,10 @@ class Search:
     One tier is asked at a time. Its silence holds up only the chunks that no faster tier has.
     """
 
-    def __init__(self, stored: Sequence[StoredTier], keys: Sequence[ChunkKey], visit: Visit) -> None:
+    def __init__(self, stored: Sequence[StoredTier], keys: Sequence[ChunkKey], context: RequestContext) -> None:
         """stored: fastest first."""
         self._stored = stored
-        self._visit = visit
+        self._context = context
         self._left = list(dict.fromkeys(keys))
         self._unknown = set(self._left)
         self._first: dict[ChunkKey, int] = {}
@@ -61,7 +61,7 @@ class Search:
         """Take the answers that are there, or one answer at most that is waited for, and ask the next tiers."""
         while self._left and self._asked < len(self._stored):
             if self._question is None:
-                self._question = self._stored[self._asked].seek(self._left, self._visit)
+                self._question = self._stored[self._asked].seek(self._left, self._context)
             if not (wait or self._question.done):
                 return
             wait = False

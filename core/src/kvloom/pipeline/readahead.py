@@ -10,10 +10,10 @@ from kvloom.errors import DeadlineExceeded
 from kvloom.format import envelope
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Call, Runtime
-from kvloom.tiers.memory.staging import Place, Room, layer_bytes
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.memory.staging import StagingBuffer, StagingPlace, layer_bytes
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.inflight import Read
-from kvloom.tiers.stored.layer_inflight import Arrival, Piece, WholeRead
+from kvloom.tiers.stored.layer_inflight import InflightLayerRead, Piece, WholeRead
 from kvloom.tiers.stored.layer_ranges import LayeredBlob
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Loaded
@@ -64,9 +64,9 @@ class Incoming:
     alone: bool = False
     """And that came to nothing: it is read by layers after all."""
     blob: LayeredBlob | None = None
-    arrival: Arrival | None = None
+    arrival: InflightLayerRead | None = None
     """Where all of its layers are put together, for whoever wants it, if there is room for that."""
-    passing: Place | None = None
+    passing: StagingPlace | None = None
     """Else: where the layers that have just arrived are."""
     began: float = 0.0
     over: bool = False
@@ -81,10 +81,10 @@ class Incoming:
 class _Part:
     tier: StoredTier
     piece: Piece
-    place: Place
+    place: StagingPlace
 
 
-class Ahead:
+class ReadAhead:
     """The reads of one load, asked for in the order in which they are taken. For one thread.
 
     A tier that fails for one chunk is still read for those before it: without their next layers the layers that they
@@ -92,23 +92,23 @@ class Ahead:
     """
 
     def __init__(
-        self, stack: Stack, chunks: Sequence[Incoming], groups: Sequence[range], prefix: Prefix, visit: Visit,
-        runtime: Runtime,
+        self, stack: Stack, chunks: Sequence[Incoming], groups: Sequence[range], prefix: Prefix,
+        context: RequestContext, runtime: Runtime,
     ) -> None:  # fmt: skip
         self._stack = stack
         self._chunks = chunks
         self._groups = groups
         self._prefix = prefix
-        self._visit = visit
+        self._context = context
         self._runtime = runtime
         self._positions = self._all_positions()
         self._next: tuple[range, Incoming] | None = None
         self._parts: dict[tuple[int, int], _Part] = {}
         self._wholes: dict[int, Read | WholeRead] = {}
-        self._spare: list[Room] = []
+        self._spare: list[StagingBuffer] = []
         # For what others were to read, if that comes to nothing; and the same while it is in use.
-        self._aside: Room | None = None
-        self._lent: Room | None = None
+        self._aside: StagingBuffer | None = None
+        self._lent: StagingBuffer | None = None
         self._rooms = 0
         self._room_bytes = 0
 
@@ -119,8 +119,8 @@ class Ahead:
             return
         longest, dtype = max(map(len, self._groups)), self._stack.layout.dtype
         self._room_bytes = max(one.shape[0] * longest * layer_bytes(one.shape, dtype) for one in streamed)
-        visit = self._visit
-        room = self._stack.rooms.await_passing(self._room_bytes, visit.until, stopped=lambda: visit.given_up)
+        context = self._context
+        room = self._stack.rooms.await_passing(self._room_bytes, context.until, stopped=lambda: context.given_up)
         if room is not None:
             self._spare.append(room)
             self._rooms = 1
@@ -135,7 +135,7 @@ class Ahead:
         part = self._parts.get((group.start, chunk.index))
         return chunk.loaded is not None if part is None else part.piece.call.done
 
-    def part(self, chunk: Incoming, group: range) -> tuple[Place, int] | None:
+    def part(self, chunk: Incoming, group: range) -> tuple[StagingPlace, int] | None:
         """Where the layers of `group` are, and how many of them are right; None if they are not to be had so.
 
         Asked for by `fill` before, and by none in between: that may find the chunk elsewhere.
@@ -152,10 +152,10 @@ class Ahead:
             part.tier.calls.late("read", late, call, part.tier.calls.reading)
         arrived = call.peek()
         if arrived is None:
-            self._visit.lost.add(part.tier.name)
+            self._context.lost.add(part.tier.name)
             self._lose(part, chunk, group.start)
             return None
-        self._visit.progress()
+        self._context.progress()
         chunk.blob = arrived[0] or chunk.blob
         right = part.piece.right(group)
         if chunk.arrival is None:
@@ -171,7 +171,7 @@ class Ahead:
         read = self._wholes.pop(chunk.index, None) or self._read_whole(chunk)
         if read is None:
             return None
-        read.wait(self._visit.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
+        read.wait(self._context.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
         if not self._wanted(chunk, group):
             tier.loads.give_up(read)
             return None
@@ -188,7 +188,7 @@ class Ahead:
             # What this load holds may be what the other waits for.
             return not self._wanted(chunk, group) or (flight.starved and self._holds_memory())
 
-        if not read.wait(self._visit.patience(tier.deadline), stopped=stopped) and stopped():
+        if not read.wait(self._context.patience(tier.deadline), stopped=stopped) and stopped():
             tier.loads.give_up(read)
             return None
         return self._landed(tier, read)
@@ -196,7 +196,7 @@ class Ahead:
     def _landed(self, tier: StoredTier, read: Read | WholeRead) -> Loaded | None:
         loaded = tier.loads.collect(read)
         if loaded is not None:
-            self._visit.progress()
+            self._context.progress()
         self.fill()
         return loaded
 
@@ -205,7 +205,7 @@ class Ahead:
 
     def _wait(self, call: Call[Any], tier: StoredTier, chunk: Incoming, group: range) -> bool:
         """Whether the call was done in time, and while anybody wanted it."""
-        return call.wait(self._visit.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
+        return call.wait(self._context.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
 
     def done_with(self, chunk: Incoming) -> None:
         """What was in passing is no longer needed."""
@@ -245,7 +245,7 @@ class Ahead:
         """Ask for what comes next, as much as may be under way at once."""
         for start, index in [key for key in self._parts if self._prefix.count(key[0]) <= key[1]]:
             self._lose(self._parts.pop((start, index)), self._chunks[index], start)
-        while not self._visit.given_up:
+        while not self._context.given_up:
             if self._next is None:
                 self._next = next(self._positions, None)
             if self._next is None:
@@ -261,7 +261,7 @@ class Ahead:
                 yield group, chunk
 
     def _wanted(self, chunk: Incoming, group: range) -> bool:
-        return not self._visit.given_up and self._prefix.count(group.start) > chunk.index
+        return not self._context.given_up and self._prefix.count(group.start) > chunk.index
 
     def _comes_from_below(self, chunk: Incoming, group: range) -> bool:
         """A chunk that is read whole is asked for once, and no longer by layers."""
@@ -325,17 +325,17 @@ class Ahead:
 
         What others read until a moment ago is in memory: look there afterwards.
         """
-        tier, key, groups, visit = chunk.tiers[0], chunk.segment.key, self._groups, self._visit
-        found = tier.loads.arrivals.join(key, groups, visit)
+        tier, key, groups, context = chunk.tiers[0], chunk.segment.key, self._groups, self._context
+        found = tier.loads.arrivals.join(key, groups, context)
         if found is None:
             room = self._stack.rooms.take(self._stack.layout.nbytes(chunk.shape))
             if room is None:
                 return
-            place = Place.of(room, chunk.shape, self._stack.layout.dtype)
-            found = tier.loads.arrivals.join(key, groups, visit, place=place, num_tokens=chunk.num_tokens)
-            if not isinstance(found, Arrival) or found.place is not place:
+            place = StagingPlace.of(room, chunk.shape, self._stack.layout.dtype)
+            found = tier.loads.arrivals.join(key, groups, context, place=place, num_tokens=chunk.num_tokens)
+            if not isinstance(found, InflightLayerRead) or found.place is not place:
                 room.release()
-        if isinstance(found, Arrival):
+        if isinstance(found, InflightLayerRead):
             chunk.arrival = found
         elif found is not None and self._has_a_way_out():
             chunk.elsewhere = found
@@ -351,9 +351,9 @@ class Ahead:
 
     def _read_whole(self, chunk: Incoming) -> Read | WholeRead | None:
         chunk.asked = True
-        return chunk.tiers[0].loads.read(chunk.segment.key, chunk.shape, chunk.num_tokens, self._visit)
+        return chunk.tiers[0].loads.read(chunk.segment.key, chunk.shape, chunk.num_tokens, self._context)
 
-    def _passing(self, chunk: Incoming, group: range) -> Place | None:
+    def _passing(self, chunk: Incoming, group: range) -> StagingPlace | None:
         """Memory for these layers only, until they are handed on."""
         if not self._spare and self._rooms < 2 * chunk.tiers[0].backend.threads:
             room = self._stack.rooms.passing(self._room_bytes)
@@ -365,7 +365,7 @@ class Ahead:
             self._aside, self._lent = None, self._aside
         if not self._spare:
             return None
-        return Place.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
+        return StagingPlace.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
 
     def _lose(self, part: _Part, chunk: Incoming, start: int) -> None:
         """Give up what may still be under way; it keeps its memory until it returns."""
@@ -376,7 +376,7 @@ class Ahead:
         part.piece.call.cancel()
         self._let_go(part.place)
 
-    def _let_go(self, place: Place) -> None:
+    def _let_go(self, place: StagingPlace) -> None:
         place.room.release()
         if place.room is self._lent:
             self._lent = None

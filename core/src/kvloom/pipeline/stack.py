@@ -1,6 +1,6 @@
 """The ordered stack of tiers, fast to slow: where chunks are, and what is done to all tiers at once.
 
-`fetcher` brings chunks up to the engine, `keeper` takes them from it.
+`loader` brings chunks up to the engine, `storer` takes them from it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from functools import partial
 
 from kvloom.contracts.observer import ChunkEvent
 from kvloom.errors import BackendError
-from kvloom.pipeline.load import Fetcher
+from kvloom.pipeline.load import Loader
 from kvloom.pipeline.locate import HURRIED_SHARE
-from kvloom.pipeline.store import Keeper
+from kvloom.pipeline.store import Storer
 from kvloom.runtime import Runtime, close_all
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import NO_RECORD, Record
-from kvloom.tiers.memory.staging import Rooms
+from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
+from kvloom.tiers.chain import NO_CHAIN, Chain
+from kvloom.tiers.memory.staging import StagingBuffers
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.prefix import NO_CHAIN, Chain
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Layout, Tier
 from kvloom.types import ChunkKey, Health
@@ -38,15 +38,16 @@ class Stack:
         self.tiers = {tier.name: tier for tier in [*kept, *stored]}
         """The tiers of the config by name, in its order."""
         self.layout = layout
-        self.rooms = Rooms(memory, runtime)
+        self.rooms = StagingBuffers(memory, runtime)
         self._events = events
         self._runtime = runtime
-        self.fetcher = Fetcher(memory, stored, layout, events, runtime)
-        self.keeper = Keeper(memory, stored, layout, events, runtime, deadline=self.deadline)
+        self.loader = Loader(memory, stored, layout, events, runtime)
+        self.storer = Storer(memory, stored, layout, events, runtime, deadline=self.deadline)
 
-    def visit(self, chain: Chain = NO_CHAIN, record: Record = NO_RECORD) -> Visit:
+    def context(self, chain: Chain = NO_CHAIN, record: RequestTrace = NO_TRACE) -> RequestContext:
         """An operation that begins now. chain: what it is about. record: where it is noted."""
-        return Visit(self._runtime, self.deadline, since=self.memory.purges.mark(), chain=chain, record=record)
+        since = self.memory.invalidations.mark()
+        return RequestContext(self._runtime, self.deadline, since=since, chain=chain, record=record)
 
     @property
     def deadline(self) -> float:
@@ -65,7 +66,7 @@ class Stack:
 
         Once a faster tier has the first key, a tier gets `HURRIED_SHARE` of its deadline to answer about the rest.
         """
-        visit = self.visit()
+        context = self.context()
         where: list[str | None] = [None] * len(keys)
         left = list(range(len(keys)))
         for name, tier in self.tiers.items():
@@ -75,9 +76,9 @@ class Stack:
                 wanted = keys if len(left) == len(keys) else [keys[index] for index in left]
                 if isinstance(tier, StoredTier):
                     seconds = math.inf if where[0] is None else HURRIED_SHARE * tier.deadline
-                    found = tier.seek(wanted, visit).answer(seconds)
+                    found = tier.seek(wanted, context).answer(seconds)
                 else:
-                    found = tier.find(wanted, visit)
+                    found = tier.find(wanted, context)
                 if len(left) == len(keys) and all(found):
                     return [name] * len(keys)
                 for index, here in zip(left, found, strict=True):
@@ -96,7 +97,7 @@ class Stack:
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:
         """Delete chunks everywhere. Every tier is asked; then raises the BackendError of the first that failed."""
-        with self.memory.purges.removing(keys):
+        with self.memory.invalidations.removing(keys):
             self.memory.remove(keys)
             _each(self.stored, lambda tier: tier.remove(keys))
 
@@ -106,7 +107,7 @@ class Stack:
         prefix: a beginning of `<fingerprint>/<salt tag>/`, up to and with a slash.
         """
 
-        with self.memory.purges.clearing(prefix):
+        with self.memory.invalidations.clearing(prefix):
             self.memory.remove([key for key in self.memory.chunks() if f"{key.namespace}/".startswith(prefix)])
             try:
                 _each(self.stored, lambda tier: tier.clear(prefix))
@@ -124,7 +125,7 @@ class Stack:
 
     def close(self) -> None:
         """Write what is to be written, within the deadlines, and give everything back."""
-        write_back = partial(self.keeper.write_back_all, self._runtime.now() + self.deadline)
+        write_back = partial(self.storer.write_back_all, self._runtime.now() + self.deadline)
         close_all(write_back, *(tier.close for tier in self.stored), self.memory.close)
 
 

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from kvloom.contracts.observer import Event
 from kvloom.memory import Reservation
-from kvloom.pipeline.key_locks import Claims, Holder, LongClaims
+from kvloom.pipeline.key_locks import Holder, KeyLocks, LongKeyLocks
 from kvloom.pipeline.locate import HURRIED_SHARE
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.tiers.memory.staging import Room
+from kvloom.tiers.memory.staging import StagingBuffer
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.existence import Inquiry
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Layout, Loaded, Shape
@@ -37,7 +37,7 @@ Copy = Callable[[Sequence[Segment], Sequence[Chunk]], bool]
 """Fill chunks from the engine; False if that may no longer be done."""
 
 
-class Keeper:
+class Storer:
     """Stores chunks for the engine."""
 
     def __init__(
@@ -51,32 +51,32 @@ class Keeper:
         self._runtime = runtime
         self._through = tuple(tier for tier in stored if tier.policy.write == "through")
         self._behind = tuple(tier for tier in stored if tier.policy.write == "on_evict")
-        self._claims = Claims(runtime)
-        self._by_layer = LongClaims(runtime, deadline)
+        self._claims = KeyLocks(runtime)
+        self._by_layer = LongKeyLocks(runtime, deadline)
         if self._behind:
             memory.write_back = self._write_back
 
-    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, visit: Visit) -> None:
+    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> None:
         """Keep the exact KV of `segments` in every tier that lacks it; `copy` reads it from the engine.
 
         Only what no tier can give is copied, and what somebody else is copying at the time is not copied twice.
         Returns when nothing more is read from the engine.
         """
         left = list(segments)
-        while left and not visit.given_up:
+        while left and not context.given_up:
             keys = [segment.key for segment in left]
             with self._claims.of(keys) as mine:
-                self._keep([segment for segment in left if segment.key in mine], shape, copy, visit)
+                self._keep([segment for segment in left if segment.key in mine], shape, copy, context)
             left = [segment for segment in left if segment.key not in mine]
-            if left and not self._claims.wait([segment.key for segment in left], visit.until):
+            if left and not self._claims.wait([segment.key for segment in left], context.until):
                 return
 
-    def _keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, visit: Visit) -> None:
-        todo = self.missing(segments, visit)
+    def _keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> None:
+        todo = self.missing(segments, context)
         if todo:
-            self._copy_in(todo, shape, copy, visit)
+            self._copy_in(todo, shape, copy, context)
 
-    def missing(self, segments: Sequence[Segment], visit: Visit) -> Todo:
+    def missing(self, segments: Sequence[Segment], context: RequestContext) -> Todo:
         """Those segments whose KV must be read from the engine, each with the stored tiers to write it to.
 
         What memory holds and a stored tier lacks is written to it at once.
@@ -84,16 +84,16 @@ class Keeper:
         keys = [segment.key for segment in segments]
         in_memory = self.memory.find(keys, exact=True)
         todo = []
-        for segment, here, tiers in zip(segments, in_memory, self._lacking(keys, visit), strict=True):
+        for segment, here, tiers in zip(segments, in_memory, self._lacking(keys, context), strict=True):
             if not here and (self.memory.keep or tiers):
                 todo.append((segment, tiers))
             elif tiers:
-                self._write_from_memory(segment.key, tiers, visit)
+                self._write_from_memory(segment.key, tiers, context)
         return todo
 
-    def _lacking(self, keys: Sequence[ChunkKey], visit: Visit) -> list[list[Lacking]]:
+    def _lacking(self, keys: Sequence[ChunkKey], context: RequestContext) -> list[list[Lacking]]:
         """For each key, the tiers to write it to. One that is silent holds up nothing but what is written to it."""
-        asked = [(tier, inquiry) for tier in self._through if (inquiry := tier.inquire(keys, visit)) is not None]
+        asked = [(tier, inquiry) for tier in self._through if (inquiry := tier.inquire(keys, context)) is not None]
         soon = self._runtime.now() + ANSWER_SECONDS
         for _, inquiry in asked:
             inquiry.wait(soon)
@@ -101,9 +101,9 @@ class Keeper:
         if not self.memory.keep and any(tiers and all(one.inquiry for one in tiers) for tiers in lacking):
             # It depends on the answers whether there is anything to be copied.
             for tier, inquiry in asked:
-                inquiry.wait(visit.patience(HURRIED_SHARE * tier.deadline))
+                inquiry.wait(context.patience(HURRIED_SHARE * tier.deadline))
             lacking = self._said(keys, asked)
-        return [[] for _ in keys] if visit.given_up else lacking
+        return [[] for _ in keys] if context.given_up else lacking
 
     def _said(self, keys: Sequence[ChunkKey], asked: Sequence[tuple[StoredTier, Inquiry]]) -> list[list[Lacking]]:
         lacking: list[list[Lacking]] = [[] for _ in keys]
@@ -116,7 +116,7 @@ class Keeper:
     # -- from the engine, layer by layer -------------------------------------------------------------------------------
 
     def claim(self, segments: Sequence[Segment]) -> Holder:
-        """Claim those segments that nobody is storing just now: for as long as `LongClaims` says, until `settle`.
+        """Claim those segments that nobody is storing just now: for as long as `LongKeyLocks` says, until `settle`.
 
         `keep` does not wait for these claims, nor does it heed them: who stores a whole chunk has all of it now.
         """
@@ -147,18 +147,18 @@ class Keeper:
 
     # -- from the engine, in whole chunks ------------------------------------------------------------------------------
 
-    def _write_from_memory(self, key: ChunkKey, tiers: Sequence[Lacking], visit: Visit) -> None:
+    def _write_from_memory(self, key: ChunkKey, tiers: Sequence[Lacking], context: RequestContext) -> None:
         loaded = self.memory.lease([key])[0]
         if loaded is not None:  # else evicted a moment ago: it will be stored when it is computed again
             for tier, inquiry in tiers if loaded.chunk.exact else ():  # it may have been another a moment ago
                 if not tier.outlived(loaded.written):
                     tier.submit(
-                        key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain,
-                        record=visit.record, inquiry=inquiry,
+                        key, loaded.again(), until=context.until, since=context.since, chain=context.chain,
+                        record=context.record, inquiry=inquiry,
                     )  # fmt: skip
             loaded.release()
 
-    def _copy_in(self, todo: Todo, shape: Shape, copy: Copy, visit: Visit) -> None:
+    def _copy_in(self, todo: Todo, shape: Shape, copy: Copy, context: RequestContext) -> None:
         if not any(tiers for _, tiers in todo):
             # Memory is all there is: a tail that would push out its own head is not worth copying.
             room, fits = self.memory.pool.capacity, 0
@@ -168,7 +168,7 @@ class Keeper:
                 fits += 1
             todo = todo[:fits]
         while todo:
-            batch = self._reserve(todo, shape, visit.until)
+            batch = self._reserve(todo, shape, context.until)
             if not batch:
                 num_tokens = sum(segment.end - segment.start for segment, _ in todo)
                 self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(todo), reason="no room in memory"))
@@ -194,12 +194,12 @@ class Keeper:
                         reservation.abandon()
             if not copied:
                 return
-            visit.progress()
-            self.insert(now, chunks, batch, visit, seconds=self._runtime.now() - began)
+            context.progress()
+            self.insert(now, chunks, batch, context, seconds=self._runtime.now() - began)
 
     def insert(
         self, now: Sequence[tuple[Segment, list[Lacking]]], chunks: Sequence[Chunk],
-        rooms: Sequence[Reservation | Room], visit: Visit, *, seconds: float,
+        rooms: Sequence[Reservation | StagingBuffer], context: RequestContext, *, seconds: float,
     ) -> None:  # fmt: skip
         """Take chunks that were filled into memory, and write them to the stored tiers that lack them."""
         written = self._runtime.wall()
@@ -207,12 +207,12 @@ class Keeper:
             block = room.seal()
             assert block is not None, "these reservations have no deadline"
             loaded = self.memory.insert(
-                segment.key, chunk, block, written=written, since=visit.since, chain=visit.chain
+                segment.key, chunk, block, written=written, since=context.since, chain=context.chain
             )
             for tier, inquiry in tiers:
                 tier.submit(
-                    segment.key, loaded.again(), until=visit.until, since=visit.since, chain=visit.chain,
-                    record=visit.record, inquiry=inquiry,
+                    segment.key, loaded.again(), until=context.until, since=context.since, chain=context.chain,
+                    record=context.record, inquiry=inquiry,
                 )  # fmt: skip
             loaded.release()
         self.memory.touch([segment.key for segment, _ in now])
@@ -244,7 +244,7 @@ class Keeper:
 
         Who removes the chunk waits until this has returned, so that the mark is from before, or the removal under way.
         """
-        since = self.memory.purges.mark()
+        since = self.memory.invalidations.mark()
         lacking = [tier for tier in self._behind if tier.lacks(key, loaded.written)]
         if not all(tier.has_room(loaded.chunk.nbytes) for tier in lacking):
             return None

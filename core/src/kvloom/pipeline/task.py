@@ -74,7 +74,7 @@ class Task:
         if give_up is not None:
             give_up()
 
-    def inherited(self, error: BaseException) -> None:
+    def after_fork_in_child(self, error: BaseException) -> None:
         """End it in a forked child, where nobody works on it."""
         self._touching, self._changed = self._runtime.lock(), self._runtime.condition()
         self._give_up = None

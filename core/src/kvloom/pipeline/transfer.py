@@ -15,15 +15,15 @@ from kvloom.pipeline.stack import Stack
 from kvloom.pipeline.task import Task
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import Record
-from kvloom.tiers.prefix import Chain
-from kvloom.tiers.request_context import Visit
+from kvloom.telemetry.request_trace import RequestTrace
+from kvloom.tiers.chain import Chain
+from kvloom.tiers.request_context import RequestContext
 from kvloom.types import Chunk, MemoryFormat, Segment
 
 Where = Mapping[str, Any]
 
 
-class Mover:
+class Transfer:
     """The work of an engine's tasks. Keeps no state between calls.
 
     Each gives a bool for each segment: whether it was moved. record: where it is noted; it ends here.
@@ -36,7 +36,7 @@ class Mover:
         self._now = runtime.now
 
     def load(
-        self, task: Task, segments: Sequence[Segment], where: Where, *, chain: Chain, gaps: bool, record: Record,
+        self, task: Task, segments: Sequence[Segment], where: Where, *, chain: Chain, gaps: bool, record: RequestTrace,
         into: GPUConnector | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """From the tiers into the engine's KV. gaps: go on behind a segment that is nowhere to be had."""
@@ -45,8 +45,8 @@ class Mover:
         began, nbytes = self._now(), 0
         with record.going_on():
             check_where(connector, segments, where)
-            runs = self._stack.fetcher.fetch(
-                segments, self._connector.shape, self._visit(task, chain, record), gaps=gaps
+            runs = self._stack.loader.fetch(
+                segments, self._connector.shape, self._context(task, chain, record), gaps=gaps
             )
             with closing(runs):
                 for run in runs:
@@ -62,7 +62,7 @@ class Mover:
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
     def save(
-        self, task: Task, segments: Sequence[Segment], where: Where, *, chain: Chain, record: Record
+        self, task: Task, segments: Sequence[Segment], where: Where, *, chain: Chain, record: RequestTrace
     ) -> torch.Tensor:
         """From the engine's KV into the tiers that lack it."""
 
@@ -71,16 +71,16 @@ class Mover:
 
         with record.going_on():
             check_where(self._connector, segments, where)
-            self._stack.keeper.keep(segments, self._connector.shape, copy, self._visit(task, chain, record))
+            self._stack.storer.keep(segments, self._connector.shape, copy, self._context(task, chain, record))
             record.served_tokens = sum(segment.end - segment.start for segment in segments)
         return torch.ones(len(segments), dtype=torch.bool)
 
-    def warm(self, task: Task, segments: Sequence[Segment], *, chain: Chain, record: Record) -> torch.Tensor:
+    def warm(self, task: Task, segments: Sequence[Segment], *, chain: Chain, record: RequestTrace) -> torch.Tensor:
         """From the lower tiers into memory."""
         warm: set[Segment] = set()
         with record.going_on():
-            runs = self._stack.fetcher.fetch(
-                segments, self._connector.shape, self._visit(task, chain, record), gaps=True
+            runs = self._stack.loader.fetch(
+                segments, self._connector.shape, self._context(task, chain, record), gaps=True
             )
             with closing(runs):
                 for run in runs:
@@ -90,10 +90,10 @@ class Mover:
             record.served_tokens = sum(segment.end - segment.start for segment in warm)
         return torch.tensor([segment in warm for segment in segments], dtype=torch.bool)
 
-    def _visit(self, task: Task, chain: Chain, record: Record) -> Visit:
-        visit = self._stack.visit(chain, record)
-        task.on_cancel(visit.give_up)
-        return visit
+    def _context(self, task: Task, chain: Chain, record: RequestTrace) -> RequestContext:
+        context = self._stack.context(chain, record)
+        task.on_cancel(context.give_up)
+        return context
 
 
 def check_connector(connector: GPUConnector, method: str) -> None:
@@ -111,7 +111,7 @@ def check_where(connector: GPUConnector, segments: Sequence[Segment], where: Whe
 
 
 def _write(
-    connector: GPUConnector, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Where, record: Record
+    connector: GPUConnector, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Where, record: RequestTrace
 ) -> None:
     began = record.now()
     fence = connector.write(segments, chunks, **where)
@@ -121,7 +121,7 @@ def _write(
 
 
 def _read(
-    connector: GPUConnector, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Where, record: Record
+    connector: GPUConnector, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Where, record: RequestTrace
 ) -> None:
     began = record.now()
     fence = connector.read(segments, chunks, **where)
@@ -130,5 +130,5 @@ def _read(
     _note_copy(record, began, chunks)
 
 
-def _note_copy(record: Record, began: float, chunks: Sequence[Chunk]) -> None:
+def _note_copy(record: RequestTrace, began: float, chunks: Sequence[Chunk]) -> None:
     record.note("copy", "", began, record.now(), nbytes=sum(chunk.nbytes for chunk in chunks), chunks=len(chunks))

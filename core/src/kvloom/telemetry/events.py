@@ -79,7 +79,7 @@ class EventBus:
         if self._observers:
             self._thread = runtime.spawn(self._deliver, name="kvloom-events")
 
-    def inherited(self, pid: int) -> None:
+    def after_fork_in_child(self, pid: int) -> None:
         self._changed = self._runtime.condition()
         self._closed = True
 

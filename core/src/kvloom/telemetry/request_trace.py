@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvloom.types import Segment
 
 
-class Record:
+class RequestTrace:
     """Of a request that nobody wants to be told of: does nothing."""
 
     served_tokens = 0
@@ -42,7 +42,7 @@ class Record:
         """The verb, or its task, is over. Once. error: what it raised."""
 
     @contextmanager
-    def going_on(self) -> Iterator[Record]:
+    def going_on(self) -> Iterator[RequestTrace]:
         """The verb, or its task, lasts as long as this."""
         try:
             yield self
@@ -52,7 +52,7 @@ class Record:
         self.end()
 
 
-NO_RECORD = Record()
+NO_TRACE = RequestTrace()
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class _Sum:
     bytes: int = 0
 
 
-class OpenRecord(Record):
+class OpenRequestTrace(RequestTrace):
     """Of a request that is under way. Observers are told once it and every write that it began are over."""
 
     def __init__(

@@ -17,7 +17,7 @@ _MOST_PREFIXES = 4096
 Match = Callable[[ChunkKey], bool]
 
 
-class Purges:
+class Invalidations:
     """The removals of one stack, numbered in order. Only the verbs of operators add to it.
 
     Whatever brings a chunk into a tier takes a `mark` when it begins to read it, wherever from, and asks whether the

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvloom.runtime import Runtime
-from kvloom.telemetry.request_trace import NO_RECORD, Record
-from kvloom.tiers.prefix import NO_CHAIN, Chain
+from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.types import ChunkKey
 
 
-class Visit:
+class RequestContext:
     """Made for each `retrieve`, `store` and so on.
 
     An operation that gets nothing from any tier for `seconds` gives up. A tier that failed it once, or was late, is
@@ -18,7 +18,7 @@ class Visit:
     """
 
     def __init__(
-        self, runtime: Runtime, seconds: float, *, since: int, chain: Chain = NO_CHAIN, record: Record = NO_RECORD
+        self, runtime: Runtime, seconds: float, *, since: int, chain: Chain = NO_CHAIN, record: RequestTrace = NO_TRACE
     ) -> None:
         """since: a mark of the removals, now. chain: what the operation is about. record: where it is noted."""
         self.record = record

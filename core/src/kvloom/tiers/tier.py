@@ -14,12 +14,12 @@ from kvloom.errors import BackendError
 from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.memory import Lease
 from kvloom.runtime import close_all, opened
-from kvloom.tiers.prefix import NO_CHAIN, Chain
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.types import EXACT, Chunk, ChunkKey, MemoryFormat, TierHealth
 
 if TYPE_CHECKING:
     from kvloom.runtime import Runtime
-    from kvloom.tiers.request_context import Visit
+    from kvloom.tiers.request_context import RequestContext
 
 Shape = Callable[[int], Sequence[int]]
 """Tokens to the shape of their chunk."""
@@ -82,7 +82,7 @@ class Tier(ABC):
         opened(self)
         self._with_it: list[Callable[[], None]] = []
 
-    def inherited(self, pid: int) -> None:
+    def after_fork_in_child(self, pid: int) -> None:
         """In a forked child: refuse every verb, and have nothing to close."""
         self._closed = True
         self._gone = self._gone or f"this tier was opened in process {pid}; open one in this process"
@@ -98,7 +98,7 @@ class Tier(ABC):
         self.batched_put([(key, kv_chunk)], blocking=blocking)
 
     @abstractmethod
-    def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
+    def find(self, keys: Sequence[ChunkKey], context: RequestContext | None = None) -> list[bool]:
         """Which keys the tier says it holds, asked in one go, as part of the operation `visit`."""
 
     @abstractmethod

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
-    from .nested_tuple import NestedTupleConnector
-    from .offload_pages import OffloadPagesConnector
-    from .paged import PagedConnector
-    from .paged_cuda import PagedCudaConnector
-    from .pages import VLLMBlobConnector, VLLMConnector
+    from .offload.pages import OffloadPagesConnector
+    from .paged.blocks import VLLMBlobConnector, VLLMConnector
+    from .paged.connector import PagedConnector
+    from .paged.cuda import PagedCudaConnector
+    from .paged.nested_tuple import NestedTupleConnector
 
     paged = [PagedConnector, PagedCudaConnector]
     return [VLLMConnector, VLLMBlobConnector, OffloadPagesConnector, NestedTupleConnector, *paged]

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvloom import ConfigError, EngineConfig, MemoryFormat, Registry, check_config
 
-from .offload_setup import OffloadSettings
-from .pages import Geometry, VLLMBlobConnector, VLLMConnector
+from .offload.setup import OffloadSettings
+from .paged.blocks import Geometry, VLLMBlobConnector, VLLMConnector
 
 _EXTRA = {"config", "async_load"}
 

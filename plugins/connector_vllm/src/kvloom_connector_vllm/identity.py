@@ -16,7 +16,7 @@ from typing import Any
 from kvloom import KVSpec
 
 from .names import shown
-from .pages import Geometry
+from .paged.blocks import Geometry
 from .weights import file_digest, folder_digest, has_weights
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, fingerprint, salt_tag
 
-from .pages import Geometry
+from .paged.blocks import Geometry
 from .planner import Chunks, Owner
 
 _MOST_SHOWN = 100

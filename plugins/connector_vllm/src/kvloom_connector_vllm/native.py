@@ -14,7 +14,7 @@ import torch
 from kvloom import PluginError
 from kvloom import native as libraries
 
-from .paged_move import Move
+from .paged.move import Move
 
 _BYTES_OF_A_THREAD = 1 << 20
 """Less is not worth a thread of its own."""

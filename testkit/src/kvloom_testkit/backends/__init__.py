@@ -1,1 +1,1 @@
-"""The requirements of storage backends, by topic; `kvloom_testkit.backend` puts them together."""
+"""The requirements of storage backends, by topic; `kvloom_testkit.backends.conformance` puts them together."""

@@ -26,10 +26,10 @@ class Oddity:
 
 
 def of(kind: str) -> Iterator[type[Any]]:
-    """Every mutant and oddity of a kind: those of the module or package of its name, and of modules `<name>_...`."""
-    stem = f"{__name__}.{CLASSES[kind].split(':')[0].rsplit('.')[-1]}"
+    """Every mutant and oddity of a kind: those of the package that is called as the kind's own."""
+    package = CLASSES[kind].split(".")[1]
     for found in pkgutil.walk_packages(__path__, f"{__name__}."):
-        if f"{found.name}.".startswith((f"{stem}.", f"{stem}_")):
+        if found.name.startswith(f"{__name__}.{package}."):
             for name, cls in vars(import_module(found.name)).items():
                 here = isinstance(cls, type) and cls.__module__ == found.name and not name.startswith("_")
                 if here and issubclass(cls, (Mutant, Oddity)):

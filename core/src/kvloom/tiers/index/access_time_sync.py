@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvloom.tiers.index.columns import PENDING, Rows
+from kvloom.tiers.index.columns import PENDING, Columns
 from kvloom.types import ChunkKey
 
 MINUTE = 60.0
@@ -18,7 +18,7 @@ MINUTE = 60.0
 _MOST_KEYS = 32768
 
 
-class Unsaid:
+class AccessTimeSync:
     """The chains that were used last, each once: a bounded number. What falls out is told when it is used again."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Unsaid:
             while self._keys > _MOST_KEYS and len(self._chains) > 1:
                 self._keys -= len(self._chains.popitem(last=False)[1][1])
 
-    def tell(self, rows: Rows, now: float, *, since_seconds: float, limit: int) -> list[ChunkKey]:
+    def tell(self, rows: Columns, now: float, *, since_seconds: float, limit: int) -> list[ChunkKey]:
         """What the store should be told of one chain now, heads first; it counts as told."""
         if not self._chains:
             return []

@@ -7,7 +7,7 @@ from collections import OrderedDict
 KEPT = 4096
 
 
-class Lately:
+class ChangeLog:
     """The moments, counted upwards, at which something happened to blobs: the last `KEPT` of them. Not thread-safe."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ _STEP = 1024
 _DIGEST_BYTES = 32
 
 
-class Rows:
+class Columns:
     """Columns that grow together, and the index from digests to rows."""
 
     def __init__(self) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvloom.tiers.index.change_log import KEPT, Lately
-from kvloom.tiers.index.columns import PENDING, WRITING, Rows
-from kvloom.tiers.index.expiry import Ages
-from kvloom.tiers.index.freshness import Sightings
+from kvloom.tiers.chain import Chain
+from kvloom.tiers.index.change_log import KEPT, ChangeLog
+from kvloom.tiers.index.columns import PENDING, WRITING, Columns
+from kvloom.tiers.index.expiry import Expiry
+from kvloom.tiers.index.freshness import Freshness
 from kvloom.tiers.index.lru import Links, Ring
-from kvloom.tiers.index.quotas import Tenant, Tenants
-from kvloom.tiers.prefix import Chain
+from kvloom.tiers.index.quotas import Quotas, Tenant
 from kvloom.types import ChunkKey
 
 
@@ -30,7 +30,7 @@ class Victim(NamedTuple):
     """`"capacity"`, `"quota"`, `"expired"`; or `"removed"`: it should have been gone before."""
 
 
-class Holdings:
+class Entries:
     """Rows in one ring by use, those of tenants with a quota in another, and in slots by age if there is a ttl."""
 
     def __init__(
@@ -40,15 +40,15 @@ class Holdings:
         self.enforced = True
         """Who is over a bound goes; if not, all stay, and are only counted."""
         self.wall = wall
-        self.rows = Rows()
-        self.sightings: Sightings | None = None
+        self.rows = Columns()
+        self.freshness: Freshness | None = None
         """Where what is there may go without a word."""
         self.undated = False
         """A listing did not say when blobs were written."""
         self._links = Links(self.rows)
         self.ring = Ring(self.rows, self._links)
-        self.tenants = Tenants(self.rows, quota)
-        self.ages = None if ttl is None else Ages(self.rows, ttl)
+        self.tenants = Quotas(self.rows, quota)
+        self.ages = None if ttl is None else Expiry(self.rows, ttl)
         self.bytes = 0
         self.count = 0
         """Rows of blobs: all but those that are only expected."""
@@ -57,7 +57,7 @@ class Holdings:
         self.listing_now = False
         self.moment = 0
         """How many blobs have been forgotten or written so far."""
-        self._forgotten, self._written = Lately(), Lately()
+        self._forgotten, self._written = ChangeLog(), ChangeLog()
         self.leaving: set[bytes] = set()
         """Victims that may still be there: until they are deleted nothing is learnt of them, and nothing written."""
         self.gone: OrderedDict[bytes, float] = OrderedDict()
@@ -114,8 +114,8 @@ class Holdings:
 
     def seen(self, row: int) -> None:
         """The blob is there, as far as can be told at this moment."""
-        if self.sightings is not None:
-            self.sightings.note(row)
+        if self.freshness is not None:
+            self.freshness.note(row)
 
     def change(self, row: int, state: int) -> None:
         """Give a row another state."""

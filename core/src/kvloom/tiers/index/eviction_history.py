@@ -29,7 +29,7 @@ MAX_RECORD_BYTES = _HEADER.size + MOST * _ROW.size
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class Eviction:
     """One chunk went."""
 
     when: float
@@ -38,20 +38,20 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class Departures:
+class Evictions:
     """A record that was read."""
 
     since: float
     until: float
     """Whatever went between these is in it: seconds since the epoch."""
-    rows: dict[bytes, Departure]
+    rows: dict[bytes, Eviction]
     """By the first eight bytes of the digest: the last time."""
 
-    def of(self, digest: bytes) -> Departure | None:
+    def of(self, digest: bytes) -> Eviction | None:
         return self.rows.get(digest[:8])
 
 
-def parse(record: bytes) -> Departures | None:
+def parse(record: bytes) -> Evictions | None:
     """None if it is damaged, or of another version."""
     if len(record) < _HEADER.size or (len(record) - _HEADER.size) % _ROW.size or len(record) > MAX_RECORD_BYTES:
         return None
@@ -61,14 +61,14 @@ def parse(record: bytes) -> Departures | None:
     if magic != _MAGIC or checksum != xxhash.xxh3_64_intdigest(record[16:]):
         return None
     rows = {
-        digest: Departure(float(when), REASONS[reason])
+        digest: Eviction(float(when), REASONS[reason])
         for digest, when, reason in _ROW.iter_unpack(record[_HEADER.size :])
         if reason < len(REASONS)
     }
-    return Departures(since, until, rows)
+    return Evictions(since, until, rows)
 
 
-class Departed:
+class EvictionHistory:
     """The ring of the last departures of one tier. Any thread may note one: a few hundred nanoseconds, no I/O."""
 
     def __init__(self, runtime: Runtime) -> None:

@@ -10,7 +10,7 @@ from kvloom.types import ChunkKey
 _MOST = 65536
 
 
-class Remembered:
+class ExistenceCache:
     """Answers that are taken for granted for `seconds`; 0: none is kept. From any thread."""
 
     def __init__(self, seconds: float, now: Callable[[], float]) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import heapq
 from array import array
 
-from kvloom.tiers.index.columns import Rows
+from kvloom.tiers.index.columns import Columns
 from kvloom.tiers.index.lru import Links
 
 _SLOTS = 1024
 
 
-class Ages:
+class Expiry:
     """Rows in order of writing. Times are seconds since the epoch."""
 
-    def __init__(self, rows: Rows, ttl: float) -> None:
+    def __init__(self, rows: Columns, ttl: float) -> None:
         self.ttl = ttl
         self.written: array[float] = rows.column("d")
         self._rows = rows

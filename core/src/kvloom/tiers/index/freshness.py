@@ -11,15 +11,15 @@ from array import array
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
-from kvloom.tiers.index.columns import FREE, PENDING, Rows
+from kvloom.tiers.index.columns import FREE, PENDING, Columns
 from kvloom.types import ChunkKey
 
 
-class Sightings:
+class Freshness:
     """A time for each row of a ledger."""
 
     def __init__(
-        self, rows: Rows, lock: AbstractContextManager[object], now: Callable[[], float], *, seconds: float
+        self, rows: Columns, lock: AbstractContextManager[object], now: Callable[[], float], *, seconds: float
     ) -> None:
         """lock: the ledger's. seconds: how long a blob is believed to be there since it was last seen."""
         self._rows = rows

@@ -6,16 +6,16 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvloom.runtime import Runtime
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.index import columns as states
-from kvloom.tiers.index.access_time_sync import Unsaid
+from kvloom.tiers.index.access_time_sync import AccessTimeSync
 from kvloom.tiers.index.columns import FREE, PENDING, WRITING
-from kvloom.tiers.index.entries import Holdings, Victim
-from kvloom.tiers.index.eviction_history import Departed
+from kvloom.tiers.index.entries import Entries, Victim
+from kvloom.tiers.index.eviction_history import EvictionHistory
 from kvloom.tiers.index.frequency import Sketch
-from kvloom.tiers.index.freshness import Sightings
+from kvloom.tiers.index.freshness import Freshness
 from kvloom.tiers.index.listing import SLICE, Listing, slices
 from kvloom.tiers.index.recovery import Recovery
-from kvloom.tiers.prefix import NO_CHAIN, Chain
 from kvloom.types import ChunkKey, Entry
 
 __all__ = ["POLICIES", "Fidelity", "Ledger", "Victim"]
@@ -69,19 +69,19 @@ class Ledger:
         assert policy in POLICIES, policy
         self.complete = False
         """The store was listed to its end: what is not here was not there."""
-        self.departed = Departed(runtime)
+        self.evictions = EvictionHistory(runtime)
         """What was in the store and is not any more, and why."""
         self._lock = runtime.lock()
         self._wall = runtime.wall
-        self._held = Holdings(runtime.wall, capacity=capacity, ttl=ttl, quota=quota)
+        self._held = Entries(runtime.wall, capacity=capacity, ttl=ttl, quota=quota)
         self._rows = self._held.rows
         self._sketch = Sketch() if policy == "tiny_lfu" else None
-        self._unsaid = Unsaid()
+        self._access_times = AccessTimeSync()
         self._listed = False
-        self.sightings: Sightings | None = None
+        self.freshness: Freshness | None = None
         """What has to be asked about again, and when."""
         if believed is not None:
-            self.sightings = self._held.sightings = Sightings(self._rows, self._lock, runtime.now, seconds=believed)
+            self.freshness = self._held.freshness = Freshness(self._rows, self._lock, runtime.now, seconds=believed)
 
     @property
     def enforced(self) -> bool:
@@ -139,7 +139,7 @@ class Ledger:
         find = self._rows.find
         with self._lock:
             self._held.renew([find[digest[0]](digest, 0) for _, _, digest in reversed(chain)])
-            self._unsaid.add(chain, self._wall())
+            self._access_times.add(chain, self._wall())
             if count and self._sketch is not None:
                 self._sketch.add([digest for _, _, digest in chain], rows=len(self))
 
@@ -149,12 +149,12 @@ class Ledger:
         They count as told now. With them come heads that the store would show as older than what is behind them.
         """
         said: list[ChunkKey] = []
-        for _ in range(len(self._unsaid)):
+        for _ in range(len(self._access_times)):
             if len(said) >= limit:
                 break
             with self._lock:
                 left = limit - len(said)
-                said += self._unsaid.tell(self._rows, self._wall(), since_seconds=since_seconds, limit=left)
+                said += self._access_times.tell(self._rows, self._wall(), since_seconds=since_seconds, limit=left)
         return said
 
     # -- writing -------------------------------------------------------------------------------------------------------

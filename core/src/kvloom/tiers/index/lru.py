@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
-from kvloom.tiers.index.columns import CURSOR, FREE, PENDING, Rows
+from kvloom.tiers.index.columns import CURSOR, FREE, PENDING, Columns
 
 
 class Links:
     """Who comes before and after each row. Several rings may share one pair of columns: a row is in one at most."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Columns) -> None:
         self.before: array[int] = rows.column("i")
         self.after: array[int] = rows.column("i")
         """0: the row is in no ring."""
@@ -40,7 +40,7 @@ class Ring:
     before it must not go.
     """
 
-    def __init__(self, rows: Rows, links: Links) -> None:
+    def __init__(self, rows: Columns, links: Links) -> None:
         self._rows = rows
         self._links = links
         self._end = rows.take()

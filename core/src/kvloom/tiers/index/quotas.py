@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvloom.tiers.index.columns import Rows
+from kvloom.tiers.index.columns import Columns
 from kvloom.tiers.index.lru import Links, Ring
 
 
@@ -35,10 +35,10 @@ class Namespace:
     rows: int = 0
 
 
-class Tenants:
+class Quotas:
     """Numbers for namespaces, which come and go with their rows; nothing is kept of those that have none."""
 
-    def __init__(self, rows: Rows, quota: Mapping[str, int] | None) -> None:
+    def __init__(self, rows: Columns, quota: Mapping[str, int] | None) -> None:
         self._rows = rows
         self._quota = dict(quota or {})
         self._links = Links(rows) if self._quota else None

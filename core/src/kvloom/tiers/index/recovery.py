@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from kvloom.tiers.index.access_time_sync import MINUTE
 from kvloom.tiers.index.columns import FREE, PENDING, UNKNOWN
-from kvloom.tiers.index.entries import Holdings, Victim
+from kvloom.tiers.index.entries import Entries, Victim
 from kvloom.tiers.index.listing import Listed
 from kvloom.tiers.index.quotas import Tenant
 from kvloom.types import ChunkKey
@@ -16,7 +16,7 @@ from kvloom.types import ChunkKey
 class Recovery:
     """One listing. first: what it shows is older than what is held already; later ones show what others did."""
 
-    def __init__(self, holdings: Holdings, *, first: bool) -> None:
+    def __init__(self, holdings: Entries, *, first: bool) -> None:
         self._holdings = holdings
         self._first = first
         holdings.listing = holdings.listing % 255 + 1

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvloom.tiers.memory.lru import Held, Recency
+from kvloom.tiers.memory.lru import LRU, MemoryEntry
 from kvloom.types import ChunkKey
 
 _BUCKETS = 64
@@ -27,7 +27,7 @@ class Changes(NamedTuple):
     """`came` is everything that is held: forget what was known before."""
 
 
-class Holdings:
+class MemoryIndex:
     """All chunks of the memory tier."""
 
     def __init__(
@@ -36,20 +36,20 @@ class Holdings:
     ) -> None:  # fmt: skip
         """told: of every chunk that comes (True) or goes."""
         self._told = told
-        self.entries: dict[ChunkKey, Held] = {}
-        self.recency = Recency()
+        self.entries: dict[ChunkKey, MemoryEntry] = {}
+        self.recency = LRU()
         self.pinned_bytes = 0
         self.ttl = ttl
-        self._ages = None if ttl is None else Ages(ttl)
-        self._tenants = Tenants(quota) if quota else None
-        self._leaving: deque[tuple[ChunkKey, Held]] = deque()
+        self._ages = None if ttl is None else WriteTimes(ttl)
+        self._tenants = TenantUse(quota) if quota else None
+        self._leaving: deque[tuple[ChunkKey, MemoryEntry]] = deque()
         # By key, whether it is held now. None: nobody asked yet, or there was too much to keep.
         self._changed: dict[ChunkKey, bool] | None = None
         # Who is beside a gap: by the address where a chunk begins, and where it ends.
         self._starts: dict[int, ChunkKey] = {}
         self._ends: dict[int, ChunkKey] = {}
 
-    def add(self, key: ChunkKey, held: Held) -> None:
+    def add(self, key: ChunkKey, held: MemoryEntry) -> None:
         """Hold a chunk, as the most recently used one. The key is not held already."""
         self.entries[key] = held
         self._note(key, True)
@@ -63,7 +63,7 @@ class Holdings:
         if self._ages is not None:
             self._ages.add(key, held)
 
-    def forget(self, key: ChunkKey) -> Held | None:
+    def forget(self, key: ChunkKey) -> MemoryEntry | None:
         held = self.entries.pop(key, None)
         if held is None:
             return None
@@ -151,7 +151,7 @@ class Holdings:
         held = self.entries.get(key)
         return key if held is not None and held.dirty else None
 
-    def still_dirty(self, key: ChunkKey, held: Held) -> None:
+    def still_dirty(self, key: ChunkKey, held: MemoryEntry) -> None:
         """It was offered to be written, and nobody took it on."""
         held.dirty = True
         if self.entries.get(key) is held:
@@ -166,10 +166,10 @@ class Holdings:
         """Something may be due to go though there is room."""
         return self.ttl is not None or bool(self._leaving)
 
-    def expired(self, held: Held, wall: float) -> bool:
+    def expired(self, held: MemoryEntry, wall: float) -> bool:
         return self.ttl is not None and held.written + self.ttl <= wall
 
-    def leave(self, key: ChunkKey, held: Held, reason: str) -> None:
+    def leave(self, key: ChunkKey, held: MemoryEntry, reason: str) -> None:
         """Let a chunk go as soon as nobody uses it; it counts against no quota any more."""
         if self.entries.get(key) is held and not (held.leaving or held.pinned):
             if self._tenants is not None:
@@ -189,13 +189,13 @@ class Holdings:
         return None if self._ages is None else self._ages.expired(wall)
 
 
-class Tenants:
+class TenantUse:
     """Per salt: its bytes, and its chunks in the order of their use."""
 
     def __init__(self, quota: Mapping[str, int]) -> None:
         self._quota = dict(quota)
         self._bytes: dict[str, int] = {}
-        self._recency: dict[str, Recency] = {}
+        self._recency: dict[str, LRU] = {}
 
     def quota(self, tag: str) -> int | None:
         return self._quota.get(tag, self._quota.get("*"))
@@ -205,19 +205,19 @@ class Tenants:
         quota = self.quota(tag)
         return quota is None or self._bytes.get(tag, 0) + nbytes <= quota
 
-    def recency(self, key: ChunkKey) -> Recency | None:
+    def recency(self, key: ChunkKey) -> LRU | None:
         return self._recency.get(salt_tag_of(key.namespace))
 
-    def add(self, key: ChunkKey, held: Held) -> None:
+    def add(self, key: ChunkKey, held: MemoryEntry) -> None:
         tag = salt_tag_of(key.namespace)
         if self.quota(tag) is None:
             return
         self._bytes[tag] = self._bytes.get(tag, 0) + held.block.size
-        recency = self._recency.setdefault(tag, Recency())
+        recency = self._recency.setdefault(tag, LRU())
         if not held.pinned:
             recency.add(key, held)
 
-    def discard(self, key: ChunkKey, held: Held) -> None:
+    def discard(self, key: ChunkKey, held: MemoryEntry) -> None:
         tag = salt_tag_of(key.namespace)
         recency = self._recency.get(tag)
         if recency is None:
@@ -227,7 +227,7 @@ class Tenants:
         if not self._bytes[tag]:  # there may be any number of salts in the course of time
             del self._bytes[tag], self._recency[tag]
 
-    def pin(self, key: ChunkKey, held: Held) -> None:
+    def pin(self, key: ChunkKey, held: MemoryEntry) -> None:
         recency = self.recency(key)
         if recency is not None:
             if held.pinned:
@@ -242,18 +242,18 @@ class Tenants:
                 recency.touch(chain)
 
 
-class Ages:
+class WriteTimes:
     """Chunks by when they were written, to within a part in 64 of the time to live."""
 
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl
         self._width = ttl / _BUCKETS
-        self._buckets: dict[int, dict[ChunkKey, Held]] = {}
+        self._buckets: dict[int, dict[ChunkKey, MemoryEntry]] = {}
 
-    def add(self, key: ChunkKey, held: Held) -> None:
+    def add(self, key: ChunkKey, held: MemoryEntry) -> None:
         self._buckets.setdefault(int(held.written // self._width), {})[key] = held
 
-    def discard(self, key: ChunkKey, held: Held) -> None:
+    def discard(self, key: ChunkKey, held: MemoryEntry) -> None:
         number = int(held.written // self._width)
         bucket = self._buckets[number]
         del bucket[key]

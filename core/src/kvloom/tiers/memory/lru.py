@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvloom.memory import Block
-from kvloom.tiers.prefix import NO_CHAIN, Chain
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.types import Chunk, ChunkKey
 
 _LOOK = 16
@@ -19,7 +19,7 @@ _LOOK = 16
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class MemoryEntry:
     """A chunk in memory."""
 
     chunk: Chunk
@@ -35,7 +35,7 @@ class Held:
     """Why it goes once nobody uses it any more; empty if it stays."""
 
 
-class Recency:
+class LRU:
     """Chunks in the order of their use.
 
     What would be next to go but is in use is set aside, so that it is walked over once and not once for each chunk that
@@ -45,15 +45,15 @@ class Recency:
     __slots__ = ("_aside", "_order", "aside_bytes")
 
     def __init__(self) -> None:
-        self._order: OrderedDict[ChunkKey, Held] = OrderedDict()
-        self._aside: OrderedDict[ChunkKey, Held] = OrderedDict()
+        self._order: OrderedDict[ChunkKey, MemoryEntry] = OrderedDict()
+        self._aside: OrderedDict[ChunkKey, MemoryEntry] = OrderedDict()
         self.aside_bytes = 0
 
     def keys(self) -> list[ChunkKey]:
         """All of them, the least recently used first. O(n)."""
         return [*self._aside, *self._order]
 
-    def add(self, key: ChunkKey, held: Held) -> None:
+    def add(self, key: ChunkKey, held: MemoryEntry) -> None:
         """As the most recently used one."""
         self._order[key] = held
 
@@ -119,7 +119,7 @@ class Recency:
         self._aside[key] = held
         self.aside_bytes += held.block.size
 
-    def _take_back(self, key: ChunkKey) -> Held | None:
+    def _take_back(self, key: ChunkKey) -> MemoryEntry | None:
         held = self._aside.pop(key, None)
         if held is not None:
             self.aside_bytes -= held.block.size

@@ -13,7 +13,7 @@ from kvloom.runtime import Runtime
 from kvloom.tiers.memory.tier import MemoryTier
 
 
-class Rooms:
+class StagingBuffers:
     """Hands out memory for whole chunks: at most half of the pool at any time, so that everybody else goes on."""
 
     def __init__(self, memory: MemoryTier, runtime: Runtime) -> None:
@@ -23,7 +23,7 @@ class Rooms:
         self._left = memory.pool.capacity // 2
         self._forgotten: deque[int] = deque()
 
-    def take(self, nbytes: int, *, until: float | None = None) -> Room | None:
+    def take(self, nbytes: int, *, until: float | None = None) -> StagingBuffer | None:
         """Memory for `nbytes` bytes, evicting what it takes, or None.
 
         until: wait so long for memory that is in use; but nobody waits for the bound.
@@ -42,14 +42,14 @@ class Rooms:
         if reservation is None:
             self.give(size)
             return None
-        return Room(reservation, self._runtime, self, counted=size)
+        return StagingBuffer(reservation, self._runtime, self, counted=size)
 
-    def passing(self, nbytes: int) -> Room | None:
+    def passing(self, nbytes: int) -> StagingBuffer | None:
         """Memory that KV only passes through, which does not count."""
         reservation = self._memory.reserve(nbytes)
-        return None if reservation is None else Room(reservation, self._runtime, None)
+        return None if reservation is None else StagingBuffer(reservation, self._runtime, None)
 
-    def await_passing(self, nbytes: int, until: float, *, stopped: Callable[[], bool]) -> Room | None:
+    def await_passing(self, nbytes: int, until: float, *, stopped: Callable[[], bool]) -> StagingBuffer | None:
         """`passing`, waiting until `until` or until `stopped()` for what is in use to be given back."""
         pool = self._memory.pool
         while True:
@@ -61,7 +61,7 @@ class Rooms:
                 break
             pool.wait_for_room(until, freed)
         reservation = self._memory.reserve_by(nbytes, until)  # now what should have been written before goes as well
-        return None if reservation is None else Room(reservation, self._runtime, None)
+        return None if reservation is None else StagingBuffer(reservation, self._runtime, None)
 
     def give(self, size: int) -> None:
         """`size` bytes of the pool are no longer held. Called by rooms."""
@@ -73,13 +73,15 @@ class Rooms:
         self._forgotten.append(size)
 
 
-class Room:
+class StagingBuffer:
     """A reservation with several holders: whoever asked for it, and each backend call that still may write to it.
 
     It goes back to the pool when the last of them lets go, or all of them have been forgotten.
     """
 
-    def __init__(self, reservation: Reservation, runtime: Runtime, rooms: Rooms | None, *, counted: int = 0) -> None:
+    def __init__(
+        self, reservation: Reservation, runtime: Runtime, rooms: StagingBuffers | None, *, counted: int = 0
+    ) -> None:
         """counted: the bytes that `rooms` has counted for it; the reservation may be longer."""
         self.reservation = reservation
         self._lock = runtime.lock()
@@ -116,16 +118,16 @@ class Room:
             rooms.give(self._counted)
 
     def __del__(self) -> None:
-        rooms: Rooms | None = getattr(self, "_rooms", None)  # whoever made it may have been interrupted
+        rooms: StagingBuffers | None = getattr(self, "_rooms", None)  # whoever made it may have been interrupted
         if rooms is not None:
             rooms.give_later(self._counted)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StagingPlace:
     """Where some layers of a chunk lie in a room: `tensor` is `[planes, layers, tokens, hidden]`, without a gap."""
 
-    room: Room
+    room: StagingBuffer
     tensor: torch.Tensor
     first: int
     """The layer that comes first."""
@@ -133,7 +135,9 @@ class Place:
     """The shape of the whole chunk, which may have more layers."""
 
     @classmethod
-    def of(cls, room: Room, chunk_shape: tuple[int, ...], dtype: torch.dtype, layers: range | None = None) -> Place:
+    def of(
+        cls, room: StagingBuffer, chunk_shape: tuple[int, ...], dtype: torch.dtype, layers: range | None = None
+    ) -> StagingPlace:
         """In a room that is long enough; layers: default all."""
         planes, num_layers, tokens, hidden = chunk_shape
         layers = range(num_layers) if layers is None else layers

@@ -14,11 +14,11 @@ from kvloom.interrupts import shielded_waiting
 from kvloom.memory import Block, Pool, Reservation, caller
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.tiers.invalidation import Purges
-from kvloom.tiers.memory.index import Changes, Holdings
-from kvloom.tiers.memory.lru import Held
-from kvloom.tiers.prefix import NO_CHAIN, Chain
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.chain import NO_CHAIN, Chain
+from kvloom.tiers.invalidation import Invalidations
+from kvloom.tiers.memory.index import Changes, MemoryIndex
+from kvloom.tiers.memory.lru import MemoryEntry
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.tier import Layout, Loaded, Tier
 from kvloom.types import Chunk, ChunkKey, TierHealth
 
@@ -60,17 +60,17 @@ class MemoryTier(Tier):
         self._events = events
         self._runtime = runtime
         self._lock = runtime.lock()
-        self.purges = Purges(runtime)
+        self.invalidations = Invalidations(runtime)
         """What is being removed from this tier and those below."""
-        self._held = Holdings(ttl=ttl, quota=quota, told=self._tell if events.sees_chunks else None)
+        self._held = MemoryIndex(ttl=ttl, quota=quota, told=self._tell if events.sees_chunks else None)
         # Keys that `write_back` is being asked about: whoever removes one waits for the answer.
         self._offered: list[ChunkKey] = []
         self._answered = runtime.condition()
 
-    def inherited(self, pid: int) -> None:
-        super().inherited(pid)
+    def after_fork_in_child(self, pid: int) -> None:
+        super().after_fork_in_child(pid)
         self._lock, self._answered = self._runtime.lock(), self._runtime.condition()
-        self._held = Holdings()  # what the chunks were in is not the child's
+        self._held = MemoryIndex()  # what the chunks were in is not the child's
 
     def __len__(self) -> int:
         return len(self._held.entries)
@@ -88,7 +88,9 @@ class MemoryTier(Tier):
     # -- finding -------------------------------------------------------------------------------------------------------
 
     @shielded_waiting
-    def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None, *, exact: bool = False) -> list[bool]:
+    def find(
+        self, keys: Sequence[ChunkKey], context: RequestContext | None = None, *, exact: bool = False
+    ) -> list[bool]:
         """Which keys are held (with `exact`: exactly)."""
         self._check_here()
         entries = self._held.entries
@@ -159,10 +161,10 @@ class MemoryTier(Tier):
         """
         wall = self._runtime.wall()
         fresh, dirty = dirty, dirty and chunk.exact and self.write_back is not None
-        new = Held(chunk, block, wall if written is None else min(written, wall), dirty)
+        new = MemoryEntry(chunk, block, wall if written is None else min(written, wall), dirty)
         if self.write_back is not None:
             new.chain = chain
-        since = self.purges.mark() if since is None else since
+        since = self.invalidations.mark() if since is None else since
         loaded = self._keep(key, new, wall, since, chain, fresh=fresh)
         if self._held.restless:
             for _ in range(_SWEPT_EACH_TIME):
@@ -172,11 +174,11 @@ class MemoryTier(Tier):
             self._write_ahead(clean_bytes - self.pool.free_bytes)
         return loaded
 
-    def _keep(self, key: ChunkKey, new: Held, wall: float, since: int, chain: Chain, *, fresh: bool) -> Loaded:
+    def _keep(self, key: ChunkKey, new: MemoryEntry, wall: float, since: int, chain: Chain, *, fresh: bool) -> Loaded:
         kept = self.keep and not self._held.expired(new, wall)
         while True:
             with self._lock:
-                gone = self.purges.hit(key, since)
+                gone = self.invalidations.hit(key, since)
                 settled = self._settle(key, new, wall, kept=kept and not gone)
             if settled is not None:
                 break
@@ -194,7 +196,9 @@ class MemoryTier(Tier):
         coldest = self._held.coldest_of_tenant(key)
         return None if coldest is None or chain.leads_to(key, coldest.digest) else coldest
 
-    def _settle(self, key: ChunkKey, new: Held, wall: float, *, kept: bool) -> tuple[Loaded, Block | None] | None:
+    def _settle(
+        self, key: ChunkKey, new: MemoryEntry, wall: float, *, kept: bool
+    ) -> tuple[Loaded, Block | None] | None:
         """Which of two chunks stays, leased, and the block that does not; None if the tenant must make room first."""
         origin = new.block.origin  # where it was reserved says enough about who inserts it
         present = self._held.entries.get(key)
@@ -324,7 +328,7 @@ class MemoryTier(Tier):
             self._report("dropped", held, "evicted before it was written")
         return True
 
-    def _report(self, name: EventName, held: Held, reason: str) -> None:
+    def _report(self, name: EventName, held: MemoryEntry, reason: str) -> None:
         self._events.emit(Event(name, self.name, held.chunk.num_tokens, 1, held.block.size, reason=reason))
 
     def _tell(self, key: ChunkKey, held: bool) -> None:
@@ -361,7 +365,7 @@ class MemoryTier(Tier):
         while self._let_go(partial(self._held.recency.coldest_dirty, cold_bytes)):
             pass
 
-    def _offer(self, key: ChunkKey, held: Held, loaded: Loaded, *, leave: str) -> bool:
+    def _offer(self, key: ChunkKey, held: MemoryEntry, loaded: Loaded, *, leave: str) -> bool:
         verdict = self._ask(key, loaded)
         with self._lock:
             self._offered.remove(key)

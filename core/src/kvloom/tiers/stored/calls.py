@@ -15,7 +15,7 @@ from kvloom.contracts.storage import StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, DeadlineExceeded, UnreadableBlobError
 from kvloom.runtime import Call, NoThreadError, Runtime, Workers
 from kvloom.telemetry.events import EventBus
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.breaker import Breaker
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ class Calls:
 
     # -- whether to call at all ----------------------------------------------------------------------------------------
 
-    def serves(self, visit: Visit) -> bool:
+    def serves(self, context: RequestContext) -> bool:
         """Whether reading may be tried in this operation. If the tier is paused and a probe is due, it is begun."""
-        return self.name not in visit.lost and not visit.given_up and not self.paused
+        return self.name not in context.lost and not context.given_up and not self.paused
 
     @property
     def paused(self) -> bool:
@@ -117,55 +117,55 @@ class Calls:
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
-    def ask(self, verb: str, function: Callable[[], T], visit: Visit) -> T | None:
+    def ask(self, verb: str, function: Callable[[], T], context: RequestContext) -> T | None:
         """The answer to a short question, or None: the tier is given up for this operation."""
-        call = self.begin(verb, function, visit)
-        return None if call is None else self.answer(verb, call, visit)
+        call = self.begin(verb, function, context)
+        return None if call is None else self.answer(verb, call, context)
 
-    def begin(self, verb: str, function: Callable[[], T], visit: Visit) -> Call[T] | None:
+    def begin(self, verb: str, function: Callable[[], T], context: RequestContext) -> Call[T] | None:
         """Put a short question, for `answer`; None if the tier is given up for this operation, or its time is spent."""
-        if not self.serves(visit) or visit.until <= self._now():
+        if not self.serves(context) or context.until <= self._now():
             return None
         try:
             return self.questions.submit(self.judged(verb, function, self.reading), seconds=self.deadline)
         except BackendError as error:
             self.failed(verb, error, self.reading)
-            visit.lost.add(self.name)
+            context.lost.add(self.name)
             return None
 
-    def answer(self, verb: str, call: Call[T], visit: Visit, *, seconds: float = math.inf) -> T | None:
+    def answer(self, verb: str, call: Call[T], context: RequestContext, *, seconds: float = math.inf) -> T | None:
         """Wait for what was asked, as long as the operation does; None: the tier is given up for it.
 
         seconds: wait no longer than that, if it is less.
         """
-        self.wait(call, visit, min(visit.patience(min(self.deadline, seconds)), call.overdue_at))
+        self.wait(call, context, min(context.patience(min(self.deadline, seconds)), call.overdue_at))
         try:
             return call.result(self._now())
         except Exception as error:
-            if not visit.given_up:
+            if not context.given_up:
                 self.late(verb, error, call, self.reading)
-            visit.lost.add(self.name)
+            context.lost.add(self.name)
             return None
 
-    def wait(self, call: Call[Any], visit: Visit, until: float) -> None:
+    def wait(self, call: Call[Any], context: RequestContext, until: float) -> None:
         """Wait for what was asked until then at most; nobody gives anything up."""
-        visit.waits_for(self.questions.wake)
+        context.waits_for(self.questions.wake)
         try:
-            call.wait(until, stopped=lambda: visit.given_up)
+            call.wait(until, stopped=lambda: context.given_up)
         finally:
-            visit.waits_for(None)
+            context.waits_for(None)
 
-    def in_time(self, read: Call[Any], visit: Visit) -> bool:
+    def in_time(self, read: Call[Any], context: RequestContext) -> bool:
         """Wait for a read for as long as the operation does. If it is late, or given up, the tier is lost to it."""
-        visit.waits_for(self.reads.wake)
+        context.waits_for(self.reads.wake)
         try:
-            done = read.wait(visit.patience(self.deadline), stopped=lambda: visit.given_up)
+            done = read.wait(context.patience(self.deadline), stopped=lambda: context.given_up)
         finally:
-            visit.waits_for(None)
+            context.waits_for(None)
         if not done:
-            if not visit.given_up:
+            if not context.given_up:
                 self.late("read", DeadlineExceeded("no answer within the deadline"), read, self.reading)
-            visit.lost.add(self.name)
+            context.lost.add(self.name)
         return done
 
     def judged(self, verb: str, function: Callable[[], T], breaker: Breaker) -> Callable[[], T]:

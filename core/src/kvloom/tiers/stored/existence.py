@@ -12,9 +12,9 @@ from kvloom.format import envelope
 from kvloom.format.encryption import Protection
 from kvloom.memory import pages_of
 from kvloom.runtime import Call
-from kvloom.tiers.index.existence_cache import Remembered
+from kvloom.tiers.index.existence_cache import ExistenceCache
 from kvloom.tiers.index.ledger import Fidelity, Ledger
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
 from kvloom.types import ChunkKey
 
@@ -59,7 +59,7 @@ class Inquiry:
 
     def __init__(
         self, known: Callable[[Sequence[ChunkKey]], list[bool]], asked: Collection[ChunkKey],
-        call: Call[set[ChunkKey]] | None, calls: Calls, visit: Visit,
+        call: Call[set[ChunkKey]] | None, calls: Calls, context: RequestContext,
     ) -> None:  # fmt: skip
         """known: as `Presence.known_enough`. asked: what the store has to say something about. call: returns those of
         them about which the store only raised; None if it could not be asked."""
@@ -67,7 +67,7 @@ class Inquiry:
         self._asked = asked
         self._call = call
         self._calls = calls
-        self._visit = visit
+        self._context = context
         self._told = count()
 
     @property
@@ -82,14 +82,14 @@ class Inquiry:
     def wait(self, until: float) -> None:
         """Wait until there is an answer, but not beyond `until`, nor for a caller who has given up."""
         if self._call is not None:
-            self._calls.wait(self._call, self._visit, until)
+            self._calls.wait(self._call, self._context, until)
 
     def enough_of(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return for each key whether it need not be written, as far as is known; True if the store gave no answer."""
         if self.done and self._asked:
             silent = None if self._call is None else self._call.peek()
             if silent is None:
-                self._visit.lost.add(self._calls.name)
+                self._context.lost.add(self._calls.name)
                 return [True] * len(keys)
             return [here or key in silent for here, key in zip(self._known(keys), keys, strict=True)]
         return [here and not self.concerns(key) for here, key in zip(self._known(keys), keys, strict=True)]
@@ -108,13 +108,14 @@ class Inquiry:
         return key in silent or self._known([key])[0]
 
 
-class Presence:
+class Existence:
     """Answers from the ledger, and asks the store where the ledger cannot know."""
 
     def __init__(
         self, backend: StorageBackend, ledger: Ledger, calls: Calls, *, lossless: bool, exact_only: bool,
         expired: Callable[[envelope.Header], bool], ttl: bool, protection: Protection | None = None,
-        remembered: Remembered | None = None, doomed: Callable[[], Collection[ChunkKey]] = tuple, sized: bool = False,
+        remembered: ExistenceCache | None = None, doomed: Callable[[], Collection[ChunkKey]] = tuple,
+        sized: bool = False,
     ) -> None:  # fmt: skip
         """lossless: what would be written is exact. exact_only: what is lossy cannot be used. ttl: blobs may expire.
         doomed: what may be there now and will be deleted at once. sized: the sizes of blobs count against a bound."""
@@ -128,16 +129,16 @@ class Presence:
         self._expired = expired
         self._ttl = ttl
         self._protection = protection
-        self._remembered = remembered or Remembered(0.0, lambda: 0.0)
+        self._remembered = remembered or ExistenceCache(0.0, lambda: 0.0)
         self.doomed = doomed
 
-    def find(self, keys: Sequence[ChunkKey], visit: Visit) -> list[bool]:
+    def find(self, keys: Sequence[ChunkKey], context: RequestContext) -> list[bool]:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
-        return self.seek(keys, visit).answer()
+        return self.seek(keys, context).answer()
 
-    def seek(self, keys: Sequence[ChunkKey], visit: Visit) -> Question:
+    def seek(self, keys: Sequence[ChunkKey], context: RequestContext) -> Question:
         """Begin `find`: what the store has to be asked is asked on a thread of the tier's."""
-        if not self._calls.serves(visit):
+        if not self._calls.serves(context):
             return Question(lambda seconds: [False] * len(keys))
         known, doubtful = self._ledger.known(keys), self._doubtful(keys)
         unknown: set[ChunkKey] = set()
@@ -158,10 +159,10 @@ class Presence:
         asked = [key for key in keys if key in doubtful or key in undated or (key in unknown and key not in said)]
         if not asked:
             return Question(lambda seconds: found())
-        call = self._calls.begin("contains", lambda: self._there(asked, doubtful, undated), visit)
+        call = self._calls.begin("contains", lambda: self._there(asked, doubtful, undated), context)
 
         def learnt(seconds: float) -> list[bool]:
-            there = None if call is None else self._calls.answer("contains", call, visit, seconds=seconds)
+            there = None if call is None else self._calls.answer("contains", call, context, seconds=seconds)
             if there is None:
                 return [False] * len(keys)
             said.update(zip(asked, there, strict=True))
@@ -185,16 +186,18 @@ class Presence:
     def doubt(self) -> None:
         """The store has failed, or is back: nothing that it said before counts."""
         self._remembered.clear()
-        if self._ledger.sightings is not None:
-            self._ledger.sightings.doubt()
+        if self._ledger.freshness is not None:
+            self._ledger.freshness.doubt()
 
     def _doubtful(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """What the store has to be asked about again, though it is believed to be there."""
-        if self._ledger.sightings is None:
+        if self._ledger.freshness is None:
             return set()
-        return {key for key, doubt in zip(keys, self._ledger.sightings.doubtful(keys), strict=True) if doubt}
+        return {key for key, doubt in zip(keys, self._ledger.freshness.doubtful(keys), strict=True) if doubt}
 
-    def inquire(self, keys: Sequence[ChunkKey], visit: Visit, *, ignore: Callable[[ChunkKey], bool]) -> Inquiry:
+    def inquire(
+        self, keys: Sequence[ChunkKey], context: RequestContext, *, ignore: Callable[[ChunkKey], bool]
+    ) -> Inquiry:
         """Begin to find out for which keys there is nothing better to be written, or no telling.
 
         A lossless tier does not have enough of a lossy or unreadable blob; what a blob is, is read from its header
@@ -209,8 +212,8 @@ class Presence:
             return self._peek(unsure) if unsure else set()
 
         asked = doubtful.union(unsure)
-        call = self._calls.begin("contains", look, visit) if asked else None
-        return Inquiry(self.known_enough, asked, call, self._calls, visit)
+        call = self._calls.begin("contains", look, context) if asked else None
+        return Inquiry(self.known_enough, asked, call, self._calls, context)
 
     def known_enough(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return for each key whether nothing better is to be written, as far as the ledger knows. Asks no store."""
@@ -272,9 +275,9 @@ class Presence:
 
     def _learn(self, answers: Mapping[ChunkKey, bool | None], *, since: int) -> None:
         """What the store said of blobs that were taken to be there; None: nothing."""
-        assert self._ledger.sightings is not None or not answers
-        if self._ledger.sightings is not None:
-            self._ledger.sightings.confirm([key for key, here in answers.items() if here])
+        assert self._ledger.freshness is not None or not answers
+        if self._ledger.freshness is not None:
+            self._ledger.freshness.confirm([key for key, here in answers.items() if here])
         for key, here in answers.items():
             if here is False:
                 self._ledger.forget_absent(key, since=since)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kvloom.errors import BackendError
 from kvloom.runtime import Call, Runtime
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
 from kvloom.tiers.tier import Loaded
 from kvloom.types import ChunkKey
@@ -16,7 +16,7 @@ from kvloom.types import ChunkKey
 R = TypeVar("R")
 
 
-class Flight:
+class InflightRead:
     """One call that reads one chunk."""
 
     __slots__ = ("call", "failed", "key", "shares", "starved")
@@ -35,11 +35,11 @@ class Flight:
 class Read:
     """One reader's share of a flight. Give it to `leave` or to `give_up`, once."""
 
-    __slots__ = ("flight", "visit")
+    __slots__ = ("context", "flight")
 
-    def __init__(self, flight: Flight, visit: Visit) -> None:
+    def __init__(self, flight: InflightRead, context: RequestContext) -> None:
         self.flight = flight
-        self.visit = visit
+        self.context = context
 
     @property
     def done(self) -> bool:
@@ -51,17 +51,17 @@ class Read:
         return self.flight.call.wait(until, stopped=stopped)
 
 
-class Flights:
+class InflightReads:
     """The reads of one tier."""
 
     def __init__(self, calls: Calls, runtime: Runtime) -> None:
         self._calls = calls
         self.lock = runtime.lock()
         """Held while a read begins or ends, so that nobody begins another of the same chunk."""
-        self._open: dict[ChunkKey, Flight] = {}
+        self._open: dict[ChunkKey, InflightRead] = {}
 
     def board(
-        self, key: ChunkKey, load: Callable[[], Loaded | None], visit: Visit, *,
+        self, key: ChunkKey, load: Callable[[], Loaded | None], context: RequestContext, *,
         instead: Callable[[], R | None] = lambda: None,
     ) -> Read | R | None:  # fmt: skip
         """Share the call that reads `key`, or begin one; None if the tier cannot take it.
@@ -71,26 +71,26 @@ class Flights:
         judged = self._calls.judged("read", load, self._calls.reading)
         try:
             with self.lock:
-                other = instead() or self.share(key, visit)
+                other = instead() or self.share(key, context)
                 if other is None:
-                    flight = Flight(key)
+                    flight = InflightRead(key)
                     run = partial(self._land, flight, judged)
                     flight.call = self._calls.reads.submit(run, seconds=self._calls.deadline, discard=release)
                     self._open[key] = flight
-                    other = Read(flight, visit)
+                    other = Read(flight, context)
         except BackendError as error:
             self._calls.failed("read", error, self._calls.reading)
-            visit.lost.add(self._calls.name)
+            context.lost.add(self._calls.name)
             return None
         return other
 
-    def share(self, key: ChunkKey, visit: Visit) -> Read | None:
+    def share(self, key: ChunkKey, context: RequestContext) -> Read | None:
         """Share the call that reads `key`, if there is one. Under the lock."""
         flight = self._open.get(key)
         if flight is None:
             return None
         flight.shares += 1
-        return Read(flight, visit)
+        return Read(flight, context)
 
     def under_way(self, key: ChunkKey) -> bool:
         """Whether some call reads `key`. Under the lock."""
@@ -106,11 +106,11 @@ class Flights:
 
     def leave(self, read: Read) -> Loaded | None:
         """Wait for what the call reads: a lease of its own, or None. A tier that is late is lost to the visit."""
-        flight, visit = read.flight, read.visit
-        if not self._calls.in_time(flight.call, visit):
+        flight, context = read.flight, read.context
+        if not self._calls.in_time(flight.call, context):
             self.give_up(read)
             return None
-        return self._share(flight, visit)
+        return self._share(flight, context)
 
     def give_up(self, read: Read) -> None:
         """Do not wait. The call is given up with its last share."""
@@ -123,7 +123,7 @@ class Flights:
         if last:
             flight.call.cancel()
 
-    def _land(self, flight: Flight, load: Callable[[], Loaded | None]) -> Loaded | None:
+    def _land(self, flight: InflightRead, load: Callable[[], Loaded | None]) -> Loaded | None:
         try:
             return load()
         except Exception:  # judged and told of already
@@ -133,17 +133,17 @@ class Flights:
             with self.lock:  # from now on it is in memory, or not to be had
                 self._forget(flight)
 
-    def _share(self, flight: Flight, visit: Visit) -> Loaded | None:
+    def _share(self, flight: InflightRead, context: RequestContext) -> Loaded | None:
         loaded = flight.call.peek()
         if flight.failed:
-            visit.lost.add(self._calls.name)
+            context.lost.add(self._calls.name)
         with self.lock:
             flight.shares -= 1
             last = not flight.shares
             mine = loaded if last or loaded is None else loaded.again()
         return mine
 
-    def _forget(self, flight: Flight) -> None:
+    def _forget(self, flight: InflightRead) -> None:
         if self._open.get(flight.key) is flight:
             del self._open[flight.key]
 

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvloom.runtime import Runtime
-from kvloom.tiers.invalidation import Purges
+from kvloom.tiers.invalidation import Invalidations
 from kvloom.types import ChunkKey
 
 
-class Landings:
+class InflightWrites:
     """The calls of one tier that are writing at the moment, those that were given up included.
 
     A call that is past its deadline may write its blob at any time, also after the chunk was removed. It deletes the
     blob again when it returns; until then a chunk counts as absent if it was removed since it was to be written.
     """
 
-    def __init__(self, purges: Purges, runtime: Runtime) -> None:
-        self._purges = purges
+    def __init__(self, invalidations: Invalidations, runtime: Runtime) -> None:
+        self._invalidations = invalidations
         self._changing = runtime.lock()
         self._since: tuple[tuple[ChunkKey, int], ...] = ()
 
@@ -36,4 +36,4 @@ class Landings:
 
     def doomed(self) -> set[ChunkKey]:
         """What will be deleted as soon as it is written. There are as many as threads of the tier at most."""
-        return {key for key, since in self._since if self._purges.hit(key, since)}
+        return {key for key, since in self._since if self._invalidations.hit(key, since)}

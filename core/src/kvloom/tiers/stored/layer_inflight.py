@@ -8,18 +8,18 @@ from functools import partial
 from kvloom.errors import BackendError
 from kvloom.memory import Block, Lease
 from kvloom.runtime import Call, Runtime
-from kvloom.tiers.invalidation import Purges
-from kvloom.tiers.memory.staging import Place
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.invalidation import Invalidations
+from kvloom.tiers.memory.staging import StagingPlace
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
-from kvloom.tiers.stored.inflight import Flights, Read
+from kvloom.tiers.stored.inflight import InflightReads, Read
 from kvloom.tiers.stored.layer_ranges import LayeredBlob
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
 
 Arrived = tuple[LayeredBlob | None, int]
 """How a blob's layers lie in it, and how many of those that were asked for are right."""
-ReadLayers = Callable[[ChunkKey, LayeredBlob | None, Place, int, range], Arrived | None]
+ReadLayers = Callable[[ChunkKey, LayeredBlob | None, StagingPlace, int, range], Arrived | None]
 """`Loads.read_layers`."""
 
 
@@ -39,14 +39,20 @@ class Piece:
         return max(0, min(len(group), right - (group.start - self.layers.start)))
 
 
-class Arrival:
-    """A chunk that is being put together. Whoever has a share gives it to `Arrivals.leave`, once.
+class InflightLayerRead:
+    """A chunk that is being put together. Whoever has a share gives it to `InflightLayerReads.leave`, once.
 
     Each group of layers is asked for once, by whoever wants it first; what has come stays for the others.
     """
 
     def __init__(
-        self, home: Arrivals, key: ChunkKey, num_tokens: int, groups: Sequence[range], place: Place, since: int
+        self,
+        home: InflightLayerReads,
+        key: ChunkKey,
+        num_tokens: int,
+        groups: Sequence[range],
+        place: StagingPlace,
+        since: int,
     ) -> None:
         self.home = home
         self.key = key
@@ -70,11 +76,11 @@ class Arrival:
 class WholeRead:
     """The share in an arrival of one who wants the whole chunk. As `Read`: for `leave` or `give_up`, once."""
 
-    __slots__ = ("arrival", "visit")
+    __slots__ = ("arrival", "context")
 
-    def __init__(self, arrival: Arrival, visit: Visit) -> None:
+    def __init__(self, arrival: InflightLayerRead, context: RequestContext) -> None:
         self.arrival = arrival
-        self.visit = visit
+        self.context = context
 
     @property
     def done(self) -> bool:
@@ -91,82 +97,94 @@ class WholeRead:
         return True
 
 
-class Arrivals:
-    """What is on its way from one tier layer by layer. Under one lock with the reads of whole chunks, its `Flights`."""
+class InflightLayerReads:
+    """What is on its way from one tier layer by layer. Under one lock with its `InflightReads`."""
 
     def __init__(
-        self, flights: Flights, calls: Calls, purges: Purges, layout: Layout, runtime: Runtime, read: ReadLayers
+        self,
+        inflight: InflightReads,
+        calls: Calls,
+        invalidations: Invalidations,
+        layout: Layout,
+        runtime: Runtime,
+        read: ReadLayers,
     ) -> None:
-        self._flights = flights
+        self._inflight = inflight
         self._calls = calls
-        self._purges = purges
+        self._invalidations = invalidations
         self._layout = layout
         self._now = runtime.now
         self._read = read
-        self._open: dict[ChunkKey, Arrival] = {}
+        self._open: dict[ChunkKey, InflightLayerRead] = {}
 
     # -- getting a share -----------------------------------------------------------------------------------------------
 
     def join(
-        self, key: ChunkKey, groups: Sequence[range], visit: Visit, *, place: Place | None = None, num_tokens: int = 0
-    ) -> Arrival | Read | None:
+        self,
+        key: ChunkKey,
+        groups: Sequence[range],
+        context: RequestContext,
+        *,
+        place: StagingPlace | None = None,
+        num_tokens: int = 0,
+    ) -> InflightLayerRead | Read | None:
         """A share in what is under way: by layers, or whole. Otherwise it begins in `place`; without a place, None.
 
         An arrival that begins holds the place's room from then on. None too if it comes in other groups of layers.
         """
-        with self._flights.lock:
+        with self._inflight.lock:
             arrival = self._joinable(key)
             if arrival is not None and arrival.groups != groups:
                 return None
             if arrival is not None:
                 arrival.shares += 1
                 return arrival
-            read = self._flights.share(key, visit)
+            read = self._inflight.share(key, context)
             if read is not None or place is None:
                 return read
-            arrival = self._open[key] = Arrival(self, key, num_tokens, groups, place, visit.since)
+            arrival = self._open[key] = InflightLayerRead(self, key, num_tokens, groups, place, context.since)
             arrival.began = self._now()
             return arrival
 
-    def share(self, key: ChunkKey, visit: Visit) -> WholeRead | None:
+    def share(self, key: ChunkKey, context: RequestContext) -> WholeRead | None:
         """A share for who wants the whole chunk, if it is arriving; `hurry` it then. Under the lock of the reads."""
         arrival = self._joinable(key)
         if arrival is None:
             return None
         arrival.shares += 1
-        return WholeRead(arrival, visit)
+        return WholeRead(arrival, context)
 
-    def _joinable(self, key: ChunkKey) -> Arrival | None:
+    def _joinable(self, key: ChunkKey) -> InflightLayerRead | None:
         arrival = self._open.get(key)
-        if arrival is not None and self._purges.hit(key, arrival.since):
+        if arrival is not None and self._invalidations.hit(key, arrival.since):
             self._forget(arrival)  # those who have it already go on
             return None
         return arrival
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def ask(self, arrival: Arrival, group: range) -> Piece | None:
+    def ask(self, arrival: InflightLayerRead, group: range) -> Piece | None:
         """The call that reads a group of layers, begun if nobody has yet; None if the tier cannot take it.
 
         Unless it is the first group, `blob` must be known.
         """
         return arrival.pieces.get(group.start) or self._begin(arrival, group)
 
-    def hurry(self, arrival: Arrival) -> None:
+    def hurry(self, arrival: InflightLayerRead) -> None:
         """Have all of it read: in one call, what nobody has asked for yet."""
-        with self._flights.lock:
+        with self._inflight.lock:
             arrival.hurried = True
             if arrival.pieces and arrival.blob is None:
                 return  # whoever reads the first layers, and so learns where the others are, goes on with them
         self._begin(arrival, None)
 
-    def _begin(self, arrival: Arrival, group: range | None) -> Piece | None:
+    def _begin(self, arrival: InflightLayerRead, group: range | None) -> Piece | None:
         """Begin to read a group of layers, or all that nobody has begun to read."""
         if self._calls.paused:
             self.close(arrival)
             return None
         try:
-            with self._flights.lock:
+            with self._inflight.lock:
                 if group is not None and group.start in arrival.pieces:
                     return arrival.pieces[group.start]
                 # Everybody asks for one group after the other, so that what is lacking is always the end of it.
@@ -184,11 +202,11 @@ class Arrivals:
             self.close(arrival)
             return None
 
-    def _run(self, arrival: Arrival, layers: range) -> Arrived | None:
+    def _run(self, arrival: InflightLayerRead, layers: range) -> Arrived | None:
         """On the tier's thread."""
         arrived = self._read(arrival.key, arrival.blob, arrival.place, arrival.num_tokens, layers)
         if arrived is not None and arrived[0] is not None:
-            with self._flights.lock:
+            with self._inflight.lock:
                 arrival.blob = arrived[0]
                 hurried = arrival.hurried
             if hurried:
@@ -197,23 +215,23 @@ class Arrivals:
 
     # -- giving it up --------------------------------------------------------------------------------------------------
 
-    def close(self, arrival: Arrival) -> None:
+    def close(self, arrival: InflightLayerRead) -> None:
         """Something of it cannot be had: nobody else is to join. Those who have a share keep it."""
-        with self._flights.lock:
+        with self._inflight.lock:
             self._forget(arrival)
 
-    def give_up(self, arrival: Arrival, group: range) -> None:
+    def give_up(self, arrival: InflightLayerRead, group: range) -> None:
         """Whoever holds a share does not want this group of layers, nor any behind it."""
-        with self._flights.lock:
+        with self._inflight.lock:
             self._forget(arrival)  # so that whoever is alone with it now, stays so
             alone = arrival.shares == 1
             piece = arrival.pieces.get(group.start)
         if alone and piece is not None and len(piece.layers) == len(group):
             piece.call.cancel()
 
-    def leave(self, arrival: Arrival) -> None:
+    def leave(self, arrival: InflightLayerRead) -> None:
         """One share less. With the last one everything is given back; a call under way keeps its memory."""
-        with self._flights.lock:
+        with self._inflight.lock:
             arrival.shares -= 1
             last = not arrival.shares
             if last:
@@ -228,18 +246,18 @@ class Arrivals:
         else:
             arrival.lease.release()
 
-    def _forget(self, arrival: Arrival) -> None:
+    def _forget(self, arrival: InflightLayerRead) -> None:
         if self._open.get(arrival.key) is arrival:
             del self._open[arrival.key]
 
     # -- all of it -----------------------------------------------------------------------------------------------------
 
-    def complete(self, arrival: Arrival) -> tuple[Loaded, Block | None]:
+    def complete(self, arrival: InflightLayerRead) -> tuple[Loaded, Block | None]:
         """The chunk, once every group has come and is right; and for the first who asks, the block: to be kept."""
         assert arrival.blob is not None
         about = arrival.blob.header.description
         block = None
-        with self._flights.lock:
+        with self._inflight.lock:
             if arrival.lease is None:
                 block = arrival.place.room.seal()
                 assert block is not None, "these reservations have no deadline"
@@ -253,17 +271,17 @@ class Arrivals:
 
         A tier that is late, or failed, is lost to the visit. The share is the caller's still.
         """
-        arrival, visit = read.arrival, read.visit
+        arrival, context = read.arrival, read.context
         for group in arrival.groups:
             piece = arrival.pieces.get(group.start)
             if piece is None:
                 return False
-            if not self._calls.in_time(piece.call, visit):
+            if not self._calls.in_time(piece.call, context):
                 return None
             if piece.call.peek() is None:
-                visit.lost.add(self._calls.name)
+                context.lost.add(self._calls.name)
                 return None
             if piece.right(group) < len(group):
                 return False
-            visit.progress()
+            context.progress()
         return True

@@ -12,7 +12,7 @@ import torch
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.format import envelope
-from kvloom.tiers.memory.staging import Place
+from kvloom.tiers.memory.staging import StagingPlace
 from kvloom.tiers.stored.decode import guarded
 from kvloom.types import Chunk, MemoryFormat
 
@@ -71,7 +71,7 @@ def groups(num_layers: int, nbytes: int) -> list[range]:
     return parts
 
 
-def read_layers(backend: StorageBackend, blob: LayeredBlob, place: Place, layers: range) -> int:
+def read_layers(backend: StorageBackend, blob: LayeredBlob, place: StagingPlace, layers: range) -> int:
     """Read `layers` of a blob into their place, all planes; how many, from the first on, are right.
 
     Raises whatever backend and serializer raise.
@@ -79,7 +79,7 @@ def read_layers(backend: StorageBackend, blob: LayeredBlob, place: Place, layers
     return _read_raw(backend, blob, place, layers) if blob.raw else _read_encoded(backend, blob, place, layers)
 
 
-def _read_raw(backend: StorageBackend, blob: LayeredBlob, place: Place, layers: range) -> int:
+def _read_raw(backend: StorageBackend, blob: LayeredBlob, place: StagingPlace, layers: range) -> int:
     """Straight to where the layers belong."""
     header, num_layers = blob.header, len(blob.buffers)
     right = len(layers)
@@ -96,7 +96,7 @@ def _read_raw(backend: StorageBackend, blob: LayeredBlob, place: Place, layers: 
     return right
 
 
-def _read_encoded(backend: StorageBackend, blob: LayeredBlob, place: Place, layers: range) -> int:
+def _read_encoded(backend: StorageBackend, blob: LayeredBlob, place: StagingPlace, layers: range) -> int:
     header = blob.header
     numbers = sorted({number for layer in layers for number in blob.buffers[layer]})
     arrived: dict[int, memoryview] = {}

@@ -16,14 +16,14 @@ from kvloom.errors import BackendError, CorruptBlobError, LaterVersionError, Unr
 from kvloom.runtime import Call, Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.index.ledger import Fidelity, Ledger
-from kvloom.tiers.memory.staging import Place
+from kvloom.tiers.memory.staging import StagingPlace
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls, NoRoomError
 from kvloom.tiers.stored.decode import DecodeFailedError
-from kvloom.tiers.stored.existence import Presence
-from kvloom.tiers.stored.inflight import Flights, Read, release
-from kvloom.tiers.stored.layer_inflight import Arrival, Arrivals, Arrived, WholeRead
+from kvloom.tiers.stored.existence import Existence
+from kvloom.tiers.stored.inflight import InflightReads, Read, release
+from kvloom.tiers.stored.layer_inflight import Arrived, InflightLayerRead, InflightLayerReads, WholeRead
 from kvloom.tiers.stored.layer_ranges import LayeredBlob, layered, read_layers
 from kvloom.tiers.stored.read import BlobReader, ExpiredBlobError
 from kvloom.tiers.tier import Layout, Loaded
@@ -37,7 +37,7 @@ class Loads:
     """The loads of one tier. Nothing that the backend raises leaves this class."""
 
     def __init__(
-        self, layout: Layout, backend: StorageBackend, reader: BlobReader, presence: Presence, ledger: Ledger,
+        self, layout: Layout, backend: StorageBackend, reader: BlobReader, existence: Existence, ledger: Ledger,
         calls: Calls, memory: MemoryTier, events: EventBus, runtime: Runtime, *, deletes: bool,
     ) -> None:  # fmt: skip
         """deletes: blobs that are corrupt or past their time are deleted; else they are not ours to delete."""
@@ -45,57 +45,67 @@ class Loads:
         self._layout = layout
         self._backend = backend
         self._reader = reader
-        self._presence = presence
+        self._existence = existence
         self._ledger = ledger
         self._calls = calls
         self._memory = memory
-        self._purges = memory.purges
+        self._invalidations = memory.invalidations
         self._events = events
         self._now = runtime.now
         self._deletes = deletes
-        self.flights = Flights(calls, runtime)
-        self.arrivals = Arrivals(self.flights, calls, memory.purges, layout, runtime, self.read_layers)
+        self.inflight = InflightReads(calls, runtime)
+        self.arrivals = InflightLayerReads(
+            self.inflight, calls, memory.invalidations, layout, runtime, self.read_layers
+        )
 
-    def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit) -> Read | WholeRead | None:
+    def read(
+        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, context: RequestContext
+    ) -> Read | WholeRead | None:
         """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`.
 
         Whoever asks for a chunk that is on its way already, whole or by layers, shares the calls that read it.
         """
-        return self._read(key, shape, num_tokens, visit, instead=partial(self.arrivals.share, key, visit))
+        return self._read(key, shape, num_tokens, context, instead=partial(self.arrivals.share, key, context))
 
     def fetch(
-        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit
+        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, context: RequestContext
     ) -> Loaded | Read | WholeRead | None:
         """`read`, unless somebody has just done so: then the chunk from memory."""
 
         def instead() -> Loaded | WholeRead | None:
             # What is no longer on its way was in memory before that, if it is to be had.
-            return self.arrivals.share(key, visit) or (None if self.flights.under_way(key) else self._in_memory(key))
+            return self.arrivals.share(key, context) or (None if self.inflight.under_way(key) else self._in_memory(key))
 
-        return self._read(key, shape, num_tokens, visit, instead=instead)
+        return self._read(key, shape, num_tokens, context, instead=instead)
 
     def _in_memory(self, key: ChunkKey) -> Loaded | None:
         return self._memory.lease([key])[0]
 
     def _read(
-        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, visit: Visit, *, instead: Callable[[], T | None]
+        self,
+        key: ChunkKey,
+        shape: Sequence[int],
+        num_tokens: int,
+        context: RequestContext,
+        *,
+        instead: Callable[[], T | None],
     ) -> Read | T | None:
-        if not self._calls.serves(visit):
+        if not self._calls.serves(context):
             return None
-        load = partial(self._load, key, tuple(shape), num_tokens, visit)
-        read = self.flights.board(key, load, visit, instead=instead)
+        load = partial(self._load, key, tuple(shape), num_tokens, context)
+        read = self.inflight.board(key, load, context, instead=instead)
         if isinstance(read, WholeRead):
             self.arrivals.hurry(read.arrival)
         return read
 
     def collect(self, read: Read | WholeRead) -> Loaded | None:
         """The verified chunk, or None: not there, not readable, or not in time."""
-        return self.flights.leave(read) if isinstance(read, Read) else self._collect_layers(read)
+        return self.inflight.leave(read) if isinstance(read, Read) else self._collect_layers(read)
 
     def give_up(self, read: Read | WholeRead) -> None:
         """Nobody will collect it."""
         if isinstance(read, Read):
-            self.flights.give_up(read)
+            self.inflight.give_up(read)
         else:
             self.arrivals.leave(read.arrival)
 
@@ -104,20 +114,20 @@ class Loads:
         key, num_tokens = arrival.key, arrival.num_tokens
         try:
             outcome = self.arrivals.collect(read)
-            if outcome and self._purges.hit(key, arrival.since):
+            if outcome and self._invalidations.hit(key, arrival.since):
                 return None
             if outcome:
-                return self.complete(arrival, read.visit)[0]
+                return self.complete(arrival, read.context)[0]
             self.arrivals.close(arrival)
         finally:
             self.arrivals.leave(arrival)
-        if outcome is None or not self._calls.serves(read.visit):
+        if outcome is None or not self._calls.serves(read.context):
             return None
-        load = partial(self._load, key, arrival.place.chunk_shape, num_tokens, read.visit)
-        again = self.flights.board(key, load, read.visit)
-        return None if again is None else self.flights.leave(again)
+        load = partial(self._load, key, arrival.place.chunk_shape, num_tokens, read.context)
+        again = self.inflight.board(key, load, read.context)
+        return None if again is None else self.inflight.leave(again)
 
-    def complete(self, arrival: Arrival, visit: Visit) -> tuple[Loaded, bool]:
+    def complete(self, arrival: InflightLayerRead, context: RequestContext) -> tuple[Loaded, bool]:
         """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this."""
         loaded, block = self.arrivals.complete(arrival)
         if block is None:
@@ -125,17 +135,17 @@ class Loads:
         assert arrival.blob is not None
         header = arrival.blob.header
         nbytes, ended = header.header_bytes + header.payload_bytes, self._now()
-        visit.record.note("read", self._name, arrival.began, ended, nbytes=nbytes)
+        context.record.note("read", self._name, arrival.began, ended, nbytes=nbytes)
         self._events.emit(Event("retrieved", self._name, arrival.num_tokens, 1, nbytes, ended - arrival.began))
         kept = self._memory.insert(
             arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since,
-            chain=visit.chain,
+            chain=context.chain,
         )  # fmt: skip
         loaded.release()
         return kept, True
 
     def begin(
-        self, key: ChunkKey, blob: LayeredBlob | None, place: Place, num_tokens: int, layers: range
+        self, key: ChunkKey, blob: LayeredBlob | None, place: StagingPlace, num_tokens: int, layers: range
     ) -> Call[Arrived | None] | None:
         """Have a thread for reads run `read_layers`, for one load alone; None if the tier cannot take the call."""
         if self._calls.paused:
@@ -149,7 +159,7 @@ class Loads:
             return None
 
     def read_layers(
-        self, key: ChunkKey, blob: LayeredBlob | None, place: Place, num_tokens: int, layers: range
+        self, key: ChunkKey, blob: LayeredBlob | None, place: StagingPlace, num_tokens: int, layers: range
     ) -> Arrived | None:
         """On the tier's thread: read some layers of a blob (None: what it is, is to be found out first) into `place`.
 
@@ -169,44 +179,44 @@ class Loads:
     def _open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> LayeredBlob | None:
         known_since = self._ledger.mark()
         try:
-            header = None if key in self._presence.doomed() else self._presence.header(key)
+            header = None if key in self._existence.doomed() else self._existence.header(key)
             if header is None:
                 return None
             serializer = self._reader.check(header, shape, num_tokens)
         except (CorruptBlobError, UnreadableBlobError, ExpiredBlobError):
             return None  # reading it whole says so, and does what is to be done about it
-        self._presence.note(key, header, since=known_since)
+        self._existence.note(key, header, since=known_since)
         empty = torch.empty(shape, dtype=self._layout.dtype, device="meta")
         return layered(header, serializer, Chunk(empty, self._layout.format, num_tokens, header.description.fidelity))
 
-    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, visit: Visit) -> Loaded | None:
+    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, context: RequestContext) -> Loaded | None:
         """visit: of whoever was the first to ask; others share what comes of it."""
-        began, record = self._now(), visit.record
-        since, known_since = self._purges.mark(), self._ledger.mark()
-        if key in self._presence.doomed():
+        began, record = self._now(), context.record
+        since, known_since = self._invalidations.mark(), self._ledger.mark()
+        if key in self._existence.doomed():
             return None
         until = began + self._calls.deadline
         for attempt in (1, 2):
             try:
                 arrived = self._reader.read(
-                    self._backend, key, shape, num_tokens, until=until, since=since, chain=visit.chain,
-                    on_wait=partial(self.flights.starve, key), record=record,
+                    self._backend, key, shape, num_tokens, until=until, since=since, chain=context.chain,
+                    on_wait=partial(self.inflight.starve, key), record=record,
                 )  # fmt: skip
             except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
-                self._miss(key, num_tokens, error, visit, since=known_since)
+                self._miss(key, num_tokens, error, context, since=known_since)
                 return None
             except CorruptBlobError as error:
                 if attempt == 2:
-                    self._discard(key, num_tokens, error, visit, since=known_since)
+                    self._discard(key, num_tokens, error, context, since=known_since)
                 continue
             if arrived is None:
                 self._ledger.forget_absent(key, since=known_since)
                 return None
             header, loaded = arrived
-            if self._purges.hit(key, since):
+            if self._invalidations.hit(key, since):
                 release(loaded)
                 return None
-            self._presence.note(key, header, since=known_since)
+            self._existence.note(key, header, since=known_since)
             if loaded is not None:
                 nbytes = header.header_bytes + header.payload_bytes
                 ended = self._now()
@@ -215,7 +225,7 @@ class Loads:
             return loaded
         return None
 
-    def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, visit: Visit, *, since: int) -> None:
+    def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, context: RequestContext, *, since: int) -> None:
         reason = "no room in memory"
         if isinstance(error, UnreadableBlobError):
             reason = "unreadable"
@@ -226,11 +236,13 @@ class Loads:
         elif isinstance(error, ExpiredBlobError):
             reason = "expired"
             self._delete_if_possible(key, reason, since=since)
-        visit.misses[key] = reason
+        context.misses[key] = reason
         self._events.emit(Event("missed", self._name, tokens=num_tokens, chunks=1, reason=reason))
 
-    def _discard(self, key: ChunkKey, num_tokens: int, error: CorruptBlobError, visit: Visit, *, since: int) -> None:
-        visit.misses[key] = "corrupt"
+    def _discard(
+        self, key: ChunkKey, num_tokens: int, error: CorruptBlobError, context: RequestContext, *, since: int
+    ) -> None:
+        context.misses[key] = "corrupt"
         self._events.emit(Event("corrupt", self._name, tokens=num_tokens, chunks=1))
         distant = self._backend.shared and (self._backend.bounded or self._backend.one_by_one)
         if self._deletes and distant:
@@ -254,6 +266,6 @@ class Loads:
                 self._calls.report("delete", failure)
                 self._ledger.note(key, Fidelity.UNREADABLE, since=since)
                 return
-            self._ledger.departed.note([key.digest], reason)
+            self._ledger.evictions.note([key.digest], reason)
         self._ledger.forget([key])
         self._events.left(self._name, [key])

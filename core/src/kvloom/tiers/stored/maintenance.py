@@ -1,4 +1,4 @@
-"""Upkeep of a stored tier: who evicts, what has expired, what others wrote, and what the store should know of use."""
+"""Maintenance of a stored tier: eviction, expiry, listings of what others wrote, and the store's times of use."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvloom.errors import (
 )
 from kvloom.runtime import Call, Runtime, Thread
 from kvloom.telemetry.events import EventBus
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.index.eviction_history import MAX_RECORD_BYTES, RECORD
 from kvloom.tiers.index.ledger import Ledger, Victim
-from kvloom.tiers.prefix import Chain
 from kvloom.tiers.stored.calls import Calls
 from kvloom.types import Buffers, ChunkKey, Entry
 
@@ -45,7 +45,7 @@ _MOST_OWED = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Upkeep:
+class Maintenance:
     """Holds a store to its bounds.
 
     The bounds are kept by the process that holds the right to evict; where a store is not shared that is this one.
@@ -202,7 +202,7 @@ class Upkeep:
         self._on_evicted(victim.key for victim in victims if victim.reason in ("capacity", "quota"))
         for reason in dict.fromkeys(victim.reason for victim in victims):
             sizes = [victim.bytes for victim in victims if victim.reason == reason]
-            self._ledger.departed.note([one.key.digest for one in victims if one.reason == reason], reason)
+            self._ledger.evictions.note([one.key.digest for one in victims if one.reason == reason], reason)
             self._events.emit(Event("evicted", self.name, chunks=len(sizes), bytes=sum(sizes), reason=reason))
 
     def _elected(self) -> bool:
@@ -298,14 +298,14 @@ class Upkeep:
             with suppress(CorruptBlobError, UnreadableBlobError):  # something else lies there: it is written over
                 record = get_at_most(self._backend, RECORD, MAX_RECORD_BYTES)
                 if record is not None:
-                    self._ledger.departed.restore(bytes(record))
+                    self._ledger.evictions.restore(bytes(record))
             self._restored = True
-        if self._ledger.departed.news and self._runtime.now() >= self._record_at:
+        if self._ledger.evictions.news and self._runtime.now() >= self._record_at:
             self._record_at = self._runtime.now() + RECORD_SECONDS
-            self._backend.put(RECORD, [self._ledger.departed.record()])
+            self._backend.put(RECORD, [self._ledger.evictions.record()])
 
     def _keep_last_record(self) -> None:
-        if self.evicts and self._ledger.departed.news:
+        if self.evicts and self._ledger.evictions.news:
             self._record_at = 0.0
             self._keep_record()
 

@@ -15,9 +15,9 @@ from kvloom.format import envelope
 from kvloom.format.encryption import Protection
 from kvloom.memory import Reservation
 from kvloom.runtime import Runtime
-from kvloom.telemetry.request_trace import NO_RECORD, Record
+from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.prefix import NO_CHAIN, Chain
 from kvloom.tiers.stored.calls import NoRoomError
 from kvloom.tiers.stored.decode import guarded
 from kvloom.tiers.tier import Layout, Loaded
@@ -52,7 +52,8 @@ class BlobReader:
 
     def read(
         self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, *, until: float,
-        since: int, chain: Chain = NO_CHAIN, on_wait: Callable[[], None] = lambda: None, record: Record = NO_RECORD,
+        since: int, chain: Chain = NO_CHAIN,
+        on_wait: Callable[[], None] = lambda: None, record: RequestTrace = NO_TRACE,
     ) -> tuple[envelope.Header, Loaded | None] | None:  # fmt: skip
         """The blob's header, and its chunk unless `until` has passed; None if there is no blob.
 
@@ -124,7 +125,7 @@ class BlobReader:
 
     def _decode(
         self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, reserve: _Reserve, *,
-        since: int, chain: Chain, record: Record,
+        since: int, chain: Chain, record: RequestTrace,
     ) -> Loaded | None:  # fmt: skip
         about, dtype = header.description, self._layout.dtype
         tensor, _ = self._outline(about.shape, about.num_tokens)

@@ -28,17 +28,17 @@ from kvloom.format.encryption import Protection
 from kvloom.interrupts import shielded_waiting
 from kvloom.runtime import Call, Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import NO_RECORD, Record
-from kvloom.tiers.index.existence_cache import Remembered
+from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
+from kvloom.tiers.chain import NO_CHAIN, Chain
+from kvloom.tiers.index.existence_cache import ExistenceCache
 from kvloom.tiers.index.ledger import Ledger
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.prefix import NO_CHAIN, Chain
-from kvloom.tiers.request_context import Visit
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
-from kvloom.tiers.stored.existence import Inquiry, Presence, Question
-from kvloom.tiers.stored.inflight_writes import Landings
+from kvloom.tiers.stored.existence import Existence, Inquiry, Question
+from kvloom.tiers.stored.inflight_writes import InflightWrites
 from kvloom.tiers.stored.load import Loads
-from kvloom.tiers.stored.maintenance import Upkeep
+from kvloom.tiers.stored.maintenance import Maintenance
 from kvloom.tiers.stored.read import BlobReader
 from kvloom.tiers.stored.write import BlobWriter
 from kvloom.tiers.stored.write_queue import Write, WriteQueue
@@ -122,8 +122,8 @@ class StoredTier(Tier):
         self._memory = memory
         self._events = events
         self._runtime = runtime
-        self._purges = memory.purges
-        self._landings = Landings(memory.purges, runtime)
+        self._invalidations = memory.invalidations
+        self._inflight_writes = InflightWrites(memory.invalidations, runtime)
         self._record: Call[None] | None = None
         self._writes = WriteQueue(
             self.calls.writes,
@@ -133,47 +133,47 @@ class StoredTier(Tier):
             on_lost=lambda write, reason: self._on_lost(write.key, write.loaded.chunk, reason),
             on_late=lambda: self.calls.failed("put", DeadlineExceeded("overdue"), self.calls.writing),
         )
-        self.upkeep = Upkeep(
+        self.maintenance = Maintenance(
             name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded,
             on_evicted=memory.lost_below if policy.write == "on_evict" else lambda keys: None,
         )  # fmt: skip
-        self._presence = Presence(
+        self._existence = Existence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
             expired=reader.expired, ttl=policy.ttl is not None, protection=policy.protection,
-            remembered=Remembered(policy.remember or 0.0, runtime.now),
-            doomed=self._landings.doomed, sized=policy.bounded,
+            remembered=ExistenceCache(policy.remember or 0.0, runtime.now),
+            doomed=self._inflight_writes.doomed, sized=policy.bounded,
         )  # fmt: skip
-        self.calls.on_doubt = self._presence.doubt
+        self.calls.on_doubt = self._existence.doubt
         self.loads = Loads(
-            layout, backend, reader, self._presence, self.ledger, self.calls, memory, events, runtime,
+            layout, backend, reader, self._existence, self.ledger, self.calls, memory, events, runtime,
             deletes=policy.write != "never",
         )  # fmt: skip
         self._writer = BlobWriter(
-            backend, self.serializer, self.ledger, self.upkeep, protection=policy.protection, name=name
+            backend, self.serializer, self.ledger, self.maintenance, protection=policy.protection, name=name
         )
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
     @shielded_waiting
-    def find(self, keys: Sequence[ChunkKey], visit: Visit | None = None) -> list[bool]:
+    def find(self, keys: Sequence[ChunkKey], context: RequestContext | None = None) -> list[bool]:
         """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
         self._check_here()
-        return self._presence.find(keys, visit or self._visit())
+        return self._existence.find(keys, context or self._context())
 
-    def seek(self, keys: Sequence[ChunkKey], visit: Visit) -> Question:
+    def seek(self, keys: Sequence[ChunkKey], context: RequestContext) -> Question:
         """Begin `find`, for whoever has something else to do until the store has answered."""
         self._check_here()
-        return self._presence.seek(keys, visit)
+        return self._existence.seek(keys, context)
 
     def may_hold(self, key: ChunkKey) -> bool:
         """Whether it is worth reading a key, as far as is known here and now."""
-        return self._presence.may_hold(key)
+        return self._existence.may_hold(key)
 
-    def inquire(self, keys: Sequence[ChunkKey], visit: Visit) -> Inquiry | None:
+    def inquire(self, keys: Sequence[ChunkKey], context: RequestContext) -> Inquiry | None:
         """Begin to find out of which keys the store has enough; None if nothing at all is to be written now."""
         if self.policy.write == "never" or self._writes.stuck or self.calls.write_paused or self._may_not_grow:
             return None
-        return self._presence.inquire(keys, visit, ignore=self._writes.pending)
+        return self._existence.inquire(keys, context, ignore=self._writes.pending)
 
     def satisfied(self, keys: Sequence[ChunkKey], inquiry: Inquiry) -> list[bool]:
         """For which keys an exact chunk need not be written, as far as is known: there, on its way, or unwelcome."""
@@ -189,7 +189,7 @@ class StoredTier(Tier):
             return False
         if self._writes.pending(key) or self.outlived(written):
             return False
-        return not self._presence.known_enough([key])[0] and self._welcome(key)
+        return not self._existence.known_enough([key])[0] and self._welcome(key)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a write would be accepted without waiting."""
@@ -202,7 +202,7 @@ class StoredTier(Tier):
 
     def has_enough(self, key: ChunkKey) -> bool:
         """Whether, as far as is known here and now, there is nothing better to be written, or it is on its way."""
-        return self._writes.pending(key) or self._presence.known_enough([key])[0]
+        return self._writes.pending(key) or self._existence.known_enough([key])[0]
 
     def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:
         """Note that a chain was used. count: once more than before."""
@@ -213,7 +213,7 @@ class StoredTier(Tier):
 
     def submit(
         self, key: ChunkKey, loaded: Loaded, *, until: float, since: int, chain: Chain = NO_CHAIN,
-        record: Record = NO_RECORD, inquiry: Inquiry | None = None,
+        record: RequestTrace = NO_TRACE, inquiry: Inquiry | None = None,
     ) -> Write | None:  # fmt: skip
         """Write an exact chunk in the background, taking over its lease; None (and counted) if it was dropped.
 
@@ -251,14 +251,14 @@ class StoredTier(Tier):
         expect()
         return True
 
-    def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain, record: Record) -> bool:
+    def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain, record: RequestTrace) -> bool:
         began = self._runtime.now()
         chunk = loaded.chunk
         if self._may_not_grow:
             self._on_lost(key, chunk, "the tier is degraded")
             return False
-        with self._landings.of(key, since):
-            removed = partial(self._purges.hit, key, since)
+        with self._inflight_writes.of(key, since):
+            removed = partial(self._invalidations.hit, key, since)
             written = self._writer.write(key, loaded, chain=chain, removed=removed, record=record)
         if not written.fits:
             self._on_lost(key, chunk, "no room within the tier's bounds, or just being deleted")
@@ -325,7 +325,7 @@ class StoredTier(Tier):
 
     def _forget_gone(self, keys: Sequence[ChunkKey]) -> None:
         since = self.ledger.mark()
-        for key, here in zip(keys, self.upkeep.still_there(keys), strict=True):
+        for key, here in zip(keys, self.maintenance.still_there(keys), strict=True):
             if not here:
                 self.ledger.forget_absent(key, since=since)
 
@@ -346,11 +346,11 @@ class StoredTier(Tier):
             self.calls.report("put", error)
 
     def _close(self) -> None:
-        self.upkeep.close()
+        self.maintenance.close()
         self._writes.close(self._runtime.now() + self.deadline)
         if self._record is not None:
             self._record.wait()
-        self.upkeep.finish()
+        self.maintenance.finish()
         self.calls.close()
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -367,13 +367,13 @@ class StoredTier(Tier):
         calls = self.calls
         breaker = calls.reading if calls.reading.open else calls.writing
         state = "stuck" if calls.stuck else "paused" if calls.reading.open else "ok"
-        hangs = self.upkeep.hangs
+        hangs = self.maintenance.hangs
         if state == "ok" and calls.writing.open:
             state = "read only"
         if state == "ok" and hangs:
             state = "neglected"
         reason = calls.last_error or "upkeep: no answer"
-        if state == "ok" and (degraded := self.upkeep.unlisted or self.upkeep.shut_out):
+        if state == "ok" and (degraded := self.maintenance.unlisted or self.maintenance.shut_out):
             state, reason = "degraded", degraded
         return TierHealth(
             self.name,
@@ -387,7 +387,7 @@ class StoredTier(Tier):
             bytes=self.ledger.bytes,
             capacity=self.policy.capacity,
             recovered=self.ledger.complete,
-            evicts=self.upkeep.evicts,
+            evicts=self.maintenance.evicts,
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -395,10 +395,10 @@ class StoredTier(Tier):
     @property
     def _may_not_grow(self) -> bool:
         """What the tier holds is bounded, and not known."""
-        return bool(self.upkeep.unlisted) and (self.policy.capacity is not None or bool(self.policy.quota))
+        return bool(self.maintenance.unlisted) and (self.policy.capacity is not None or bool(self.policy.quota))
 
-    def _visit(self) -> Visit:
-        return Visit(self._runtime, self.deadline, since=self._purges.mark())
+    def _context(self) -> RequestContext:
+        return RequestContext(self._runtime, self.deadline, since=self._invalidations.mark())
 
     def _welcome(self, key: ChunkKey) -> bool:
         blobs = len(self.ledger)
@@ -407,14 +407,14 @@ class StoredTier(Tier):
     # -- the seed's interface ------------------------------------------------------------------------------------------
 
     def _take(self, key: ChunkKey) -> Loaded | None:
-        visit = self._visit()
-        if not self._writes.flush_one(key, visit.until):
+        context = self._context()
+        if not self._writes.flush_one(key, context.until):
             return None
-        header = self.calls.ask("get", lambda: self._header_or_none(key), visit)
+        header = self.calls.ask("get", lambda: self._header_or_none(key), context)
         # Nobody said of which shape it should be: of one that cannot be in memory, it is no chunk.
         if header is None or not self._fits(header.description.shape):
             return None
-        read = self.loads.read(key, header.description.shape, header.description.num_tokens, visit)
+        read = self.loads.read(key, header.description.shape, header.description.num_tokens, context)
         return None if read is None else self.loads.collect(read)
 
     def _fits(self, shape: Sequence[int]) -> bool:
@@ -422,7 +422,7 @@ class StoredTier(Tier):
 
     def _header_or_none(self, key: ChunkKey) -> envelope.Header | None:
         try:
-            return self._presence.header(key)
+            return self._existence.header(key)
         except (CorruptBlobError, UnreadableBlobError) as error:
             log.info("tier=%s a blob of no use here: %s", self.name, one_line(error))
             reason = "corrupt" if isinstance(error, CorruptBlobError) else "unreadable"
@@ -433,7 +433,7 @@ class StoredTier(Tier):
         self._check(tensor)
         if self.policy.write == "never":
             return None
-        until, since = self._runtime.now() + self.deadline, self._purges.mark()
+        until, since = self._runtime.now() + self.deadline, self._invalidations.mark()
         reservation = self._memory.reserve_by(self.layout.nbytes(tensor.shape), until)
         block = None
         if reservation is not None:

@@ -10,10 +10,10 @@ from kvloom.contracts.storage import StorageBackend
 from kvloom.format import envelope
 from kvloom.format.encryption import Protection
 from kvloom.memory import pages_of
-from kvloom.telemetry.request_trace import NO_RECORD, Record
+from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
+from kvloom.tiers.chain import Chain
 from kvloom.tiers.index.ledger import Fidelity, Ledger, Victim
-from kvloom.tiers.prefix import Chain
-from kvloom.tiers.stored.maintenance import Upkeep
+from kvloom.tiers.stored.maintenance import Maintenance
 from kvloom.tiers.tier import Loaded
 from kvloom.types import EXACT, Buffers, ChunkKey
 
@@ -32,7 +32,7 @@ class BlobWriter:
     """Writes chunks to one tier. Keeps no state between calls."""
 
     def __init__(
-        self, backend: StorageBackend, serializer: Serializer, ledger: Ledger, upkeep: Upkeep, *,
+        self, backend: StorageBackend, serializer: Serializer, ledger: Ledger, maintenance: Maintenance, *,
         protection: Protection | None = None, name: str = "",
     ) -> None:  # fmt: skip
         """name: the tier's."""
@@ -41,10 +41,16 @@ class BlobWriter:
         self._serializer = serializer
         self._protection = protection
         self._ledger = ledger
-        self._upkeep = upkeep
+        self._maintenance = maintenance
 
     def write(
-        self, key: ChunkKey, loaded: Loaded, *, chain: Chain, removed: Callable[[], bool], record: Record = NO_RECORD
+        self,
+        key: ChunkKey,
+        loaded: Loaded,
+        *,
+        chain: Chain,
+        removed: Callable[[], bool],
+        record: RequestTrace = NO_TRACE,
     ) -> Written:
         """Write a chunk. Raises what serializer and backend raise.
 
@@ -66,8 +72,8 @@ class BlobWriter:
             return Written(nbytes, fits=True, kept=False)
         fidelity = Fidelity.EXACT if self._serializer.fidelity == EXACT else Fidelity.LOSSY
         self._ledger.note(key, fidelity, nbytes=pages_of(nbytes), written=loaded.written or None)
-        self._upkeep.owes_no_more(key)
-        self._upkeep.trim(key, chain)
+        self._maintenance.owes_no_more(key)
+        self._maintenance.trim(key, chain)
         return Written(nbytes, fits=True, kept=True)
 
     def _framed(self, key: ChunkKey, loaded: Loaded) -> Buffers:
@@ -91,9 +97,9 @@ class BlobWriter:
     ) -> None:
         try:
             try:
-                self._upkeep.put(key, framed, victims)
+                self._maintenance.put(key, framed, victims)
             except Exception as error:
-                if not self._upkeep.make_room(error, nbytes):
+                if not self._maintenance.make_room(error, nbytes):
                     raise
                 self._backend.put(str(key), framed)
         except BaseException:
@@ -108,12 +114,12 @@ class BlobWriter:
             self._backend.delete(str(key))
         except BaseException:
             self._reconsider(key, nbytes, Fidelity.UNREADABLE)  # until it is gone: counted, and not served
-            self._upkeep.owes(key)
+            self._maintenance.owes(key)
             raise
         self._ledger.forget([key])
 
     def _reconsider(self, key: ChunkKey, nbytes: int, fidelity: Fidelity) -> None:
-        if self._upkeep.still_there([key])[0]:
+        if self._maintenance.still_there([key])[0]:
             self._ledger.note(key, fidelity, nbytes=nbytes)
         else:
             self._ledger.forget([key])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvloom.errors import BackendError
 from kvloom.runtime import Call, Runtime, Workers
-from kvloom.telemetry.request_trace import NO_RECORD, Record
+from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.tier import Loaded
 from kvloom.types import ChunkKey
 
@@ -26,7 +26,7 @@ class Write:
     outcome: bool | None = None
     """True: stored. False: failed or dropped. None: still under way."""
     call: Call[None] | None = field(default=None, repr=False)
-    record: Record = field(default=NO_RECORD, repr=False)
+    record: RequestTrace = field(default=NO_TRACE, repr=False)
     """Held until there is an outcome."""
 
 
@@ -80,7 +80,7 @@ class WriteQueue:
 
     def submit(
         self, key: ChunkKey, store: Callable[[], bool], loaded: Loaded, *, until: float, accepted: Callable[[], None],
-        record: Record = NO_RECORD, wanted: Callable[[], bool] = lambda: True,
+        record: RequestTrace = NO_TRACE, wanted: Callable[[], bool] = lambda: True,
     ) -> Write | None:  # fmt: skip
         """Queue a write, waiting for room until `until`; None (the chunk released) if there was none.
 

@@ -18,6 +18,7 @@ from kvloom_backend_fsspec.testing.server import (
     free_port,
     listens,
     need,
+    s3_client,
     wait_until,
 )
 
@@ -94,6 +95,13 @@ class CephRGW(Server):
         self._start_storage(root)
         self.restart()
         self.add_user(ACCESS_KEY, SECRET_KEY)
+        self._write()
+
+    def _write(self) -> None:
+        """The first object: the gateway makes its pools when they are first written to, which takes seconds."""
+        client = s3_client(self.endpoint)
+        client.create_bucket(Bucket="first")
+        client.put_object(Bucket="first", Key="object", Body=b"kvloom")
 
     def _sign(self) -> None:
         """An authority, and a certificate of 127.0.0.1 that it vouches for."""

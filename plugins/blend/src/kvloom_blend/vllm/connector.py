@@ -23,7 +23,7 @@ from kvloom_connector_vllm import identity as identities
 from kvloom_connector_vllm.adapter import platform
 from kvloom_connector_vllm.adapter.metrics import PromMetrics, Stats
 from kvloom_connector_vllm.adapter.order import page_order
-from kvloom_connector_vllm.views import pages_of
+from kvloom_connector_vllm.paged.views import pages_of
 
 from .orders import Orders, Prompt, Report
 from .scheduler import Scheduler

@@ -23,9 +23,9 @@ from .. import identity as identities
 from ..announcing import Announcer
 from ..configured import Settings, has_shared_tier
 from ..names import Names, owner_of
+from ..paged.views import pages_of
 from ..planner import Owner, Planner, Scheduled
 from ..scheduler import MEMORY, Orders, Report, Scheduler, patience_of
-from ..views import pages_of
 from ..worker import Worker
 from . import platform
 from .events import events_of

@@ -32,10 +32,10 @@ from vllm.v1.kv_offload.base import (
 
 from kvloom import ConfigError, EngineConfig
 
-from ..offload_copy import Blocks, Copier, Order
-from ..offload_setup import OffloadSettings, described, refuse, told_by_worker
-from ..offload_store import OffloadStore
-from ..offload_tiers import Found, Pace, Tiers
+from ..offload.copy import Blocks, Copier, Order
+from ..offload.setup import OffloadSettings, described, refuse, told_by_worker
+from ..offload.store import OffloadStore
+from ..offload.tiers import Found, Pace, Tiers
 from ..staging import Staging, staging_path
 from . import platform
 

@@ -9,7 +9,7 @@ import torch
 from vllm.platforms import current_platform
 
 from ..identity import Identity
-from ..views import order_of
+from ..paged.views import order_of
 
 
 def page_order(config: Any, identity: Identity, kv_caches: Mapping[str, torch.Tensor]) -> torch.Tensor:

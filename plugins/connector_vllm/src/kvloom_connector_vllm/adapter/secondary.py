@@ -22,9 +22,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvloom import EngineConfig
 
-from ..offload_rows import Done, RowStore
-from ..offload_setup import OffloadSettings, described_from_outside
-from ..offload_tiers import Found, Tiers
+from ..offload.rows import Done, RowStore
+from ..offload.setup import OffloadSettings, described_from_outside
+from ..offload.tiers import Found, Tiers
 from . import platform
 from .offloading import RESULTS, forgiving, talk
 

@@ -1,0 +1,1 @@
+"""kvloom's tiers behind vLLM's own offloading."""

@@ -1,0 +1,142 @@
+"""Tiers for pieces that vLLM's own offloading names by hash: failures are misses."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, KVSpec, Segment, salt_tag
+
+from .pages import OffloadPagesConnector, PieceGeometry
+
+log = logging.getLogger(__name__)
+
+CLOSING_SECONDS = 30.0
+"""So long is what was accepted written when the engine ends."""
+
+IDLE_SECONDS = 0.005
+"""A step takes so long at least while something is under way. vLLM goes on with empty steps then, hundreds for a load:
+they would keep the interpreter from the threads that load."""
+
+_T = TypeVar("_T")
+
+
+class Found(enum.Enum):
+    HIT = "it is in a slot, verified, until the step is over"
+    COMING = "it is there as far as the tiers say, and is being read or written"
+    ASKED = "the tiers are being asked"
+    MISS = "it is not there, or not in time"
+
+
+@dataclass(eq=False, slots=True)
+class Asking:
+    """One request's questions."""
+
+    answers: dict[bytes, bool | None] = field(default_factory=dict)
+    """What the tiers said; None while they are asked."""
+    since: float | None = None
+    """When it first had to wait."""
+
+    def waited(self, now: float) -> float:
+        """Seconds since it first had to."""
+        if self.since is None:
+            self.since = now
+        return now - self.since
+
+
+class Pace:
+    """Waits in steps that follow each other fast: they compute nothing, which vLLM does not say."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._last = now, -math.inf
+
+    def __call__(self, under_way: Collection[Future[Any]]) -> None:
+        """Wait until one of them is over, at most until IDLE_SECONDS after the last call."""
+        left = self._last + IDLE_SECONDS - self._now()
+        if left > 0 and under_way and not any(one.done() for one in under_way):
+            wait(under_way, left, FIRST_COMPLETED)
+        self._last = self._now()
+
+
+class Tiers:
+    """An engine whose chunks are pieces, and where failures are misses: for any number of threads."""
+
+    def __init__(self, config: EngineConfig, spec: KVSpec, geometry: PieceGeometry, *, timeout: float = 30.0) -> None:
+        """timeout: seconds that a call may take. Raises ConfigError if the configuration cannot work."""
+        self._engine = Engine.open(_completed(config, geometry), spec)
+        self._namespace = f"{self._engine.fingerprint}/{salt_tag(config.salt)}"
+        self._timeout = timeout
+        self._warned: set[str] = set()
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of them the tiers say they hold."""
+        return self._forgiving("find", lambda: self._engine.find(self._segments(keys)).tolist(), [False] * len(keys))
+
+    def load(self, keys: Sequence[bytes], **where: Any) -> list[bool]:
+        """Which of them are where they belong now, every byte verified. On return nothing is written any more."""
+
+        def load() -> list[bool]:
+            loaded: list[bool] = self._engine.load(self._segments(keys), **where).result(self._timeout).tolist()
+            return loaded
+
+        return self._forgiving("load", load, [False] * len(keys))
+
+    def save(self, keys: Sequence[bytes], **where: Any) -> bool:
+        """Keep them. On return nothing is read any more."""
+
+        def save() -> bool:
+            return bool(self._engine.save(self._segments(keys), **where).result(self._timeout).all())
+
+        return self._forgiving("save", save, False)
+
+    def clear(self) -> bool:
+        """Delete everything of this model; whether all of it is gone."""
+
+        def clear() -> bool:
+            self._engine.clear()
+            return True
+
+        return self._forgiving("clear", clear, False)
+
+    def close(self) -> None:
+        self._forgiving("close", self._engine.close, None)
+
+    def _segments(self, keys: Sequence[bytes]) -> list[Segment]:
+        # vLLM's hash covers all that comes before, but does not say how much: each piece is by itself.
+        digests = (hashlib.sha256(key).digest() for key in keys)
+        return [Segment(at, at + 1, ChunkKey(self._namespace, 0, digest)) for at, digest in enumerate(digests)]
+
+    def _forgiving(self, verb: str, work: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return work()
+        except Exception as error:
+            text = f"{verb}: {type(error).__name__}: {error}"
+            known = text in self._warned or len(self._warned) > 100
+            self._warned.add(text)
+            log.log(logging.DEBUG if known else logging.WARNING, "%s", text)
+            return otherwise
+
+
+def _completed(config: EngineConfig, geometry: PieceGeometry) -> EngineConfig:
+    """The configuration with what vLLM says. Raises ConfigError for what would have no effect or be wrong."""
+    default = EngineConfig()
+    if config.connector.type not in (OffloadPagesConnector.type, default.connector.type):
+        text = f"{config.connector.type!r} does not read what vLLM offloads; write connector: vllm_offload"
+        raise ConfigError("connector", text)
+    if config.tokens.type != default.tokens.type:
+        raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
+    if config.blend is not None:
+        raise ConfigError("blend", "vLLM computes every token of a prompt that is no prefix; remove this block")
+    block = type(config.connector)(type=OffloadPagesConnector.type, geometry=geometry.model_dump())
+    return config.model_copy(update={"connector": block, "chunk_tokens": 1})

@@ -1,0 +1,1 @@
+"""Connectors of paged KV: chunks to and from an engine's blocks."""

@@ -1,0 +1,1 @@
+"""`kvloom check` and `kvloom new`."""

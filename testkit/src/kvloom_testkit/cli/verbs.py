@@ -1,0 +1,52 @@
+"""`kvloom check` and `kvloom new`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_KINDS = "backend, serializer, connector, tokens, retriever, executor or observer"
+
+
+def add(commands: typer.Typer) -> None:
+    """Add the verbs of the kit."""
+
+    @commands.command("check")
+    def check(
+        kind: Annotated[str, typer.Argument(help=_KINDS)],
+        type: Annotated[str, typer.Argument(help="The word in YAML.")],
+        set: Annotated[
+            list[str] | None,
+            typer.Option("--set", help="A setting, KEY=VALUE as in YAML; {tmp} is a directory of each test's own."),
+        ] = None,
+        only: Annotated[list[str] | None, typer.Option("--only", help="Ids of requirements; default: all.")] = None,
+        seconds: Annotated[float, typer.Option("--seconds", help="How long each may take before it hangs.")] = 120.0,
+        repeat: Annotated[
+            int, typer.Option("--repeat", help="How often to try each, for what fails now and then.")
+        ] = 1,
+        thorough: Annotated[
+            bool, typer.Option("--thorough", help="Try longer: more rounds of what races, more blobs, more kills.")
+        ] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ) -> None:
+        """Hold an installed component to the requirements of its kind."""
+        from kvloom_testkit.cli import report
+
+        status = report.run(
+            kind, type, set or [], only or [], seconds, as_json=as_json, repeat=repeat, thorough=thorough
+        )
+        raise typer.Exit(status)
+
+    @commands.command("new")
+    def new(
+        kind: Annotated[str, typer.Argument(help=_KINDS)],
+        name: Annotated[str, typer.Argument(help="The word in YAML.")],
+        into: Annotated[Path, typer.Option("--into", help="Where the package's directory goes.")] = Path(),
+    ) -> None:
+        """Write a package to start a plugin from."""
+        from kvloom_testkit.cli import scaffold
+
+        place = scaffold.create(kind, name, into)
+        print(f"{place} is a package; go on with\n\n    cd {place}\n    pip install -e '.[test]'\n    pytest\n")

@@ -1,0 +1,1 @@
+"""Requirements of GPU connectors, and memory for them to work on."""

@@ -1,0 +1,112 @@
+"""What a serializer says about itself, and what its settings may change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvloom import EXACT, Chunk, CorruptBlobError, MemoryFormat, Serializer
+from kvloom.types import canonical_json
+from kvloom_testkit.chunks import bits, outline, room_for
+from kvloom_testkit.process_state import left_as_it_is
+from kvloom_testkit.remaking import with_other_settings
+from kvloom_testkit.serializers.models import usual_chunk
+
+Opened = Callable[[], Serializer]
+
+
+class SettingsRequirements:
+    """Mixed into `SerializerConformance`."""
+
+    def test_S15_params_are_json(self, opened: Opened) -> None:
+        """`params` are JSON values, always the same ones.
+
+        Why: they are written into the header of every blob, and given back to whoever decodes it.
+
+        Usually: a dtype, a path or a set is among them.
+        """
+        one = opened()
+        text = canonical_json(dict(one.params))
+        one.encode(_usual(one))
+        assert canonical_json(dict(one.params)) == canonical_json(dict(opened().params)) == text
+
+    def test_S20_the_fidelity_says_whether_it_is_lossless(self, opened: Opened) -> None:
+        """`fidelity` is `"exact"` if it is lossless, and else a name, the same one every time.
+
+        Why: it is written beside every chunk, and decides what a config with `exact: true` may be given.
+
+        Usually: only one of the two was overridden.
+        """
+        one = opened()
+        assert (one.fidelity == EXACT) is bool(one.lossless), f"{one.fidelity!r}, lossless: {one.lossless}"
+        assert isinstance(one.fidelity, str) and one.fidelity and one.fidelity == opened().fidelity
+
+    def test_S21_settings_are_no_matter_when_decoding(self, opened: Opened) -> None:
+        """What was encoded with other settings of the same type decodes to what those who encoded it make of it, whole
+        or layer by layer, or is refused with CorruptBlobError.
+
+        Why: settings are changed, and the store stays. `decode` is told neither the settings nor the `params` of then.
+
+        Usually: `decode` goes by the instance's own level, block size or dtype; or by `params`, which it believes to
+        be those of the blob.
+        """
+        one = opened()
+        several = [one]
+        for other in with_other_settings(one):
+            try:
+                other.encode(_usual(other))
+            except Exception:  # the kit made these settings up, and nobody has to take them
+                other.close()
+            else:
+                several.append(other)
+        if len(several) == 1:
+            pytest.skip("it has no settings that the kit could change")
+        for writer in several:
+            chunk = _usual(writer)
+            blob, expected = [bytes(buffer) for buffer in writer.encode(chunk)], room_for(chunk)
+            writer.decode(blob, expected)
+            for reader in (each for each in several if chunk.format in each.formats):
+                about = f"encoded with {writer.config!r}, decoded as something else with {reader.config!r}"
+                got = room_for(chunk)
+                with contextlib.suppress(CorruptBlobError):
+                    reader.decode(blob, got)
+                    assert torch.equal(bits(got), bits(expected)), about
+                    got = room_for(chunk)
+                    if _decoded_by_layer(reader, blob, dict(writer.params), got):
+                        assert torch.equal(bits(got), bits(expected)), f"{about}, layer by layer"
+        for other in several[1:]:
+            other.close()
+
+    def test_S22_leaves_the_process_as_it_is(self, opened: Opened) -> None:
+        """Encoding and decoding change neither logging, signals and warnings, nor random numbers, nor the settings of
+        torch.
+
+        Why: it runs beside somebody's model, which computes on with these settings.
+
+        Usually: rounding draws from the random numbers that the model samples with, the number of torch's threads is
+        set, or a default dtype.
+        """
+        chunk = _usual(opened())
+        with left_as_it_is():
+            one = opened()
+            one.decode_many(one.encode_many([chunk]), [room_for(chunk)])
+            one.close()
+
+
+def _decoded_by_layer(reader: Serializer, blob: list[bytes], params: dict[str, object], into: Chunk) -> bool:
+    """Decode each layer on its own; False if this cannot be done."""
+    numbers = None
+    if reader.by_layer and into.format is MemoryFormat.KV_BLOB:
+        numbers = reader.layer_buffers([len(buffer) for buffer in blob], outline(into), params)
+    for layer, wanted in enumerate(numbers or ()):
+        view = replace(into, tensor=into.tensor[:, layer : layer + 1])
+        reader.decode_layers([blob[number] for number in sorted(set(wanted))], range(layer, layer + 1), view)
+    return numbers is not None
+
+
+def _usual(one: Serializer) -> Chunk:
+    return usual_chunk(one)
