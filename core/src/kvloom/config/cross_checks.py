@@ -1,4 +1,4 @@
-"""What settings that are right by themselves say against each other."""
+"""Conflicts between settings that are valid by themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cross_checks(tiers: Tiers, *, wrong: Mapping[int, Collection[str]] | None = 
 
 
 def _bounds(tier: MemoryBlock | StoredBlock, unknown: Collection[str], *, in_memory: bool) -> Iterator[tuple[str, str]]:
-    """What a tier's own settings say against each other, by the key at fault."""
+    """Conflicts among a tier's own settings, by the key at fault."""
     if isinstance(tier, StoredBlock) and tier.write == "never":
         for key, value in (("capacity", tier.capacity), ("quota", tier.quota)):
             if value is not None:

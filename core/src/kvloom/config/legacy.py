@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from kvloom.errors import ConfigError
 
 DISK_PATH = "~/.cache/kvloom"
-"""Where `from_legacy` keeps its disk tier: LMCache has no argument for it."""
+"""The directory of `from_legacy`'s disk tier: LMCache has no argument for it."""
 
 BACKENDS = {
     "cpu": {"memory"},
@@ -51,7 +51,7 @@ class Field:
 
     default: Any
     becomes: str
-    """What it is in kvloom, for messages."""
+    """The setting's counterpart in kvloom, for messages."""
     apply: Callable[[Any, Fields, dict[str, Any]], None] | None = None
     """(value, all fields, kvloom config under construction); None where the row of another field takes it up."""
 

@@ -1,4 +1,4 @@
-"""Where settings are read from: YAML text, KVLOOM_ variables, and `${env:NAME}` inside of values."""
+"""The sources of settings: YAML text, KVLOOM_ variables, and `${env:NAME}` inside of values."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ class TooLargeError(yaml.YAMLError):
 
 
 def loaded(text: str) -> tuple[Any, list[Problem]]:
-    """What a YAML document says, and which keys it gives twice. Raises YAMLError, RecursionError or ValueError.
+    """Parse a YAML document; return it with a problem for each duplicate key.
 
-    An alias costs as much as what it stands for: a few lines of them can stand for more than there is memory.
+    Raises YAMLError, RecursionError or ValueError. An alias counts as much as what it stands for: a few lines of
+    aliases can stand for more than there is memory.
     """
     if len(text) > MOST_TEXT:
         raise TooLargeError(f"{len(text)} characters, and a configuration has {MOST_TEXT} at most")
@@ -76,7 +77,7 @@ def loaded(text: str) -> tuple[Any, list[Problem]]:
 
 
 def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
-    """How much a node is with its aliases written out. known: of nodes that were counted; one counts once in itself."""
+    """The size of a node with its aliases expanded. known: nodes counted before; inside itself, a node counts once."""
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = total = 1
@@ -94,7 +95,7 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _not_yaml(error: yaml.YAMLError, text: str) -> str:
-    """Where it stops being YAML, and why, in a line."""
+    """The place where the text stops being YAML, and the reason, in one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())

@@ -161,7 +161,7 @@ def _policy(choice: TierChoice, *, exact_only: bool) -> Policy:
 
 
 def _by_tag(quota: Mapping[str, int] | None) -> dict[str, int] | None:
-    """By what stands in keys for a salt."""
+    """Quotas by salt tag, as keys have it."""
     return None if quota is None else {salt if salt == "*" else salt_tag(salt): size for salt, size in quota.items()}
 
 

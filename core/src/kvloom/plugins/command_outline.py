@@ -12,7 +12,7 @@ from typer.models import CommandInfo
 
 
 def names(commands: typer.Typer) -> set[str]:
-    """Of verbs and of groups of verbs."""
+    """Names of verbs and of groups of verbs."""
     return {verb.name for verb in _outlines(commands) if verb.name}
 
 
