@@ -21,7 +21,7 @@ _PIECE_BYTES = 256 << 10
 _PAGE = 1000
 _PARTS_AT_ONCE = 4
 _MOST_WHOLE_BYTES = 1 << 30
-"""Of an object that is read whole for a part of it."""
+"""Maximum size of an object that is read whole for a part of it."""
 _SERVER_FAILED = "500 Internal Server Error"
 T = TypeVar("T")
 
