@@ -45,7 +45,7 @@ def _bounds(tier: MemoryBlock | StoredBlock, unknown: Collection[str], *, in_mem
         yield from _quotas(tier)
     if isinstance(tier, StoredBlock):
         if tier.write == "on_evict" and not in_memory:
-            yield "write", "'on_evict' writes what the memory tier lets go, and there is none; put `memory` first"
+            yield "write", "'on_evict' writes what the memory tier evicts, but there is none; put `memory` first"
         if tier.policy == "tiny_lfu" and tier.capacity is None and "capacity" not in unknown:
             yield "policy", "'tiny_lfu' decides what a full tier takes in; set `capacity`, or remove it"
 
