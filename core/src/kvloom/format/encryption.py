@@ -77,7 +77,7 @@ class Protection:
                 raise ConfigError("keys", f"the environment variable {name} is not set; put keys into it")
         else:
             if looks_like_a_key(source):
-                raise ConfigError("keys", "expected a file path or `env:NAME`, got key material; put the key into a file or a variable")
+                raise ConfigError("keys", "expected a file path or `env:NAME`, got key material; put it into a file")
             text = _content(Path(source).expanduser())
         lines = [line.strip() for line in text.splitlines()]
         keys = [_key(line, number) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
