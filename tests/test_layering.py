@@ -39,7 +39,7 @@ FORBIDDEN_IN_CORE = {
 class Import(NamedTuple):
     module: str
     name: str
-    """What `from module import name` takes; empty for `import module`."""
+    """The name in `from module import name`; empty for `import module`."""
     line: int
     only_for_types: bool
 
@@ -69,7 +69,7 @@ def imports(source: str, package: str) -> list[Import]:
 
 
 def core_part(found: Import) -> str | None:
-    """Which part of core an import reaches; None for another distribution or the package itself."""
+    """The part of core that an import reaches; None for another distribution or the package itself."""
     parts = found.module.split(".")
     if parts[0] != "kvloom":
         return None
@@ -100,7 +100,7 @@ def core_violations(source: str, module: str) -> list[str]:
 
 
 def plugin_violations(source: str, module: str) -> list[str]:
-    """What a plugin's module (or one of `kvloom.builtin`) may not take from kvloom: anything that is not public."""
+    """Imports of names that are not public, in a plugin's module or one of `kvloom.builtin`."""
     package = module.rpartition(".")[0] or module
     own = "kvloom.builtin" if module.startswith("kvloom.") else module.split(".")[0]
     public = set(kvloom.__all__)
