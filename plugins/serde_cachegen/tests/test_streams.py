@@ -125,7 +125,7 @@ GOLDEN = {
 
 
 def golden_profile() -> Profile:
-    """A profile of whole numbers, so that no library's rounding affects it; `klt` needs rotations of its own."""
+    """A profile of whole numbers and given rotations, so that no library's rounding affects it."""
     numbers = torch.arange(96 * 96).view(96, 96)
     turn = torch.tensor([0.6, 0.8]).expand(24, 24, 2)
     components = ((numbers * 7919 % 1009) % 255 - 127).to(torch.int8)
