@@ -301,7 +301,7 @@ def test_what_aliases_stand_for_is_bounded(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"kv\.yaml: .*(100000 values|characters)"):
         EngineConfig.load(path)
     *_, ((name, problem),) = sources.overridden({}, {"KVLOOM_TIERS": text}, defaults={"tiers": []})
-    assert name == ("KVLOOM_TIERS",) and "write out what is meant" in problem
+    assert name == ("KVLOOM_TIERS",) and "write the values out" in problem
     with pytest.raises(ConfigError, match="MAX_LOCAL_CPU_SIZE"):
         import_environment({"LMCACHE_MAX_LOCAL_CPU_SIZE": text})
     with pytest.raises(ConfigError, match=r"kv\.yaml"):

@@ -79,13 +79,13 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"^master: nobody answers at {address}.*start mooncake_master"):
+        with pytest.raises(ValueError, match=f"^master: no answer at {address}.*start mooncake_master"):
             MooncakeBackend(MooncakeConfig(master=address))
 
 
 def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "load", lambda: None)
-    with pytest.raises(ValueError, match=r"^master: nobody answers at nowhere\.invalid:1"):
+    with pytest.raises(ValueError, match=r"^master: no answer at nowhere\.invalid:1"):
         MooncakeBackend(MooncakeConfig(master="nowhere.invalid:1"))
 
 

@@ -60,7 +60,7 @@ class TraceObserver(Observer):
         if self.path.is_dir():
             raise ValueError(f"path: {self.path} is a directory; name a file in it")
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
-            raise ValueError(f"path: {self.path.parent} is no directory that can be written to; make it")
+            raise ValueError(f"path: {self.path.parent} is not a writable directory; make it")
         self.lines = 0
         self.lost = 0
         """Requests that came when recording had ended."""

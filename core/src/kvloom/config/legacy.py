@@ -166,7 +166,7 @@ def _pooled(value: Any, fields: Fields, config: dict[str, Any]) -> None:
     if master is None:
         raise ConfigError(
             "lookup_url",
-            "enable_p2p needs Mooncake's master, and LMCache's lookup server is none: start mooncake_master, and write "
+            "enable_p2p needs Mooncake's master, not LMCache's lookup server: start mooncake_master, and write "
             "mooncake://HOST:PORT",
         )
     host, _, _ = str(fields["distributed_url"] or "").rpartition("://")[2].rpartition(":")

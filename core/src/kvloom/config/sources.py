@@ -41,7 +41,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     except RecursionError:
         raise ConfigError(str(path), "nested too deeply") from None
     except TooLargeError as error:
-        raise ConfigError(str(path), f"{error}; write out what is meant") from None
+        raise ConfigError(str(path), f"{error}; write the values out") from None
     except yaml.YAMLError as error:
         raise ConfigError(str(path), f"not YAML: {_not_yaml(error, text)}") from None
     except UnicodeDecodeError as error:
@@ -49,7 +49,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     except ValueError as error:
         if "\0" in str(path):
             raise ConfigError(repr(str(path)), f"cannot be read: {error}; name a file") from None
-        raise ConfigError(str(path), "not YAML: a number or a date in it is none that can be") from None
+        raise ConfigError(str(path), "not YAML: it has an impossible number or date") from None
     if tree is None:
         return {}, []
     if not isinstance(tree, dict):
@@ -68,7 +68,7 @@ def loaded(text: str) -> tuple[Any, list[Problem]]:
     aliases can stand for more than there is memory.
     """
     if len(text) > MOST_TEXT:
-        raise TooLargeError(f"{len(text)} characters, and a configuration has {MOST_TEXT} at most")
+        raise TooLargeError(f"{len(text)} characters; a configuration may have {MOST_TEXT}")
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     if node is None:
         return None, []
@@ -196,7 +196,7 @@ def _parsed(text: str, name: str) -> Any:
     try:
         return loaded(text)[0]
     except TooLargeError as error:
-        raise ConfigError(name, f"{error}; write out what is meant") from None
+        raise ConfigError(name, f"{error}; write the values out") from None
     except RecursionError:
         raise ConfigError(name, "nested too deeply") from None
     except (yaml.YAMLError, ValueError):  # the latter of a date that there is not

@@ -52,7 +52,7 @@ def build_stack(
         pool = Pool(capacity, runtime, piece_bytes=chunk_bytes)
     except (OSError, OverflowError) as error:
         where = "tiers" if first is None else f"{first.path}.capacity"
-        raise ConfigError(where, f"{capacity} bytes of memory are not to be had ({error}); give less") from error
+        raise ConfigError(where, f"cannot allocate {capacity} bytes of memory ({error}); lower it") from error
     memory = MemoryTier(
         layout, pool, events, runtime, keep=first is not None, dst_device=dst_device,
         name="memory" if first is None else first.name, deadline=10.0 if first is None else first.deadline,

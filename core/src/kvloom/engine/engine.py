@@ -128,7 +128,7 @@ class Engine(Index):
         It is closed with this one, if not before. Raises ValueError if its KV has another shape or dtype.
         """
         if (spec.dtype, spec.blob_shape(1)) != (self.spec.dtype, self.spec.blob_shape(1)):
-            raise ValueError("spec: a sibling's KV has the shape and dtype of the engine it stands beside")
+            raise ValueError("spec: a sibling must have the engine's KV shape and dtype")
         make = partial(self._sibling, spec)
         return self._runtime.uninterrupted(make, discard=Engine.close, leave=True)
 

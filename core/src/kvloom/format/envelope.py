@@ -134,7 +134,7 @@ def seal(
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     text = canonical_json({name: getattr(description, name) for name in Description.__slots__}).encode()
     if len(text) > MAX_DESCRIPTION_BYTES or _brackets(text) > MAX_BRACKETS:
-        raise ValueError(f"serializer {description.serializer}: its params make a header longer than any reader takes")
+        raise ValueError(f"serializer {description.serializer}: its params make the header too long")
     if len(views) > max_buffers:
         raise ValueError(f"serializer {description.serializer}: {len(views)} buffers; a blob has at most {max_buffers}")
     blob_key = None if protection is None else protection.begin()
@@ -227,7 +227,7 @@ def _signed(header: memoryview, protection: Protection, version: int, flags: int
         return blob_key
     if version > VERSION:  # which may sign in another way: it is not ours to delete
         raise UnreadableBlobError(f"format version {version}, and not signed as this process signs")
-    raise CorruptBlobError(f"byte {_TAG_AT}: not written by who has the key")
+    raise CorruptBlobError(f"byte {_TAG_AT}: not signed with the tier's key")
 
 
 def _describe(text: bytes) -> Description:
@@ -253,13 +253,13 @@ def _check_types(about: Description) -> None:
     texts = (about.key, about.serializer, about.dtype, about.format, about.fidelity)
     numbers = (*about.shape, about.num_tokens, about.written, 0 if about.start is None else about.start)
     if not all(type(text) is str and len(text) <= _MOST_TEXT for text in texts):
-        raise TypeError("a field that is no short text")
+        raise TypeError("a field is not a short text")
     if not all(type(number) is int and 0 <= number < _MOST_NUMBER for number in numbers):
-        raise TypeError("a field that is no whole number")
+        raise TypeError("a field is not a whole number")
     if about.written >= _MOST_SECONDS:
         raise TypeError("a time that is none")
     if type(about.params) is not dict:
-        raise TypeError("params that are no mapping")
+        raise TypeError("params are not a mapping")
 
 
 class Verifier:

@@ -26,7 +26,7 @@ class DevicePages:
 
     @property
     def view(self) -> memoryview:
-        raise TypeError(f"memory of {self.bytes.device} has no bytes that Python can see; use `tensor`")
+        raise TypeError(f"Python cannot read memory of {self.bytes.device}; use `tensor`")
 
     def reach(self, end: int) -> None:
         """It is all there."""

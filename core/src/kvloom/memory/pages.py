@@ -127,7 +127,7 @@ class Pages:
         else:
             self._pinning, self._pinner = False, None
             log.warning(
-                "%d of %d bytes of the pool are pinned, and no more can be: copies to and from the GPU are slower",
+                "only %d of %d bytes of the pool could be pinned: copies to and from the GPU are slower",
                 start,
                 self.size,
             )

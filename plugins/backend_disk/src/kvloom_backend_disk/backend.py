@@ -124,7 +124,7 @@ class DiskBackend(StorageBackend):
 
     def check_writable(self) -> None:
         if self._refusal:
-            raise ValueError(f"{self._refusal}, or set `write: never` if it is only to be read")
+            raise ValueError(f"{self._refusal}, or set `write: never` to only read it")
 
     def put(self, key: str, blob: Buffers) -> None:
         self._put(key, blob, *self._scratch.open())
@@ -264,7 +264,7 @@ class DiskBackend(StorageBackend):
         try:
             (self._layout.remove if all_of_it else self._layout.clear_above)(path)
         except OSError as error:
-            raise CorruptBlobError(f"what lies in the way cannot be removed: {error}") from error
+            raise CorruptBlobError(f"the file in the way cannot be removed: {error}") from error
 
 
 class _Memory:
@@ -301,4 +301,4 @@ def _absolute(path: Path) -> Path:
     try:
         return Path(os.path.abspath(path.expanduser()))
     except RuntimeError as error:
-        raise ValueError(f"path: nobody's home directory: {path}; name a directory") from error
+        raise ValueError(f"path: unknown home directory: {path}; name a directory") from error

@@ -89,7 +89,7 @@ class Holds:
             if error.errno not in _NO_LOCKS:
                 os.close(fd)
                 raise
-            self._warn(f"no file locks in {self._root} ({error.strerror}): every process takes itself for the only one")
+            self._warn(f"no file locks in {self._root} ({error.strerror}): every process acts as the only one")
         return fd
 
     def _warn(self, text: str) -> None:
@@ -115,7 +115,7 @@ def _open(path: Path, mode: int) -> int:
             fd = _made(path, mode)
         if fd is not None:
             return fd
-    raise OSError(errno.EEXIST, f"somebody puts something else there again and again: {path}")
+    raise OSError(errno.EEXIST, f"another process keeps replacing {path}")
 
 
 def _opened(path: Path, mode: int) -> int | None:

@@ -110,7 +110,7 @@ def probe_direct(fd: int) -> None:
         os.lseek(fd, 0, os.SEEK_SET)
         os.readv(fd, [block])
         if block[:] != written:
-            raise OSError("what O_DIRECT read is not what it wrote")
+            raise OSError("O_DIRECT read other bytes than it wrote")
 
 
 def _reads_past_the_cache(fd: int) -> bool:

@@ -96,15 +96,13 @@ class Config(BaseConfig):
         if self.driver == "obstore" and self.place.scheme not in OBSTORE_SCHEMES:
             raise ValueError(f"driver: obstore has no {self.place.scheme}://; use `driver: auto`")
         if self.driver == "fsspec" and self.by_sftp:
-            raise ValueError(
-                "driver: fsspec's own SFTP does not come back once its connection was lost; use `driver: auto`"
-            )
+            raise ValueError("driver: fsspec's own SFTP never reconnects; use `driver: auto`")
         for name in ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "azure_endpoint", "base_url"):
             if name in self.options and not _ENDPOINT.match(str(self.options[name])):
-                raise ValueError(f"options.{name}: is no URL; write https://host:port, with its scheme")
+                raise ValueError(f"options.{name}: is not a URL; write https://host:port, with its scheme")
             if not self.allow_http and str(self.options.get(name, "")).lower().startswith("http://"):
                 raise ValueError(
-                    f"options.{name}: is without TLS; use https://, or `allow_http: true` if everybody on the network "
+                    f"options.{name}: has no TLS; use https://, or `allow_http: true` if anyone on the network "
                     "may read the KV"
                 )
         return self

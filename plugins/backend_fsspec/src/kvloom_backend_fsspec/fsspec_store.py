@@ -271,16 +271,16 @@ def _cat(
                 raise FileNotFoundError(path)
             if answer.status_code != 200 and not (ranged and answer.status_code == 206):
                 answer.raise_for_status()
-                raise BackendError(f"an answer of another kind than was asked for: {answer.status_code}")
+                raise BackendError(f"unexpected status: {answer.status_code}")
             whole = _received(answer, most)
         if _is_about(answer, len(whole), fs.info(path)):
             return whole[start:end] if ranged and answer.status_code == 200 else whole
-    raise BackendError(f"{path}: replaced each time that it was read")
+    raise BackendError(f"{path}: replaced during every read")
 
 
 def _received(answer: Any, most: int) -> bytes:
     if answer.headers.get("Content-Encoding", "identity") != "identity":
-        raise BackendError("the server packs what it sends, though it was asked not to")
+        raise BackendError("the server compresses its answer, although it was asked not to")
     content = bytearray()
     for piece in answer.iter_raw():
         content += piece

@@ -62,7 +62,7 @@ class Memory:
 
     def reserve(self, num_bytes: int) -> memoryview:
         if self.max_bytes is not None and num_bytes > self.max_bytes:
-            raise CorruptBlobError(f"{num_bytes} bytes where at most {self.max_bytes} are read")
+            raise CorruptBlobError(f"{num_bytes} bytes; the limit is {self.max_bytes}")
         self._room = bytearray(num_bytes)
         return memoryview(self._room)
 

@@ -73,7 +73,7 @@ class Client:
             self._reach_master()
         except OSError as refused:
             raise ValueError(
-                f"master: nobody answers at {config.master} ({refused}); start mooncake_master, or correct the address"
+                f"master: no answer at {config.master} ({refused}); start mooncake_master, or correct the address"
             ) from refused
         self.replication = _replication(module, config)
         self._store = module.MooncakeDistributedStore()

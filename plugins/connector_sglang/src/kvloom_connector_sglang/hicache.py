@@ -59,7 +59,7 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
             self.close()
             names = ", ".join(self._other_pools)
             raise NotImplementedError(
-                f"kvloom keeps the pool kv only, and this model has {names} too; "
+                f"kvloom stores the pool kv only, but this model also has {names}; "
                 "start SGLang without --hicache-storage-backend"
             )
 

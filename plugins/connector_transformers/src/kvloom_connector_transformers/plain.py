@@ -184,7 +184,7 @@ def _refuse_leaks(model: PreTrainedModel, one: Sequence[_Planes], other: Sequenc
         why = "config.is_decoder is False" if getattr(model.config, "is_decoder", None) is False else "not causal"
         raise _refusal(model, f"{_numbers(leaks)}: the KV of a token depends on later tokens ({why})")
     if not seen:
-        raise _refusal(model, "different tokens have the same KV in every layer: what it depends on can't be seen")
+        raise _refusal(model, "different tokens have the same KV in every layer: its dependencies cannot be tested")
 
 
 def _rounds(model: PreTrainedModel) -> bool:

@@ -156,7 +156,7 @@ class Scheduler:
                 try:
                     told = lookup.asked.result()
                 except Exception as error:  # cancelled, too: it took too long before
-                    log.warning("what the tiers hold is not known: %s", error or type(error).__name__)
+                    log.warning("the tiers' content is unknown: %s", error or type(error).__name__)
         tiers = self._tiers(lookup.chunks, told)
         tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
         pause = self._pause(request.request_id, patience) if patience > 0 and not all(tiers) else 0.0

@@ -78,7 +78,9 @@ class Worker:
             task = self._saves.get(number)
             if task is not None and not task.wait(max(0.0, until - time.monotonic())):
                 task.cancel()
-                log.warning("a save was given up: its blocks are needed, and it is not done after %s s", FENCE_SECONDS)
+                log.warning(
+                    "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
+                )
         if orders.clear:
             self._empty_memory()
 

@@ -133,7 +133,7 @@ def _check_path(endpoint: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise OSError(f"{path} is there, and no socket")
+        raise OSError(f"{path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         with contextlib.suppress(ConnectionRefusedError):  # what a process that has ended left

@@ -39,7 +39,9 @@ class OpenTelemetryConfig(Config):
             parts = urlsplit(value)
             host = parts.hostname if parts.port is None or parts.port > 0 else None  # ValueError for no port at all
             if parts.scheme not in ("http", "https") or not host or not parts.path.strip("/"):
-                raise ValueError(f"{value!r} is not where OTLP goes by HTTP: write http://collector:4318/v1/traces")
+                raise ValueError(
+                    f"{value!r} is not an address for OTLP over HTTP: write http://collector:4318/v1/traces"
+                )
         return value
 
 

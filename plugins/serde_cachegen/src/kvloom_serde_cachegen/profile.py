@@ -181,7 +181,7 @@ class Profile:
                 raise ValueError("it is not as it was saved (checksum)")
             return _unpacked(json.loads(head["about"]), tensors)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise CorruptProfileError(path, f"no profile that can be used: {error}") from error
+            raise CorruptProfileError(path, f"unusable profile: {error}") from error
 
 
 def _content(path: Path) -> bytes:
@@ -190,7 +190,7 @@ def _content(path: Path) -> bytes:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
         os.close(fd)
-        raise CorruptProfileError(path, f"no profile: not a file, or one of {status.st_size} bytes")
+        raise CorruptProfileError(path, f"not a profile: not a file, or one of {status.st_size} bytes")
     with open(fd, "rb") as file:
         return file.read(_MOST_BYTES)
 

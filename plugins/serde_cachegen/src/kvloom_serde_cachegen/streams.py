@@ -252,7 +252,7 @@ def mode_of(stream: Buffer) -> Mode:
     try:
         return Mode(head[5])
     except (IndexError, ValueError):
-        raise CorruptBlobError("byte 5: no mode that there is") from None
+        raise CorruptBlobError("byte 5: unknown mode") from None
 
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, mode: Mode) -> _Geometry:

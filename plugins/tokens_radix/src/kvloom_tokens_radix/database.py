@@ -107,7 +107,7 @@ def _made(path: Path) -> Path:
     try:
         root = Path(os.path.abspath(path.expanduser()))
     except RuntimeError as error:
-        raise ValueError(f"path: nobody's home directory: {path}; name a directory") from error
+        raise ValueError(f"path: unknown home directory: {path}; name a directory") from error
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -60,7 +60,7 @@ class Journal:
         try:
             self._slot, begin = slots.take(self._directory, self._name)
         except OSError as error:
-            logger.warning("what is learnt is not kept: %s: %s", self._directory, error)
+            logger.warning("learnt prompts are not saved: %s: %s", self._directory, error)
             return
         if begin is None:
             return
@@ -104,7 +104,7 @@ class Journal:
                 self._thread.start()
             except RuntimeError as error:  # the machine has no more threads
                 self._thread, self._retry_at = None, time.monotonic() + _RETRY_SECONDS
-                logger.warning("what is learnt is not kept for a while: %s: %s", self._directory, error)
+                logger.warning("learnt prompts are not saved for a while: %s: %s", self._directory, error)
         self._changed.notify()
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Journal:
             try:
                 self._write(waiting)
             except Exception as error:
-                logger.warning("what is learnt is not kept for a while: %s: %s", self._directory, error)
+                logger.warning("learnt prompts are not saved for a while: %s: %s", self._directory, error)
                 self._anew, self._retry_at = True, time.monotonic() + _RETRY_SECONDS
             if closed:
                 self._let_go()

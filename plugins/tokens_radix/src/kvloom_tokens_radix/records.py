@@ -187,7 +187,7 @@ def _unpacked(payload: bytes) -> Iterator[Change]:
         elif kind in kinds:
             yield kinds[kind]()
         else:
-            raise IndexError("a change of no kind")
+            raise IndexError("an unknown kind of change")
 
 
 def _ints(data: bytes, *, swapped: bool = False) -> array[int]:

@@ -109,7 +109,9 @@ def offsets_in_passages(request: BlendRequest) -> torch.Tensor:
 def attention_of(request: BlendRequest, executor: str) -> torch.Tensor:
     """The attention of the question to each token. ValueError where the engine cannot tell."""
     if request.attention is None:
-        raise ValueError(f"blend executor {executor!r} needs to know what the question attends to, and nobody can tell")
+        raise ValueError(
+            f"blend executor {executor!r} needs the question's attention, which this engine does not provide"
+        )
     return request.attention().float().cpu()
 
 

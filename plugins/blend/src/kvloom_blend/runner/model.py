@@ -61,7 +61,7 @@ class BlendedModel:
         _check(engine.config)
         assert engine.blending is not None
         if engine.spec != spec_of(model):
-            raise ValueError("engine: was opened for other KV than this model's: other weights, or another state of it")
+            raise ValueError("engine: was opened for the KV of another model, or of another state of this one")
         self.model = model
         self.engine = engine
         self.executor = engine.blending.executor
@@ -84,7 +84,7 @@ class BlendedModel:
         if self._has_changed():
             raise ValueError(f"model: {_CHANGED}")
         if not isinstance(self.retriever, PassageRetriever):
-            raise TypeError(f"retriever {self.retriever.type!r} does not say how a passage is kept")
+            raise TypeError(f"retriever {self.retriever.type!r} cannot remember passages")
         tokens = self._checked(tokens, "tokens")
         self.retriever.check_passage(tokens)
         segments = self.retriever.alone(tokens, salt=salt)
@@ -111,7 +111,7 @@ class BlendedModel:
         one = isinstance(prompts, torch.Tensor)
         rows = [self._checked(row, "prompts") for row in ([prompts] if one else prompts)]
         if keep_logits < 1:
-            raise ValueError(f"keep_logits: {keep_logits}, and the last token's are needed")
+            raise ValueError(f"keep_logits: {keep_logits}; the last token's are needed")
         if not rows or any(len(row) < keep_logits for row in rows):
             raise ValueError(f"prompts: expected 1-D token ids of at least {keep_logits} tokens each (keep_logits)")
         if self._has_changed():

@@ -140,7 +140,7 @@ class KVLoomBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert self._worker is not None
         if get_kv_transfer_group() is not self:
             raise ValueError(
-                "KVLoomBlendConnector: within another connector; its neighbours would store blended KV under exact "
+                "KVLoomBlendConnector: inside another connector, which would store blended KV under exact "
                 "keys. Make it the only one"
             )
         identity = self._identity

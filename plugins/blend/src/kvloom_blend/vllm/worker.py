@@ -146,7 +146,7 @@ class Worker:
             return
         prompt, began = job.prompt, time.monotonic()
         if not self._enough(prompt):
-            raise NotBlended("what was stored of it is gone")
+            raise NotBlended("its stored KV is gone")
         done = self.twin.blend(prompt)
         if not job.wanted:
             return

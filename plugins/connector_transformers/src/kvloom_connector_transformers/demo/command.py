@@ -178,7 +178,7 @@ def _check_own(out: Path) -> None:
     try:
         Job.load(out / "job.json")
     except (OSError, ValueError, TypeError):
-        text = f"{out / there[0]} is there already, and not from a demo; name a directory of its own"
+        text = f"{out / there[0]} exists and is not from a demo; name another directory"
         raise typer.BadParameter(text, param_hint="--out") from None
 
 

@@ -86,7 +86,7 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         """
         prefix = _prefix(input_tokens, roi)
         if not prefix.covered:
-            raise ValueError("roi: selects no token, so that nobody could ask for this entry")
+            raise ValueError("roi: selects no token, so this entry could never be found")
         for name, tensor in (*prefix._asdict().items(), ("key", key), ("value", value), ("hidden", hidden)):
             if tensor is not None:
                 blobs.check(name, tensor)
@@ -118,7 +118,7 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         `failed`, and tried again until the time is over.
         """
         if input_tokens is None and roi is not None:
-            raise ValueError("input_tokens: None takes any entry, and then roi is None too")
+            raise ValueError("input_tokens: None takes any entry; pass roi=None too")
         query = None if input_tokens is None else _prefix(input_tokens, roi)
         until = Until(self.timeout)
         return uninterrupted(partial(self._drop_select, query, until), cancel=until.end)

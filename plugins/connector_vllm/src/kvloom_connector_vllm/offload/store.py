@@ -97,7 +97,7 @@ class OffloadStore:
         with self._lock:
             found = [self._slots.get(key) for key in keys]
             if not all(held is not None and held.ready for held in found):
-                raise RuntimeError("vLLM loads what it was not told is there")
+                raise RuntimeError("vLLM loads chunks that were not reported as hits")
             self._ticket += 1
             for held in found:
                 assert held is not None

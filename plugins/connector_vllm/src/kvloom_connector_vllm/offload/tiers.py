@@ -138,6 +138,6 @@ def _completed(config: EngineConfig, geometry: PieceGeometry) -> EngineConfig:
     if config.tokens.type != default.tokens.type:
         raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
     if config.blend is not None:
-        raise ConfigError("blend", "vLLM computes every token of a prompt that is no prefix; remove this block")
+        raise ConfigError("blend", "vLLM only reuses KV of prefixes; remove this block")
     block = type(config.connector)(type=OffloadPagesConnector.type, geometry=geometry.model_dump())
     return config.model_copy(update={"connector": block, "chunk_tokens": 1})

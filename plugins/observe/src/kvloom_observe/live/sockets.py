@@ -66,7 +66,9 @@ def directory(name: str) -> Path:
     if _is_own(usual) and len(os.fsencode(usual / name)) <= _MAX_PATH_BYTES:
         return usual
     other = next(_others(), None) or Path(tempfile.mkdtemp(prefix=_prefix() + "-"))
-    log.warning("%s is not this user's alone, or too long for a socket; %s is used, and `top` finds it", usual, other)
+    log.warning(
+        "%s is not private to this user, or too long for a socket; %s is used, and `top` finds it", usual, other
+    )
     return other
 
 
@@ -140,7 +142,7 @@ def bind(path: Path) -> Bound:
         raise OSError(f"{path}: too long for a socket ({_MAX_PATH_BYTES} bytes at most); set a shorter `path`")
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise OSError(f"{path} is there, and no socket; set another `path`")
+            raise OSError(f"{path} exists and is not a socket; set another `path`")
     lock = _locked(path)
     if lock is None:
         raise OSError(f"{path} is another engine's; set another `path`")
@@ -200,7 +202,7 @@ def _locked(path: Path) -> int | None:
         found = os.fstat(lock)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             os.close(lock)
-            raise OSError(f"{file} is somebody else's; set another `path`")
+            raise OSError(f"{file} belongs to another user; set another `path`")
         if _try_lock(lock):
             with contextlib.suppress(OSError):
                 if file.lstat().st_ino == found.st_ino:

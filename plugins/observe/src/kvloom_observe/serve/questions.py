@@ -91,7 +91,7 @@ def parsed(body: bytes) -> tuple[list[int], list[str]]:
         try:
             num_bytes = len(salt.encode())
         except UnicodeEncodeError:
-            raise RequestError(400, "salts: not text that UTF-8 can say") from None
+            raise RequestError(400, "salts: not valid UTF-8") from None
         if num_bytes > _MAX_SALT_BYTES:
             raise RequestError(400, f"salts: one of {num_bytes} bytes; {_MAX_SALT_BYTES} at most")
     return tokens, salts
