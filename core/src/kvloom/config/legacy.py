@@ -1,4 +1,4 @@
-"""The words of LMCache's configuration, each with what it is here: for `from_defaults` and `from_legacy`."""
+"""LMCache's configuration names with their counterparts here, for `from_defaults` and `from_legacy`."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def _blend(value: Any, fields: Fields, config: dict[str, Any]) -> None:
 
 
 def mooncake_master(lookup_url: Any) -> str | None:
-    """`HOST:PORT` of `mooncake://HOST:PORT`; None for what is something else.
+    """`HOST:PORT` of `mooncake://HOST:PORT`; None for anything else.
 
-    Without the scheme it is what it is in LMCache, such as a Redis: nobody there speaks Mooncake.
+    Without the scheme it is LMCache's lookup server, such as a Redis, which is not a Mooncake master.
     """
     scheme, _, rest = str(lookup_url or "").strip().partition("://")
     master = rest.rstrip("/")

@@ -129,7 +129,7 @@ def _check_sizes(choices: Sequence[TierChoice], chunk_bytes: int) -> None:
 
 
 def _refuse(problems: Sequence[tuple[str, str]]) -> None:
-    """Raise one ConfigError that names all of them, each a path and what is wrong there."""
+    """Raise one ConfigError for all problems, each a path and a text."""
     if problems:
         (path, first), *rest = problems
         raise ConfigError(path, "\n".join([first, *(f"{path}: {text}" for path, text in rest)]))

@@ -32,4 +32,4 @@ class DevicePages:
         """It is all there."""
 
     def close(self) -> None:
-        """The memory goes when nobody refers to it any more."""
+        """The memory is freed with the last reference to it."""

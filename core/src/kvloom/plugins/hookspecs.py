@@ -53,9 +53,9 @@ def kvloom_blend_executors() -> Iterable[type[BlendExecutor]]:  # type: ignore[e
 
 @hookspec
 def kvloom_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
-    """Classes that are told of events."""
+    """Classes of observers."""
 
 
 @hookspec
 def kvloom_add_commands(commands: typer.Typer) -> None:
-    """Add verbs to the `kvloom` command; import what they need inside them."""
+    """Add verbs to the `kvloom` command; import their dependencies inside them."""

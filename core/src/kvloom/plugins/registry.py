@@ -1,8 +1,7 @@
 """Find plugins, load each on its own, and answer which class a `type:` names. The only module that touches pluggy.
 
-A plugin that fails is a state with a reason, never an exception: serving must not stop because of something that no
-configuration names. What is not named is not imported either: entry modules are loaded when plugins are discovered,
-classes when their kind is first asked for.
+A plugin that fails becomes a state with a reason, never an exception: serving must not stop because of a plugin that no
+configuration names. Entry modules are imported when plugins are discovered, classes when their kind is first requested.
 """
 
 from __future__ import annotations
@@ -288,7 +287,7 @@ class _Plugin:
         return self._classes[kind]
 
     def add_commands(self, commands: typer.Typer, *, taken: Collection[str], resolve: bool) -> set[str]:
-        """Add this plugin's verbs; the names it added. resolve: hold what they say of their options to be true, too."""
+        """Add this plugin's verbs; return their names. resolve: also verify their declared options."""
         if self._hooks is None or not self._hooks.kvloom_add_commands.get_hookimpls():
             return set()
         import typer
