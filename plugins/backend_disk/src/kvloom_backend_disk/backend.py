@@ -1,8 +1,8 @@
 """DiskBackend: one file per blob in a directory that any number of processes may share.
 
-A blob is written to a file of its own and renamed into place, so that every reader sees one version or none, whoever
-dies when. What was written survives the process; nothing is synced, so a power cut may take the newest blobs or leave
-them unreadable, which the core's checksums turn into misses.
+A blob is written to a new file and renamed into place, so that every reader sees one version or none, also if a process
+dies. Blobs survive the process; nothing is synced, so a power cut may take the newest blobs or leave them unreadable,
+which the core's checksums turn into misses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvloom_backend_disk.transfer import Mode, Transfer, probe_direct
 logger = logging.getLogger("kvloom.backend_disk")
 
 Publish = Callable[[str, str], None]
-"""Gives a draft its place: over what is there, or only if nothing is."""
+"""Moves a draft into place: over an existing file, or only if there is none."""
 
 _PUBLISH_ATTEMPTS = 8
 # Without O_NONBLOCK, opening a FIFO that somebody put there would wait for its writer.
@@ -189,9 +189,9 @@ class DiskBackend(StorageBackend):
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
-        """The file of `key` and its bytes: the same version to the end, whatever is put or deleted meanwhile.
+        """The file of `key` and its bytes: the same version to the end, also if it is replaced or deleted meanwhile.
 
-        Raises CorruptBlobError if something else than a file lies there.
+        Raises CorruptBlobError if there is something other than a file.
         """
         try:
             fd = _open_to_read(self._layout.path(key))
@@ -241,7 +241,8 @@ class DiskBackend(StorageBackend):
         self._holds.release()
 
     def _publish(self, draft: str, path: str, publish: Publish) -> None:
-        """Whatever else lies in the way of a blob goes. Raises CorruptBlobError if it cannot be removed."""
+        """Move a draft into place, and remove anything else that is there. Raises CorruptBlobError if it cannot be
+        removed."""
         for _ in range(_PUBLISH_ATTEMPTS):
             try:
                 publish(draft, path)

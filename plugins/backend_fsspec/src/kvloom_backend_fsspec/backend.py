@@ -197,7 +197,7 @@ class ExclusiveFsspecBackend(FsspecBackend):
 
 
 class ProcessFsspecBackend(FsspecBackend):
-    """`memory://`: gone with the process, and nobody else's."""
+    """`memory://`: private to the process, and gone with it."""
 
     persistent: ClassVar[bool] = False
     shared: ClassVar[bool] = False

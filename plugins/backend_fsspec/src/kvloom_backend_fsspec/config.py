@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
     scheme: str
     host: str
-    """Bucket, container or host, with user and port where there are any; empty for what is on this machine."""
+    """Bucket, container or host, with user and port if given; empty for a place on this machine."""
     prefix: str
     """The path inside the bucket; no slash at either end."""
 
@@ -124,7 +124,7 @@ class Config(BaseConfig):
 
 
 def place_of(url: str) -> Place:
-    """Split a URL. Raises ValueError that says what is wrong with it, and never quotes a password."""
+    """Split a URL. Raises ValueError with the problem; it never quotes a password."""
     scheme, separator, rest = url.strip().partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
         raise ValueError("not a URL; expected scheme://bucket/prefix, such as s3://my-bucket/kv or file:///srv/kv")

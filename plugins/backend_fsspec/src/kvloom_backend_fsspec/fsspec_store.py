@@ -79,7 +79,7 @@ class FsspecStore:
             self._publish(data, self._path(self._drafts.draft()), path)
 
     def _is_shut_out(self, draft: str, error: Exception) -> bool:
-        """Return whether `error` was caused by something that lies where the directory of drafts belongs."""
+        """Return whether `error` was caused by something in the place of the directory of drafts."""
         if not (_is_not_found(error) or isinstance(error.__cause__, FileExistsError | NotADirectoryError)):
             return False
         try:
@@ -102,7 +102,7 @@ class FsspecStore:
             raise
 
     def _in_its_directory(self, path: str, act: Callable[[], None]) -> None:
-        """Act where there is a directory: it is made when it is first met, and again if somebody removed it."""
+        """Act inside a directory: it is made at first use, and again if it was removed."""
         directory = path.rpartition("/")[0]
         if directory not in self._directories:
             self._make(directory)
@@ -296,7 +296,7 @@ def _is_about(answer: Any, length: int, now: dict[str, Any]) -> bool:
 
 
 def _rename(fs: Any, draft: str, path: str) -> None:
-    """Over what is there, in one step."""
+    """Rename over an existing file, in one step."""
     if "webdav" in _protocols(fs):
         fs.client.move(draft, path, overwrite=True)
     else:

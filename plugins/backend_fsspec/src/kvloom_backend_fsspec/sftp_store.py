@@ -34,7 +34,7 @@ _READ_BYTES = 128 << 10
 _LOG = "kvloom.backend_fsspec.paramiko"
 _PAUSE_SECONDS = 0.1
 _WAITS = 4
-"""So many times `timeout` a caller waits until one of the connections is free."""
+"""Multiple of `timeout` that a caller waits for a free connection."""
 _OPTIONS = {
     "allow_agent", "compress", "disabled_algorithms", "gss_auth", "gss_deleg_creds", "gss_host", "gss_kex",
     "gss_trust_dns", "key_filename", "known_hosts", "look_for_keys",
@@ -115,9 +115,9 @@ class SftpStore:
             self._found(lambda sftp, path=f"/{name}": sftp.remove(path))
 
     def list(self, directory: str) -> Iterator[Listed]:
-        """Directory by directory: one that vanishes meanwhile is passed over.
+        """List directory by directory; one that vanishes meanwhile is skipped.
 
-        Goes on past those that this user may not read, and raises IncompleteListingError at the end.
+        Skips those that this user may not read, and raises IncompleteListingError at the end.
         """
         unread = Unread(self._drafts)
         pending = [directory]
@@ -220,7 +220,7 @@ class SftpStore:
         return _Connection(client, sftp)
 
     def _forget(self) -> None:
-        """Close the connections that nobody uses."""
+        """Close unused connections."""
         while True:
             try:
                 connection = self._idle.pop()
@@ -230,7 +230,8 @@ class SftpStore:
 
 
 class _Turns:
-    """A semaphore that is fair: with Python's own, who gives one back takes the next before who waits has woken."""
+    """A fair semaphore: with Python's own, a thread that releases it can take it again before a
+    waiting one has woken."""
 
     def __init__(self, number: int) -> None:
         self._lock = threading.Lock()
@@ -346,7 +347,7 @@ def _read_range(sftp: Any, name: str, offset: int, into: memoryview) -> bool:
 
 
 def _fill(view: memoryview, file: Any, filled: Callable[[int], None]) -> None:
-    """Without paramiko's `prefetch`: its thread is the slower way, and prints what it fails of."""
+    """Read without paramiko's `prefetch`, whose thread is slower, and prints its errors."""
     file.MAX_REQUEST_SIZE = _READ_BYTES
     at = 0
     while at < len(view):

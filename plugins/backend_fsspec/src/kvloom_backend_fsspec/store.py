@@ -41,16 +41,16 @@ class ObjectStore(Protocol):
         """Its bytes, or None if there is no object."""
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; what is not there is passed over."""
+        """Remove objects; missing ones are skipped."""
 
     def list(self, directory: str) -> Iterator[Listed]:
         """Every object below `directory`, which is empty for all.
 
-        Goes on past single places that cannot be read, and raises IncompleteListingError at the end.
+        Skips single places that cannot be read, and raises IncompleteListingError at the end.
         """
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release everything."""
 
 
 class Memory:

@@ -60,7 +60,7 @@ class MooncakeBackend(StorageBackend):
     Config: ClassVar[Any] = MooncakeConfig
 
     def __init__(self, config: MooncakeConfig, spec: KVSpec | None = None) -> None:
-        """Raises ValueError that names what is missing: the client, the master."""
+        """Raises ValueError that names what is missing: the client or the master."""
         super().__init__(config, spec)
         self._settings = config
         self._memories = Memories(config.protocol)
@@ -174,7 +174,7 @@ class MooncakeBackend(StorageBackend):
                     regions = {key: regions[key] for key in failed}
 
     def _put_in_turn(self, store: Any, regions: Mapping[str, Regions]) -> dict[str, int]:
-        """Replace what is under the keys; the codes of those that may be tried again."""
+        """Replace the blobs under the keys; return the codes of those that may be tried again."""
         keys = list(regions)
         self._erase(store, keys, awaiting=True)
         starts = [[start for start, _ in one] for one in regions.values()]
@@ -218,7 +218,7 @@ class MooncakeBackend(StorageBackend):
                 self._erase(store, list(dict.fromkeys(keys)), awaiting=False)
 
     def _erase(self, store: Any, keys: list[str], *, awaiting: bool) -> None:
-        """Have nothing under `keys`. awaiting: also wait until whoever is writing one has written it, or has died."""
+        """Remove everything under `keys`. awaiting: also wait until another writer has finished, or died."""
         until = time.monotonic() + self._settings.timeout
         for turn in itertools.count():
             told = dict(zip(keys, map(int, store.batch_remove(keys)), strict=True))

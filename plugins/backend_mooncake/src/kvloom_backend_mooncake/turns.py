@@ -25,7 +25,7 @@ class Turns:
 
     @contextlib.contextmanager
     def of(self, keys: Iterable[str]) -> Iterator[None]:
-        """Nobody else changes any of `keys` meanwhile. Raises BackendError where somebody does for too long."""
+        """Keep other threads from changing any of `keys` meanwhile. Raises BackendError if one does for too long."""
         wanted = frozenset(keys)
         with self._changed:
             if not self._changed.wait_for(lambda: self._busy.isdisjoint(wanted), self._timeout):

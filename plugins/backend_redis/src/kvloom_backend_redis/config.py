@@ -42,7 +42,7 @@ class RedisConfig(Config):
     threads: int = Field(default=4, ge=1, le=256)
     """Maximum number of concurrent reads."""
     tls_ca: Path | None = None
-    """Certificates of who is trusted; those of the system by default."""
+    """Trusted certificates; the system's by default."""
     tls_cert: Path | None = None
     """A certificate of ours, for servers that ask for one."""
     tls_key: Path | None = None

@@ -39,7 +39,7 @@ class Links:
     def link(self, endpoint: Endpoint) -> Iterator[Link]:
         """A connection for one exchange; it is kept for the next one only if it ends `clean`.
 
-        Raises Unreachable, or ServerError where the server lets nobody in.
+        Raises Unreachable, or ServerError if the server rejects the login.
         """
         link = self._waiting(endpoint) or self._connected(endpoint)
         pid = self._pid

@@ -1,4 +1,4 @@
-"""At start: is this the right kind of server, may this user do what is needed, and what is said where it is not so."""
+"""Checks at start: the kind of server, the user's rights, and the errors for both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("kvloom.backend_redis")
 
 OLDEST = (6, 0)
 MOST_BYTES = 512 << 20
-"""The largest value of a server that nobody has told otherwise (`proto-max-bulk-len`)."""
+"""The default limit on a server's values (`proto-max-bulk-len`)."""
 COMMANDS = "get getrange set strlen exists unlink touch scan eval ping hello info select"
 """Commands that a user must be allowed to run. A tier that is only read works without `set`, `unlink` and `eval`, and
 one in database 0 without `select`."""

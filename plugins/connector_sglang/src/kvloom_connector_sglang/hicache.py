@@ -64,7 +64,7 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
             )
 
     def close(self) -> None:
-        """Write what was accepted and let go of the tiers. Twice is fine."""
+        """Write accepted pages and close the tiers. Idempotent."""
         if self._pages is not None:
             self._pages.close()
 

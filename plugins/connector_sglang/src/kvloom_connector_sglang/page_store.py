@@ -122,7 +122,7 @@ class PageStore:
         return [False] * pages
 
     def close(self) -> None:
-        """Write what was accepted, within the tiers' deadlines. Idempotent."""
+        """Write accepted pages, within the tiers' deadlines. Idempotent."""
         self._forgiving("close", self._engine.close, None)
 
     def _segments(self, keys: Sequence[str]) -> list[Segment]:

@@ -77,7 +77,7 @@ def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _layer_kinds(config: Any) -> dict[int, str]:
-    """Layer number -> what it keeps, of those that don't keep plain K and V."""
+    """The kinds of layers that do not keep plain K and V, by layer number."""
     kinds = {}
     for number, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is not DynamicLayer:

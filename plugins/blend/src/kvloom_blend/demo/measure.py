@@ -105,7 +105,7 @@ def measure(
 
 
 def check_own(out: Path) -> None:
-    """The demo writes over what is in `out` only where an earlier one made it. Raises ValueError."""
+    """Check that files in `out` were made by an earlier demo, before they are overwritten. Raises ValueError."""
     there = [out / name for name in ("blend.yaml", "blend.json", "blend.png") if (out / name).exists()]
     try:
         own = not there or (out / "blend.yaml").read_text(encoding="utf-8").startswith(_FIRST_LINE)

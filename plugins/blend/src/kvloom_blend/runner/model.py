@@ -50,10 +50,10 @@ def blended(model: Any, config: str | Path | Mapping[str, Any] | EngineConfig) -
 
 
 class BlendedModel:
-    """Prefills prompts with KV of texts that were seen before. The model's code is not changed; one pass at a time.
+    """Prefills prompts with KV of known texts. The model's code is not changed; one pass at a time.
 
-    Blended KV is approximate: it is handed to the caller and stored nowhere. What was computed without blending is
-    kept, as a prefix and by its passages.
+    Blended KV is approximate: it is returned to the caller and never stored. KV computed without blending is stored, as
+    a prefix and by its passages.
     """
 
     def __init__(self, model: Any, engine: Engine, *, owner: bool = False) -> None:
@@ -76,10 +76,10 @@ class BlendedModel:
             self.retriever.check_vocabulary(self._vocabulary)
 
     def remember(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
-        """Compute a passage alone, behind the retriever's `lead`, and keep its KV; how many tokens that are.
+        """Compute a passage alone, behind the retriever's `lead`, and store its KV; return its number of tokens.
 
-        tokens: 1-D, of the passage. Nothing is computed, and 0 returned, if it is kept already. Raises ValueError if
-        the model is not what it was when it was opened: its KV would be another model's.
+        tokens: 1-D, of the passage. If it is stored already, nothing is computed, and 0 returned. Raises ValueError if
+        the model has changed since it was opened, because its KV would be another model's.
         """
         if self._has_changed():
             raise ValueError(f"model: {_CHANGED}")
@@ -103,10 +103,10 @@ class BlendedModel:
     ) -> Prefilled:  # fmt: skip
         """KV and logits of one prompt (1-D token ids) or of several, in one pass.
 
-        boundaries: of each prompt, where its passages begin, for the `explicit` retriever. keep_logits: of how many
-        last tokens logits are returned; these are computed, not reused. store: keep what was computed without blending.
-        blend: False computes everything, so that what is known in other contexts is kept in this one too.
-        Tiers that fail are misses, and KV that is lost on the way is computed.
+        boundaries: the beginnings of each prompt's passages, for the `explicit` retriever. keep_logits: number of last
+        tokens whose logits are returned; these are computed, not reused. store: store KV computed without blending.
+        blend: False computes everything, so that passages known in other contexts are stored in this one too. Tiers
+        that fail are misses, and KV that is lost on the way is computed.
         """
         one = isinstance(prompts, torch.Tensor)
         rows = [self._checked(row, "prompts") for row in ([prompts] if one else prompts)]

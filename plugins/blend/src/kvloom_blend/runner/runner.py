@@ -57,7 +57,7 @@ _locks: WeakKeyDictionary[torch.nn.Module, threading.Lock] = WeakKeyDictionary()
 
 
 def _lock_of(model: torch.nn.Module) -> threading.Lock:
-    """The hooks and the attention function are the model's, and so everybody's who runs it."""
+    """The lock of a model: its hooks and attention function are shared by all who run it."""
     return _locks.setdefault(model, threading.Lock())
 
 
@@ -201,7 +201,7 @@ def _blamed(executor: BlendExecutor) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Prompts one behind the other, and what was found of them; all on CPU."""
+    """Prompts one behind the other, with the KV found for them; all on CPU."""
 
     tokens: torch.Tensor
     starts: torch.Tensor

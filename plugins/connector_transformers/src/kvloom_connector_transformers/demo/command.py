@@ -1,4 +1,4 @@
-"""The verb itself: two fresh processes, one after the other, and what they said."""
+"""The demo's verb: runs two fresh processes, one after the other, and shows their results."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _run(console: Console, job: Job, out: Path) -> bool:
 
 
 def _process(console: Console, role: str, job: Job, out: Path) -> dict[str, Any]:
-    """Run one of the two; show what it does while it does it. typer.Exit if it fails."""
+    """Run one of the two, and show its progress. typer.Exit if it fails."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if not job.model or Path(job.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"

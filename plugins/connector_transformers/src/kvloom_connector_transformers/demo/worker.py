@@ -1,6 +1,6 @@
 """One of the demo's two processes: `python -m kvloom_connector_transformers.demo.worker store|answer JOB`.
 
-Says what it does on standard output, one JSON object per line: `{"doing": ...}`, then `{"result": {...}}` or
+Reports on standard output, one JSON object per line: `{"doing": ...}`, then `{"result": {...}}` or
 `{"error": ...}`.
 """
 
