@@ -107,8 +107,8 @@ def identify(
 class Adapters:
     """LoRA adapters by their weights: vLLM's hashes cover their names and paths alone.
 
-    What an adapter's files said when it was first seen counts for as long as vLLM keeps it: it computes with what it
-    loaded then, whatever becomes of the files.
+    An adapter's files are read when it is first seen. That identity is valid as long as vLLM keeps the adapter, because
+    vLLM computes with the weights it loaded then, even if the files change.
     """
 
     def __init__(self) -> None:

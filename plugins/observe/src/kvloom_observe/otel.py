@@ -130,7 +130,8 @@ class _Own:
         self.provider, self._exporter = provider, exporter
 
     def finish(self, seconds: float) -> None:
-        """Send what waits, for so many seconds; what is under way then ends by itself, and the rest is dropped."""
+        """Send the queue, for at most so many seconds; a batch under way then ends on its own, and the
+        rest is dropped."""
         thread = threading.Thread(target=self.provider.shutdown, name="kvloom-spans", daemon=True)
         thread.start()
         thread.join(seconds)

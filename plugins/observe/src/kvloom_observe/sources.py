@@ -100,7 +100,8 @@ def _socket(path: Path) -> Source:
 
 
 def scrape(url: str) -> dict[str, Any]:
-    """A snapshot made of metrics: what they do not have is left empty. Raises OSError, or ValueError for others'."""
+    """A snapshot made from metrics; values that they lack are empty. Raises OSError, or ValueError for
+    other metrics."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:

@@ -1,7 +1,7 @@
-"""A tree's journal: what it learns is written behind it by a thread, and is there again after a restart.
+"""A tree's journal: a thread writes new sequences in the background, so that they survive a restart.
 
-Nothing is synced: a power cut may take the newest records, which only loses hits. The same goes for whatever goes
-wrong here; it is logged, and never raised.
+Nothing is synced: a power cut may lose the newest records, which only costs hits. Errors here are also logged, and
+never raised.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Journal:
         self._tree: Tree
 
     def load(self, tree: Tree) -> None:
-        """Have in `tree`, which is empty, what was learnt before."""
+        """Load the saved sequences into `tree`, which is empty."""
         self._tree = tree
         try:
             self._slot, begin = slots.take(self._directory, self._name)
@@ -74,7 +74,7 @@ class Journal:
             self._anew, self._bytes, self._limit_bytes = False, good_bytes, _limit(tree.nbytes)
 
     def _replay(self, path: Path) -> int:
-        """Up to which byte the file is what was written; 0 if nothing of it is."""
+        """The number of leading bytes of the file that are intact; 0 if none are."""
         until = time.monotonic() + _LOAD_SECONDS
         replay, good_bytes = Replay(self._tree, go_on=lambda: time.monotonic() < until), 0
         most_bytes = 2 * self._tree.memory_bytes + _WAITING_BYTES

@@ -19,11 +19,11 @@ from .pages import OffloadPagesConnector, PieceGeometry
 log = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 30.0
-"""So long is what was accepted written when the engine ends."""
+"""Time to write accepted chunks when the engine ends."""
 
 IDLE_SECONDS = 0.005
-"""A step takes so long at least while something is under way. vLLM goes on with empty steps then, hundreds for a load:
-they would keep the interpreter from the threads that load."""
+"""Minimum time of a step while something is under way. Otherwise vLLM runs hundreds of empty steps for a load, which
+keep the interpreter from the threads that load."""
 
 _T = TypeVar("_T")
 

@@ -24,7 +24,7 @@ log = logging.getLogger("kvloom.observe")
 
 SUFFIX = ".sock"
 LOCK_SUFFIX = ".lock"
-"""Behind a socket's name. Who holds this file's lock has the socket; the lock ends with the process."""
+"""Suffix of the lock file of a socket. The holder of its lock owns the socket; the lock ends with the process."""
 _MAX_PATH_BYTES = 100
 """A Unix socket's path has 108 bytes at most, 104 on macOS."""
 _BACKLOG = 16
@@ -57,8 +57,8 @@ class _Unix(Ending, UnixHTTPConnection):
 def directory(name: str) -> Path:
     """Return the directory for a socket of this name by default, made for the user alone.
 
-    Where the usual one is somebody else's, or cannot be made, that is another one, and a warning says so. Raises
-    OSError if there is none.
+    If the usual one belongs to another user, or cannot be made, it is another one, with a warning. Raises OSError if
+    there is none.
     """
     usual = _usual()
     with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ class Bound:
         _unlock(self.path, self._lock)
 
     def leave(self) -> None:
-        """In a forked child: let go of the lock, which else would outlive the parent."""
+        """In a forked child: release the lock, which would otherwise outlive the parent."""
         _bound.discard(self)
         os.close(self._lock)
 
@@ -195,7 +195,8 @@ def _lock_path(path: Path) -> Path:
 
 
 def _locked(path: Path) -> int | None:
-    """Take the lock of a socket; None if it is held. Raises OSError if it cannot be made, or is somebody else's."""
+    """Take the lock of a socket; None if it is held. Raises OSError if it cannot be made, or belongs
+    to another user."""
     file = _lock_path(path)
     for _ in range(_LOCK_ATTEMPTS):
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)

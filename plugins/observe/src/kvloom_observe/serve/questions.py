@@ -38,7 +38,7 @@ class Questions:
         return Later(self._executor, partial(self._looked, tokens, salts, answered), _MAX_WAITING)
 
     def close(self) -> None:
-        """Nobody waits for the answers any more."""
+        """Stop: the answers are not waited for any more."""
         if self._running is not None:
             self._running.kill()
         self._executor.shutdown(cancel_futures=True)
