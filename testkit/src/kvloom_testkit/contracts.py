@@ -12,8 +12,8 @@ from kvloom_testkit.requirements import requirements_of
 
 _INDEX = """# Requirements of plugins
 
-Generated from the conformance kit by `make contracts`; the tests decide. An id never changes its meaning. How to run the
-tests: [testkit](../../testkit/README.md). The methods are in `core/src/kvloom/contracts`.
+Generated from the conformance kit by `make contracts`; the tests decide. An id never changes its meaning. How to run
+the tests: [testkit](../../testkit/README.md). The methods are in `core/src/kvloom/contracts`.
 
 | kind | requirements | |
 |---|---|---|
