@@ -20,7 +20,7 @@ def add(commands: typer.Typer) -> None:
 
 def top(
     engine: Engine = None,
-    once: Annotated[bool, typer.Option("--once", help="Print what is now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the present state once.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same, as JSON.")] = False,
     every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between looks.")] = 1.0,
 ) -> None:
@@ -59,14 +59,14 @@ def top(
 
 def serve(
     engine: Engine = None,
-    host: Annotated[str, typer.Option(help="Where to listen. Nobody is asked who they are.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8642,
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8642,
     config: Annotated[
-        Path | None, typer.Option(metavar="KV.yaml", help="With --spec: answer why a prompt was a miss, too.")
+        Path | None, typer.Option(metavar="KV.yaml", help="With --spec: also explain why a prompt was a miss.")
     ] = None,
     spec: Annotated[Path | None, typer.Option(metavar="SPEC.json", help="The model, as `kvloom why` takes it.")] = None,
 ) -> None:
-    """A page that shows an engine, with plots over time; for this machine alone unless --host says otherwise."""
+    """Serve a page that shows an engine, with plots over time; on this machine only, unless --host is set."""
     from kvloom import BackendError, ConfigError, EngineConfig, check_config
 
     from .serve.server import Page
