@@ -42,7 +42,7 @@ def _page(kind: str) -> str:
 
 
 def main(directory: str) -> None:
-    """Write all pages into a directory, and remove what is none of them."""
+    """Write all pages into a directory, and remove other pages."""
     into = Path(directory)
     into.mkdir(parents=True, exist_ok=True)
     texts = pages()

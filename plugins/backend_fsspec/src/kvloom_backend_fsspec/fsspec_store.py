@@ -261,7 +261,7 @@ def _cat(
     # webdav4's own reading asks for the file's properties first: it may be another file by then, or gone. So may it be
     # within a server: some say the length of one file and send another, so it is asked afterwards what there is.
     url = fs.client.join_url(path)
-    wanted = {"Accept-Encoding": "identity"}  # what is unpacked on the way has no length that is known before
+    wanted = {"Accept-Encoding": "identity"}  # a compressed answer has no known length
     ranged = start is not None and end is not None
     if ranged:
         wanted["Range"] = f"bytes={start}-{end - 1}"  # type: ignore[operator]

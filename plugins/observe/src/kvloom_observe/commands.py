@@ -75,7 +75,7 @@ def serve(
     if (config is None) is not (spec is None):
         raise ConfigError("--config, --spec", "give both, or neither")
     if config is not None and spec is not None:
-        check_config(EngineConfig.from_file(config))  # what is wrong with it is said now, and not in a browser
+        check_config(EngineConfig.from_file(config))  # report its errors now, not in a browser
         if not spec.is_file():
             raise ConfigError("--spec", f"{spec} is not there; write engine.spec.to_json() into it")
     source = find(engine)

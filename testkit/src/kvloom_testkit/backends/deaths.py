@@ -15,7 +15,7 @@ from kvloom_testkit.keys import Namespace
 from kvloom_testkit.requirements import claims, needs
 
 STEPS = 40
-"""At so many calls of one `put` a process is killed, if there is time."""
+"""Number of calls of one `put` at which a process is killed, if there is time."""
 LEASE_SECONDS = 10.0
 """Maximum time that a right may outlive the process that had it, by the contract."""
 
@@ -126,7 +126,7 @@ for moment in MOMENTS:
     os.close(hears)
     check_what_is_left(keys[0])
 """
-"""Killed at moments of which nobody knows what they are in the middle of."""
+"""A program killed at random moments."""
 
 PUT_STEP_BY_STEP = """
 import gc
@@ -175,7 +175,7 @@ for number, some in ((1, keys[: most + 1]), (2, keys[most + 1 :])):
             sys.exit("a process that puts ended by itself, or hung")
         check_what_is_left(key)
 """
-"""Killed between two of its calls, before and after what it asks of the system: as many as there is time for."""
+"""A program killed between two calls, before and after its system calls: as many as there is time for."""
 
 HOLD = """
 def ask(right, told):

@@ -24,7 +24,7 @@ from kvloom_testkit.running import comes_true, together
 
 OPENINGS = 30
 SLACK = 10
-"""Threads and descriptors that somebody else may have opened meanwhile."""
+"""Threads and descriptors that other code may have opened meanwhile."""
 _SECONDS = 5.0
 """In which a connection is closed that its client was told, or collected, to let go."""
 

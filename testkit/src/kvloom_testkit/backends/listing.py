@@ -1,4 +1,4 @@
-"""Listings, and what they say."""
+"""Listings and their content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ODD_NAMES = (
     "Case/1", "case/1", "a_c", "abc", "a.c", "a-c", "ab/c", ".a", "..a", "a..", "...", "_", "a.tmp", "a.lock", "a.json",
     "x" * 167,
 )  # fmt: skip
-"""Such as a store that ignores letter case, takes the prefix for a pattern, or leaves out what is no blob, mixes up."""
+"""Keys that a store confuses if it ignores letter case, takes the prefix for a pattern, or hides scratch files."""
 
 
 class ListingRequirements(BackendRequirements):

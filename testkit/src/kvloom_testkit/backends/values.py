@@ -1,4 +1,4 @@
-"""One blob, one thread: what is put comes back, and nothing else does."""
+"""One blob, one thread: a put blob comes back unchanged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`kvloom new`: a package to start a plugin from, which installs, is listed, and meets every requirement as it is.
+"""`kvloom new`: writes the package of a new plugin, which installs, is listed, and meets every requirement.
 
-Its component is the kit's reference of that kind under a new name: what is tried here every day is what authors get.
+Its component is the kit's reference of that kind under a new name, so that authors start from tested code.
 """
 
 from __future__ import annotations

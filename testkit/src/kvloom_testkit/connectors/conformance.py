@@ -30,7 +30,7 @@ SAME_SIZE = {
     "int8": "uint8",
     "uint8": "int8",
 }
-"""Dtypes of which elements have as many bytes, where there are any."""
+"""Dtypes with elements of equal size, where there are any."""
 
 
 class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):

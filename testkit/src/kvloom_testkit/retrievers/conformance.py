@@ -16,7 +16,7 @@ from kvloom_testkit.subjects import SPEC
 
 
 class Library(Protocol):
-    """A retriever, and a way to fill what it retrieves from. `make` makes one, and all of one test share what is in."""
+    """A retriever, and a way to fill its store. All those of one test share their content."""
 
     retriever: BlendRetriever
 
@@ -71,7 +71,7 @@ class RetrieverConformance(Conformance):
         return made.retriever
 
     def prompt(self, *texts: torch.Tensor) -> torch.Tensor:
-        """Texts, one after the other, with what has to be between them."""
+        """Texts, one after the other, with separators between them."""
         between = torch.tensor(self.separator, dtype=torch.long)
         parts = [part for one in texts for part in (one, between)]
         return torch.cat(parts[:-1])

@@ -58,7 +58,7 @@ class SettingsRequirements:
         for other in with_other_settings(one):
             try:
                 other.encode(_usual(other))
-            except Exception:  # the kit made these settings up, and nobody has to take them
+            except Exception:  # these settings are invented, and may be refused
                 other.close()
             else:
                 several.append(other)

@@ -90,7 +90,7 @@ class LearningRequirements:
 
 
 def _branching(chance: random.Random, *, count: int) -> list[list[int]]:
-    """Sequences each of which begins like another one, branching off anywhere."""
+    """Sequences that each begin like another one, branching anywhere."""
     prompts = [chance.choices(range(1000), k=96)]
     while len(prompts) < count:
         other = chance.choice(prompts)
