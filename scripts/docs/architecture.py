@@ -64,8 +64,8 @@ A part that hangs or fails ends at its deadline as a miss: [reliability](docs/re
 
 ## Layers
 
-Imports go one way, from the bottom up, which `tests/test_layering.py` checks. The drawing is made from the code: a box is
-a part of `kvloom`, a line stands for the imports between two layers, thicker for more.
+Imports go one way, from the bottom up, which `tests/test_layering.py` checks. The drawing is made from the code: a box
+is a part of `kvloom`, a line stands for the imports between two layers, thicker for more.
 
 ![the layers of the core](layers.svg)
 

@@ -13,8 +13,8 @@ RESULTS = ROOT / "bench" / "results"
 PAGE = """# Performance
 
 [bench/results](bench/results/README.md) has the goals and results. [Compression](evals/codec_quality.md) and
-[blending](evals/blend/quality.md) have measurements of quality. Below are the rows of each benchmark's latest stored run.
-A bar that ends at the line is as fast as the limit, or the peer, measured in the same run; a longer one is faster.
+[blending](evals/blend/quality.md) have measurements of quality. Below are the rows of each benchmark's latest stored
+run. A bar that ends at the line is as fast as the limit, or the peer, measured in the same run; a longer one is faster.
 
 ![loss from CacheGen](evals/codec_quality.png)
 ![loss from blending](evals/blend/quality.png)

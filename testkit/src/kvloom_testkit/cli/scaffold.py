@@ -71,8 +71,8 @@ STARTS = {
     "connector": Start(
         "connector", "A GPU connector", "connector", "SlotsConnector", "kit_slots", "Connector",
         "Replace `pool` and `slots` by your engine's KV: describe the arguments in the class's docstring, validate "
-        "them in `check`, and copy in `read` and `write`. Delete `read_layer` and `write_layer` if it cannot move single "
-        "layers. `testing.py` makes the same memory for the tests.",
+        "them in `check`, and copy in `read` and `write`. Delete `read_layer` and `write_layer` if it cannot move "
+        "single layers. `testing.py` makes the same memory for the tests.",
         "connector: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
         harness=True,
     ),
@@ -85,8 +85,8 @@ STARTS = {
     "retriever": Start(
         "blend retriever", "A blend retriever", "retriever", "PiecesRetriever", "kit_pieces", "Retriever",
         "Replace the dictionary by your store: `new_request` finds the known parts of a batch, and `result` of its "
-        "task returns them layer by layer. `add` is for the tests, which call it through `testing.py`. `self.engine` is the "
-        "engine that it retrieves for; `kvloom-blend` runs models with it.",
+        "task returns them layer by layer. `add` is for the tests, which call it through `testing.py`. `self.engine` is "
+        "the engine that it retrieves for; `kvloom-blend` runs models with it.",
         "blend: {retriever: {type: $type}}",
         harness=True,
     ),
