@@ -85,7 +85,7 @@ STARTS = {
     "retriever": Start(
         "blend retriever", "A blend retriever", "retriever", "PiecesRetriever", "kit_pieces", "Retriever",
         "Replace the dictionary by your store: `new_request` finds the known parts of a batch, and `result` of its "
-        "task returns them layer by layer. `add` is for the tests, which call it through `testing.py`. `self.engine` is "
+        "task returns them layer by layer. The tests call `add` through `testing.py`. `self.engine` is "
         "the engine that it retrieves for; `kvloom-blend` runs models with it.",
         "blend: {retriever: {type: $type}}",
         harness=True,
