@@ -113,11 +113,11 @@ def right(got: torch.Tensor, want: torch.Tensor, masks: list[torch.Tensor]) -> b
     )
 
 
-def store_layers(engine: Engine, tokens: torch.Tensor, kv: torch.Tensor, layers: Any = range(LAYERS)) -> None:
+def store_layers(engine: Engine, tokens: torch.Tensor, kv: torch.Tensor, layers: Any = range(LAYERS)) -> int:
     with engine.store_layer(tokens, kv=kv) as storing:
         for layer in layers:
             storing.layer(layer)
-        storing.finish()
+        return storing.finish()
 
 
 def slow_writes(engine: Engine, gate: Gate, *, layer: int) -> None:

@@ -50,10 +50,10 @@ def test_only_what_is_missing_is_copied(open_engine: Open) -> None:
         read_layer(layer, some, chunks, **where)
 
     engine.connector.read_layer = spy  # type: ignore[method-assign]
-    store_layers(engine, TOKENS, KV, reversed(range(LAYERS)))
+    assert store_layers(engine, TOKENS, KV, reversed(range(LAYERS))) == 2 * CHUNK
     assert read == [(layer, [segments[1], segments[3]]) for layer in reversed(range(LAYERS))]
     read.clear()
-    store_layers(engine, TOKENS, KV)
+    assert store_layers(engine, TOKENS, KV) == 0
     assert not read
     assert engine.flush(20)
     got, masks = by_layers(open_engine(SHELF, spec=DEEP))

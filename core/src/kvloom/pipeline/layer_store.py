@@ -122,10 +122,11 @@ class Storing:
             self._stack.storer.go_on(self._claims)
 
     @shielded
-    def finish(self) -> None:
+    def finish(self) -> int:
         """Keep what was copied: in memory now, in the tiers below in the background, as `Engine.store` does.
 
-        Raises ValueError, nothing being stored, if a layer is lacking; BackendError if this is closed.
+        Returns how many tokens were new. Raises ValueError, nothing being stored, if a layer is lacking; BackendError
+        if this is closed.
         """
         with self._reading:
             if not self._open:
@@ -138,13 +139,13 @@ class Storing:
             raise ValueError(f"layer: {absent[0]} was never stored ({len(absent)} of {self.num_layers} are lacking)")
         try:
             with self._context.record.going_on() as record:
-                if self._todo:
-                    self._keep()
+                num_tokens = self._keep() if self._todo else 0
                 record.served_tokens = self._num_tokens
             self._finished()
         finally:
             self._stack.storer.settle(self._claims, stored=True)
             self._on_end(self)
+        return num_tokens
 
     @shielded
     def close(self) -> None:
@@ -155,7 +156,7 @@ class Storing:
             self._let_go()
             self._on_end(self)
 
-    def _keep(self) -> None:
+    def _keep(self) -> int:
         self._context.progress()  # the time since it began was the caller's
         kept = []
         for (segment, tiers), chunk, room in zip(self._todo, self._chunks, self._rooms, strict=True):
@@ -167,6 +168,7 @@ class Storing:
         if kept:
             todo, chunks, rooms = zip(*kept, strict=True)
             self._stack.storer.insert(todo, chunks, rooms, self._context, seconds=self._runtime.now() - self._began)
+        return sum(segment.end - segment.start for (segment, _), _, _ in kept)
 
     def _let_go(self, error: BaseException | None = None) -> None:
         for room in self._rooms:

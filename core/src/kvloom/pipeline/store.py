@@ -56,25 +56,23 @@ class Storer:
         if self._behind:
             memory.write_back = self._write_back
 
-    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> None:
+    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> set[Segment]:
         """Keep the exact KV of `segments` in every tier that lacks it; `copy` reads it from the engine.
 
         Only what no tier can give is copied, and what somebody else is copying at the time is not copied twice.
-        Returns when nothing more is read from the engine.
+        Returns the segments that were copied, when nothing more is read from the engine.
         """
+        copied: set[Segment] = set()
         left = list(segments)
         while left and not context.given_up:
             keys = [segment.key for segment in left]
             with self._claims.of(keys) as mine:
-                self._keep([segment for segment in left if segment.key in mine], shape, copy, context)
+                todo = self.missing([segment for segment in left if segment.key in mine], context)
+                copied.update(self._copy_in(todo, shape, copy, context))
             left = [segment for segment in left if segment.key not in mine]
             if left and not self._claims.wait([segment.key for segment in left], context.until):
-                return
-
-    def _keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> None:
-        todo = self.missing(segments, context)
-        if todo:
-            self._copy_in(todo, shape, copy, context)
+                break
+        return copied
 
     def missing(self, segments: Sequence[Segment], context: RequestContext) -> Todo:
         """Those segments whose KV must be read from the engine, each with the stored tiers to write it to.
@@ -158,7 +156,9 @@ class Storer:
                     )  # fmt: skip
             loaded.release()
 
-    def _copy_in(self, todo: Todo, shape: Shape, copy: Copy, context: RequestContext) -> None:
+    def _copy_in(self, todo: Todo, shape: Shape, copy: Copy, context: RequestContext) -> list[Segment]:
+        """Copy as many leading segments as there is room for; returns them."""
+        done: list[Segment] = []
         if not any(tiers for _, tiers in todo):
             # Memory is all there is: a tail that would push out its own head is not worth copying.
             room, fits = self.memory.pool.capacity, 0
@@ -172,7 +172,7 @@ class Storer:
             if not batch:
                 num_tokens = sum(segment.end - segment.start for segment, _ in todo)
                 self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(todo), reason="no room in memory"))
-                return
+                break
             chunks = [
                 Chunk(
                     room.tensor(shape(segment.end - segment.start), self.layout.dtype),
@@ -193,9 +193,11 @@ class Storer:
                     for reservation in batch:
                         reservation.abandon()
             if not copied:
-                return
+                break
             context.progress()
             self.insert(now, chunks, batch, context, seconds=self._runtime.now() - began)
+            done += [segment for segment, _ in now]
+        return done
 
     def insert(
         self, now: Sequence[tuple[Segment, list[Lacking]]], chunks: Sequence[Chunk],
