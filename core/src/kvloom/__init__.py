@@ -16,8 +16,6 @@ _HOME = {
     "Index": "engine.lookup",
     "open_tier": "engine.builder",
     "Task": "pipeline.task",
-    "warm": "engine.warming",
-    "Warmed": "engine.warming",
     "Loading": "pipeline.layer_load",
     "Storing": "pipeline.layer_store",
     "Changes": "tiers.memory.index",
@@ -65,7 +63,7 @@ _HOME = {
         ],
         "types",
     ),
-    "get_at_most": "bounded",
+    **dict.fromkeys(["get_at_most", "text_of"], "bounded"),
     "uninterrupted": "interrupts",
     **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
     **dict.fromkeys(
@@ -84,7 +82,7 @@ _HOME = {
     ),
 }
 
-_MODULES = {"envelope": "format.envelope", "native": "native"}
+_MODULES = {"envelope": "format.envelope", "inspection": "inspection", "native": "native", "output": "cli.output"}
 
 __all__ = sorted([*_HOME, *_MODULES, "__version__"])  # noqa: PLE0605
 
@@ -104,8 +102,11 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from kvloom import inspection as inspection
     from kvloom import native as native
     from kvloom.bounded import get_at_most as get_at_most
+    from kvloom.bounded import text_of as text_of
+    from kvloom.cli import output as output
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.config import check_config as check_config
     from kvloom.contracts.blend import BlendEngine as BlendEngine
@@ -140,8 +141,6 @@ if TYPE_CHECKING:
     from kvloom.engine.builder import open_tier as open_tier
     from kvloom.engine.engine import Engine as Engine
     from kvloom.engine.lookup import Index as Index
-    from kvloom.engine.warming import Warmed as Warmed
-    from kvloom.engine.warming import warm as warm
     from kvloom.errors import BackendError as BackendError
     from kvloom.errors import ConfigError as ConfigError
     from kvloom.errors import CorruptBlobError as CorruptBlobError

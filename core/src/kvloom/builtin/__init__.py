@@ -41,6 +41,5 @@ def kvloom_storage_backends() -> list[type[StorageBackend]]:
 @hookimpl
 def kvloom_observers() -> list[type[Observer]]:
     from kvloom.builtin.log import LogObserver
-    from kvloom.builtin.trace import TraceObserver
 
-    return [LogObserver, TraceObserver]
+    return [LogObserver]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import typer
 from typer.main import get_command_name, solve_typer_info_defaults
-from typer.models import CommandInfo
+from typer.models import CommandInfo, TyperInfo
 
 
 def names(commands: typer.Typer) -> set[str]:
@@ -19,6 +19,14 @@ def names(commands: typer.Typer) -> set[str]:
 def outline(commands: typer.Typer, name: str, line: str) -> None:
     """Add a verb that is only to be listed."""
     commands.registered_commands.append(CommandInfo(name, callback=_nothing, help=line))
+
+
+def only(commands: typer.Typer, name: str) -> typer.Typer | None:
+    """The same command with one verb or group of verbs, which can be called; None if it has none of that name."""
+    kept = copy.copy(commands)
+    kept.registered_commands = [verb for verb in commands.registered_commands if _name(verb) == name]
+    kept.registered_groups = [group for group in commands.registered_groups if name in _names_of_group(group)]
+    return kept if kept.registered_commands or kept.registered_groups else None
 
 
 def outlined(commands: typer.Typer) -> typer.Typer:
@@ -34,7 +42,7 @@ def _outlines(commands: typer.Typer) -> Iterator[CommandInfo]:
     for verb in commands.registered_commands:
         assert verb.callback is not None
         outline = copy.copy(verb)
-        outline.name = verb.name or get_command_name(verb.callback.__name__)
+        outline.name = _name(verb)
         outline.help = verb.help or inspect.getdoc(verb.callback)
         outline.callback = _nothing
         yield outline
@@ -46,6 +54,15 @@ def _outlines(commands: typer.Typer) -> Iterator[CommandInfo]:
             )
         elif info.typer_instance is not None:  # its verbs stand beside the others
             yield from _outlines(info.typer_instance)
+
+
+def _name(verb: CommandInfo) -> str:
+    return verb.name or get_command_name(getattr(verb.callback, "__name__", ""))
+
+
+def _names_of_group(group: TyperInfo) -> set[str]:
+    name = solve_typer_info_defaults(group).name
+    return {name} if name else names(group.typer_instance) if group.typer_instance else set()
 
 
 def _nothing() -> None:

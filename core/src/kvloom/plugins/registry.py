@@ -111,6 +111,7 @@ _FIRST_PARTY = {
     ("observer", "live"): "kvloom-observe",
     ("observer", "opentelemetry"): "kvloom-observe",
     ("observer", "prometheus"): "kvloom-observe",
+    ("observer", "trace"): "kvloom-tools",
 }
 
 
@@ -200,16 +201,16 @@ class Registry:
         names = [cls.type for cls in provided]
         return {cls.type: cls for cls in sorted(provided, key=lambda cls: cls.type) if names.count(cls.type) == 1}
 
-    def add_commands(self, commands: typer.Typer, *, resolve: bool = True) -> None:
+    def add_commands(self, commands: typer.Typer, verb: str | None = None) -> None:
         """Let every plugin add its verbs to the `kvloom` command. A plugin whose verbs do not work adds none.
 
-        resolve: whether their options are looked at, too; a list of the verbs does without.
+        verb: work out the options of this one only, "" of none; default: of all.
         """
         from kvloom.plugins import command_outline
 
         taken = command_outline.names(commands)
         for plugin in self._plugins:
-            taken |= plugin.add_commands(commands, taken=taken, resolve=resolve)
+            taken |= plugin.add_commands(commands, taken=taken, verb=verb)
 
     def _provided(self, kind: str) -> Iterator[tuple[_Plugin, type[Component]]]:
         for plugin in self._plugins:
@@ -287,8 +288,8 @@ class _Plugin:
                 self._faults[kind] = _brief(error)
         return self._classes[kind]
 
-    def add_commands(self, commands: typer.Typer, *, taken: Collection[str], resolve: bool) -> set[str]:
-        """Add this plugin's verbs; the names it added. resolve: hold what they say of their options to be true, too."""
+    def add_commands(self, commands: typer.Typer, *, taken: Collection[str], verb: str | None) -> set[str]:
+        """Add this plugin's verbs; return their names. verb: as `Registry.add_commands` takes it."""
         if self._hooks is None or not self._hooks.kvloom_add_commands.get_hookimpls():
             return set()
         import typer
@@ -300,8 +301,9 @@ class _Plugin:
         try:
             self._hooks.kvloom_add_commands(commands=apart)
             names = command_outline.names(apart)
-            if resolve:
-                get_group(apart)
+            tried = apart if verb is None else command_outline.only(apart, verb)
+            if tried is not None:
+                get_group(tried)
             if names & set(taken):
                 raise PluginError(f"the verb {min(names & set(taken))!r} is taken")
         except (Exception, SystemExit) as error:
