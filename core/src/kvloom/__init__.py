@@ -23,6 +23,7 @@ _HOME = {
     "Changes": "tiers.memory.index",
     "EngineConfig": "config",
     "check_config": "config",
+    "load_yaml": "config.sources",
     "Registry": "plugins.registry",
     "pip_install": "plugins.installing",
     "Tier": "tiers.tier",
@@ -65,7 +66,8 @@ _HOME = {
         ],
         "types",
     ),
-    "get_at_most": "bounded",
+    **dict.fromkeys(["get_at_most", "text_of"], "bounded"),
+    "is_secret": "redaction",
     "uninterrupted": "interrupts",
     **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
     **dict.fromkeys(
@@ -106,8 +108,10 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from kvloom import native as native
     from kvloom.bounded import get_at_most as get_at_most
+    from kvloom.bounded import text_of as text_of
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.config import check_config as check_config
+    from kvloom.config.sources import load_yaml as load_yaml
     from kvloom.contracts.blend import BlendEngine as BlendEngine
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor
     from kvloom.contracts.blend import BlendLoading as BlendLoading
@@ -164,6 +168,7 @@ if TYPE_CHECKING:
     from kvloom.plugins.hookspecs import hookimpl as hookimpl
     from kvloom.plugins.installing import pip_install as pip_install
     from kvloom.plugins.registry import Registry as Registry
+    from kvloom.redaction import is_secret as is_secret
     from kvloom.tiers.memory.index import Changes as Changes
     from kvloom.tiers.tier import Tier as Tier
     from kvloom.types import EXACT as EXACT

@@ -20,7 +20,7 @@ from kvloom.plugins.registry import Registry
 VERBS = {
     "plugins": "List the installed plugins.",
     "doctor": "Say what is wrong with the machine or a configuration.",
-    "config": "Check, show or bring over a configuration.",
+    "config": "Check, show or import a configuration.",
     "plan": "Measure what the tiers hold and how fast they are.",
     "stat": "Show whether the stored tiers answer, and what they hold.",
     "why": "Say where each chunk of a prompt is, or why nowhere.",
@@ -38,6 +38,7 @@ ELSEWHERE = {
     "demo": "kvloom-connector-transformers",
     "calibrate": "kvloom-serde-cachegen",
     "blend": "kvloom-blend",
+    "config import": "kvloom-lmcache",
 }
 """Verbs that other packages of kvloom bring, and which ones."""
 
@@ -60,23 +61,26 @@ def app(*, listing: bool = False) -> typer.Typer:
         else:
             importlib.import_module(f"kvloom.cli.{name}").add(commands, registry)
     registry.add_commands(commands, resolve=not listing)
-    for name in sorted(ELSEWHERE.keys() - command_outline.names(commands)):
-        _add_missing(commands, name, registry)
+    for verb in ELSEWHERE:
+        *above, name = verb.split()
+        there = command_outline.group(commands, above[0]) if above else commands
+        if there is not None and name not in command_outline.names(there):
+            _add_missing(there, verb, registry)
     return command_outline.outlined(commands) if listing else commands
 
 
-def _add_missing(commands: typer.Typer, name: str, registry: Registry) -> None:
-    """A verb that is not listed, and says what it needs."""
-    dist = ELSEWHERE[name]
+def _add_missing(commands: typer.Typer, verb: str, registry: Registry) -> None:
+    """Add a verb that is not listed, and says what it needs."""
+    dist = ELSEWHERE[verb]
 
     @commands.command(
-        name, hidden=True, add_help_option=False,
+        verb.split()[-1], hidden=True, add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )  # fmt: skip
     def missing() -> None:
         if any(status.dist == dist for status in registry.statuses()):
-            raise ConfigError(f"kvloom {name}", f"{dist} is installed and does not work; `kvloom plugins` says why")
-        raise ConfigError(f"kvloom {name}", f"comes with {dist}: {pip_install(dist)}")
+            raise ConfigError(f"kvloom {verb}", f"{dist} is installed and does not work; `kvloom plugins` says why")
+        raise ConfigError(f"kvloom {verb}", f"comes with {dist}: {pip_install(dist)}")
 
 
 def main() -> None:

@@ -205,11 +205,8 @@ class Registry:
 
         resolve: whether their options are looked at, too; a list of the verbs does without.
         """
-        from kvloom.plugins import command_outline
-
-        taken = command_outline.names(commands)
         for plugin in self._plugins:
-            taken |= plugin.add_commands(commands, taken=taken, resolve=resolve)
+            plugin.add_commands(commands, resolve=resolve)
 
     def _provided(self, kind: str) -> Iterator[tuple[_Plugin, type[Component]]]:
         for plugin in self._plugins:
@@ -287,10 +284,10 @@ class _Plugin:
                 self._faults[kind] = _brief(error)
         return self._classes[kind]
 
-    def add_commands(self, commands: typer.Typer, *, taken: Collection[str], resolve: bool) -> set[str]:
-        """Add this plugin's verbs; the names it added. resolve: hold what they say of their options to be true, too."""
+    def add_commands(self, commands: typer.Typer, *, resolve: bool) -> None:
+        """Add this plugin's verbs. resolve: add none if what they say of their options does not hold, either."""
         if self._hooks is None or not self._hooks.kvloom_add_commands.get_hookimpls():
-            return set()
+            return
         import typer
         from typer.main import get_group
 
@@ -299,17 +296,11 @@ class _Plugin:
         apart = typer.Typer()
         try:
             self._hooks.kvloom_add_commands(commands=apart)
-            names = command_outline.names(apart)
             if resolve:
                 get_group(apart)
-            if names & set(taken):
-                raise PluginError(f"the verb {min(names & set(taken))!r} is taken")
+            command_outline.merge(commands, apart)
         except (Exception, SystemExit) as error:
             self._faults["commands"] = _brief(error)
-            return set()
-        commands.registered_commands.extend(apart.registered_commands)
-        commands.registered_groups.extend(apart.registered_groups)
-        return names
 
     def why_not(self, kind: str) -> str:
         """Why nothing of `kind` comes from this plugin; "" if that is how it should be."""
