@@ -68,6 +68,36 @@ def test_a_group_that_is_there_takes_a_plugins_verbs() -> None:
     assert set(get_group(commands).commands) == {"config", "polish"}, "nothing of it is added"
 
 
+@pytest.mark.parametrize("words", [[], ["config"], ["config", "check"], ["plan"], ["top"]])
+def test_h_is_help(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for option in ("-h", "--help"):
+        monkeypatch.setattr("sys.argv", ["kvloom", *words, option])
+        with pytest.raises(SystemExit) as left:
+            main.main()
+        assert not left.value.code
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and said[0].startswith(f"Usage: {' '.join(['kvloom', *words])} ")
+
+
+@pytest.mark.parametrize(("line", "found"), [("kvloom wh", {"why"}), ("kvloom config i", {"import"})])
+def test_a_shell_completes_verbs(
+    line: str, found: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kvloom"])
+    monkeypatch.setenv("_KVLOOM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    with pytest.raises(SystemExit) as left:
+        main.main()
+    assert not left.value.code and set(capsys.readouterr().out.split()) == found
+
+
+def test_the_completion_of_a_shell_can_be_shown() -> None:
+    shown = CliRunner().invoke(main.app(listing=True), ["--help"]).output
+    assert "--install-completion" in shown and "--show-completion" in shown
+
+
 def test_a_list_imports_no_verb() -> None:
     script = (
         "import sys; sys.argv = ['kvloom', '--help']\n"

@@ -18,6 +18,7 @@ from kvloom.plugins.installing import pip_install
 from kvloom.plugins.registry import Registry
 
 VERBS = {
+    "init": "Write a configuration: asks for engine and tiers.",
     "plugins": "List the installed plugins.",
     "doctor": "Say what is wrong with the machine or a configuration.",
     "config": "Check, show or import a configuration.",
@@ -49,7 +50,7 @@ def app(*, listing: bool = False) -> typer.Typer:
         name="kvloom",
         help="Keep the KV cache of a language model, so that no prompt is prefilled twice.",
         rich_markup_mode=None,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         no_args_is_help=True,
     )
@@ -86,9 +87,10 @@ def _add_missing(commands: typer.Typer, verb: str, registry: Registry) -> None:
 def main() -> None:
     """Run it. Exit status: 1 for an error, 2 for one in the configuration or the command line."""
     _open_streams()
+    completing = "_KVLOOM_COMPLETE" in os.environ  # by the shell, for words that are not in sys.argv
     try:
         try:
-            app(listing=all(word.startswith("-") for word in sys.argv[1:]))()
+            app(listing=not completing and all(word.startswith("-") for word in sys.argv[1:]))()
         finally:
             sys.stdout.flush()
     except KVLoomError as error:
