@@ -10,7 +10,7 @@ import typer
 from typer.main import get_group
 from typer.testing import CliRunner
 
-from kvloom import ConfigError, pip_install
+from kvloom import ConfigError, PluginError, pip_install
 from kvloom.cli import main
 from kvloom.plugins import command_outline, registry
 
@@ -34,13 +34,68 @@ def test_a_verb_of_another_package_names_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert "top" not in get_group(main.app("")).get_help(typer.Context(get_group(commands)))
     for name, dist in main.ELSEWHERE.items():
         for more in ([], ["--help"], ["x.yaml", "--unknown", "3"]):
-            error = CliRunner().invoke(commands, [name, *more]).exception
+            error = CliRunner().invoke(commands, [*name.split(), *more]).exception
             assert isinstance(error, ConfigError), (name, more)
             assert str(error) == f"kvloom {name}: comes with {dist}: {pip_install(dist)}"
 
 
 def test_every_verb_of_our_packages_is_known() -> None:
-    assert set(main.ELSEWHERE) == set(get_group(main.app()).commands) - set(main.VERBS)
+    commands = get_group(main.app()).commands
+    ours = {name for name in main.ELSEWHERE if " " not in name}
+    assert ours == set(commands) - set(main.VERBS)
+    in_groups = [name.split() for name in main.ELSEWHERE if " " in name]
+    assert in_groups and all(not commands[above].commands[name].hidden for above, name in in_groups)
+
+
+def test_a_group_that_is_there_takes_a_plugins_verbs() -> None:
+    commands, config = typer.Typer(), typer.Typer(help="Look.")
+    config.command("check")(lambda: None)
+    commands.add_typer(config, name="config")
+    more, others = typer.Typer(), typer.Typer(help="Another help.")
+    others.command("mend")(lambda: None)
+    more.add_typer(others, name="config")
+    more.command("polish")(lambda: None)
+    command_outline.merge(commands, more)
+    group = get_group(commands).commands["config"]
+    assert set(get_group(commands).commands) == {"config", "polish"}
+    assert set(group.commands) == {"check", "mend"} and group.help == "Look."
+
+    again = typer.Typer()
+    again.command("dust")(lambda: None)
+    again.add_typer(others, name="config")
+    with pytest.raises(PluginError, match="the verb 'mend' is taken"):
+        command_outline.merge(commands, again)
+    assert set(get_group(commands).commands) == {"config", "polish"}, "nothing of it is added"
+
+
+@pytest.mark.parametrize("words", [[], ["config"], ["config", "check"], ["plan"], ["top"]])
+def test_h_is_help(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for option in ("-h", "--help"):
+        monkeypatch.setattr("sys.argv", ["kvloom", *words, option])
+        with pytest.raises(SystemExit) as left:
+            main.main()
+        assert not left.value.code
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and said[0].startswith(f"Usage: {' '.join(['kvloom', *words])} ")
+
+
+@pytest.mark.parametrize(("line", "found"), [("kvloom wh", {"why"}), ("kvloom config i", {"import"})])
+def test_a_shell_completes_verbs(
+    line: str, found: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kvloom"])
+    monkeypatch.setenv("_KVLOOM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    with pytest.raises(SystemExit) as left:
+        main.main()
+    assert not left.value.code and set(capsys.readouterr().out.split()) == found
+
+
+def test_the_completion_of_a_shell_can_be_shown() -> None:
+    shown = CliRunner().invoke(main.app(listing=True), ["--help"]).output
+    assert "--install-completion" in shown and "--show-completion" in shown
 
 
 def test_only_the_verb_that_is_called_is_worked_out() -> None:

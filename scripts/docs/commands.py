@@ -9,7 +9,7 @@ from pathlib import Path
 import kvloom
 
 VERBS = (
-    "plugins", "doctor", "config check", "config show", "config schema", "config import", "plan", "stat", "why",
+    "init", "plugins", "doctor", "config check", "config show", "config schema", "config import", "plan", "stat", "why",
     "scrub", "warm", "trace record", "trace replay", "top", "serve", "demo", "blend verify", "blend demo", "new",
     "check",
 )  # fmt: skip

@@ -21,6 +21,7 @@ _HOME = {
     "Changes": "tiers.memory.index",
     "EngineConfig": "config",
     "check_config": "config",
+    "load_yaml": "config.sources",
     "Registry": "plugins.registry",
     "pip_install": "plugins.installing",
     "Tier": "tiers.tier",
@@ -64,6 +65,7 @@ _HOME = {
         "types",
     ),
     **dict.fromkeys(["get_at_most", "text_of"], "bounded"),
+    "is_secret": "redaction",
     "uninterrupted": "interrupts",
     **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
     **dict.fromkeys(
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     from kvloom.cli import output as output
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.config import check_config as check_config
+    from kvloom.config.sources import load_yaml as load_yaml
     from kvloom.contracts.blend import BlendEngine as BlendEngine
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor
     from kvloom.contracts.blend import BlendLoading as BlendLoading
@@ -163,6 +166,7 @@ if TYPE_CHECKING:
     from kvloom.plugins.hookspecs import hookimpl as hookimpl
     from kvloom.plugins.installing import pip_install as pip_install
     from kvloom.plugins.registry import Registry as Registry
+    from kvloom.redaction import is_secret as is_secret
     from kvloom.tiers.memory.index import Changes as Changes
     from kvloom.tiers.tier import Tier as Tier
     from kvloom.types import EXACT as EXACT

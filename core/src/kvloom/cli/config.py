@@ -1,4 +1,4 @@
-"""`kvloom config check | show | schema | import`."""
+"""`kvloom config check | show | schema`; packages add verbs of their own, such as `import` of kvloom-lmcache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom.cli import config_import, output
+from kvloom.cli import output
 from kvloom.plugins.registry import Registry
 from kvloom.redaction import masked, masked_template
 
@@ -20,7 +20,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration
 
 
 def add(commands: typer.Typer, registry: Registry) -> None:
-    verbs = typer.Typer(help="Check, show or bring over a configuration.", no_args_is_help=True)
+    verbs = typer.Typer(help="Check, show or import a configuration.", no_args_is_help=True)
     commands.add_typer(verbs, name="config")
 
     @verbs.command("check")
@@ -45,8 +45,6 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         from kvloom.config import json_schema
 
         print(json.dumps(json_schema(registry), indent=2))
-
-    config_import.add(verbs)
 
 
 def load(file: Path) -> tuple[EngineConfig, Resolved]:

@@ -18,8 +18,9 @@ from kvloom.plugins.installing import pip_install
 from kvloom.plugins.registry import Registry
 
 VERBS = {
+    "init": "Write a configuration: asks for engine and tiers.",
     "plugins": "List the installed plugins.",
-    "config": "Check, show or bring over a configuration.",
+    "config": "Check, show or import a configuration.",
 }
 """The core's own verbs: each is a module of `kvloom.cli`, with its line in the list of verbs."""
 
@@ -32,6 +33,7 @@ ELSEWHERE = {
     "demo": "kvloom-connector-transformers",
     "calibrate": "kvloom-serde-cachegen",
     "blend": "kvloom-blend",
+    "config import": "kvloom-lmcache",
 }
 """Verbs of other packages of kvloom, and the package of each."""
 
@@ -45,7 +47,7 @@ def app(verb: str | None = None) -> typer.Typer:
         name="kvloom",
         help="Keep the KV cache of a language model, so that no prompt is prefilled twice.",
         rich_markup_mode=None,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         no_args_is_help=True,
     )
@@ -57,32 +59,36 @@ def app(verb: str | None = None) -> typer.Typer:
         else:
             command_outline.outline(commands, name, line)
     registry.add_commands(commands, verb)
-    for name in sorted(ELSEWHERE.keys() - command_outline.names(commands)):
-        _add_missing(commands, name, registry)
+    for missing in sorted(ELSEWHERE):
+        *above, name = missing.split()
+        there = command_outline.group(commands, above[0]) if above else commands
+        if there is not None and name not in command_outline.names(there):
+            _add_missing(there, missing, registry)
     return commands if verb is None else command_outline.only(commands, verb) or command_outline.outlined(commands)
 
 
-def _add_missing(commands: typer.Typer, name: str, registry: Registry) -> None:
-    """A verb that is not listed, and says what it needs."""
-    dist = ELSEWHERE[name]
+def _add_missing(commands: typer.Typer, verb: str, registry: Registry) -> None:
+    """Add a verb that is not listed, and says what it needs."""
+    dist = ELSEWHERE[verb]
 
     @commands.command(
-        name, hidden=True, add_help_option=False,
+        verb.split()[-1], hidden=True, add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )  # fmt: skip
     def missing() -> None:
         for status in registry.statuses():
             if status.dist == dist:
-                raise ConfigError(f"kvloom {name}", f"{dist} is installed and does not work: {status.reason}")
-        raise ConfigError(f"kvloom {name}", f"comes with {dist}: {pip_install(dist)}")
+                raise ConfigError(f"kvloom {verb}", f"{dist} is installed and does not work: {status.reason}")
+        raise ConfigError(f"kvloom {verb}", f"comes with {dist}: {pip_install(dist)}")
 
 
 def main() -> None:
     """Run it. Exit status: 1 for an error, 2 for one in the configuration or the command line."""
     _open_streams()
+    completing = "_KVLOOM_COMPLETE" in os.environ  # by the shell, for words that are not in sys.argv
     try:
         try:
-            app(next((word for word in sys.argv[1:] if not word.startswith("-")), ""))()
+            app(None if completing else next((word for word in sys.argv[1:] if not word.startswith("-")), ""))()
         finally:
             sys.stdout.flush()
     except KVLoomError as error:

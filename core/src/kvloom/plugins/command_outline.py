@@ -10,10 +10,43 @@ import typer
 from typer.main import get_command_name, solve_typer_info_defaults
 from typer.models import CommandInfo, TyperInfo
 
+from kvloom.errors import PluginError
+
 
 def names(commands: typer.Typer) -> set[str]:
-    """Of verbs and of groups of verbs."""
+    """Return the names of verbs and of groups of verbs."""
     return {verb.name for verb in _outlines(commands) if verb.name}
+
+
+def group(commands: typer.Typer, name: str) -> typer.Typer | None:
+    """Return the group of verbs called `name`, an empty one for a verb that is only to be listed; None if none is."""
+    if any(verb.name == name and verb.callback is _nothing for verb in commands.registered_commands):
+        return typer.Typer()
+    found = [info.typer_instance for info in commands.registered_groups if solve_typer_info_defaults(info).name == name]
+    return found[0] if found else None
+
+
+def merge(commands: typer.Typer, added: typer.Typer) -> None:
+    """Add the verbs of `added`. A group whose name `commands` has for a group adds its verbs to that one.
+
+    Raises PluginError if a verb is taken; nothing is added then.
+    """
+    rest = typer.Typer()
+    rest.registered_commands = added.registered_commands
+    pairs = [(commands, rest)]
+    for info in added.registered_groups:
+        name = solve_typer_info_defaults(info).name
+        there = group(commands, name) if name else None
+        if there is None or info.typer_instance is None:
+            rest.registered_groups.append(info)
+        else:
+            pairs.append((there, info.typer_instance))
+    for there, more in pairs:
+        if both := names(there) & names(more):
+            raise PluginError(f"the verb {min(both)!r} is taken")
+    for there, more in pairs:
+        there.registered_commands.extend(more.registered_commands)
+        there.registered_groups.extend(more.registered_groups)
 
 
 def outline(commands: typer.Typer, name: str, line: str) -> None:
@@ -31,7 +64,8 @@ def only(commands: typer.Typer, name: str) -> typer.Typer | None:
 
 def outlined(commands: typer.Typer) -> typer.Typer:
     """The same verbs, each with its name and the help that a list shows, and nothing to call."""
-    listed = typer.Typer(**{name: getattr(commands.info, name) for name in ("name", "help", "no_args_is_help")})
+    kept = ("name", "help", "no_args_is_help", "context_settings")
+    listed = typer.Typer(**{name: getattr(commands.info, name) for name in kept})
     listed.rich_markup_mode, listed._add_completion = commands.rich_markup_mode, commands._add_completion
     listed.registered_callback = commands.registered_callback
     listed.registered_commands = list(_outlines(commands))

@@ -58,4 +58,7 @@ def kvloom_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
 
 @hookspec
 def kvloom_add_commands(commands: typer.Typer) -> None:
-    """Add verbs to the `kvloom` command; import what they need inside them."""
+    """Add verbs to the `kvloom` command; import what they need inside them.
+
+    A group with the name of one that is there, such as `config`, adds its verbs to that one.
+    """

@@ -206,11 +206,8 @@ class Registry:
 
         verb: work out the options of this one only, "" of none; default: of all.
         """
-        from kvloom.plugins import command_outline
-
-        taken = command_outline.names(commands)
         for plugin in self._plugins:
-            taken |= plugin.add_commands(commands, taken=taken, verb=verb)
+            plugin.add_commands(commands, verb)
 
     def _provided(self, kind: str) -> Iterator[tuple[_Plugin, type[Component]]]:
         for plugin in self._plugins:
@@ -288,10 +285,10 @@ class _Plugin:
                 self._faults[kind] = _brief(error)
         return self._classes[kind]
 
-    def add_commands(self, commands: typer.Typer, *, taken: Collection[str], verb: str | None) -> set[str]:
-        """Add this plugin's verbs; return their names. verb: as `Registry.add_commands` takes it."""
+    def add_commands(self, commands: typer.Typer, verb: str | None) -> None:
+        """Add this plugin's verbs. verb: as `Registry.add_commands` takes it."""
         if self._hooks is None or not self._hooks.kvloom_add_commands.get_hookimpls():
-            return set()
+            return
         import typer
         from typer.main import get_group
 
@@ -300,18 +297,12 @@ class _Plugin:
         apart = typer.Typer()
         try:
             self._hooks.kvloom_add_commands(commands=apart)
-            names = command_outline.names(apart)
             tried = apart if verb is None else command_outline.only(apart, verb)
             if tried is not None:
                 get_group(tried)
-            if names & set(taken):
-                raise PluginError(f"the verb {min(names & set(taken))!r} is taken")
+            command_outline.merge(commands, apart)
         except (Exception, SystemExit) as error:
             self._faults["commands"] = _brief(error)
-            return set()
-        commands.registered_commands.extend(apart.registered_commands)
-        commands.registered_groups.extend(apart.registered_groups)
-        return names
 
     def why_not(self, kind: str) -> str:
         """Why nothing of `kind` comes from this plugin; "" if that is how it should be."""

@@ -70,7 +70,7 @@ def test_tokens_that_are_others_within_a_text_are_told_of(
 
 
 def test_a_model_of_the_repository(tmp_path: Path) -> None:
-    weights = Path(__file__).parents[2] / "evals/pylm/weights"
+    weights = Path(__file__).parents[3] / "evals/pylm/weights"
     _, config = invoke(tmp_path, weights, blend_special_str="\n\n* * *\n\n")
     assert config is not None and config["blend"]["retriever"]["separator"] == [199, 199, 10, 365, 365, 455]
 

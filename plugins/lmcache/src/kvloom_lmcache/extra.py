@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvloom.errors import ConfigError
-from kvloom.migration.addresses import address
-from kvloom.migration.draft import Draft, literal, shown
-from kvloom.redaction import is_secret
+from kvloom import ConfigError, is_secret
+from kvloom_lmcache.addresses import address
+from kvloom_lmcache.draft import Draft, literal, shown
 
 _MOONCAKE = {
     "local_hostname": "local_host", "metadata_server": "metadata", "protocol": "protocol", "device_name": "device",

@@ -6,13 +6,12 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvloom.config import EngineConfig
-from kvloom.errors import ConfigError
-from kvloom.migration.blending import add_blending
-from kvloom.migration.draft import Draft, Imported, literal, shown
-from kvloom.migration.extra import add_extra
-from kvloom.migration.fields import ALIASES, MAPPED, NOT_MAPPED, Row
-from kvloom.migration.remote import add_pool, add_remote, gibibytes
+from kvloom import ConfigError, EngineConfig, load_yaml
+from kvloom_lmcache.blending import add_blending
+from kvloom_lmcache.draft import Draft, Imported, literal, shown
+from kvloom_lmcache.extra import add_extra
+from kvloom_lmcache.fields import ALIASES, MAPPED, NOT_MAPPED, Row
+from kvloom_lmcache.remote import add_pool, add_remote, gibibytes
 
 _LOCATIONS = {
     "localcpubackend": "memory", "localdiskbackend": "disk", "remotebackend": "redis", "s3backend": "fsspec",
@@ -83,15 +82,13 @@ def import_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """
     import yaml
 
-    from kvloom.config.sources import loaded
-
     prefix, fields = "LMCACHE_", {}
     for name, text in environment.items():
         if not name.startswith(prefix) or name in _NO_FIELDS:
             continue
         field = name.removeprefix(prefix).lower()
         try:
-            fields[field] = text if field in _TEXTS else loaded(text)[0]
+            fields[field] = text if field in _TEXTS else load_yaml(text)[0]
         except (yaml.YAMLError, ValueError, RecursionError):
             raise ConfigError(name, "is no YAML") from None
     return fields

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from kvloom.config.legacy import SERDES, STORES, mooncake_master
-from kvloom.migration.addresses import Address, address, bucket
-from kvloom.migration.draft import Draft, literal
+from kvloom_lmcache.addresses import Address, address, bucket
+from kvloom_lmcache.draft import Draft, literal
 
-_SCHEMES = {word: word for word in STORES} | {"lm": "redis", "valkey": "redis", "redis-sentinel": "redis+sentinel"}
+_STORES = {"redis": "redis", "rediss": "redis", "s3": "fsspec", "gs": "fsspec", "az": "fsspec", "file": "fsspec"}
+_SERDES = {
+    None: "raw",
+    "naive": "raw",
+    "fast": "raw",
+    "cachegen": "cachegen",
+    "torch": "torch",
+    "safetensor": "safetensors",
+}
+_SCHEMES = {word: word for word in _STORES} | {"lm": "redis", "valkey": "redis", "redis-sentinel": "redis+sentinel"}
 """Schemes of LMCache's URLs, each with kvloom's."""
+_MASTER = re.compile(r"mooncake://([^@/\s]+:[0-9]+)/*", re.IGNORECASE)
+"""An address without the scheme is what it is in LMCache, such as a Redis: nothing there speaks Mooncake."""
 _KEYS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
@@ -30,7 +41,7 @@ def add_remote(draft: Draft) -> None:
     if not url:
         for name in ("remote_url", "remote_serde"):
             draft.say(name, "not needed", "no remote store")
-        serde = SERDES.get(draft.text("remote_serde") or None, "raw")
+        serde = _SERDES.get(draft.text("remote_serde") or None, "raw")
         if serde != "raw" and draft.text("local_disk"):
             draft.say("remote_serde", "not needed", f"{_PLAIN_DISK}; `serializer: {serde}` in the tier `disk` would")
         return
@@ -40,7 +51,7 @@ def add_remote(draft: Draft) -> None:
     elif found.scheme == "fs":
         block = {"type": "fsspec", "url": literal(f"file://{found.path or '/' + found.place}")}
     elif found.scheme in _SCHEMES:
-        block = _redis(draft, found) if STORES.get(found.scheme, "redis") == "redis" else _objects(draft, found)
+        block = _redis(draft, found) if _STORES.get(found.scheme, "redis") == "redis" else _objects(draft, found)
     else:
         known = ", ".join(f"{word}://" for word in (*_SCHEMES, "fs", "mooncakestore") if word != "lm")
         draft.say("remote_url", "no counterpart", f"there is no plugin for {found.scheme}://; there is for {known}")
@@ -88,11 +99,11 @@ def _objects(draft: Draft, found: Address) -> dict[str, Any]:
 
 def _serde(draft: Draft) -> str:
     word = draft.text("remote_serde") or None
-    if word not in SERDES:
-        known = ", ".join(filter(None, SERDES))
+    if word not in _SERDES:
+        known = ", ".join(filter(None, _SERDES))
         draft.row("remote_serde", "no counterpart", f"KV is stored as it is: there is no such serde; known: {known}")
         return "raw"
-    return SERDES[word]
+    return _SERDES[word]
 
 
 def add_pool(draft: Draft) -> None:
@@ -102,17 +113,17 @@ def add_pool(draft: Draft) -> None:
         draft.say("enable_p2p", "not needed", "off")
         draft.say("lookup_url", "not needed", "goes with enable_p2p")
         return
-    master = mooncake_master(draft.text("lookup_url"))
-    if master is None:
+    found = _MASTER.fullmatch(draft.text("lookup_url"))
+    if found is None:
         why = "peers share a pool: where Mooncake's master runs, write lookup_url: mooncake://HOST:PORT"
         draft.say("enable_p2p", "no counterpart", f"{why} (docs/use/mooncake.md)")
         draft.say("lookup_url", "no counterpart", "goes with enable_p2p")
         return
-    size = gibibytes(draft.number("max_local_cpu_size"))
+    master, size = literal(found[1]), gibibytes(draft.number("max_local_cpu_size"))
     pool = draft.done.tier("mooncake")
     if pool is None:
-        pool = draft.tier(names, type="mooncake", master=literal(master), segment=size)
-    elif pool["master"] != literal(master):
+        pool = draft.tier(names, type="mooncake", master=master, segment=size)
+    elif pool["master"] != master:
         for name in names:
             draft.say(name, "no counterpart", f"one pool, not two: remote_url names another, {pool['master']}")
         return

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from kvloom import ConfigError, EngineConfig
 from kvloom.cli.main import app
-from kvloom.migration import import_config, import_environment
-from kvloom.migration.fields import ALIASES, MAPPED, NOT_MAPPED
+from kvloom_lmcache import import_config, import_environment
+from kvloom_lmcache.fields import ALIASES, MAPPED, NOT_MAPPED
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def brought(**fields: Any) -> tuple[dict[str, Any], dict[str, tuple[str, str]], bool]:

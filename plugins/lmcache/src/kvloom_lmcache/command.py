@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom.bounded import text_of
-from kvloom.cli import output
-from kvloom.errors import ConfigError
+from kvloom import ConfigError, text_of
 
 if TYPE_CHECKING:
-    from kvloom.migration import Imported
+    from kvloom_lmcache.draft import Imported
 
 _ORDER = ("instance_id", "connector", "chunk_tokens", "save_decode_cache", "tiers", "blend", "observers")
+
+_MOST_BYTES = 16 << 20
+"""In a file of LMCache's."""
 
 _MERGES = (
     "these tokens are found where prompts are joined as token ids; in a text that is tokenised as a whole they merge "
@@ -25,80 +26,84 @@ _MERGES = (
 )
 
 
-def add(verbs: typer.Typer) -> None:
-    @verbs.command("import")
-    def import_(
-        file: Annotated[
-            Path | None, typer.Argument(metavar="[LMCACHE.yaml]", help="LMCache's file; none with --env.")
-        ] = None,
-        to: Annotated[
-            Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it (default: print it).")
-        ] = None,
-        force: Annotated[bool, typer.Option("--force", help="Write over FILE if there is one.")] = False,
-        env: Annotated[bool, typer.Option("--env", help="Take LMCACHE_ variables too; they go over the file.")] = False,
-        tokenizer: Annotated[
-            str | None, typer.Option(metavar="MODEL", help="Whose tokens blend_special_str is (needs transformers).")
-        ] = None,
-        connector: Annotated[str, typer.Option(metavar="TYPE", help="The engine's connector.")] = "vllm",
-        strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if a field has no counterpart.")] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="Print what became of the fields as JSON.")] = False,
-    ) -> None:
-        """Bring a configuration of LMCache over: YAML on stdout, and a row for each field on stderr."""
-        from kvloom.migration import import_config, import_environment
+def add(commands: typer.Typer) -> None:
+    """Add `import` to the verbs of `kvloom config`."""
+    verbs = typer.Typer()
+    verbs.command("import")(import_)
+    commands.add_typer(verbs, name="config")
 
-        if file is None and not env:
-            raise ConfigError("LMCACHE.yaml", "name the file, or take the environment with --env")
-        if file is not None and to is not None and file.resolve() == to.resolve():
-            raise ConfigError("--output", f"{to} is LMCache's file; name another")
-        if to is not None and to.is_file() and not force:
-            raise ConfigError("--output", f"{to} is there already; name another, or write over it with --force")
-        fields = {} if file is None else _read(file)
-        if env:
-            fields |= import_environment(os.environ)
-        if not fields:
-            raise ConfigError(str(file or "--env"), "has no field of LMCache")
-        separator, merges = None, False
-        if tokenizer and fields.get("enable_blending") is True:
-            separator, merges = _separator(tokenizer, fields)
-        done = import_config(fields, connector=connector, separator=separator)
-        if merges:
-            done.note("blend_special_str", _MERGES)
-        text = _yaml(done, file)
-        _check(done, text)
-        if to is not None:
-            _write(to, text)
-        if as_json:
-            rows = [{"field": row.field, "outcome": row.outcome, "text": row.text} for row in done.rows]
-            made = {"config": done.config, "fields": rows, "environment": done.environment, "complete": done.complete}
-            print(json.dumps(made, indent=2))
-        elif to is None:
-            print(text, end="")
-        if not as_json:
-            _print(done)
-        if strict and not done.complete:
-            raise typer.Exit(1)
+
+def import_(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[LMCACHE.yaml]", help="LMCache's file; none with --env.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it (default: print it).")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over FILE if there is one.")] = False,
+    env: Annotated[bool, typer.Option("--env", help="Take LMCACHE_ variables too; they go over the file.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Whose tokens blend_special_str is (needs transformers).")
+    ] = None,
+    connector: Annotated[str, typer.Option(metavar="TYPE", help="The engine's connector.")] = "vllm",
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if a field has no counterpart.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what became of the fields as JSON.")] = False,
+) -> None:
+    """Bring a configuration of LMCache over: YAML on stdout, and a row for each field on stderr."""
+    from kvloom_lmcache.conversion import import_config, import_environment
+
+    if file is None and not env:
+        raise ConfigError("LMCACHE.yaml", "name the file, or take the environment with --env")
+    if file is not None and to is not None and file.resolve() == to.resolve():
+        raise ConfigError("--output", f"{to} is LMCache's file; name another")
+    if to is not None and to.is_file() and not force:
+        raise ConfigError("--output", f"{to} is there already; name another, or write over it with --force")
+    fields = {} if file is None else _read(file)
+    if env:
+        fields |= import_environment(os.environ)
+    if not fields:
+        raise ConfigError(str(file or "--env"), "has no field of LMCache")
+    separator, merges = None, False
+    if tokenizer and fields.get("enable_blending") is True:
+        separator, merges = _separator(tokenizer, fields)
+    done = import_config(fields, connector=connector, separator=separator)
+    if merges:
+        done.note("blend_special_str", _MERGES)
+    text = _yaml(done, file)
+    _check(done, text)
+    if to is not None:
+        _write(to, text)
+    if as_json:
+        rows = [{"field": row.field, "outcome": row.outcome, "text": row.text} for row in done.rows]
+        made = {"config": done.config, "fields": rows, "environment": done.environment, "complete": done.complete}
+        print(json.dumps(made, indent=2))
+    elif to is None:
+        print(text, end="")
+    if not as_json:
+        _print(done)
+    if strict and not done.complete:
+        raise typer.Exit(1)
 
 
 def _read(file: Path) -> dict[str, Any]:
     import yaml
 
-    from kvloom.config.sources import MOST_BYTES, TooLargeError, loaded
-    from kvloom.config.validation_errors import dotted
+    from kvloom import load_yaml
 
     try:
-        tree, twice = loaded(text_of(file, MOST_BYTES))
+        tree, twice = load_yaml(text_of(file, _MOST_BYTES))
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(str(file), "is no text in UTF-8") from None
-    except TooLargeError as error:
-        raise ConfigError(str(file), str(error)) from None
+    except ConfigError as error:
+        raise ConfigError(str(file), error.problem) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         where, tag = getattr(error, "problem_mark", None), isinstance(error, yaml.constructor.ConstructorError)
         text = "has a tag that plain YAML has not" if tag else "is no YAML"  # and no word of what stands there
         raise ConfigError(str(file), f"{text}{f', line {where.line + 1}' if where else ''}") from None
     if twice:
-        raise ConfigError(str(file), f"{dotted(twice[0][0])} is {twice[0][1]}")
+        raise ConfigError(str(file), f"{'.'.join(map(str, twice[0][0]))} is {twice[0][1]}")
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
@@ -115,7 +120,7 @@ def _write(to: Path, text: str) -> None:
 
 def _separator(model: str, fields: Mapping[str, Any]) -> tuple[list[int], bool]:
     """The token ids of `blend_special_str` without a BOS, and whether they become others within a text."""
-    from kvloom.migration.fields import MAPPED
+    from kvloom_lmcache.fields import MAPPED
 
     text = fields.get("blend_special_str", MAPPED["blend_special_str"])
     if not isinstance(text, str) or not text:
@@ -147,7 +152,7 @@ def _yaml(done: Imported, file: Path | None) -> str:
         names = done.sources.get(part)
         return [f"{indent}# {', '.join(dict.fromkeys(names))}"] if names else []
 
-    origin = " ".join(output.plain(file.name).split()) if file else "LMCACHE_ variables"
+    origin = " ".join(_plain(file.name).split()) if file else "LMCACHE_ variables"
     lines = [f"# From {origin}.", *(f"# Set {name}: {what}." for name, what in done.environment.items())]
     for name in _ORDER:
         if name not in done.config:
@@ -173,27 +178,35 @@ def _check(done: Imported, text: str) -> None:
     """What is written says what was made. Raises ConfigError if it does not."""
     import yaml
 
-    from kvloom.config import EngineConfig
+    from kvloom import EngineConfig
 
     EngineConfig.load(done.tried(yaml.safe_load(text)))
 
 
 def _print(done: Imported) -> None:
     """What became of each field, and which plugins are still to be installed."""
-    from kvloom.config import EngineConfig, resolve
-    from kvloom.plugins.registry import Registry
+    from kvloom import EngineConfig, check_config
 
     for outcome in ("mapped", "not needed", "no counterpart", "unknown"):
         rows = [row for row in done.rows if row.outcome == outcome]
         if rows:
-            output.say(f"{outcome} ({len(rows)})", stderr=True)
+            _say(f"{outcome} ({len(rows)})")
         for row in rows:
-            output.say(f"  {' '.join(row.field.split())}: {row.text}", stderr=True)
+            _say(f"  {' '.join(row.field.split())}: {row.text}")
     if done.environment:
-        output.say("to be set where it is used", stderr=True)
+        _say("to be set where it is used")
     for name, what in done.environment.items():
-        output.say(f"  {name}: {what}", stderr=True)
+        _say(f"  {name}: {what}")
     try:
-        resolve(EngineConfig.load(done.tried()), Registry.discover())
+        check_config(EngineConfig.load(done.tried()))
     except ConfigError as error:
-        output.say(f"not usable yet: {error}", stderr=True)
+        _say(f"not usable yet: {error}")
+
+
+def _say(text: str) -> None:
+    typer.echo(_plain(text), err=True)
+
+
+def _plain(text: str) -> str:
+    """Return `text` with characters escaped that a terminal would act on: others may have written the file."""
+    return "".join(one if one == "\n" or one.isprintable() else ascii(one)[1:-1] for one in text)

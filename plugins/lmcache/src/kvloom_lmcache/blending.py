@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvloom.errors import ConfigError
-from kvloom.migration.draft import Draft, shown
-from kvloom.migration.fields import MAPPED
+from kvloom import ConfigError
+from kvloom_lmcache.draft import Draft, shown
+from kvloom_lmcache.fields import MAPPED
 
 FIELDS = tuple(name for name in MAPPED if "blend" in name)
 _SEPARATOR = "blend.retriever.separator: the token ids of blend_special_str: give --tokenizer, or write them"

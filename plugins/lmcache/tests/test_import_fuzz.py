@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from kvloom import ConfigError, EngineConfig
 from kvloom.cli.main import app
-from kvloom.migration import Imported, import_config, import_environment
-from kvloom.migration.fields import ALIASES, MAPPED, NOT_MAPPED
+from kvloom_lmcache import Imported, import_config, import_environment
+from kvloom_lmcache.fields import ALIASES, MAPPED, NOT_MAPPED
 
 APP = app()
 TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -183,3 +183,13 @@ def test_any_environment_is_a_configuration_or_a_line(environment: dict[str, str
 
 def test_text_in_the_environment_is_taken_as_it_stands() -> None:
     assert import_environment({"LMCACHE_BLEND_SPECIAL_STR": " # # "}) == {"blend_special_str": " # # "}
+
+
+def test_what_aliases_stand_for_is_bounded(tmp_path: Path) -> None:
+    bomb = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['x'])}]" for n in range(9))
+    with pytest.raises(ConfigError, match="MAX_LOCAL_CPU_SIZE"):
+        import_environment({"LMCACHE_MAX_LOCAL_CPU_SIZE": bomb})
+    path = tmp_path / "lmcache.yaml"
+    path.write_text(bomb)
+    error = CliRunner().invoke(APP, ["config", "import", str(path)]).exception
+    assert isinstance(error, ConfigError) and "100000 values" in str(error)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvloom.errors import ConfigError
-from kvloom.migration.fields import MAPPED, Outcome, Row
+from kvloom import ConfigError
+from kvloom_lmcache.fields import MAPPED, Outcome, Row
 
 _MOST = 1e15
 """No size in GiB and no time in seconds is larger."""

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import kvloom
 from kvloom.cli.main import app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "evals/pylm/weights")
 APP = app()
 PASSWORD = "n0b0dys"

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from kvloom import ConfigError, EngineConfig
 from kvloom.cli.main import app
-from kvloom.migration import import_config
-from kvloom.migration.addresses import address, bucket
+from kvloom_lmcache import import_config
+from kvloom_lmcache.addresses import address, bucket
 
 APP = app()
 SECRET = "Geh3imnis"

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvloom.errors import ConfigError
+from kvloom import ConfigError
 
 _PATHS = ("s3", "gs", "az", "fs", "file")
 """Schemes whose paths are names, in which an `@` may stand."""
