@@ -174,7 +174,7 @@ def test_a_server_that_goes_away_ends_a_listing(backend: FsspecBackend, monkeypa
 class SftpServer:
     """What paramiko's client says of a directory of which a part is somebody else's."""
 
-    def listdir_attr(self, path: str) -> list[Any]:
+    def listdir_iter(self, path: str, read_aheads: int) -> Any:
         if path == "/srv/theirs":
             raise PermissionError(errno.EACCES, "Permission denied")
         mode = stat.S_IFDIR if path == "/srv" else stat.S_IFREG
@@ -209,7 +209,7 @@ def test_a_listing_of_a_server_that_follows_links_in_a_circle_ends(
         ]
 
     monkeypatch.setattr(fs, "ls", following)
-    monkeypatch.setattr(fsspec_store, "_MOST_DIRECTORIES", 100)
+    monkeypatch.setattr(fsspec_store, "MOST_DIRECTORIES", 100)
     found: list[Any] = []
     with pytest.raises(IncompleteListingError, match="behind 100 directories: a link loop"):
         found.extend(backend.scan())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -83,10 +84,13 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
             MooncakeBackend(MooncakeConfig(master=address))
 
 
-def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["nowhere.invalid", "no..where"])
+def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr(client, "load", lambda: None)
-    with pytest.raises(ValueError, match=r"^master: nobody answers at nowhere\.invalid:1"):
-        MooncakeBackend(MooncakeConfig(master="nowhere.invalid:1"))
+    with pytest.raises(ValueError, match=rf"^master: nobody answers at {re.escape(host)}:1"):
+        MooncakeBackend(MooncakeConfig(master=f"{host}:1"))
+    with pytest.raises(ValueError, match=r"^local_host: .* is no address of this machine"):
+        MooncakeBackend(MooncakeConfig(master="127.0.0.1:1", local_host=host))
 
 
 def test_the_client_is_told_how_long_to_wait_and_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,9 @@ def serve(
     try:
         page = Page(source, host, port, config=config, spec=spec)
     except OSError as error:
-        raise BackendError(f"port {port} of {host}: {error.strerror or error}; choose another with --port") from None
-    typer.echo(f"http://{host}:{page.port}/  (Ctrl-C ends it)")
+        text = f"port {port} of {host}: {error.strerror or error}; choose another with --port or --host"
+        raise BackendError(text) from None
+    typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{page.port}/  (Ctrl-C ends it)")
     try:
         page.run()
     except KeyboardInterrupt:
