@@ -246,7 +246,7 @@ def test_a_sibling_is_closed_with_its_owner(open_engine: Open) -> None:
 
 
 def test_an_index_needs_something_to_ask(registry: Registry) -> None:
-    with pytest.raises(ValueError, match="tiers: an index asks tiers that processes share"):
+    with pytest.raises(ValueError, match="tiers: an index needs a tier that processes share"):
         open_index(registry, MEMORY, {"type": "dict"})
     with pytest.raises(ValueError, match="role: expected 'engine' or 'index', got 'oracle'"):
         Engine.open({"tiers": [MEMORY]}, SPEC, role="oracle", registry=registry)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""What a plugin of kvloom must do, as tests: subclass the class of its kind, or run `kvloom check`."""
+"""The conformance tests of kvloom's plugins: subclass the class of a kind, or run `kvloom check`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kvloom import Chunk, KVSpec, MemoryFormat
 from kvloom_testkit.subjects import SPEC
 
 POISONS = (0x00, 0xFF, 0x5A)
-"""What memory is filled with before something else should be."""
+"""Bytes that fill memory before it is written to."""
 
 MODELS = (
     SPEC,
@@ -84,7 +84,7 @@ def uneven_chunks(spec: KVSpec, num_tokens: int = 4) -> dict[str, Chunk]:
 
 
 def astray(back: Chunk, given: Chunk) -> str:
-    """Which layers came back as something else, and how; empty if what is lost is rounding, be it very rough.
+    """Describe layers that differ after a round trip by more than rounding, even very rough; empty if there are none.
 
     Two bits a value are enough, scaled by the largest value of a layer, or five scaled by the largest of a chunk.
     """

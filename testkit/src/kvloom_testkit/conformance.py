@@ -1,4 +1,4 @@
-"""What all conformance classes have in common: one fixture to write, capabilities, and no test silently left out."""
+"""The base of all conformance classes: one fixture to write, capabilities, and no test silently left out."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Opener:
 class Conformance:
     """Subclass the class of a kind in a test module, and write the fixture `make`. Do not subclass this one.
 
-    Tests may be added. One of the kit's may be overridden only to say that it fails, and why, by
-    `@pytest.mark.xfail(reason=...)`; the kit's test runs nevertheless, and counts as a failure if it passes.
+    You may add tests. Override one of the kit's tests only to mark it `@pytest.mark.xfail(reason=...)`. The kit's own
+    test still runs, and an unexpected pass counts as a failure.
     """
 
     kind: ClassVar[str]
-    """As `kvloom check` and the registry call it."""
+    """The kind's name in `kvloom check` and the registry."""
     contract: ClassVar[type]
     """The abstract class of the kind."""
     needs_harness: ClassVar[bool] = False
     """The component alone is not enough: `make` makes what the class's docstring describes."""
     yours: ClassVar[frozenset[str]] = frozenset({"make"})
-    """What a subclass outside of the kit may define anew, of what is here."""
+    """Names that a subclass outside of the kit may redefine."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

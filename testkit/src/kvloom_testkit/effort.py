@@ -1,4 +1,4 @@
-"""How much the kit does to meet a fault that shows only now and then."""
+"""The kit's effort to find faults that show only now and then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ brief = False
 
 
 def rounds(usual: int) -> int:
-    """How often something is tried that is tried `usual` times, if nobody has asked for more or less."""
+    """The number of attempts for a test that usually makes `usual`, scaled by the effort that was asked for."""
     return usual * _TIMES if thorough else usual // _PART if brief else usual
 
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 SECONDS = 120.0
-"""How long one test may take before it counts as hanging; `--kvloom-seconds` and `kvloom check --seconds` set it."""
+"""Time after which a test counts as hanging; `--kvloom-seconds` and `kvloom check --seconds` set it."""
 SAYS = "still not done after"
-"""What is said of a test that hangs."""
+"""The error text for a test that hangs."""
 
 
 @contextmanager

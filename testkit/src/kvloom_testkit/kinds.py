@@ -1,4 +1,4 @@
-"""Which class of the kit holds which kind of component to its contract."""
+"""The kit's conformance class for each kind of component."""
 
 from __future__ import annotations
 

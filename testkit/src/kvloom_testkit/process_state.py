@@ -1,4 +1,4 @@
-"""What belongs to the whole process, which a component leaves as it is: it is a guest in somebody's server."""
+"""State of the whole process that a component must leave as it is, because it runs inside a server."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _put_back_if_changed(get: Callable[[], Any], put: Callable[[Any], object]) -
 
 
 def _signal_mask() -> set[signal.Signals]:
-    """Of this thread, from which others inherit it."""
+    """The signal mask of this thread, which new threads inherit."""
     return signal.pthread_sigmask(signal.SIG_BLOCK, ()) if hasattr(signal, "pthread_sigmask") else set()
 
 

@@ -43,7 +43,7 @@ _ENVIRONMENT = {
     "HOSTNAME": "elsewhere", "CUDA_VISIBLE_DEVICES": "5,3", "RANK": "6", "LOCAL_RANK": "2", "WORLD_SIZE": "8",
     "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-"""What differs between the processes of one deployment."""
+"""Variables that differ between the processes of one deployment."""
 
 
 def spec_of(component: Any) -> KVSpec:
@@ -89,7 +89,7 @@ def by_another_path(component: Any, folder: Path) -> Iterator[Any]:
 
 
 def _directory_in(value: Any) -> tuple[str, Path | None]:
-    """What stands before the path, and the path itself, if a setting is that of a directory which is there."""
+    """The prefix before the path, and the path itself if the setting is an existing directory."""
     text = str(value) if isinstance(value, str | Path) else ""
     before = "file://" if text.startswith("file://") else ""
     path = Path(text.removeprefix(before))

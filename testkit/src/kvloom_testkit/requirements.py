@@ -18,7 +18,7 @@ _CAPITALS = {"kv": "KV", "cpu": "CPU", "gpu": "GPU"}
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What a component of one kind must do."""
+    """A requirement for components of one kind."""
 
     id: str
     """A letter for the kind and two digits: quoted in reports, xfails and docs/contracts."""
@@ -28,7 +28,7 @@ class Requirement:
     what: str
     why: str
     usually: str
-    """What is wrong, as a rule, with a component that fails it."""
+    """The usual cause of a failure."""
     needs: str | None
     """The capability without which it does not apply: a class attribute that is true, or a method of its own."""
 
@@ -49,9 +49,9 @@ def needed_by(test: Any) -> str | None:
 
 
 def claims(component: Any, capability: str, contract: type) -> bool:
-    """Whether a component, or a class of them, claims a capability.
+    """Return whether a component, or a class of them, claims a capability.
 
-    Its attribute is true, which may be a matter of its settings, or its method is its own.
+    It does if its attribute is true, which may depend on its settings, or if it overrides the method.
     """
     default = getattr(contract, capability)
     if not callable(default):

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 SECONDS = 30.0
 _PROCESS_SECONDS = 120.0
-"""Of a fresh interpreter, which may have to import torch on a machine with much else to do."""
+"""Timeout of a fresh interpreter, which may have to import torch on a busy machine."""
 _SWITCH_SECONDS = 1e-5
-"""How often threads take turns: what goes wrong when they meet goes wrong sooner."""
+"""Interval at which threads take turns: short, so that races show sooner."""
 _PAUSE_OF = 20
-"""Of so many calls and returns of a restless thread, one is followed by a pause."""
+"""A restless thread pauses once in this many calls and returns."""
 
 
 def together(*functions: Callable[[], object], seconds: float = SECONDS, restless: bool = False) -> None:
@@ -74,7 +74,8 @@ def in_rounds(count: int, *functions: Callable[[int], object], restless: bool = 
 
 
 def comes_true(told: Callable[[], bool], seconds: float) -> bool:
-    """Whether it does within some seconds: asked often at first, and ever more seldom, for asking may be dear."""
+    """Return whether it comes true in time. Asks often at first and ever less often, because asking
+    may be expensive."""
     until, pause = time.monotonic() + seconds, 0.01
     while not told():
         left = until - time.monotonic()

@@ -32,11 +32,11 @@ _OWN_HARNESSES = {
     "connector.kit_slots": "kvloom_testkit.reference.connector_harness:harness",
     "connector.plain": "kvloom_testkit.connectors.harnesses:plain",
 }
-"""Of kvloom's built-in components, which do not depend on the kit, and of the kit's own."""
+"""Harnesses of kvloom's built-in components, which do not depend on the kit, and of the kit's own."""
 _TMP = "{tmp}"
 
 chosen: list[Subject] = []
-"""What `--kvloom` names."""
+"""The components that `--kvloom` names."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Subject:
         return type(base.__name__, (base,), own if separator is None else {**own, "separator": separator})
 
     def harness(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """What makes its harness of a function that makes the component; None if it needs none. Raises ConfigError.
+        """The function that makes a harness from a component's factory; None if it needs none. Raises ConfigError.
 
-        A retriever's may say, by an attribute `separator`, which tokens have to stand between texts.
+        A retriever's may have an attribute `separator`: the tokens that must stand between texts.
         """
         name = f"{self.kind.replace(' ', '_')}.{self.type}"
         if name in _OWN_HARNESSES:

@@ -1,4 +1,4 @@
-"""What kvloom brings itself, registered through the same hooks as everybody's plugins."""
+"""The components that come with kvloom, registered through the same hooks as any plugin."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _TROUBLE = frozenset({"corrupt", "tier_error", "tier_paused"})
 
 class LogConfig(Config):
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of events that are no trouble."""
+    """The level of events that are not problems."""
 
 
 class LogObserver(Observer):

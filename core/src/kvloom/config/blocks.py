@@ -96,12 +96,12 @@ class Block(Open):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What belongs to the plugin."""
+        """The plugin's own settings."""
         return dict(self.model_extra or {})
 
 
 class SerializerBlock(Block):
-    """How a tier encodes chunks."""
+    """A tier's encoding of chunks."""
 
     type: Word = "raw"
     timed: bool = False
@@ -109,7 +109,7 @@ class SerializerBlock(Block):
 
 
 class ProtectBlock(Config):
-    """Whose blobs a tier takes: those of the holders of a key."""
+    """A tier that takes only blobs signed by the holders of a key."""
 
     mode: Literal["sign", "encrypt"] = "sign"
     """sign: others cannot write what is taken. encrypt: nor can they read it."""
@@ -121,28 +121,28 @@ class StoredBlock(Block):
     """A tier on a storage backend: the keys that the core owns."""
 
     name: TierName = ""
-    """What `search_range`, events and metrics call it; the type unless given."""
+    """The tier's name in `search_range`, events and metrics; the type unless given."""
     serializer: SerializerBlock = SerializerBlock()
-    """How chunks are encoded: a word, or a block with settings."""
+    """The encoding of chunks: a word, or a block with settings."""
     write: Literal["through", "on_evict", "never"] = "through"
-    """When chunks are written here: as they are stored, when memory lets go of them, or never (others fill it)."""
+    """The time of writing: as chunks are stored, when memory evicts them, or never (others fill the tier)."""
     capacity: Size | None = None
-    """How many bytes it may hold."""
+    """Maximum number of bytes in the tier."""
     policy: Literal["lru", "tiny_lfu"] = "lru"
-    """What goes when it is full: the least recently used; with tiny_lfu, unless what would come in is used less."""
+    """Eviction when the tier is full: the least recently used goes; `tiny_lfu` refuses a newcomer that is used less."""
     deadline: Seconds = 10.0
     """Give an operation up after this long and serve a miss."""
     ttl: Seconds | None = None
     """Serve nothing that was stored longer ago."""
     quota: Quota | None = None
-    """How many bytes of `capacity` one salt may hold."""
+    """Maximum number of bytes of `capacity` for one salt."""
     remember: Seconds | None = None
-    """Take for granted so long what a store that others share, or that evicts by itself, has or lacks.
+    """Cache existence answers of a shared or self-evicting store for this long.
 
-    Default: 30 seconds for what it has; what it lacks is asked about each time.
+    Default: 30 seconds for blobs that exist; missing ones are checked each time.
     """
     protect: ProtectBlock | None = None
-    """Take only blobs that were written with a key of ours."""
+    """Accept only blobs that were written with one of our keys."""
 
     @model_validator(mode="before")
     @classmethod
@@ -158,15 +158,15 @@ class MemoryBlock(Config):
 
     type: Literal["memory"] = "memory"
     name: TierName = "memory"
-    """What `search_range`, events and metrics call it."""
+    """The tier's name in `search_range`, events and metrics."""
     capacity: Size = ByteSize(5 << 30)
-    """How far the host pool may grow."""
+    """Maximum number of bytes in the host pool."""
     deadline: Seconds = 10.0
     """Give up waiting for room after this long."""
     ttl: Seconds | None = None
     """Serve nothing that was stored longer ago."""
     quota: Quota | None = None
-    """How many bytes of `capacity` one salt may hold."""
+    """Maximum number of bytes of `capacity` for one salt."""
 
     @model_validator(mode="before")
     @classmethod
@@ -190,9 +190,9 @@ class BlendBlock(Open):
     """Blending: what merges, what finds, from which length of prompt on, and the settings of what merges."""
 
     executor: Word = "cacheblend"
-    """What decides which tokens are computed again, and merges the rest."""
+    """The component that selects the tokens to compute again, and merges the rest."""
     retriever: Block = Block(type="separator")
-    """What finds stored KV for the parts of a prompt: a word, or a block with settings."""
+    """The component that finds stored KV for the parts of a prompt: a word, or a block with settings."""
     min_tokens: NonNegativeInt = 256
     """Shorter prompts are computed as they would be without blending."""
 
@@ -203,12 +203,12 @@ class BlendBlock(Open):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What belongs to the executor."""
+        """The executor's own settings."""
         return dict(self.model_extra or {})
 
 
 class PluginsBlock(Config):
-    """Which plugins may load, by the names that `kvloom plugins` lists."""
+    """The plugins that may load, by the names that `kvloom plugins` lists."""
 
     only: tuple[Word, ...] | None = None
     """None of the others (the core's own always load)."""

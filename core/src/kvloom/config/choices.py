@@ -28,7 +28,7 @@ class Choice:
     """A component that the configuration asks for: its class and its settings."""
 
     path: str
-    """Where in the YAML it stands."""
+    """The block's place in the YAML."""
     cls: type[Any]
     config: Config
     origins: Origins = field(default_factory=Origins, repr=False, compare=False)
@@ -40,7 +40,7 @@ class Choice:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """What is raised within for these settings becomes a ConfigError with the path."""
+        """Turn an error raised within, caused by these settings, into a ConfigError with the path."""
         try:
             yield
         except (ValueError, OSError, ImportError) as error:
@@ -80,11 +80,11 @@ class TierChoice:
     remember: float | None = None
     """Seconds for which an answer about keys is taken for granted."""
     protection: Protection | None = None
-    """Whose blobs it takes; None: those that nobody has signed."""
+    """The keys whose blobs the tier accepts; None: unsigned blobs."""
 
 
 def same_store(tier: TierChoice, other: TierChoice) -> str:
-    """What is wrong with a tier that is where another is already, and what to do."""
+    """The error text for a tier on the same store as another tier: the problem and the remedy."""
     text = f"{tier.name!r} would be on the same store as {other.path}, {other.name!r}"
     return f"{text}; give it other settings, or remove one"
 
@@ -105,7 +105,7 @@ class Checks:
         self._origins = origins
 
     def _directory(self, at: KeyPath) -> Path:
-        """Where a relative path at `at` begins: a variable's is the working directory's."""
+        """The directory that a relative path at `at` starts in. For a value from a variable: the working directory."""
         return Path.cwd() if self._origins.is_by_variable(at) else self._origins.directory or Path.cwd()
 
     def check_plugins(self, only: tuple[str, ...]) -> None:

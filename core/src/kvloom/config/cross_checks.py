@@ -1,4 +1,4 @@
-"""What settings that are right by themselves say against each other."""
+"""Conflicts between settings that are valid by themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cross_checks(tiers: Tiers, *, wrong: Mapping[int, Collection[str]] | None = 
 
 
 def _bounds(tier: MemoryBlock | StoredBlock, unknown: Collection[str], *, in_memory: bool) -> Iterator[tuple[str, str]]:
-    """What a tier's own settings say against each other, by the key at fault."""
+    """Conflicts among a tier's own settings, by the key at fault."""
     if isinstance(tier, StoredBlock) and tier.write == "never":
         for key, value in (("capacity", tier.capacity), ("quota", tier.quota)):
             if value is not None:
@@ -45,7 +45,7 @@ def _bounds(tier: MemoryBlock | StoredBlock, unknown: Collection[str], *, in_mem
         yield from _quotas(tier)
     if isinstance(tier, StoredBlock):
         if tier.write == "on_evict" and not in_memory:
-            yield "write", "'on_evict' writes what the memory tier lets go, and there is none; put `memory` first"
+            yield "write", "'on_evict' writes what the memory tier evicts, but there is none; put `memory` first"
         if tier.policy == "tiny_lfu" and tier.capacity is None and "capacity" not in unknown:
             yield "policy", "'tiny_lfu' decides what a full tier takes in; set `capacity`, or remove it"
 

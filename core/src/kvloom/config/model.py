@@ -46,27 +46,27 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     instance_id: Word = "kvloom"
-    """What observers call this engine: the label `engine` of metrics."""
+    """The engine's name for observers: the label `engine` of metrics."""
     chunk_tokens: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(no_bool)] = 256
     """Tokens per chunk: the unit that is kept, found and moved."""
     tokens: Block = Block(type="chunked")
-    """How sequences are cut into chunks: a word, or a block with settings."""
+    """The component that cuts sequences into chunks: a word, or a block with settings."""
     connector: Block = Block(type="plain")
-    """Whose KV is read and written: a word, or a block with settings."""
+    """The engine whose KV is read and written: a word, or a block with settings."""
     tiers: tuple[TierBlock, ...] = (MemoryBlock(),)
     """Fast to slow."""
     blend: BlendBlock | None = None
     """Reuse of KV wherever a passage stands in a prompt."""
     observers: tuple[Block, ...] = ()
-    """Who is told what happens: words, or blocks with settings."""
+    """The observers that events are sent to: words, or blocks with settings."""
     save_decode_cache: bool = False
     """Keep the KV of generated tokens too."""
     exact: bool = False
     """Serve nothing that went through a lossy serializer."""
     salt: StrictStr = ""
-    """Whose KV this is, where a call does not say: KV is never shared between salts."""
+    """The owner of the KV, unless a call gives one. KV is never shared between salts."""
     plugins: PluginsBlock = PluginsBlock()
-    """Which plugins may load."""
+    """The plugins that may load."""
 
     _origins: Origins = PrivateAttr(default_factory=Origins)
 
@@ -185,7 +185,7 @@ class EngineConfig(BaseModel):
 
     @property
     def origins(self) -> Origins:
-        """Where values came from that the file does not hold itself."""
+        """The origins of the values that the file does not hold itself."""
         return self._origins
 
 

@@ -20,7 +20,7 @@ _blend: TypeAdapter[BlendBlock] = TypeAdapter(BlendBlock)
 
 
 def other_problems(tree: Mapping[str, Any], found: Sequence[Problem], origins: Origins) -> list[Problem]:
-    """What is wrong beside `found`: between settings that are right by themselves, and to the plugins of the blocks."""
+    """Problems beside `found`: conflicts between settings, and objections of the plugins to their blocks."""
     return [*_compared_all_the_same(tree, found), *_of_plugins(tree, found, origins)]
 
 

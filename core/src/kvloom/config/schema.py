@@ -21,7 +21,7 @@ from kvloom.plugins.registry import Registry
 
 class _Generator(GenerateJsonSchema):
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
-        """What is parsed before it is checked may also be text, as in `deadline: 30s`."""
+        """Allow text too for values that are parsed before they are checked, as in `deadline: 30s`."""
         inner = self.generate_inner(schema["schema"])
         return {"anyOf": [inner, {"type": "string"}]} if inner.get("type") == "number" else inner
 

@@ -1,4 +1,4 @@
-"""Where settings are read from: YAML text, KVLOOM_ variables, and `${env:NAME}` inside of values."""
+"""The sources of settings: YAML text, KVLOOM_ variables, and `${env:NAME}` inside of values."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def load_yaml(text: str) -> tuple[Any, list[Problem]]:
 
 
 def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
-    """How much a node is with its aliases written out. known: of nodes that were counted; one counts once in itself."""
+    """The size of a node with its aliases expanded. known: nodes counted before; inside itself, a node counts once."""
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = total = 1
@@ -92,7 +92,7 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _not_yaml(error: yaml.YAMLError, text: str) -> str:
-    """Where it stops being YAML, and why, in a line."""
+    """The place where the text stops being YAML, and the reason, in one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())

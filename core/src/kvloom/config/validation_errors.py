@@ -15,7 +15,7 @@ from kvloom.errors import ConfigError
 from kvloom.redaction import is_secret, masked
 
 KeyPath = tuple[str | int, ...]
-"""Where a setting is: `("tiers", 1, "path")` is written `tiers.1.path`."""
+"""The place of a setting: `("tiers", 1, "path")` is written `tiers.1.path`."""
 
 Problem = tuple[KeyPath, str]
 
@@ -47,7 +47,7 @@ _SECRET_LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Where values came from that the YAML file does not hold itself. All are equal: only values count."""
+    """The origins of values that the YAML file does not hold itself. All are equal: only values count."""
 
     templates: Mapping[KeyPath, str] = field(default_factory=dict, compare=False)
     """The text with `${env:NAME}` in it that stood at each path."""
@@ -57,10 +57,10 @@ class Origins:
     """The values of the environment variables that were interpolated."""
 
     directory: Path | None = field(default=None, compare=False)
-    """Where relative paths begin: the file's directory; None: the working directory."""
+    """The directory that relative paths start in: the file's directory; None: the working directory."""
 
     def is_by_variable(self, path: KeyPath) -> bool:
-        """Whether a KVLOOM_ variable set what is at `path`."""
+        """Return whether a KVLOOM_ variable set the value at `path`."""
         return any(path[:length] in self.variables for length in range(1, len(path) + 1))
 
     def masked(self, text: str) -> str:
@@ -96,7 +96,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def unknown(word: str, known: Collection[str]) -> str:
-    """What to say of a key that nobody knows."""
+    """The error text for an unknown key."""
     close = get_close_matches(word, known, n=1)
     if close:
         return f"unknown key; did you mean {close[0]!r}?"
@@ -104,7 +104,8 @@ def unknown(word: str, known: Collection[str]) -> str:
 
 
 def problems(error: ValidationError, *, at: KeyPath = (), stray: Callable[[KeyPath], str]) -> list[Problem]:
-    """What pydantic found, in our words. at: the path of what was validated. stray: what to say of an unknown key."""
+    """Translate pydantic's errors into problems. at: the path of what was validated. stray: returns the error text for
+    an unknown key."""
     found: list[Problem] = []
     for details in error.errors(include_url=False):
         path = (*at, *details["loc"])

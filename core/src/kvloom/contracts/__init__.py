@@ -1,1 +1,1 @@
-"""What plugins implement: one module per kind of component. Imports only errors and types."""
+"""The contracts of plugins, one module for each kind of component. Imports only errors and types."""

@@ -100,7 +100,7 @@ class BlendRetriever(Component):
     """Finds stored KV for any part of a prompt."""
 
     engine: BlendEngine
-    """What it retrieves from. The engine sets it before the first request."""
+    """The engine to retrieve from, set by it before the first request."""
 
     @abstractmethod
     def new_request(self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor) -> BlendRetrieverTask:
@@ -113,7 +113,7 @@ class BlendRetriever(Component):
 
 @dataclass(frozen=True, slots=True)
 class BlendRequest:
-    """What a blend session is begun with."""
+    """The input of a blend session."""
 
     input_tokens: torch.Tensor
     """1-D, of any integer dtype, of all requests."""
@@ -122,15 +122,15 @@ class BlendRequest:
     valid_mask: torch.Tensor
     """Bool `[tokens]`, on CPU: whose KV was retrieved. Every `blend` of the session is handed the same."""
     original_positions: torch.Tensor | None = None
-    """Where the tokens stood when their KV was computed, int32 or int64 `[tokens]`, on CPU: a passage begins where they
-    do not go on by one."""
+    """Positions of the tokens when their KV was computed, int32 or int64 `[tokens]`, on CPU. A passage begins where
+    they do not increase by one."""
     exact_mask: torch.Tensor | None = None
     """Bool `[tokens]`, on CPU: whose KV equals what would be computed (an exact prefix). None: nobody's. There is no
     need to select such tokens, and a share of tokens to compute again is not taken of them."""
     attention: Callable[[], torch.Tensor] | None = None
-    """How much the tokens that are not valid (the question) attend to each token, summed over heads and layers, in a
-    pass that reuses all that was retrieved: float32 `[tokens]`, on CPU. It costs that pass. None where the engine
-    cannot tell."""
+    """Returns how much the tokens that are not valid (the question) attend to each token, summed over heads and layers,
+    in a pass that reuses all that was retrieved: float32 `[tokens]`, on CPU. It costs that pass. None where the
+    engine cannot tell."""
     in_place: bool = False
     """The retrieved KV that `blend` is handed is this request's own, and may be written over."""
 
@@ -159,7 +159,7 @@ class BlendSession(ABC):
     """The blending of one batch, layer by layer; all state lives here, so that requests do not meet."""
 
     def plan(self) -> torch.Tensor | None:
-        """Which tokens of the batch are handed to the first layer: bool `[tokens]`, on CPU; None for all.
+        """The tokens of the batch to compute in the first layer: bool `[tokens]`, on CPU; None for all.
 
         Called once, before the first `blend`, by engines that can leave tokens out from the beginning; for others all
         tokens are handed to the first layer. Invalid tokens and the last of each request are in it.
@@ -167,7 +167,7 @@ class BlendSession(ABC):
         return None
 
     def selects_in(self, layer_id: int) -> bool:
-        """Whether `blend` may leave tokens out in this layer.
+        """Return whether `blend` may leave tokens out in this layer.
 
         A hint, asked before the layer is computed: an engine then computes K and V of the layer first, and the rest of
         it for the selected tokens only. Where it says False, they are left out from the layer after.

@@ -1,4 +1,4 @@
-"""What every pluggable part has in common: a word in YAML, a typed config, a constructor and `close`."""
+"""The base of every pluggable part: a word in YAML, a typed config, a constructor and `close`."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class GPUConnector(Component):
 
     @property
     def representation(self) -> Mapping[str, Any]:
-        """What else determines the bytes of a chunk (page layout, block size, ISA); part of the fingerprint."""
+        """Anything else that determines a chunk's bytes (page layout, block size, ISA); part of the fingerprint."""
         return {}
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:

@@ -42,9 +42,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class ChunkEvent:
-    """Which chunks came to a tier or left it, for those who route requests to where their KV is. A hint, not a ledger.
+    """Chunks that entered or left a tier, for routers that send requests to where their KV is. A hint, not a ledger.
 
-    Holds keys and tokens: only observers with `sees_chunks` are told.
+    Holds keys and tokens, so only observers with `sees_chunks` receive it.
     """
 
     name: Literal["named", "stored", "removed", "cleared"]
@@ -54,7 +54,7 @@ class ChunkEvent:
     in_memory: bool = False
     """The tier is this process's own memory."""
     keys: tuple[ChunkKey, ...] = ()
-    """What was stored or removed."""
+    """Keys of the chunks that were stored or removed."""
     segments: tuple[Segment, ...] = ()
     tokens: bytes = b""
     """int32-LE, the whole sequence up to the end of the last segment."""
@@ -63,20 +63,20 @@ class ChunkEvent:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one tier did for one request, all its chunks together."""
+    """One tier's work for one request, all its chunks together."""
 
     name: str
     """`read`, `decode` (within `read`), `write`, `encode` (within `write`), or `copy`: the connector's, of no tier."""
     tier: str
     began: float
-    """When its first chunk's began, in seconds since the epoch."""
+    """Start of its first chunk, in seconds since the epoch."""
     seconds: float
     """From when the first chunk's began to when the last one's ended."""
     busy_seconds: float
     """The chunks' own times: they overlap."""
     chunks: int
     bytes: int
-    """Of blobs, for `read` and `write`; of KV otherwise."""
+    """Bytes of blobs, for `read` and `write`; of KV otherwise."""
     codec: str = ""
     """The serializer's type, for `decode` and `encode`."""
 
@@ -96,17 +96,17 @@ class Request:
     seconds: float
     """Until the verb, or its task, ended; writes in the background may have ended later."""
     tokens: int
-    """That were asked for, or offered."""
+    """Number of tokens requested or offered."""
     served_tokens: int
-    """That were given, or are kept now."""
+    """Number of tokens delivered, or stored now."""
     keys: tuple[ChunkKey, ...]
     """The whole chain."""
     ends: tuple[int, ...]
-    """Where each of its chunks ends, in tokens."""
+    """End of each of its chunks, in tokens."""
     first: int
     """The first of them that was asked for."""
     num_tokens: int
-    """Of the whole sequence, with what did not fill a chunk."""
+    """Length of the whole sequence, including the tokens that did not fill a chunk."""
     chunk_tokens: int
     sources: Mapping[str, int]
     """The tiers that had what was given, with how many tokens."""
@@ -116,7 +116,7 @@ class Request:
 
 
 class CounterKey(NamedTuple):
-    """What is counted together: an event's name, tier and reason.
+    """The key of a counter: an event's name, tier and reason.
 
     Two names are no events: `observer_error` (the reason is the observer's type) and `observer_lost`.
     """
@@ -145,7 +145,7 @@ class Watched(Protocol):
     spec: KVSpec
 
     def health(self) -> Health:
-        """How its tiers are; none once the engine is gone."""
+        """The state of its tiers; none once the engine is gone."""
 
     def counters(self) -> Mapping[CounterKey, Totals]:
         """The sums of its events by name, tier and reason; none once it is gone."""

@@ -13,7 +13,7 @@ from kvloom.types import EXACT, Buffers, Chunk, MemoryFormat
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a batched encode or decode runs."""
+    """The place where a batched encode or decode runs."""
 
     device: Any
     """A torch.device."""
@@ -38,23 +38,23 @@ class Serializer(Component):
 
     lossless: ClassVar[bool] = True
     formats: ClassVar[frozenset[MemoryFormat]] = frozenset(MemoryFormat)
-    """What it can encode; anything else is refused when the engine opens."""
+    """The formats it can encode; any other is refused when the engine opens."""
     by_layer: ClassVar[bool] = False
     """It has `layer_buffers` and `decode_layers`, so that its blobs may be read layer by layer."""
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """What the header of a blob says about how it was encoded (JSON values), for who looks into a store.
+        """Parameters of the encoding (JSON values), stored in the header of a blob for tools that inspect a store.
 
         Some 15 KiB at most, with fewer than 256 lists and mappings in it.
 
-        `layer_buffers` is handed it, of the blob in question; `decode`, which has the buffers themselves, is not.
+        `layer_buffers` receives those of the blob in question; `decode`, which has the buffers, does not.
         """
         return {}
 
     @property
     def fidelity(self) -> str:
-        """What becomes of an exact chunk: `"exact"`, or this codec and its level."""
+        """The fidelity of a chunk after encoding an exact one: `"exact"`, or this codec and its level."""
         return EXACT if self.lossless else self.type
 
     @abstractmethod

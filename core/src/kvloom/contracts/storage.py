@@ -16,16 +16,16 @@ def join(blob: Buffers) -> bytes:
 
 
 class Sink(Protocol):
-    """Where `get_into` puts a blob: the caller's memory, page-aligned.
+    """The destination of `get_into`: the caller's memory, page-aligned.
 
-    A sink may have `max_bytes`: it refuses what is longer. A backend whose client reads a blob before it says how long
-    it is asks for the length first then, so that nobody has it take more memory than that.
+    A sink may have `max_bytes`, and refuses a longer blob. A backend whose client returns the length only together with
+    the blob asks for the length first in that case, so that no longer blob is read into memory.
     """
 
     def reserve(self, num_bytes: int) -> memoryview:
         """Writable memory for the whole blob, asked for before any of it is read.
 
-        Raises BackendError if there is no room, CorruptBlobError if no such blob is that long: let it pass.
+        Raises BackendError if there is no room, CorruptBlobError if no blob can be that long; do not catch them.
         """
 
     def filled(self, num_bytes: int) -> None:
@@ -42,9 +42,10 @@ class StorageBackend(Component):
     """
 
     persistent: ClassVar[bool] = False
-    """What was put survives `close` and reopening, and `scan` lists it: that is how a restart finds and counts it.
+    """Blobs survive `close` and reopening, and `scan` lists them, so that a restart can find and count them.
 
-    Only a store that is `shared` and `bounded` too need not list: it is asked for every key, and keeps its own bounds.
+    Only a store that is `shared` and `bounded` too need not list them: it is asked for every key, and limits its own
+    size.
     """
     shared: ClassVar[bool] = False
     """Other processes that open the same store see it."""
@@ -54,7 +55,7 @@ class StorageBackend(Component):
     """Each key that `contains_many` is asked about costs a request. Of a chain the core then asks about as many as it
     takes to find where it ends, `threads` at a time, and takes what lies before for present until it is read."""
     threads: ClassVar[int] = 4
-    """How many reads the core should have under way at once: 1 or more, at most so many; two writes come on top."""
+    """Maximum number of concurrent reads, 1 or more. Up to two writes run in addition."""
 
     @abstractmethod
     def put(self, key: str, blob: Buffers) -> None:
@@ -70,7 +71,7 @@ class StorageBackend(Component):
 
     @abstractmethod
     def contains(self, key: str) -> bool:
-        """Whether there is a blob under `key`."""
+        """Return whether there is a blob under `key`."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -157,7 +158,7 @@ class StorageBackend(Component):
         """
 
     def identity(self) -> str | None:
-        """Which store this is, whatever its settings call it; None if that cannot be told.
+        """The identity of this store, whatever its settings call it; None if unknown.
 
         Two instances of one class with the same answer are on the same store, and the core refuses them in one engine.
         """
@@ -180,12 +181,14 @@ class StorageBackend(Component):
         """
 
     def hold(self, name: str) -> bool:
-        """Whether this process alone, of all that share the store, now has the right `name`, until `close` or its end.
+        """Acquire the right `name`, which one process at a time may have of those that share the store. Return whether
+        it is held.
 
-        name: of `[A-Za-z0-9._-]`. Never waits. Asking again while holding it is True. Two instances in one process
-        exclude each other too. What it takes in the store is no blob. Where the end of a process is noticed by a lease,
-        that lasts ten seconds at most. The default is for stores that nobody shares: always True; of
-        those that share one, each then evicts by what it knows itself. Raise where this process cannot have the right
-        whoever else does: the tier's health says so. Who may not write to the store cannot have it, nor be in its way.
+        name: of `[A-Za-z0-9._-]`. It is held until `close` or the end of the process. Never waits. Asking again while
+        holding it returns True. Two instances in one process exclude each other too. The right's record in the store is
+        not a blob. A lease that detects the end of a process lasts ten seconds at most. The default returns True, which
+        suits stores that are not shared; without `hold`, each process that shares a store evicts on its own. Raise if
+        this process can never have the right, whoever else has it: the tier's health then says so. A process without
+        permission to write to the store must neither get the right nor block others from it.
         """
         return True

@@ -1,4 +1,4 @@
-"""What an engine, or an index, is made of: its configuration resolved against the plugins, every component opened."""
+"""Assembles an engine or an index: resolves its configuration against the plugins and opens every component."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Components:
     runtime: Runtime
     registry: Registry
     blending: Blending | None
-    """What the configuration's `blend` block names; an index has none."""
+    """The components of the configuration's `blend` block; an index has none."""
     others: tuple[tuple[KVSpec, TokenDatabase], ...]
-    """Of an index: the other ranks of the model."""
+    """The other ranks of the model, in an index."""
 
 
 def kept(made: ExitStack, part: T) -> T:

@@ -1,4 +1,4 @@
-"""What an engine does behind its callers' backs: tasks that load, save and prefetch, on threads of their own."""
+"""An engine's background work: tasks that load, save and prefetch, on threads of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvloom.telemetry.request_trace import RequestTrace
 from kvloom.types import Segment
 
 MOST_TASKS = 1024
-"""That may wait or run at once. One too many would only be late: it is over at once, with nothing moved."""
+"""Maximum number of tasks that wait or run. A task beyond it ends at once, with nothing moved."""
 
 
 class Background:
@@ -25,7 +25,7 @@ class Background:
         self._engine = engine  # what is under way keeps it, so that somebody closes it before the process ends
         self.workers = Workers(runtime, name="kvloom-engine", threads=4)
         self.loaders = Workers(runtime, name="kvloom-load", threads=4)
-        """Of their own: a load that somebody waits for does not queue behind saves that wait for room."""
+        """Threads for loads only, so that no load queues behind saves that wait for room."""
         self._events = events
         self._runtime = runtime
         self._tasks: dict[Task, bool] = {}

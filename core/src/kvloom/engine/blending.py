@@ -14,7 +14,7 @@ from kvloom.types import KVSpec
 
 @dataclass(slots=True)
 class Blending:
-    """What an engine blends with. Who runs the model (a runner) asks the retriever, then the executor."""
+    """The components an engine blends with. The runner of the model calls the retriever, then the executor."""
 
     executor: BlendExecutor
     retriever: BlendRetriever

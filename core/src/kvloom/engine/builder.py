@@ -123,7 +123,7 @@ def asked_only(choices: Sequence[TierChoice]) -> tuple[TierChoice, ...]:
     """The tiers that other processes share, to ask and not to write to. Raises ConfigError if there is none."""
     shared = [choice for choice in choices if choice.backend is not None and choice.backend.cls.shared]
     if not shared:
-        raise ConfigError("tiers", "an index asks tiers that processes share, and there is none; add one, such as disk")
+        raise ConfigError("tiers", "an index needs a tier that processes share; add one, for example disk")
     return tuple(replace(choice, write="never", policy="lru", capacity=None, quota=None) for choice in shared)
 
 
@@ -164,7 +164,7 @@ def _policy(choice: TierChoice, *, exact_only: bool) -> Policy:
 
 
 def _by_tag(quota: Mapping[str, int] | None) -> dict[str, int] | None:
-    """By what stands in keys for a salt."""
+    """Quotas by salt tag, as keys have it."""
     return None if quota is None else {salt if salt == "*" else salt_tag(salt): size for salt, size in quota.items()}
 
 

@@ -70,7 +70,7 @@ class Engine(Index):
     def __init__(self, parts: Components, *, owner: Engine | None = None) -> None:
         """Use `Engine.open`."""
         self.blending = parts.blending
-        """What the configuration's `blend` block names; None without one."""
+        """The components of the configuration's `blend` block; None without one."""
         if parts.blending is not None:
             parts.blending.retriever.engine = self
             parts.blending.emit = parts.events.emit
@@ -396,7 +396,7 @@ class Engine(Index):
 
     @shielded_waiting
     def changes(self) -> Changes:
-        """Which chunks came into memory, and which left it, since the last call: for one mirror in another process."""
+        """Chunks that entered or left memory since the last call, for a single mirror in another process."""
         self._check_open()
         return self._stack.memory.changes()
 

@@ -1,4 +1,4 @@
-"""What the tiers hold, and nothing moved: the half of an engine that a scheduler needs."""
+"""Looks up what the tiers hold, and moves nothing: the half of an engine that a scheduler needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvloom.types import ChunkKey, Health, Hit, Segment
 
 
 class _View:
-    """What observers see of an engine, for as long as there is one."""
+    """An observer's view of an engine, for as long as the engine exists."""
 
     def __init__(self, engine: Index) -> None:
         self.instance_id = engine.config.instance_id
@@ -132,25 +132,25 @@ class Index:
 
     @property
     def chunk_tokens(self) -> int:
-        """How many tokens a chunk has."""
+        """Number of tokens in a chunk."""
         return self.config.chunk_tokens
 
     @shielded_waiting
     def health(self) -> Health:
-        """How the tiers are: which are paused and why, what they hold, what hangs. Asks no backend."""
+        """The state of the tiers: which are paused and why, what they hold, what hangs. Asks no backend."""
         self._check_here()
         return self._stack.health()
 
     @shielded_waiting
     def counters(self) -> Mapping[CounterKey, Totals]:
-        """What has happened so far: (event, tier, reason) to its totals."""
+        """Counters so far: (event, tier, reason) to its totals."""
         self._check_here()
         return self._events.counters()
 
     def lookup(
         self, tokens: torch.Tensor, search_range: Sequence[str] | None = None, *, salt: str | None = None
     ) -> Hit:
-        """How many leading tokens the tiers say they hold. Reads no KV, changes nothing; a paused tier has nothing.
+        """Count the leading tokens that the tiers report. Reads no KV, changes nothing; a paused tier has nothing.
 
         search_range: names of tiers to ask. Raises ValueError if there is no such tier, TypeError if it is one string.
         """
@@ -210,7 +210,7 @@ class Index:
         )  # fmt: skip
 
     def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
-        """Which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
+        """Find the segments that the tiers report: a bool mask with one entry per segment, gaps included."""
         return torch.tensor([name is not None for name in self.locate(segments, search_range)], dtype=torch.bool)
 
     def locate(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> list[str | None]:
@@ -225,14 +225,14 @@ class Index:
         return self._runtime.uninterrupted(partial(self._stack.locate, keys, search_range), leave=True)
 
     def _callers(self) -> Callers:
-        """What the observers want to remember of this thread, on which a request begins."""
+        """What the observers want to remember about this thread, on which a request begins."""
         return self._events.callers() if self._events.sees_requests else ()
 
     def _record(
         self, verb: str, segments: Sequence[Segment], first: int = 0, tokens: torch.Tensor | None = None, *,
         callers: Callers,
     ) -> RequestTrace:  # fmt: skip
-        """Of a request that begins now. first: of the segments that are selected. tokens: all of them."""
+        """The trace of a request that begins now. first: index of the first selected segment. tokens: all of them."""
         if not self._events.sees_requests:
             return NO_TRACE
         num_tokens = tokens.numel() if tokens is not None else segments[-1].end if segments else 0

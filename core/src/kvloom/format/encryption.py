@@ -50,11 +50,11 @@ class Check(Protocol):
         """The next bytes; those of an encrypted buffer are decrypted where they are."""
 
     def right(self, digest: bytes) -> bool:
-        """Whether that was all of it, and nothing else. Once."""
+        """Return whether the buffer was complete and unaltered. Call it once."""
 
 
 class Protection:
-    """What a tier does to its blobs, and with which keys."""
+    """The keys of a tier's blobs, and their use: signing or encryption."""
 
     def __init__(self, mode: Mode, keys: Sequence[bytes]) -> None:
         """keys: of 32 bytes. The first is written with; blobs of any of them are read, signed or encrypted."""
@@ -77,7 +77,7 @@ class Protection:
                 raise ConfigError("keys", f"the environment variable {name} is not set; put keys into it")
         else:
             if looks_like_a_key(source):
-                raise ConfigError("keys", "this is a key, and not where one is; put it into a file or a variable")
+                raise ConfigError("keys", "expected a file path or `env:NAME`, got key material; put it into a file")
             text = _content(Path(source).expanduser())
         lines = [line.strip() for line in text.splitlines()]
         keys = [_key(line, number) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
@@ -161,7 +161,7 @@ class BlobKey:
         return stored, tags
 
     def check(self, number: int, *, decrypt: bool = True) -> Check:
-        """Of buffer `number`. decrypt: False leaves an encrypted one as it is stored."""
+        """The check of buffer `number`. decrypt: False leaves an encrypted buffer as it is stored."""
         gcm = self._gcm(number)
         return _Decryption(gcm, in_place=decrypt) if self.encrypted else _Signature(gcm)
 
@@ -229,7 +229,7 @@ def _require_cryptography() -> None:
 
 
 def _key_id(key: bytes) -> bytes:
-    """What a header says of a key: the same on every machine, and nothing about the key."""
+    """The key's id in headers: the same on every machine, and reveals nothing about the key."""
     return hashlib.sha256(b"kvloom key id 1" + key).digest()[:16]
 
 

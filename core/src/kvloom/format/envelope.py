@@ -34,7 +34,7 @@ MAGIC = b"KVLOOM\r\n"
 VERSION = 2
 """The latest that is read."""
 PLAIN_VERSION = 1
-"""What is not signed is written so that every release can read it."""
+"""The version of unsigned blobs, which every release can read."""
 ALIGN_BYTES = 4096
 
 _FIXED = struct.Struct("<8sHHIIIQ8x16s16s24s16s")
@@ -54,7 +54,7 @@ def longest_header(buffers: int) -> int:
 
 
 MAX_HEADER_BYTES = longest_header(MAX_BUFFERS)
-"""Of a chunk's blob: 116 KiB."""
+"""The longest header of a chunk's blob: 116 KiB."""
 _MOST_TEXT = 1024
 """Characters of one text of a description."""
 _MOST_NUMBER = 1 << 53
@@ -66,7 +66,7 @@ _TAG_AT = 96
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a blob holds."""
+    """The content of a blob."""
 
     key: str
     serializer: str
@@ -77,7 +77,7 @@ class Description:
     fidelity: str
     params: Mapping[str, Any] = field(default_factory=dict)
     written: int = 0
-    """When the KV was first stored, in whole seconds since the epoch; 0 if that is not known."""
+    """The time at which the KV was first stored, in whole seconds since the epoch; 0 if unknown."""
     start: int | None = None
     """The position of the first token in its sequence; None if that is not known."""
 
@@ -88,19 +88,19 @@ class Header:
 
     description: Description
     lengths: tuple[int, ...]
-    """Of the payload's buffers, bytes."""
+    """Lengths of the payload's buffers, in bytes."""
     digests: tuple[bytes, ...]
     header_bytes: int
     payload_bytes: int
     blob_key: BlobKey | None = None
-    """Of a signed blob: it was this key's, and `digests` are its tags."""
+    """The key of a signed blob, whose tags are `digests`."""
 
     def check(self, number: int, *, decrypt: bool = True) -> Check:
         """For the bytes of buffer `number`, to be compared with its digest."""
         return _Checksum() if self.blob_key is None else self.blob_key.check(number, decrypt=decrypt)
 
     def right(self, number: int, buffer: memoryview) -> bool:
-        """Whether this is buffer `number`, which is decrypted in its place."""
+        """Verify buffer `number`, and decrypt it in place."""
         check = self.check(number)
         check.update(buffer)
         return check.right(self.digests[number])
@@ -164,7 +164,7 @@ def seal(
 
 
 def header_bytes(page: memoryview) -> int:
-    """How long the header is that starts with `page` (4 KiB), as far as it says. Raises CorruptBlobError."""
+    """The length of the header that starts with `page` (4 KiB), as the header states it. Raises CorruptBlobError."""
     magic, _, _, length, *_ = _FIXED.unpack_from(page)
     if magic != MAGIC or not ALIGN_BYTES <= length <= MAX_HEADER_BYTES:
         raise CorruptBlobError("byte 0: not a kvloom blob")

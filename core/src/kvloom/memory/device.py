@@ -8,7 +8,7 @@ import torch
 
 
 class Done(Protocol):
-    """What tells when work that was queued on a device is over; `torch.cuda.Event` does."""
+    """Tells when work queued on a device is over; `torch.cuda.Event` does."""
 
     def query(self) -> bool: ...
 

@@ -1,4 +1,4 @@
-"""Which parts of an address range are free: best fit in O(log n), neighbours merged, nothing scanned."""
+"""The free parts of an address range: best fit in O(log n), neighbours merged, nothing scanned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where memory was taken: noted cheaply each time, put into words only when somebody has lost it."""
+"""The place where memory was taken: noted cheaply each time, formatted only when a leak is reported."""
 
 from __future__ import annotations
 

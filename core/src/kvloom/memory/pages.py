@@ -45,7 +45,7 @@ class Pages:
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.view = memoryview(self._map)
         self.slab_ends = _slab_ends(size, piece_bytes) if pinner is not None else (size,)
-        """Where slabs end."""
+        """The ends of the slabs."""
         self.pinned_bytes = 0
         self._pinner = pinner
         self._pinning = False

@@ -20,10 +20,11 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the proce
 
 
 class Pinner(Protocol):
-    """Who can page-lock memory."""
+    """Page-locks memory."""
 
     def ready(self) -> bool:
-        """Whether it can by now. Asked often, on the threads that use the memory; must initialise nothing."""
+        """Return whether memory can be pinned by now. Called often, on threads that use the memory; initialises
+        nothing."""
 
     def register(self, address: int, nbytes: int) -> bool:
         """Lock memory whose pages are present; False if that cannot be."""

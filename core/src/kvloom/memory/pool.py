@@ -212,7 +212,7 @@ class Pool:
         # Held for a few dictionary operations, never across I/O, a copy or a call to anybody else.
         self.lock = runtime.lock()
         self.leaked = 0
-        """How many leases, reservations and blocks were forgotten and not given back."""
+        """Number of leases, reservations and blocks that were garbage-collected without being given back."""
         # What `__del__` wants done. The garbage collector may call it on a thread that holds the lock, so it must not
         # take one: the next `reserve` does the work.
         self.forgotten: deque[tuple[Callable[[], None], str, int, Origin]] = deque()
@@ -244,7 +244,7 @@ class Pool:
 
     @property
     def widest(self) -> tuple[int, int]:
-        """Where the longest free extent begins and ends; (0, 0) if there is none."""
+        """The begin and end of the longest free extent; (0, 0) if there is none."""
         with self.lock:
             return self._extents.widest
 

@@ -14,7 +14,7 @@ from kvloom.errors import PluginError
 
 
 def names(commands: typer.Typer) -> set[str]:
-    """Return the names of verbs and of groups of verbs."""
+    """Names of verbs and of groups of verbs."""
     return {verb.name for verb in _outlines(commands) if verb.name}
 
 

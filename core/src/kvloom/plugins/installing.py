@@ -1,4 +1,4 @@
-"""How to install what is missing, in words that work here."""
+"""Commands that install missing packages, in the form that works here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _folder(dist: str) -> str:
 
 
 def _clone() -> Path | None:
-    """Where pip noted that it had kvloom from, if that is a directory and still there."""
+    """The directory that pip installed kvloom from, if it is a clone and still exists."""
     try:
         url = json.loads(metadata.distribution("kvloom").read_text("direct_url.json") or "{}").get("url", "")
     except (metadata.PackageNotFoundError, ValueError, AttributeError):

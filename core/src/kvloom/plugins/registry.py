@@ -117,7 +117,7 @@ _FIRST_PARTY = {
 
 @dataclass(frozen=True, slots=True)
 class PluginStatus:
-    """What became of one entry point."""
+    """The state of one entry point."""
 
     name: str
     dist: str
@@ -171,7 +171,7 @@ class Registry:
         return tuple(plugin.entry.name for plugin in self._plugins)
 
     def statuses(self) -> tuple[PluginStatus, ...]:
-        """What became of every plugin. Imports every class that a plugin provides."""
+        """The state of every plugin. Imports every class that a plugin provides."""
         return tuple(plugin.status() for plugin in self._plugins)
 
     def get(self, kind: str, type: str) -> type[Any]:
@@ -188,7 +188,7 @@ class Registry:
         return providers[0][1]
 
     def lacks(self, kind: str, type: str) -> str:
-        """What of an extra instances of this class need and is not installed, with the remedy; empty if nothing."""
+        """Text on a missing optional dependency of this class, with the remedy; empty if none is missing."""
         for plugin, cls in self._provided(kind):
             for module, extra in getattr(cls, "extras", {}).items() if cls.type == type else ():
                 if not _is_there(module):
@@ -274,7 +274,7 @@ class _Plugin:
             self._hooks = manager.hook
 
     def classes(self, kind: str) -> tuple[type[Component], ...]:
-        """What this plugin provides of `kind`: all that its hook returned, or nothing if any of it is unfit."""
+        """The classes of `kind` from this plugin: all that its hook returned, or none if any of them is unfit."""
         if self._hooks is None:
             return ()
         if kind not in self._classes:

@@ -20,35 +20,35 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUEUE_EVENTS = 4096
-"""How many events may wait for slow observers before the oldest are lost."""
+"""Maximum number of events queued for slow observers; beyond it the oldest are lost."""
 QUEUE_REQUESTS = 1024
-"""How many requests may, each with the keys of its chain."""
+"""Maximum number of queued requests, each with the keys of its chain."""
 CHUNK_EVENT_BYTES = 64 << 20
-"""How much of keys and tokens may."""
+"""Maximum size of the keys and tokens in queued chunk events."""
 MOST_COUNTERS = 4096
 """Sums that are kept apart; many times what there is for ten tiers."""
 MOST_REASON_CHARS = 80
 OTHER = "other"
 _NAMES = frozenset(get_args(EventName)) | {"observer_error", "observer_lost"}
 GATHER_SECONDS = 0.02
-"""How long observers are left asleep once something has happened: the verb that did it is not to share its processor,
-nor the interpreter's lock, with them."""
+"""Time that observers sleep after something happened, so that the verb that caused it does not share its processor, or
+the interpreter's lock, with them."""
 _LOOKS = 50
-"""How often the thread looks for more before it has to be woken."""
+"""Number of times that the thread polls for more before it waits to be woken."""
 _KEY_BYTES = 256
-"""What an event about one chunk takes up, roughly."""
+"""Approximate size of an event about one chunk."""
 
 
 Callers = Sequence[tuple[Observer, object]]
-"""What each observer that sees requests said as one began."""
+"""What each observer that sees requests returned when one began."""
 
 
 Blamed = Callable[[], AbstractContextManager[None]]
-"""What is raised within is said with the place in the configuration."""
+"""A context that adds the place in the configuration to errors raised within."""
 
 
 class EventBus:
-    """Where everything that happens to KV is reported."""
+    """Reports everything that happens to KV to the observers."""
 
     def __init__(
         self, observers: Sequence[Observer], runtime: Runtime, *, blamed: Sequence[Blamed] | None = None
@@ -119,7 +119,7 @@ class EventBus:
                 observer.watch(engine)
 
     def callers(self) -> Callers:
-        """What the observers want to remember of the thread that calls this."""
+        """Collect what each observer wants to remember about the calling thread."""
         said = []
         for observer in self._observers:
             if observer.sees_requests:
@@ -250,7 +250,7 @@ class EventBus:
         return bool(self._queue or self._chunks or self._requests)
 
     def _next(self) -> list[tuple[Observer, Callable[[], None]]]:
-        """Who is to be told next, and how."""
+        """The observers to notify next, each with its call."""
         if self._queue:
             event = self._queue.popleft()
             return [(observer, partial(observer.on_event, event)) for observer in self._observers]

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class RequestTrace:
-    """Of a request that nobody wants to be told of: does nothing."""
+    """The trace of a request that no observer wants to see: does nothing."""
 
     served_tokens = 0
-    """How many tokens were given or kept: set it before the end."""
+    """Number of tokens delivered or stored. Set it before the end."""
 
     def now(self) -> float:
-        """When a step begins or ends, for `note`; without a record no clock is read."""
+        """The time at which a step begins or ends, for `note`. Without a trace no clock is read."""
         return 0.0
 
     def note(
@@ -67,7 +67,7 @@ class _Sum:
 
 
 class OpenRequestTrace(RequestTrace):
-    """Of a request that is under way. Observers are told once it and every write that it began are over."""
+    """The trace of a running request. Observers are notified once it and all its writes are over."""
 
     def __init__(
         self, verb: str, segments: Sequence[Segment], *, first: int, num_tokens: int, chunk_tokens: int,

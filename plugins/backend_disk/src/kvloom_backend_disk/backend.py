@@ -62,7 +62,7 @@ class DiskBackend(StorageBackend):
         path: Path
         """The directory; made if missing. `~` is the home directory."""
         direct: Mode = "auto"
-        """Whether to move blobs past the page cache (O_DIRECT)."""
+        """Move blobs past the page cache (O_DIRECT): `auto`, `always` or `never`."""
 
         @field_validator("path", mode="before")
         @classmethod
@@ -97,7 +97,8 @@ class DiskBackend(StorageBackend):
             logger.info("removed %d unfinished files of dead processes from %s", reclaimed, root)
 
     def _probe(self, root: Path, wanted: Mode) -> Mode:
-        """What `wanted` comes to in this directory. Raises OSError if nothing can be written there."""
+        """The mode that works in this directory, given the wanted one. Raises OSError if nothing can
+        be written there."""
         draft, fd = self._scratch.open()
         try:
             if wanted != "never":

@@ -1,4 +1,4 @@
-"""Where buffers lie in memory, and joining those that lie one behind the other: O_DIRECT depends on both."""
+"""Addresses of buffers, and joining adjacent ones: O_DIRECT depends on both."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Holds:
         _everybody.add(self)
 
     def take(self, name: str) -> bool:
-        """Whether the right is this instance's now.
+        """Try to take the right; return whether this instance has it now.
 
         Raises ValueError for a bad name, OSError if it cannot be told or can never be.
         """
@@ -169,7 +169,7 @@ def _writers(directory: Path) -> int:
 
 
 def _is_too_open(fd: int, status: os.stat_result, writers: int) -> bool:
-    """Whether more than `writers` may read the file, on a file system that could keep them out."""
+    """Return whether more than `writers` may read the file, on a file system that could keep them out."""
     if not _readers(status.st_mode) & ~writers:
         return False
     try:
@@ -184,7 +184,7 @@ def _readers(mode: int) -> int:
 
 
 def _is_still(fd: int, path: Path) -> bool:
-    """Whether the locked file is the one that others would lock."""
+    """Return whether the locked file is still the one that others would lock."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except OSError:

@@ -1,4 +1,4 @@
-"""Where the blob of a key lies, and back: the only module that knows the shape of the directory.
+"""Maps keys to files and back: the only module that knows the shape of the directory.
 
 The blob of `a/b/name` is the file `a/b/+hh/name`. `+` occurs in no key, so a key that is also the beginning of another
 key is never a file where a directory is needed; `hh`, two hex digits, keeps every directory small.
@@ -91,7 +91,8 @@ class Layout:
 
 
 def _belongs(name: str, shard: str) -> bool:
-    """Whether a file of that name in the directory `+<shard>` is a blob: one expression for the names of chunks."""
+    """Return whether a file of that name in the directory `+<shard>` is a blob. One expression covers
+    names of chunks."""
     match = _CHUNK_NAME.fullmatch(name)
     return match[1] == shard if match else _NAME.fullmatch(name) is not None and _shard(name) == shard
 
@@ -127,7 +128,7 @@ class _Listing:
                 yield from self.walk(f"{above}{name}/", "")
 
     def _was_here(self, path: str) -> bool:
-        """Whether what a link leads to is listed anyway: in the store, or by another link. Loops are such."""
+        """Return whether a link's target is listed anyway: in the store, or by another link. Loops count as listed."""
         real = os.path.realpath(path)
         if f"{real}/".startswith(f"{self._real}/") or f"{self._real}/".startswith(f"{real}/") or real in self._linked:
             return True

@@ -1,4 +1,4 @@
-"""What the kernel's page cache holds."""
+"""Queries the kernel's page cache."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall if sys.platform == "linux" 
 
 
 def is_cached(fd: int, offset: int, num_bytes: int) -> bool:
-    """Whether the page cache holds this part of the file, as good as all of it.
+    """Return whether the page cache holds this part of the file, or nearly all of it.
 
-    Where the kernel cannot be asked (before Linux 6.5) the answer is no: reading past the cache what it holds is
-    slower, but reading through it what it does not hold costs memory besides.
+    Where the kernel cannot be asked (before Linux 6.5) the answer is no: a direct read of cached data is only slower,
+    but a cached read of other data also costs memory.
     """
     if _syscall is None:
         return True  # no O_DIRECT there to choose instead

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 FOREIGN_SECONDS = 86400.0
-"""When a file of a host whose processes cannot be seen from here counts as abandoned."""
+"""Age at which a file counts as abandoned if it belongs to a host whose processes cannot be seen from here."""
 
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NAME = re.compile(r"([0-9a-f]{12})\.([0-9]+)\.([0-9]*)\.[0-9a-f]{16}")
@@ -108,7 +108,7 @@ def drop(draft: str, fd: int) -> None:
 
 
 def _nobody_else_has(fd: int) -> bool:
-    """Whether the file is open nowhere else. Linux grants a lease for writing only then."""
+    """Return whether the file is open nowhere else. Only then does Linux grant a lease for writing."""
     if not hasattr(fcntl, "F_SETLEASE"):
         return False
     try:
@@ -149,13 +149,13 @@ _STATE, _THREADS, _STARTED = 0, 17, 19
 
 
 def _start_time(pid: int) -> str:
-    """When `pid` started, in the kernel's ticks since boot; empty where the system does not say."""
+    """Start time of `pid`, in the kernel's ticks since boot; empty where the system does not say."""
     fields = _stat(pid)
     return fields[_STARTED] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """What the system says of `pid`, behind its name; empty where it does not."""
+    """Fields of /proc/PID/stat after the name; empty where there are none."""
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
             return []  # /proc shows another pid namespace's processes

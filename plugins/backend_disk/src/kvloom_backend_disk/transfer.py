@@ -24,9 +24,9 @@ Mode = Literal["auto", "always", "never"]
 BLOCK_BYTES = 4096
 """O_DIRECT wants addresses, offsets and lengths that are multiples of this."""
 CACHED_STEP_BYTES = 512 << 10
-"""How much is read from the page cache between two reports: it is verified while the processor still has it."""
+"""Bytes read from the page cache between two reports, so that they are verified while in the processor's cache."""
 DIRECT_STEP_BYTES = 1 << 20
-"""How much is read past it: enough to keep a disk busy."""
+"""Bytes of one read past the page cache: enough to keep a disk busy."""
 SMALL_BYTES = 128 << 10
 """Below this, choosing costs more than it brings: `auto` uses the page cache."""
 SMALL_BLOB_BYTES = 1 << 20
@@ -87,7 +87,7 @@ class Transfer:
         self._tried = True
 
     def writes_directly(self, blob: Buffers) -> bool:
-        """Whether a blob is to be written past the page cache."""
+        """Return whether to write a blob past the page cache."""
         if self._mode != "auto":
             return self._mode == "always"
         return sum(memoryview(buffer).nbytes for buffer in blob) >= SMALL_BYTES

@@ -22,7 +22,7 @@ logger = logging.getLogger("kvloom.backend_fsspec")
 T = TypeVar("T")
 _DELETE_AT_ONCE = 1000
 _ABANDONED_SECONDS = 86400.0
-"""When nobody goes on with a draft any more, whatever the clocks are like."""
+"""Age at which a draft counts as abandoned, with room for clocks that differ."""
 
 
 class FsspecBackend(StorageBackend):

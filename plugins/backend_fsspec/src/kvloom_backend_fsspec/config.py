@@ -14,7 +14,7 @@ from kvloom import Config as BaseConfig
 from kvloom import Duration
 
 OBSTORE_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "file": "file"}
-"""What obstore serves, by one word for each kind of store."""
+"""The schemes that obstore serves, with one word for each kind of store."""
 
 SFTP_SCHEMES = ("sftp", "ssh")
 
@@ -38,13 +38,13 @@ _NO_PART = ("", ".", "..")
 
 
 class Place(NamedTuple):
-    """What a URL names."""
+    """The parts of a URL."""
 
     scheme: str
     host: str
     """Bucket, container or host, with user and port where there are any; empty for what is on this machine."""
     prefix: str
-    """Where in it; no slash at either end."""
+    """The path inside the bucket; no slash at either end."""
 
 
 class Config(BaseConfig):
@@ -61,13 +61,13 @@ class Config(BaseConfig):
     connect_timeout: Duration = Field(default=1.0, gt=0, le=600)
     """Seconds to connect."""
     retries: int = Field(default=2, ge=0, le=10)
-    """How often a request is repeated that failed by itself; never once `timeout` has passed since it began.
+    """Maximum number of repeats of a request that failed by itself; none once `timeout` has passed since it began.
 
-    A listing by fsspec is repeated until then."""
+    Listings by fsspec are repeated until then."""
     allow_http: bool = False
-    """Whether an endpoint may be without TLS: what is stored there can be read on its way."""
+    """Allow an endpoint without TLS: its traffic can be read on the way."""
     threads: int = Field(default=16, ge=1, le=256)
-    """How many requests one question about many keys, or one large blob, may have under way."""
+    """Maximum number of concurrent requests for one call about many keys, or for one large blob."""
 
     @field_validator("url")
     @classmethod
@@ -111,17 +111,17 @@ class Config(BaseConfig):
 
     @property
     def place(self) -> Place:
-        """What the URL names."""
+        """The parts of the URL."""
         return place_of(self.url)
 
     @property
     def by_sftp(self) -> bool:
-        """Whether paramiko is the client."""
+        """Return whether paramiko is the client."""
         return self.place.scheme in SFTP_SCHEMES
 
     @property
     def by_obstore(self) -> bool:
-        """Whether obstore is the client."""
+        """Return whether obstore is the client."""
         return self.driver != "fsspec" and self.place.scheme in OBSTORE_SCHEMES
 
 

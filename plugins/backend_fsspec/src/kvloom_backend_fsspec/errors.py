@@ -1,4 +1,4 @@
-"""What stores say, in a line, with what to do about it."""
+"""Turns errors of stores into one line with the remedy."""
 
 from __future__ import annotations
 
@@ -72,24 +72,25 @@ def explained(error: BaseException, place: Place) -> str:
 
 
 def remedy_of(text: str) -> str:
-    """What to do about what a store said; empty if it is nothing that is known."""
+    """The remedy for a store's error text; empty for an unknown error."""
     return next((remedy for signs, remedy in _REMEDIES if any(sign in text for sign in signs)), "")
 
 
 def says_no_bucket(text: str) -> bool:
-    """Whether what is not found is the bucket: no miss, but a store that is not there."""
+    """Return whether the bucket is missing, which is a store that is not there rather than a miss."""
     return any(sign in text for sign in _NO_BUCKET)
 
 
 def is_beyond_the_end(text: str) -> bool:
-    """Whether a range was asked for that begins where the object has ended."""
+    """Return whether the requested range begins behind the end of the object."""
     return any(sign in text.partition("\n")[0] for sign in _BEYOND)
 
 
 def failed_for_one(text: str) -> bool:
-    """Whether a server that answered a request to delete could not delete one of the objects.
+    """Return whether a server that answered a delete request could not delete one of the objects.
 
-    Ceph says so for what is replaced meanwhile, in up to half of the requests, and never if it is asked for one alone.
+    Ceph does this for objects that are replaced meanwhile, in up to half of the requests, but never for a single
+    object.
     """
     return _NOT_THIS_ONE.search(text) is not None
 

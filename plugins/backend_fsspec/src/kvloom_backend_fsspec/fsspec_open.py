@@ -48,7 +48,7 @@ def open_fs(place: Place, config: Config) -> tuple[Any, str]:
 
 
 def _defaults(place: Place, config: Config) -> dict[str, Any]:
-    """What makes an implementation give up in time, and where it finds credentials, as far as is known."""
+    """Options that limit an implementation's waiting and locate its credentials, as far as known."""
     if place.scheme in ("s3", "s3a"):
         return {
             "use_listings_cache": False,

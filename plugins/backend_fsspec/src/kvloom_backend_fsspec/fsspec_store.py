@@ -20,7 +20,8 @@ from kvloom_backend_fsspec.store import MOST_DIRECTORIES, Listed
 from kvloom_backend_fsspec.unread import Unread, is_refused
 
 _WHOLE_AT_ONCE = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2", "hf"}
-"""Where a put is one request, or one assignment, that readers see whole or not at all. Elsewhere a draft is renamed."""
+"""Schemes whose put is a single request or assignment, so that readers see all of it or nothing. Elsewhere a draft is
+renamed."""
 
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _TAGS = ("ETag", "etag", "e_tag")
@@ -29,13 +30,14 @@ _LOST = ("ReadError", "WriteError", "CloseError", "RemoteProtocolError", "Server
 """Errors of httpx and aiohttp on a connection that was made. httpx's pool may close one that it has just lent."""
 _MEMORY, _NO_TURN = threading.Lock(), contextlib.nullcontext()
 _MOST_BYTES = 1 << 30
-"""Of a file, where nobody says how long it may be."""
+"""Maximum size of a file for a read without a given limit."""
 _READS = 8
-"""How often a file is read that is replaced each time."""
+"""Maximum number of reads of a file that is replaced each time."""
 _PAUSE_SECONDS = 0.1
 _LISTING_PAUSE_SECONDS = 0.05
 _LISTINGS = 100
-"""How often a directory is listed that changes each time. WsgiDAV answers 500 if a file vanishes meanwhile."""
+"""Maximum number of listings of a directory that changes each time. WsgiDAV answers 500 if a file
+vanishes meanwhile."""
 T = TypeVar("T")
 
 
@@ -230,7 +232,7 @@ class FsspecStore:
 
 
 def _is_a_servers(error: BaseException) -> bool:
-    """Whether a server that was reached has failed (5xx)."""
+    """Return whether the error is a failure of a server that was reached (5xx)."""
     status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", 0)
     return isinstance(status, int) and status >= 500 and status != 507
 
@@ -282,7 +284,7 @@ def _received(answer: Any, most: int) -> bytes:
 
 
 def _is_about(answer: Any, length: int, now: dict[str, Any]) -> bool:
-    """Whether what was read is the file that is there now, as far as the server says."""
+    """Return whether the bytes read are from the file that is there now, as far as the server says."""
     read, there = (str(tag or "").removeprefix("W/").strip('"') for tag in (answer.headers.get("ETag"), _tag(now)))
     return (read == there or not (read and there)) and (answer.status_code == 206 or length == now["size"])
 

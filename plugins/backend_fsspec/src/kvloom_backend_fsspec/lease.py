@@ -34,7 +34,7 @@ _FREE = b"free"
 class _Held:
     number: int
     renewed: float
-    """When it was known to be ours, in seconds of this process's clock."""
+    """Time of the last confirmation that the right is ours, in seconds of this process's clock."""
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -59,7 +59,7 @@ class Leases:
         self._seen: dict[str, _Seen] = {}
 
     def take(self, name: str) -> bool:
-        """Whether the right is this instance's now. Never waits for anybody but the store."""
+        """Try to take the right; return whether this instance has it now. Waits for nothing but the store."""
         if not _NAME.fullmatch(name):
             raise ValueError(f"hold: {name!r} should be up to 100 of [A-Za-z0-9._-]")
         if self._pid != os.getpid():

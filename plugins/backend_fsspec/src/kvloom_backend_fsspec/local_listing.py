@@ -46,7 +46,8 @@ class LocalListing:
             self._unread.note(directory.lstrip("/"), error)
 
     def _was_here(self, path: str) -> bool:
-        """Whether what a link leads to is listed anyway: in the directory, or by another link. Loops are such."""
+        """Return whether a link's target is listed anyway: in the directory, or by another link. Loops
+        count as listed."""
         real = os.path.realpath(path)
         if f"{real}/".startswith(f"{self._real}/") or f"{self._real}/".startswith(f"{real}/") or real in self._linked:
             return True

@@ -1,7 +1,7 @@
-"""What the objects of a store are called, and back: the only module that knows.
+"""Maps keys to names of objects and back: the only module that knows the names.
 
 The blob of `a/b/name` is the object `<prefix>/a/b/name=kv`. `=` occurs in no key: where a store has directories, a key
-that is also the beginning of another one is never a file where a directory is needed, and what begins with `=` is the
+that is also the beginning of another one is never a file where a directory is needed. Names that begin with `=` are the
 backend's own.
 """
 
@@ -38,7 +38,7 @@ class Names:
         return f"{self._prefix}{key}{_BLOB}"
 
     def directory(self, prefix: str) -> str:
-        """Where to list for the keys that start with `prefix`."""
+        """The directory to list for the keys that start with `prefix`."""
         return (self._prefix + prefix.rpartition("/")[0]).rstrip("/")
 
     def key(self, name: str) -> str | None:
@@ -48,7 +48,7 @@ class Names:
         return key if ours and len(key) <= _MAX_KEY_CHARS and _KEY.fullmatch(key) else None
 
     def may_hold(self, place: str) -> bool:
-        """Whether a directory of that name, or the object, may have to do with a blob."""
+        """Return whether a directory of that name, or the object, may belong to a blob."""
         inside = place.removeprefix(self._prefix).removesuffix(_BLOB)
         return place.startswith(self._prefix) and len(inside) <= _MAX_KEY_CHARS and _KEY.fullmatch(inside) is not None
 

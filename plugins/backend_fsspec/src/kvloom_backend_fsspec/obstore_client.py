@@ -61,7 +61,7 @@ def _root_certificate(options: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _aws_files(options: dict[str, Any]) -> dict[str, Any]:
-    """What ~/.aws says, where the environment does not say it first: boto3 reads these files, obstore does not."""
+    """Settings from ~/.aws, unless the environment has them: boto3 reads these files, obstore does not."""
     if os.environ.get("AWS_ACCESS_KEY_ID") or "true" in str(options.get("skip_signature", "")).lower():
         return {}
     home = Path("~/.aws").expanduser()

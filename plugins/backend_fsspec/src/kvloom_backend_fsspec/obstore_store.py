@@ -23,7 +23,7 @@ _MOST_PAGES = 1 << 16
 """Of one listing, which a server may repeat for ever."""
 _PARTS_AT_ONCE = 4
 _MOST_WHOLE_BYTES = 1 << 30
-"""Of an object that is read whole for a part of it."""
+"""Maximum size of an object that is read whole for a part of it."""
 _SERVER_FAILED = "500 Internal Server Error"
 T = TypeVar("T")
 

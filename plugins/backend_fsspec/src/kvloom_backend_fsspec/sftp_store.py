@@ -151,7 +151,7 @@ class SftpStore:
         self._forget()
 
     def _found(self, call: Callable[[Any], T]) -> T | None:
-        """What `call` gives, or None where there is no such file."""
+        """The result of `call`, or None if there is no such file."""
 
         def found(sftp: Any) -> T | None:
             try:
@@ -179,7 +179,7 @@ class SftpStore:
         raise AssertionError("not reached")
 
     def _is_lost(self, error: Exception) -> bool:
-        """Whether it is about the connection; what the server says of a file is an OSError of another kind."""
+        """Return whether the error is about the connection. Errors about a file are OSErrors of another kind."""
         if isinstance(error, (self._paramiko.AuthenticationException, self._paramiko.BadHostKeyException)):
             return False
         lost = (EOFError, ConnectionError, self._paramiko.SSHException)
@@ -342,7 +342,7 @@ def _make(sftp: Any, directory: str) -> None:
 
 
 def _length(sftp: Any, name: str) -> int | None:
-    """Of a file; what is no regular file is not there. To open a FIFO, a server waits for its writer."""
+    """The length of a regular file; None for anything else. A server that opens a FIFO waits for its writer."""
     status = sftp.stat(f"/{name}")
     return int(status.st_size) if stat.S_ISREG(status.st_mode) else None
 

@@ -1,4 +1,4 @@
-"""What a listing could not read: it goes on past single places, and says so at its end."""
+"""Collects the places that a listing could not read: the listing goes on, and reports them at its end."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ class Unread:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether a store that is reached and answers will not show one place; else it is the store that has failed."""
+    """Return whether a store that answers refuses to show one place. Otherwise the store itself has failed."""
     status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", 0)
     return status == 403 or getattr(error, "errno", None) in _REFUSED

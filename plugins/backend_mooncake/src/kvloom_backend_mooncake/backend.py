@@ -32,19 +32,19 @@ from kvloom_backend_mooncake.memories import Memories, Regions
 from kvloom_backend_mooncake.turns import Turns
 
 STOPGAPS = (b"-" * 59, b"-" * 61)
-"""What takes the place of a blob that is being removed, for a moment. Two, because one that a reader has asked for is
-leased itself, and only what differs in length gets memory of its own. They are known by their lengths, which no blob
-may have: where two clients replace one key at once, Mooncake may show a stopgap that nobody has written yet."""
+"""Placeholders for a blob that is being removed. Two, because a placeholder that a reader has asked for is leased
+itself, and only one of another length gets memory of its own. They are recognised by their lengths, which no blob
+may have: where two clients replace one key at once, Mooncake may show a placeholder that was not written yet."""
 _NO_BLOB = frozenset(map(len, STOPGAPS))
 _READ_ATTEMPTS = 4
 """While others put and delete a blob, a read may meet a longer one each time. One whose lease ended has two."""
 _WRITE_ATTEMPTS = 4
 """Another client may replace a blob while it is being written; then the master refuses its end."""
 _AGAIN = frozenset({ILLEGAL_CLIENT, TRANSFER_FAILED})
-"""What a put that may be tried again says. A transfer also fails under load; if a peer is gone, it takes `timeout`."""
+"""Codes of a put that may be tried again. A transfer also fails under load; if a peer is gone, it takes `timeout`."""
 _POLL_SECONDS = 0.002
 _MEANWHILE = ABSENT | IN_USE | {EXISTS, ILLEGAL_CLIENT}
-"""What replacing says if somebody else removes or replaces the same blob."""
+"""Codes of a replacement while another client removes or replaces the same blob."""
 
 
 class MooncakeBackend(StorageBackend):
@@ -118,12 +118,12 @@ class MooncakeBackend(StorageBackend):
             return got == len(into)
 
     def _size(self, store: Any, key: str) -> int | None:
-        """Of the blob; None if there is none. Leases it to this reader."""
+        """The size of the blob; None if there is none. Leases it to this reader."""
         size = int(store.get_size(key))
         return None if size in ABSENT | _NO_BLOB else check(f"asking for {key}", size)
 
     def _read(self, store: Any, key: str, size: int, read: Callable[[], int]) -> int | None:
-        """How many bytes `read` brought; None if the blob of `size` bytes is gone, or another one is in its place."""
+        """The number of bytes that `read` returned; None if the blob of `size` bytes is gone or replaced."""
         until = time.monotonic() + self._settings.timeout
         for attempt in range(_READ_ATTEMPTS):
             got = int(read())
@@ -142,7 +142,7 @@ class MooncakeBackend(StorageBackend):
         return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        """What is found is leased to this process, so that it is there when it is read."""
+        """Look up the keys. Blobs that exist are leased to this process, so that they are there when they are read."""
         if not keys:
             return []
         with self._client.using() as store:

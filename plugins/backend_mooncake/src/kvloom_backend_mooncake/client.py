@@ -126,7 +126,7 @@ class Client:
                 self._idle.notify_all()
 
     def _ask_first(self) -> None:
-        """Where nobody listens, the client would try for several seconds; a look at the port says so at once."""
+        """Check the master's port, which fails at once if it is closed; the client would try for several seconds."""
         if not self._silent:
             return
         try:

@@ -1,4 +1,4 @@
-"""What Mooncake's numbers mean: what is not there, what may be tried again, and what went wrong.
+"""Meanings of Mooncake's numbers: absent, may be tried again, or failed.
 
 Source: `ErrorCode` in mooncake-store/include/types.h of Mooncake 0.3.13.
 """
@@ -55,7 +55,7 @@ class NoRoomError(MooncakeError):
 
 
 class LeaseExpiredError(MooncakeError):
-    """What was being read was no longer protected when it had arrived, also at the second attempt."""
+    """The lease ended before the blob had arrived, also at the second attempt."""
 
 
 class TransferError(MooncakeError):

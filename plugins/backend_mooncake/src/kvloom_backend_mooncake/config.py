@@ -22,21 +22,21 @@ class MooncakeConfig(BaseConfig):
     """Sizes in bytes, times in seconds."""
 
     master: str
-    """Where `mooncake_master` listens, `host:port`."""
+    """The address of `mooncake_master`, `host:port`."""
     metadata: str = PEER_TO_PEER
     """A metadata server's URL, or `P2PHANDSHAKE` for none."""
     local_host: str = ""
     """The name or address under which other machines reach this one; by default that of the interface to the master."""
     segment: ByteSize = ByteSize(0)
-    """How much memory this process contributes to the pool; 0 only uses that of others."""
+    """Memory that this process contributes to the pool; 0 only uses that of others."""
     buffer: ByteSize = Field(default=ByteSize(16 << 20), gt=0)
     """The client's own memory."""
     protocol: str = Field(default="tcp", min_length=1)
-    """How bytes move: `tcp`, `rdma`, or another one that the client was built with."""
+    """The transport: `tcp`, `rdma`, or another one that the client was built with."""
     device: str = ""
     """Network devices for `rdma`, for example `mlx5_0`; empty lets the client choose."""
     replicas: int = Field(default=1, ge=1)
-    """How many segments keep each blob."""
+    """Number of segments that store each blob."""
     soft_pin: bool = False
     """Blobs of this tier are evicted after those that are not pinned."""
     tenant: str = Field(default="default", min_length=1)

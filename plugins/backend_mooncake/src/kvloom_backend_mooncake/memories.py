@@ -19,13 +19,13 @@ Regions = list[tuple[int, int]]
 
 
 def region(view: memoryview) -> tuple[int, int]:
-    """Where a contiguous buffer lies: its address and its length in bytes. Raises if it cannot be read as bytes."""
+    """Address and length in bytes of a contiguous buffer. Raises if it cannot be read as bytes."""
     array = np.frombuffer(view, dtype=np.uint8)
     return array.ctypes.data, array.nbytes
 
 
 class Memories:
-    """What one client was told about."""
+    """The memory that is registered with one client."""
 
     def __init__(self, protocol: str) -> None:
         self._any = protocol in NEED_NOT_KNOW
@@ -54,7 +54,8 @@ class Memories:
 
     @contextlib.contextmanager
     def source(self, store: Any, views: Sequence[memoryview], *, known: bool = False) -> Iterator[Regions]:
-        """Where to read `views` from; copied, where their memory is not known. known: the call wants it so always."""
+        """The regions to read `views` from, copied if their memory is not registered. known: the call requires
+        registered memory."""
         regions = [region(view) for view in views]
         if (self._any and not known) or all(self._knows(*one) for one in regions):
             yield regions
@@ -68,7 +69,7 @@ class Memories:
 
     @contextlib.contextmanager
     def target(self, store: Any, view: memoryview, *, known: bool = False) -> Iterator[tuple[int, int]]:
-        """Where to write for `view`; copied into it at the end, where its memory is not known. known: see `source`."""
+        """The region to write to for `view`, copied at the end if its memory is not registered. known: see `source`."""
         if (self._any and not known) or self._knows(*region(view)):
             yield region(view)
             return

@@ -59,7 +59,7 @@ class _Server:
 
     @property
     def said(self) -> str:
-        """What it printed."""
+        """The server's output."""
         with contextlib.suppress(FileNotFoundError):
             return (self.directory / "out").read_text(errors="replace")
         return ""

@@ -15,7 +15,7 @@ from kvloom import BackendError
 
 
 class Turns:
-    """Who may change which keys now."""
+    """Lets one thread at a time change a key."""
 
     def __init__(self, timeout: float) -> None:
         """timeout: how long to wait for one's turn, seconds."""

@@ -1,4 +1,4 @@
-"""What a URL says: which servers there are, how they belong together, and what to log in with."""
+"""Parses a URL: the servers, how they belong together, and the credentials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORMS = {
 
 
 class Endpoint(NamedTuple):
-    """Where one server listens. port: 0 if `host` is the path of a Unix socket."""
+    """The address of one server. port: 0 if `host` is the path of a Unix socket."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ class Address:
     """The server; or the Sentinels, or some nodes of the cluster."""
     db: int = 0
     service: str = ""
-    """What the Sentinels call the servers."""
+    """The Sentinels' name for the servers."""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
 

@@ -139,11 +139,11 @@ class RedisBackend(StorageBackend):
         self._each(b"UNLINK", map(self._name, keys))
 
     def touch_many(self, keys: Sequence[str]) -> None:
-        """What the server evicts first is what was used longest ago, and it sees no hit in a tier above."""
+        """Mark keys as used. The server evicts what was used longest ago, and sees no hit in a tier above."""
         self._each(b"TOUCH", map(self._name, keys))
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        """When a blob was written, a server does not know."""
+        """List the keys. The times of writing are unknown to a server."""
         if prefix and not _KEY.fullmatch(prefix):
             return  # no key begins like that, and a server could take it for a pattern
         listed: set[bytes] = set()  # a server may name a key more than once
@@ -227,7 +227,7 @@ class RedisBackend(StorageBackend):
 
 
 def _kept(link: Link) -> bool:
-    """Whether SET did it; with NX it may not have."""
+    """Return whether SET stored the value; with NX it may not have."""
     reply = link.answer()
     if reply is not None and reply != b"OK":
         raise ProtocolError("no reply to SET")

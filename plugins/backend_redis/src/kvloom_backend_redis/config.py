@@ -22,9 +22,9 @@ class RedisConfig(Config):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     url: str
-    """Where the server is. A password in it is moved to `password`."""
+    """The server's address. A password in it is moved to `password`."""
     username: str | None = None
-    """Of the login (ACL), where it is not the default user."""
+    """The login's user (ACL), if it is not the default user."""
     password: SecretStr | None = None
     """Write `${env:NAME}`: a file is no place for it."""
     sentinel_username: str | None = None
@@ -40,7 +40,7 @@ class RedisConfig(Config):
     timeout: Duration = Field(default=5.0, gt=0, le=3600)
     """Seconds without a byte, sent or received, after which a connection is given up; and a bound for an exchange."""
     threads: int = Field(default=4, ge=1, le=256)
-    """How many reads are under way at once."""
+    """Maximum number of concurrent reads."""
     tls_ca: Path | None = None
     """Certificates of who is trusted; those of the system by default."""
     tls_cert: Path | None = None
@@ -48,7 +48,7 @@ class RedisConfig(Config):
     tls_key: Path | None = None
     """The key of it."""
     tls_verify: bool = True
-    """Whether the server has to show a certificate that is trusted."""
+    """Require a trusted certificate from the server."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,5 +101,5 @@ class RedisConfig(Config):
 
 
 def shown(secret: SecretStr | None) -> str | None:
-    """What is to be sent."""
+    """The secret's text."""
     return None if secret is None else secret.get_secret_value()

@@ -1,4 +1,4 @@
-"""What can go wrong between a client and a server."""
+"""Errors between a client and a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ServerError(BackendError):
 
 
 class ProtocolError(BackendError):
-    """What came is no reply, or not one to what was asked. The connection is of no more use."""
+    """Bytes that are no reply, or no reply to the request. The connection cannot be used any more."""
 
 
 class Unreachable(BackendError):
@@ -23,4 +23,4 @@ class Unreachable(BackendError):
 
 
 LinkLost = (OSError, ProtocolError, Unreachable)
-"""What means that a server may be gone, or another one by now."""
+"""Errors after which a server may be gone or replaced."""

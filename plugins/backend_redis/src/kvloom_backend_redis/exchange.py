@@ -61,7 +61,7 @@ class Exchange:
         return self._spread(keys, exchange, lambda place: [requests[place]], Link.answer)
 
     def fetch(self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[[Link], T]) -> list[T]:
-        """As `many`, for replies that are large: `read` takes each of them."""
+        """Like `many`, for large replies: `read` takes each of them."""
 
         def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[T | ServerError]:
             found: list[T | ServerError] = []
@@ -78,7 +78,7 @@ class Exchange:
         return self._spread(keys, exchange, lambda place: [requests[place]], read)
 
     def send(self, keys: Sequence[bytes], requests: Sequence[Buffers], read: Callable[[Link], T]) -> list[T]:
-        """As `fetch`, for requests that are large."""
+        """Like `fetch`, for large requests."""
 
         def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[T | ServerError]:
             with self._link(endpoint) as link:

@@ -16,7 +16,7 @@ from kvloom_backend_redis.exchange import Exchange
 logger = logging.getLogger("kvloom.backend_redis")
 
 LEASE_SECONDS = 6.0
-"""How long a right outlives its holder: less than the ten seconds that the contract allows."""
+"""Time that a right outlives its holder: less than the ten seconds that the contract allows."""
 RENEW_SECONDS = 2.0
 _CLOSE_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
@@ -42,7 +42,8 @@ class Leases:
         self._thread: threading.Thread | None = None
 
     def take(self, name: str) -> bool:
-        """Whether the right is this instance's now. Raises ValueError for a bad name, BackendError and OSError."""
+        """Try to take the right; return whether this instance has it now. Raises ValueError for a bad name,
+        BackendError and OSError."""
         if not _NAME.fullmatch(name):
             raise ValueError(f"hold: {name!r} should be up to 100 of [A-Za-z0-9._-]")
         if self._pid != os.getpid():
@@ -104,7 +105,7 @@ class Leases:
                     self._until.pop(name, None)
 
     def _renewed(self, name: str) -> bool:
-        """Whether the right was this instance's, and is for another while."""
+        """Renew the right; return whether this instance had it."""
         return self._run(_RENEW, name, b"%d" % int(LEASE_SECONDS * 1000)) == 1
 
     def _run(self, script: bytes, name: str, *arguments: bytes) -> object:

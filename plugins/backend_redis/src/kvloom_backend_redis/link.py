@@ -19,19 +19,19 @@ _LINE_BYTES = 8 << 10
 _MOST_BUFFERS = 512
 """In one call: systems take 1024."""
 _FIRST_BYTES = 32
-"""Of a reply that is a blob: a line that says how long it is, and little of what is to go to its own memory."""
+"""First read of a reply with a blob: the line with its length, and little of the part that goes to its own memory."""
 _PIECE_BYTES = 1 << 20
-"""Of a blob, from one call to the next: what is still in the processor's cache when it is verified."""
+"""Bytes of a blob between two calls of the sink, so that they are verified while in the processor's cache."""
 _SLOWEST = 256 << 10
 """Bytes a second below which a connection is as good as dead: it would keep a thread for minutes."""
 _MOST_ROWS = 1 << 20
 _DEEPEST = 8
 _MOST_TEXT = 1 << 20
-"""What is no blob: a key, a page of figures."""
+"""Maximum size of a reply that is no blob: a key, a page of figures."""
 _MOST_REPLIES = 32 << 20
 """Memory for all replies of one exchange that are no blobs: a cluster's table of slots takes half of it at most."""
 _VALUE_BYTES = 32
-"""What a number counts as."""
+"""The size that a number counts as."""
 
 
 def packed(*words: bytes) -> bytes:
@@ -218,7 +218,7 @@ class Link:
             searched = self._start + seen
 
     def _take(self, into: memoryview) -> int:
-        """What is in the buffer already."""
+        """Take the bytes that are in the buffer already."""
         size = min(len(into), self._end - self._start)
         into[:size] = self._buffer[self._start : self._start + size]
         self._start += size

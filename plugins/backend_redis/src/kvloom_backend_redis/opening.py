@@ -25,8 +25,8 @@ OLDEST = (6, 0)
 MOST_BYTES = 512 << 20
 """The largest value of a server that nobody has told otherwise (`proto-max-bulk-len`)."""
 COMMANDS = "get getrange set strlen exists unlink touch scan eval ping hello info select"
-"""What a user needs to be allowed; a tier that is only read can do without `set`, `unlink` and `eval`, and one in the
-database 0 without `select`."""
+"""Commands that a user must be allowed to run. A tier that is only read works without `set`, `unlink` and `eval`, and
+one in database 0 without `select`."""
 _PROBE_SECONDS = 10
 _VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 _BYTES = re.compile(r"[0-9]{1,19}")
@@ -48,7 +48,7 @@ _ADVICE = {
 
 
 class Server(NamedTuple):
-    """What is known of the store once it is open."""
+    """Facts about the store that are known once it is open."""
 
     identity: str | None
     most_bytes: int
@@ -117,7 +117,7 @@ def _probe(config: RedisConfig) -> bytes:
 
 
 def _looked_at(exchange: Exchange, endpoint: Endpoint, address: Address) -> dict[str, str]:
-    """What a server says about itself. Raises ConfigError if it is another kind than the URL says, or too old."""
+    """A server's answers about itself. Raises ConfigError if its kind differs from the URL's, or if it is too old."""
     hello, info = exchange.at(endpoint, packed(b"HELLO"), packed(b"INFO"))
     if isinstance(hello, ServerError) and hello.word != "NOPERM":
         if "unknown command" in str(hello):

@@ -241,7 +241,7 @@ class RedisCluster:
         return answer if isinstance(answer, bytes) else repr(answer).encode()
 
     def _say(self, node: RedisServer, *words: object) -> Any:
-        """Of the reply what the server sent, not what redis-py makes of it."""
+        """Run a command; return the server's reply, not redis-py's interpretation of it."""
         with contextlib.closing(node.client()) as client:
             client.response_callbacks.clear()
             return client.execute_command(*words)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Which server has a key: the only one, the one that the Sentinels name, or the one of its slot in a cluster."""
+"""Finds the server of a key: the only one, the one that the Sentinels name, or the one of its slot in a cluster."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvloom_backend_redis.links import Links
 SLOTS = 16384
 _HOST = re.compile(rb"[!-~]{1,253}")
 _FRESH_SECONDS = 0.5
-"""Who serves what is not asked again sooner, except where a server says that it has changed."""
+"""Minimum age of a topology before it is asked for again, unless a server says that it has changed."""
 
 
 class Detour(NamedTuple):
-    """Where else to ask."""
+    """Another server to ask."""
 
     endpoint: Endpoint
     asking: bool
@@ -31,25 +31,25 @@ class Detour(NamedTuple):
 
 
 class Topology(ABC):
-    """Which servers there are. Several threads may use it at once: what it knows is replaced as a whole."""
+    """The servers of a store. Several threads may use it at once: its state is replaced as a whole."""
 
     @abstractmethod
     def endpoint(self, key: bytes) -> Endpoint:
-        """Who serves a key. Raises BackendError if nobody does, or nobody can be asked."""
+        """The server of a key. Raises BackendError if there is none, or if none can be asked."""
 
     @abstractmethod
     def masters(self) -> Sequence[Endpoint]:
         """All that serve keys."""
 
     def redirected(self, error: ServerError, from_: Endpoint) -> Detour | None:
-        """Where to ask instead, if the server meant that."""
+        """The server to ask instead, if the error redirects."""
         return None
 
     def doubt(self, endpoint: Endpoint) -> None:
         """A connection was lost: it may be another server's turn by now."""
 
     def store_id(self) -> str | None:
-        """Which cluster this is, if it can be told here."""
+        """The identity of the cluster, if known here."""
         return None
 
 
@@ -156,7 +156,8 @@ class Cluster(Topology):
 def _table_of(
     rows: Reply, answered: Endpoint
 ) -> tuple[tuple[Endpoint | None, ...], tuple[Endpoint, ...], tuple[str, ...]]:
-    """Who serves each slot; all of them; and their ids. answered: whose table it is, who may leave out its own name."""
+    """The server of each slot, all servers, and their ids. answered: the server that sent the table, which may leave
+    out its own name."""
     slots: list[Endpoint | None] = [None] * SLOTS
     ids: set[str] = set()
     if not isinstance(rows, list):
@@ -183,7 +184,8 @@ def _endpoint(row: Reply, answered: Endpoint) -> Endpoint:
 
 
 def _first_answer(links: Links, endpoints: Sequence[Endpoint], request: bytes) -> tuple[Endpoint, Reply]:
-    """Of the first server that answers, and which one that is. Raises what the last one did if none does."""
+    """Ask the servers in turn; return the first one that answers and its reply. Raises the last one's error if none
+    answers."""
     failed: Exception = Unreachable("there is no server to ask")
     for endpoint in endpoints:
         try:

@@ -26,5 +26,5 @@ def indices_to_mask(indices: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def mask_to_indices(mask: torch.Tensor) -> torch.Tensor:
-    """Where a 1-D mask is not zero: int64, ascending."""
+    """Indices of the nonzero entries of a 1-D mask: int64, ascending."""
     return mask.nonzero().flatten()

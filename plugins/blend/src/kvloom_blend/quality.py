@@ -1,4 +1,4 @@
-"""How near predictions from blended KV are to those from a whole prefill."""
+"""Compares predictions from blended KV with those from a whole prefill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .runner.runner import Prefilled, Runner
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a model says to a prompt by itself."""
+    """The model's own predictions for a prompt."""
 
     prompt: torch.Tensor
     """1-D token ids."""
@@ -26,7 +26,7 @@ class Reference:
     logits: torch.Tensor
     """From which the answer was taken: float32 `[answer, vocabulary]`."""
     seconds: float
-    """How long the prefill took."""
+    """Time of the prefill."""
 
     @classmethod
     def of(cls, runner: Runner, prompt: torch.Tensor, *, answer_tokens: int) -> Reference:
@@ -40,7 +40,7 @@ class Reference:
 
 
 def answered(runner: Runner, done: Prefilled, answer_tokens: int) -> torch.Tensor:
-    """What follows from the KV of one prompt, always the likeliest token: 1-D. The KV grows by all but the last."""
+    """Generate greedily from the KV of one prompt: 1-D tokens. The KV grows by all but the last."""
     token = done.logits[0][-1:].argmax(-1)
     answer = [token]
     with torch.inference_mode():
@@ -52,7 +52,7 @@ def answered(runner: Runner, done: Prefilled, answer_tokens: int) -> torch.Tenso
 
 
 def logits_of(runner: Runner, done: Prefilled, answer: torch.Tensor) -> torch.Tensor:
-    """What is predicted from the KV of one prompt at each token of an answer: float32 `[answer, vocabulary]`."""
+    """The predictions from the KV of one prompt at each token of an answer: float32 `[answer, vocabulary]`."""
     if len(answer) == 1:
         return done.logits[0][-1:].float()
     with torch.inference_mode():
@@ -62,12 +62,12 @@ def logits_of(runner: Runner, done: Prefilled, answer: torch.Tensor) -> torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of predictions with those of a whole prefill, the mean over the tokens of answers."""
+    """Agreement with the predictions of a whole prefill, the mean over the tokens of answers."""
 
     kl: float
     """Kullback-Leibler divergence of the whole prefill's distribution from the other one, in nats a token."""
     top1: float
-    """How often the likeliest token is the same, 0 to 1."""
+    """Share of tokens whose likeliest prediction is the same, 0 to 1."""
 
     @classmethod
     def of(cls, found: torch.Tensor, expected: torch.Tensor) -> Agreement:

@@ -1,4 +1,4 @@
-"""How the verbs print: tables, and progress where there is someone to watch it."""
+"""Output of the verbs: tables, and progress if a terminal is attached."""
 
 from __future__ import annotations
 

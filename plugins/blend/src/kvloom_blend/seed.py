@@ -36,11 +36,11 @@ class CacheBlendImpl(CacheBlendExecutor):
         self._batch = threading.local()
 
     def set_positional_encoder(self, positional_encoder: PositionalEncoder) -> None:
-        """What rotates Q and K to positions."""
+        """Set the function that rotates Q and K to positions."""
         self._encode = positional_encoder
 
     def set_reverse_positional_encoder(self, reverse_positional_encoder: PositionalEncoder) -> None:
-        """What rotates Q and K back from positions."""
+        """Set the function that rotates Q and K back from positions."""
         self._decode = reverse_positional_encoder
 
     def blend(
@@ -70,13 +70,13 @@ class CacheBlendImpl(CacheBlendExecutor):
 
 
 def _positions(query_start_loc: torch.Tensor) -> torch.Tensor:
-    """Of each token in its request."""
+    """The position of each token in its request."""
     starts = query_start_loc.long()
     return torch.arange(int(starts[-1]), device=starts.device) - starts[:-1].repeat_interleave(starts.diff())
 
 
 class SPTBlendRetrieverTask(LandingTask):
-    """What `SPTBlendRetriever` fetches."""
+    """The task of `SPTBlendRetriever`."""
 
 
 class SPTBlendRetriever(SeparatorRetriever):

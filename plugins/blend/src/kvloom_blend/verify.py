@@ -1,4 +1,4 @@
-"""Whether a model can be blended: what is exact must be exact, and what is approximate is measured."""
+"""Checks whether a model can be blended: exact cases must be exact, and approximate ones are measured."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DELTAS = (16, 512, 4_096, 32_768, 131_071)
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
 LOGITS = {torch.float32: 1e-4}
 ROUNDED_LOGITS = 2e-2
-"""How far logits may be off that should be the same, in float32 and in types that round more."""
+"""Maximum distance between logits that should be the same, in float32 and in types that round more."""
 TURNED = {torch.float32: 2e-6}
-"""How far turned K may be off, of the length of a pair; in other types what the model itself rounds."""
+"""Maximum error of rotated K, relative to the length of a pair; in other types the model's own rounding."""
 _QUESTION_TOKENS = 24
 _ANSWER_TOKENS = 12
 _PASSAGES = 4
 _PROMPTS = 4
 _KEPT = 4
-"""Of how many last tokens logits are compared."""
+"""Number of last tokens whose logits are compared."""
 
 Step = Callable[[], None]
 
@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What blending costs at one ratio."""
+    """The cost of blending at one ratio."""
 
     ratio: float
     agreement: Agreement
@@ -89,7 +89,7 @@ class Subject:
 
     @property
     def limit(self) -> float:
-        """How far logits may be off that should be the same."""
+        """Maximum distance between logits that should be the same."""
         return LOGITS.get(self.dtype, ROUNDED_LOGITS)
 
     def remember(self) -> None:
@@ -152,7 +152,7 @@ def rotations_hold(model: Any, rotations: Rotations, *, step: Step = lambda: Non
 def identities_hold(
     subject: Subject, executor: BlendExecutor, *, step: Step = lambda: None
 ) -> Iterator[Finding]:  # fmt: skip
-    """Where nothing is approximate, logits are those of the model by itself. executor: with a ratio of 1."""
+    """Check that logits are the model's own where nothing is approximate. executor: with a ratio of 1."""
     runner = subject.blended.runner
     full, none = subject.executor("full"), subject.executor("none")
 
@@ -188,7 +188,7 @@ def identities_hold(
 def qualities(
     subject: Subject, executor: str, *, ratios: Sequence[float] = RATIOS, step: Step = lambda: None
 ) -> Iterator[Quality]:
-    """What the executor costs at each ratio, the mean over the prompts."""
+    """The cost of the executor at each ratio, the mean over the prompts."""
     runner = subject.blended.runner
     references = [Reference.of(runner, one.tokens, answer_tokens=_ANSWER_TOKENS) for one in subject.prompts]
     for ratio in ratios:

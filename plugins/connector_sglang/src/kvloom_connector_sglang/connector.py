@@ -15,12 +15,12 @@ _METHODS = ("get_data_page", "set_from_flat_data_page")
 
 
 class Geometry(Config):
-    """What a page is, and everything else that its bytes depend on; all of it reaches the fingerprint."""
+    """The shape of a page, and everything else that its bytes depend on; all of it is in the fingerprint."""
 
     page_tokens: int = Field(ge=1)
     """Tokens of a page."""
     page_elements: int = Field(ge=1)
-    """Of one page in all layers, in elements of the KV's dtype."""
+    """Size of one page in all layers, in elements of the KV's dtype."""
     identity: dict[str, str | int] = Field(default_factory=dict)
     """Layout, kind of pool, layers, and whose part of the model this is."""
 

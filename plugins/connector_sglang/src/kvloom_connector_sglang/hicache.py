@@ -71,7 +71,7 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
     # -- whole batches, between SGLang's host memory and the tiers -----------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many leading pages there are, as far as the tiers say without reading."""
+        """Count the leading pages that the tiers report, without reading."""
         return 0 if self._pages is None else self._pages.exists(keys)
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -141,7 +141,7 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """As `batch_exists`; nothing if another pool would have to be restored too."""
+        """Like `batch_exists`; nothing if another pool would have to be restored too."""
         count = self.batch_exists(keys, extra_info)
         needed = [
             transfer
@@ -172,7 +172,7 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._pages is not None and self._pages.clear()
 
     def get_stats(self) -> Any:
-        """What was moved since the last call, as SGLang's own metrics; None where they are switched off."""
+        """Transfers since the last call, as SGLang's own metrics; None where they are switched off."""
         if self._pages is None or not self._storage.enable_storage_metrics:
             return None
         try:

@@ -1,4 +1,4 @@
-"""What SGLang says of its pages, in kvloom's words: whose KV they are, and what their bytes depend on."""
+"""Translates SGLang's description of its pages: the owner of the KV, and what the bytes depend on."""
 
 from __future__ import annotations
 

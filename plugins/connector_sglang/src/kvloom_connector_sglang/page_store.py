@@ -57,7 +57,7 @@ class PageStore:
         return self._engine
 
     def exists(self, keys: Sequence[str]) -> int:
-        """How many leading pages the tiers say they hold."""
+        """Count the leading pages that the tiers report."""
         found = self._forgiving("find", lambda: self._engine.find(self._segments(keys)), None)
         return 0 if found is None else _leading(found)
 

@@ -27,7 +27,7 @@ def base_name(name: str) -> str:
 
 
 def state(model: torch.nn.Module) -> tuple[Any, ...]:
-    """What of the adapters can change between two calls, except for their weights; cheap, and comparable."""
+    """The state of the adapters that can change between two calls, without their weights; cheap, and comparable."""
     return tuple(
         (name, layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters), _settings(layer))
         for name, layer in _layers(model)
@@ -90,7 +90,7 @@ def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _containers(layer: Any) -> Iterator[tuple[str, Any]]:
-    """What the layer keeps by adapter: modules, tensors, numbers."""
+    """The values that the layer keeps by adapter: modules, tensors, numbers."""
     for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
         container = getattr(layer, attribute, None)
         if hasattr(container, "keys"):

@@ -1,7 +1,7 @@
-"""Which calls of `generate` can be served from stored KV: everything else is refused by name, before anything runs.
+"""Checks calls of `generate`: those that stored KV cannot serve are refused by name, before anything runs.
 
-KV is found by token ids. So the ids must be all that decides it: no pixels, no embeddings, no padding, no positions of
-the caller's own. What is not known to leave the prompt's KV alone is refused, so that a new option of transformers is
+KV is found by token ids, so the KV must depend on nothing else: no pixels, embeddings, padding, or positions from the
+caller. An argument that is not known to leave the prompt's KV alone is refused, so that a new option of transformers is
 an error here and not another prompt's KV.
 """
 

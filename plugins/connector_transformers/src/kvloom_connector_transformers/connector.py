@@ -21,7 +21,7 @@ from .restored import RestoredKV, set_length
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(K, V) of a layer, each `[rows, kv_heads, tokens, head_size]`."""
 Planes = list[Pair]
-"""Of each layer."""
+"""The planes of each layer."""
 
 
 class TransformersConnector(GPUConnector):
@@ -168,7 +168,7 @@ def _layer(cache: Any, number: int) -> Pair:
 
 
 def _plain_layer(cache: Any) -> type:
-    """What a layer must be in such a cache."""
+    """The class of layers in such a cache."""
     from transformers import DynamicCache, StaticCache
     from transformers.cache_utils import DynamicLayer, StaticLayer
 
@@ -196,7 +196,7 @@ def _pair(cache: Any, number: int) -> Pair:
 
 
 def _length(cache: Any) -> int:
-    """How many tokens `cache` holds."""
+    """The number of tokens in `cache`."""
     return cache.num_tokens if isinstance(cache, RestoredKV) else int(cache.get_seq_length())
 
 

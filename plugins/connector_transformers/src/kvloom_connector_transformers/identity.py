@@ -1,4 +1,4 @@
-"""Whose KV it is: everything that decides the K and V of a token, as a KVSpec."""
+"""Builds the KVSpec of a model: everything that decides the K and V of a token."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _computed_by(model: PreTrainedModel, kv: PlainKV) -> str:
-    """What does not change what K and V mean, only their bits."""
+    """The parts that do not change the meaning of K and V, only their bits."""
     devices = "+".join(sorted({device.type for device in kv.devices}))
     return f"on {devices}: {', '.join(f'{name} {value}' for name, value in _kernels(model))}"
 

@@ -22,20 +22,20 @@ from .restored import RestoredKV
 log = logging.getLogger("kvloom.connector_transformers")
 
 _STATES = 8
-"""How many states of one model (sets of adapters, autocast) keep an engine at the ready."""
+"""Number of states of one model (sets of adapters, autocast) that keep an engine ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one `generate` did."""
+    """The report of one `generate`."""
 
     rows: int
     prompt_tokens: int
-    """Of each row."""
+    """Length of each row."""
     hit_tokens: int
-    """Of each row: how many were not prefilled."""
+    """Number of tokens of each row that were not prefilled."""
     by_tier: Mapping[str, int]
-    """Where the hit of the row with the fewest was forecast to come from, in tokens."""
+    """Forecast number of tokens from each tier, for the row with the shortest hit."""
     lookup_seconds: float
     load_seconds: float
     """Reading from the tiers, verifying and writing into the cache."""
@@ -93,7 +93,7 @@ class CachedModel:
         """Use `cached`."""
         self.model = model
         self.last: Report | None = None
-        """What the latest `generate` did."""
+        """The report of the latest `generate`."""
         spec, kv = describe(model)
         self.engine = Engine.open(config, spec)
         self._by_spec = {spec.to_json(): self.engine}
@@ -188,7 +188,7 @@ class CachedModel:
                 log.warning("the engine of an earlier state of the model did not close", exc_info=True)
 
     def _start(self, state: _State, rows: torch.Tensor, salt: str | None) -> _Start:
-        """What every row has stored, at most all but its last token: that one gives the logits."""
+        """Load the stored KV of every row, at most all but its last token, which gives the logits."""
         config = transformers_model(self.model).config
         if state.engine is None:
             return _Start(DynamicCache(config=config))

@@ -1,4 +1,4 @@
-"""Which models keep plain K and V, and what their KV looks like: everything else is refused by name.
+"""Recognises models that keep plain K and V, and describes their KV. Other models are refused by name.
 
 Plain means: every layer keeps K and V of every token, of one shape, and the KV of a token depends on the tokens up to
 it and on nothing else. Only then is a stored prefix the prefix of any prompt that starts with the same tokens.
@@ -25,7 +25,7 @@ _WORDS = {
 _MOVING_ROPE = ("dynamic", "longrope")
 _PROBE_TOKENS = 4
 _ROUNDING = 2.0**-8
-"""How much KV may change, relative to that of the token that was changed, and still be the same but for rounding.
+"""Maximum change of KV that counts as rounding, relative to that of the token that was changed.
 
 Random models leak 1e-2 and more where attention is bidirectional; rounding changes up to 5e-6 in float32.
 """
@@ -35,14 +35,14 @@ _Planes = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PlainKV:
-    """What a model's cache was seen to hold after a few tokens."""
+    """The observed content of a model's cache after a few tokens."""
 
     num_layers: int
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
     devices: tuple[torch.device, ...]
-    """Of each layer."""
+    """The device of each layer."""
 
 
 def plain_kv(model: PreTrainedModel) -> PlainKV:
@@ -188,7 +188,7 @@ def _refuse_leaks(model: PreTrainedModel, one: Sequence[_Planes], other: Sequenc
 
 
 def _rounds(model: PreTrainedModel) -> bool:
-    """Whether sums may be rounded in another order when only the values differ.
+    """Return whether sums may be rounded in another order when only the values differ.
 
     Not so on the CPU, where shapes decide the order: there, equal means equal. But the last token chooses the experts
     that earlier tokens share with it, and with them the shapes; and kernels of other devices promise nothing.

@@ -1,4 +1,4 @@
-"""Where stored KV lands before transformers sees it: buffers of the right size from the start, then a cache.
+"""Buffers for stored KV before transformers sees it: of the right size from the start, then a cache.
 
 A `DynamicCache` grows by concatenation, so that filling it piece by piece copies everything again with each piece. A
 `RestoredKV` is allocated once, for as many tokens as `lookup` forecasts, and becomes a `DynamicCache` without a copy.

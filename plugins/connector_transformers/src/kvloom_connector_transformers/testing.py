@@ -14,7 +14,7 @@ from .connector import Planes
 from .restored import RestoredKV
 
 ROW = 1
-"""Of three: there is a row before the request's and one behind it."""
+"""The request's row of three: there is one before it and one behind it."""
 
 
 class CacheMemory(EngineMemory):

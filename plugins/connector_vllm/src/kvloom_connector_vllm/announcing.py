@@ -1,4 +1,4 @@
-"""What came to kvloom's tiers and what left them, for those who route requests to where their KV is."""
+"""Announces chunks that entered or left kvloom's tiers, for routers that send requests to where their KV is."""
 
 from __future__ import annotations
 

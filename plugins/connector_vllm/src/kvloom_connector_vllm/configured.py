@@ -19,7 +19,7 @@ _TYPES = {one.type: one for one in (VLLMConnector, VLLMBlobConnector)}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the two halves are opened with."""
+    """The settings of both halves."""
 
     engine: EngineConfig
     async_load: bool
@@ -80,6 +80,6 @@ def check_offloading(extra: Mapping[str, Any]) -> None:
 
 
 def has_shared_tier(config: EngineConfig) -> bool:
-    """Whether a process that holds no KV itself can ask a tier what it holds."""
+    """Return whether a process that holds no KV itself can ask a tier about its content."""
     registry = Registry.discover(only=config.plugins.only, block=config.plugins.block)
     return any(block.type != "memory" and registry.get("backend", block.type).shared for block in config.tiers)

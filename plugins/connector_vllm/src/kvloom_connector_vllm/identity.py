@@ -1,6 +1,6 @@
-"""Whose KV it is and what its pages look like: from vLLM's configuration, by its attributes; vLLM is not imported.
+"""Derives the owner of the KV and the shape of its pages from vLLM's configuration, by its attributes; vLLM is not
 
-What is not known to be safe is refused here, by name, before anything runs.
+Settings that are not known to be safe are refused here, by name, before anything runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
 _CONTENT = ("head_size_v", "num_head_slots", "state_content_bytes", "tokens_per_state")
-"""Of a layer's specification, what attention backends may change."""
+"""Attributes of a layer's specification that attention backends may change."""
 _BLOCK_IN_ONE_PIECE = {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
 _PLAIN_QUANTISATION = {"NONE", "FP8_PER_TENSOR"}
 _BY_THE_WAY = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
@@ -193,7 +193,7 @@ def _local(model: Any, config: Any) -> Path | None:
 
 
 def _snapshot(repository: str, revision: str | None, folder: str | None) -> Path | None:
-    """Where the hub's client keeps a repository, as it is there now. Its name is the commit."""
+    """The folder of a repository in the hub's cache, as it is there now. Its name is the commit."""
     try:
         from huggingface_hub import try_to_load_from_cache
 

@@ -25,7 +25,7 @@ def owner_of(adapter: str, salt: str) -> Owner:
 
 
 class Names:
-    """Of one rank: ranks hold different parts of the KV, under fingerprints of their own."""
+    """Names of one rank's chunks: ranks hold different parts of the KV, under fingerprints of their own."""
 
     def __init__(self, spec: KVSpec, geometry: Geometry, format: MemoryFormat, *, chunk_tokens: int) -> None:
         self._spec = spec

@@ -53,13 +53,14 @@ class Tables:
 
     @property
     def nbytes(self) -> int:
-        """Of KV, if no slot is left alone."""
+        """Size of the KV if no slot is skipped."""
         pages = self.move.pages
         return len(self.move.slots) * pages.planes * pages.layers * pages.heads * pages.head_bytes
 
     @property
     def word(self) -> int:
-        """How many bytes can be copied at a time: the largest power of two that divides every address and stride."""
+        """Number of bytes that can be copied at a time: the largest power of two that divides every
+        address and stride."""
         chunks = int(np.bitwise_or.reduce(self.chunks[:, :3], axis=None))
         bits = self.move.pages.bits | chunks | self.move.pages.head_bytes | _LONGEST_WORD
         return bits & -bits
@@ -68,7 +69,7 @@ class Tables:
         return self.move.pages.rows, self.chunks, self.move.slots, self.chunk_of
 
     def native(self, addresses: Sequence[int]) -> _Move:
-        """As the library takes it; addresses: those of `arrays`."""
+        """The library's structure. addresses: those of `arrays`."""
         pages = self.move.pages
         return _Move(
             *addresses, len(self.move.slots), pages.planes, pages.layers, pages.heads, pages.head_bytes,
@@ -116,7 +117,7 @@ class Kernels:
 
     library: ctypes.CDLL
     device_type: str = "cuda"
-    """Of the pages: `cpu` where tests run the kernels on a processor."""
+    """The device of the pages: `cpu` where tests run the kernels on a processor."""
 
     @classmethod
     def declared(cls, library: ctypes.CDLL, device_type: str = "cuda") -> Kernels:

@@ -1,8 +1,9 @@
-"""What to load and what to save, step by step: block hashes and block tables in, operations out. Knows no vLLM.
+"""Plans loads and saves, step by step: block hashes and block tables in, operations out. Knows no vLLM.
 
 A chunk is a whole number of the engine's blocks, and its name is the engine's own chained hash of its last block, which
-covers every token before it, the salt, the adapter and the images. Blocks may be freed while they are being saved: what
-is being read is remembered, and a step that hands such a block to somebody else waits for it first (`Step.fence`).
+covers every token before it, the salt, the adapter and the images. Blocks may be freed while they are being saved: the
+planner remembers blocks that are being read, and a step that gives such a block to another request waits for it first
+(`Step.fence`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 
 class Owner(NamedTuple):
-    """Whose chunks they are, beside what their digests say."""
+    """The owner of chunks, beside what their digests cover."""
 
     adapter: str = ""
     """Name and digest of the weights of a LoRA adapter."""
@@ -36,22 +37,22 @@ class Move(NamedTuple):
     """KV of consecutive chunks, from or to the engine's blocks."""
 
     number: int
-    """Of the operation."""
+    """The operation's number."""
     request: str
     chunks: Chunks
     first_block: int
-    """Where in the sequence `blocks` begin, in blocks."""
+    """First block of `blocks`, counted in the sequence, in blocks."""
     blocks: tuple[int, ...]
     """The ids of all blocks of the chunks, in order; -1 for those that are left alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the worker does in one step of the engine, beside computing."""
+    """The worker's job in one step of the engine, beside computing."""
 
     loads: tuple[Move, ...] = ()
     saves: tuple[Move, ...] = ()
-    """Of what this step computes too: to be begun when it has been."""
+    """Saves that include KV of this step: begun when it has been computed."""
     touched: tuple[Chunks, ...] = ()
     """Chains that are in use, the part that the engine's own prefix cache had included."""
     fence: tuple[int, ...] = ()
@@ -67,7 +68,7 @@ IDLE = Step()
 
 
 class Request(Protocol):
-    """What is read of an engine's request; it is live, and its hashes grow."""
+    """The part of an engine's request that is read here; it is live, and its hashes grow."""
 
     request_id: str
     block_hashes: Sequence[bytes]
@@ -102,7 +103,7 @@ class _State:
     failed: bool = False
     """Something did not come that was said to be there: it computes itself, instead of trying again for ever."""
     sealed: bool = False
-    """Of before a reset: nothing of it is loaded or saved any more."""
+    """The request began before a reset: its KV is not loaded or saved any more."""
 
 
 class Planner:
@@ -147,10 +148,10 @@ class Planner:
         return self._named(state, 0, len(state.request.block_hashes) // self._hashes_per_chunk)
 
     def loadable(self, request: str, local: int, held: Sequence[bool]) -> int:
-        """How many tokens after the first `local` ones can be loaded. No side effects that a second call would see.
+        """The number of tokens after the first `local` ones that can be loaded. Calling it twice has the same result.
 
-        held: whether each chunk of `chunks` is held, as far as was asked. At least one token is left to be computed,
-        and whole blocks are loaded: exactly what the engine's own prefix cache would give.
+        held: for each chunk of `chunks` that was asked about, whether it is held. At least one token is left to be
+        computed, and whole blocks are loaded: exactly what the engine's own prefix cache would give.
         """
         state = self._states[request]
         state.begun = local
@@ -183,9 +184,10 @@ class Planner:
             state.loading = False
 
     def doubt(self, failed: Iterable[str], *, everything: bool = False) -> None:
-        """What these requests were to load did not come: it is saved again once it has been computed.
+        """Save the KV of these requests again once it has been computed, because their loads failed.
 
-        everything: others may have computed with it, so that nothing counts as saved until it has been looked at again.
+        everything: other requests may have computed with the bad KV, so that nothing counts as saved until it is
+        checked again.
         """
         names = set(failed)
         for name, state in self._states.items():
@@ -195,7 +197,7 @@ class Planner:
                 state.failed = True
 
     def seal(self) -> None:
-        """What is known of every request's KV is of before a reset."""
+        """Mark the KV of all known requests as older than a reset."""
         for state in self._states.values():
             state.sealed = True
 

@@ -20,13 +20,14 @@ from .planner import Chunks, Owner, Planner, Request, Scheduled, Step
 log = logging.getLogger(__name__)
 
 MEMORY = "memory"
-"""How the workers' memory is called where tiers are named, whatever the configuration calls it."""
+"""The workers' memory in lists of tiers, whatever its name in the configuration."""
 LOOKUP_SECONDS = 0.005
-"""How long a step waits for tiers to say what they hold, for all of its requests together; the others come later."""
+"""Time that a step waits for the tiers' answers, for all of its requests together; later answers count
+in later steps."""
 LATE_SECONDS = 1.0
 """After so long without an answer a request computes itself."""
 AGAIN_SECONDS = 0.02
-"""How often tiers are asked for what a request waits for, at first; later, after an eighth of what it has waited."""
+"""First interval between questions to the tiers for a waiting request; later, an eighth of its waiting time."""
 STALE_SECONDS = 1.0
 """After so long an answer is asked for again: others may have stored what was missing."""
 
@@ -36,7 +37,7 @@ MOST_PATIENCE = 60.0
 
 @dataclass(slots=True)
 class Report:
-    """What workers say after a step: one rank's, or several put together."""
+    """The workers' report after a step: one rank's, or several merged."""
 
     saved: Counter[int] = field(default_factory=Counter)
     """By number of the save, how many ranks are done reading."""
@@ -68,7 +69,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What workers are told for a step."""
+    """The scheduler's orders to the workers for a step."""
 
     step: Step
     failures: Mapping[int, int] = field(default_factory=dict)
@@ -83,14 +84,14 @@ class Orders:
 
 @dataclass(slots=True)
 class _Lookup:
-    """What the shared tiers say of a request's chunks. Asked again, it is another one."""
+    """The shared tiers' answer about a request's chunks. Asking again makes a new one."""
 
     chunks: Chunks
     asked: Future[list[str | None]] | None
     """None where nobody need be asked."""
     since: float
     again: float = 0.0
-    """When a request that waits for another engine looks again; the engine's steps are more often than that."""
+    """Time of the next lookup for a request that waits for another engine; steps are more frequent."""
 
 
 class Scheduler:
@@ -131,9 +132,9 @@ class Scheduler:
             self._ask(request.request_id)
 
     def matched(self, request: Request, owner: Owner, local: int, *, patience: float = 0.0) -> int | None:
-        """How many tokens after the first `local` ones can be loaded; None: ask again at the next step.
+        """The number of tokens after the first `local` ones that can be loaded; None: ask again at the next step.
 
-        patience: for so many seconds it is worth waiting for the rest, which another engine is storing just now.
+        patience: maximum seconds to wait for the rest, which another engine is storing now.
         """
         self.begin(request, owner)
         lookup = self._lookups[request.request_id]
@@ -195,7 +196,7 @@ class Scheduler:
         return Orders(step, dict(self._failures), clear, idle, patient)
 
     def report(self, report: Report) -> None:
-        """What the workers said of the steps so far."""
+        """Apply the workers' reports on the steps so far."""
         for rank in report.whole:
             self._held[rank].clear()
         for rank, keys in report.came.items():
@@ -222,10 +223,10 @@ class Scheduler:
                 self._forget(request)
 
     def clear(self) -> None:
-        """What was stored before is not used any more, and what is computed from now on has names of its own.
+        """Stop using what was stored before, and give new names to what is computed from now on.
 
-        Memory is emptied. Tiers that others share keep what they have: it is right for those who have the weights that
-        its name says. KV of after a reset is of no use to anybody but this engine, whose weights may have changed.
+        Memory is emptied. Shared tiers keep their chunks, which are valid for engines with the weights in their names.
+        KV from after a reset is only of use to this engine, whose weights may have changed.
         """
         self._generation = secrets.token_hex(8)
         self._clear = True
@@ -253,13 +254,13 @@ class Scheduler:
             self._index.close()
 
     def announcements(self) -> list[Announcement]:
-        """What came and left since the last call, if somebody wants to know."""
+        """Chunks that entered or left since the last call, if announcements are on."""
         return [] if self._announcer is None else self._announcer.take()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _answered(self, asked: Future[list[str | None]]) -> bool:
-        """Whether there is an answer, after what is left of the step's patience."""
+        """Wait for an answer within the step's remaining time; return whether there is one."""
         now = time.monotonic()
         if self._budget is None:
             self._budget = now + LOOKUP_SECONDS
@@ -331,7 +332,7 @@ class Scheduler:
 
 
 def patience_of(params: Any) -> float:
-    """How long a request is willing to wait, as far as it says so in a way that can be understood: clients write it.
+    """The seconds that a request is willing to wait, if its value is valid: clients write it.
 
     params: its `kv_transfer_params`.
     """

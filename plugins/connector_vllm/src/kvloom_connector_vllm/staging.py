@@ -24,7 +24,7 @@ _SHM = Path("/dev/shm")
 
 
 def staging_path(engine_id: str, rank: int) -> Path:
-    """Where a rank's file is: in shared memory, or in the temporary directory where there is none."""
+    """The path of a rank's file: in shared memory, or in the temporary directory where there is none."""
     folder = _SHM if _SHM.is_dir() and os.access(_SHM, os.W_OK) else Path(tempfile.gettempdir())
     name = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in engine_id)
     return folder / f"kvloom-{os.getuid()}-{name[:100]}-{rank}"
@@ -117,7 +117,7 @@ class Held:
 
 
 class Slots:
-    """Who has which slot. Not for several threads at once.
+    """Assigns slots to owners. Not thread-safe.
 
     A slot has one owner. It gets another one only when it is ready, nobody has pinned it, and it was not promised in
     the step under way.

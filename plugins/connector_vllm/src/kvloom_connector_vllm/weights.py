@@ -1,4 +1,4 @@
-"""Which weights a model has: two fine-tunes of one model differ here and nowhere else."""
+"""Identifies a model's weights: two fine-tunes of one model differ here and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SAMPLE_BYTES = 512
 _WHOLE_BYTES = 1 << 20
 """Files up to this size are read as a whole: headers, configurations, small adapters."""
 _STRIDE_BYTES = 256 << 10
-"""How far apart samples are in a large file, and in a large tensor."""
+"""Distance between samples of a large file or tensor."""
 _MOST_HEADER_BYTES = 100 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _ABOUT = (".json", ".model")
 
 
 def has_weights(place: Path) -> bool:
-    """Whether it is a file, or a folder with files of weights."""
+    """Return whether it is a file, or a folder with files of weights."""
     return place.is_file() or (place.is_dir() and any(path.suffix in _WEIGHTS for path in place.iterdir()))
 
 
@@ -71,7 +71,7 @@ def _parts(file: BinaryIO, size: int, suffix: str) -> Iterator[tuple[int, int]]:
 
 
 def _tensors(header: bytes, most: int) -> list[tuple[int, int]] | None:
-    """From where to where each tensor is; None for a header that is none, or whose tensors share bytes."""
+    """Begin and end of each tensor; None for an invalid header, or if tensors share bytes."""
     try:
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         found = [

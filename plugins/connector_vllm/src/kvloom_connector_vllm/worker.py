@@ -19,10 +19,10 @@ from .scheduler import Orders, Report
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.005
-"""How long a step in which nothing is computed waits for what is under way. Otherwise the engine would spin, and keep
-the interpreter from those who load and save."""
+"""Time that a step without computation waits for work under way. Otherwise the engine would spin, and keep the
+interpreter from the threads that load and save."""
 FENCE_SECONDS = 1.0
-"""How long a step waits for saves that read blocks which it hands to somebody else; then they are given up."""
+"""Time that a step waits for saves that read blocks which it gives to another request; then they are cancelled."""
 
 
 class _Load(NamedTuple):
@@ -32,7 +32,8 @@ class _Load(NamedTuple):
 
 
 class Worker:
-    """Of one rank. All calls come from the engine's worker thread. A step with nothing to do costs microseconds."""
+    """The worker's half, one for each rank. All calls come from the engine's worker thread. A step with nothing to do
+    costs microseconds."""
 
     def __init__(
         self, engine: Engine, names: Names, *, rank: int, block_tokens: int, asynchronous: bool = True
@@ -143,7 +144,7 @@ class Worker:
         return failed
 
     def report(self) -> Report | None:
-        """What the scheduler's half should know, if there is something."""
+        """The report to the scheduler's half; None if there is nothing to report."""
         if self._saves:
             done = [number for number, task in self._saves.items() if task.done]
             for number in done:
@@ -163,7 +164,7 @@ class Worker:
         return report
 
     def counts(self) -> dict[str, list[float]]:
-        """What happened since the last call: `event|tier|reason` to number, chunks, tokens, bytes, seconds."""
+        """Counts since the last call: `event|tier|reason` to number, chunks, tokens, bytes, seconds."""
         now, before = self._engine.counters(), self._counted
         self._counted = dict(now)
         found: dict[str, list[float]] = {}

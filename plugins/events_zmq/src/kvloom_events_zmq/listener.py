@@ -16,20 +16,20 @@ from zmq.utils.monitor import recv_monitor_message
 log = logging.getLogger("kvloom.events_zmq")
 
 LINGER_SECONDS = 1.0
-"""How long closing goes on sending what was published."""
+"""Time that closing continues to send published events."""
 _HANDSHAKE_SECONDS = 5.0
-"""How long a connection may take to say that it speaks ZeroMQ."""
+"""Time that a connection has to finish ZeroMQ's handshake."""
 _IDLE_SECONDS = 60
 """After so long, it is asked whether the other machine is still there."""
 _STUCK_SECONDS = 30
 """After so long, a connection by TCP is dropped whose other end takes nothing: what waits for it takes memory."""
 _MAX_MESSAGE_BYTES = 4096
-"""Of what comes in: subscriptions, and numbers to replay from."""
+"""Maximum size of an incoming message: subscriptions, and numbers to replay from."""
 _MAX_WAITING_REQUESTS = 1000
 _MAX_SUBSCRIPTIONS = 256
 """Different ones, of all connections. ZeroMQ keeps as many as come, and each takes up to some 100 KiB."""
 _PAUSE_SECONDS = 1.0
-"""How long it does not listen after there were too many connections."""
+"""Pause of listening after there were too many connections."""
 _SPARE_SHARE, _MAX_SPARE = 8, 64
 """Descriptors that are left to others: this share of what the process may have, and not more than so many."""
 
@@ -63,7 +63,7 @@ class Listener:
             text = f"cannot bind {endpoint}: {error.strerror}; name an address of this machine with a free port"
             raise ValueError(f"{name}: {text}") from error
         self.endpoint = self.socket.last_endpoint.decode().rstrip("\0")
-        """Where it listens, with the port that a `*` or a 0 came to be."""
+        """The address it listens on, with the port chosen for a `*` or a 0."""
 
     def attend(self) -> float | None:
         """Take note of connections that came and went; in how many seconds to be called again at the latest."""

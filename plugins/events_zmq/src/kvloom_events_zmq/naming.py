@@ -11,11 +11,11 @@ from kvloom import ChunkKey, Segment
 from kvloom_events_zmq.wire import Hash
 
 _NAME_BYTES = 256
-"""What a chunk takes up in memory beside its tokens, roughly."""
+"""Approximate memory of a chunk beside its tokens."""
 
 
 class Named(NamedTuple):
-    """Whose KV a chunk is."""
+    """The owner of a chunk's KV."""
 
     parent: ChunkKey | None
     start: int

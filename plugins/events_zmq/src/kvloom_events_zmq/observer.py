@@ -1,4 +1,4 @@
-"""What comes to kvloom's tiers and leaves them, published as vLLM publishes what its own cache holds."""
+"""Publishes chunks that enter or leave kvloom's tiers, in the form in which vLLM publishes those of its own cache."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class EventsLostError(RuntimeError):
 
 class ZmqEventsConfig(Config):
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Where to publish. Whoever can connect reads the tokens of prompts: only what the network keeps apart may."""
+    """The address to publish on. Anyone who can connect reads the tokens of prompts: restrict access by network."""
     replay_endpoint: str | None = None
-    """Where subscribers ask for batches that they missed."""
+    """The address at which subscribers ask for batches that they missed."""
     topic: str = ""
     """The first part of every message, which subscribers may choose by."""
     block_tokens: int | None = Field(default=None, ge=1)
@@ -51,7 +51,7 @@ class ZmqEventsConfig(Config):
     max_connections: int = Field(default=64, ge=1)
     """Connections to an endpoint; with more, all are dropped and may connect again."""
     replay_batches: int = Field(default=10_000, ge=1)
-    """How many batches are kept, of 64 MiB together at most, for subscribers that ask for what they missed."""
+    """Number of batches kept for subscribers that missed some, of 64 MiB together at most."""
     remember: ByteSize = Field(default=ByteSize(64 << 20), ge=0)
     """Memory for the tokens of chunks that are stored later than they are named."""
 
@@ -157,5 +157,5 @@ class ZmqEventsObserver(Observer):
 
 
 def _tag(key: ChunkKey) -> str:
-    """What stands for the salt in a key."""
+    """The salt tag in a key."""
     return key.namespace.rpartition("/")[2]

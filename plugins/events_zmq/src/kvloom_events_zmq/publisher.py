@@ -24,7 +24,7 @@ log = logging.getLogger("kvloom.events_zmq")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where and how. Two publishers of one process with the same settings are one."""
+    """A publisher's addresses and limits. Two publishers of one process with the same settings are one."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -72,7 +72,7 @@ class Publisher:
 
     @property
     def endpoint(self) -> str:
-        """Where it is published, with the port that a `*` or a 0 came to be."""
+        """The address it publishes on, with the port chosen for a `*` or a 0."""
         return self._pub.endpoint
 
     @property

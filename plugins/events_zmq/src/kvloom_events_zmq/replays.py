@@ -12,12 +12,12 @@ from kvloom_events_zmq.wire import END, sequence
 log = logging.getLogger("kvloom.events_zmq")
 
 MOST_BYTES = 64 << 20
-"""Of all batches that are kept."""
+"""Maximum size of all batches that are kept."""
 WAITING = 16
 """Messages that wait for a subscriber that is slower than they are sent."""
 PAUSE_SECONDS = 0.01
 _MOST_SECONDS = 10.0
-"""Who takes nothing for so long gets no more."""
+"""Time after which a subscriber that reads nothing is dropped."""
 _AT_ONCE = 64
 """Messages for one subscriber before others have their turn, and what is published meanwhile."""
 

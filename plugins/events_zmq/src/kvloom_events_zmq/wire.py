@@ -28,7 +28,7 @@ class BlockStored(_Event):
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[Any] | None] | None = None
-    """What tells equal tokens apart, one entry for each block."""
+    """Keys that distinguish equal tokens, one entry for each block."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None

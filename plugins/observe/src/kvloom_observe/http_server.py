@@ -28,15 +28,15 @@ log = logging.getLogger("kvloom.observe")
 _YOUNG_SECONDS = 1.0
 """A connection this old that has not sent its request yet makes room for a new one."""
 _PAUSE_SECONDS = 0.5
-"""How long nobody is accepted after descriptors were short."""
+"""Pause of accepting after file descriptors ran out."""
 _LINGER_SECONDS = 1.0
-"""How long a body that was refused is read and dropped, so that the answer arrives."""
+"""Time that a refused body is read and dropped, so that the answer arrives."""
 _SPARE_SHARE, _MAX_SPARE = 8, 64
 """Descriptors that are left to others: this share of what the process may have, and not more than so many."""
 _BACKLOG = 16
 _READ_BYTES = 64 << 10
 _MAX_DIGITS = 15
-"""Of a Content-Length."""
+"""Maximum number of digits of a Content-Length."""
 
 
 class Request(NamedTuple):
@@ -72,7 +72,7 @@ Handler = Callable[[Request], Response | Later]
 
 
 class Limits(NamedTuple):
-    """What one server takes up at most."""
+    """Maximum resources of one server."""
 
     connections: int = 16
     head_bytes: int = 16 << 10
@@ -100,7 +100,7 @@ class _Connection:
     data: bytearray = field(default_factory=bytearray)
     head: Request | None = None
     length: int = 0
-    """Of the body."""
+    """Length of the body."""
     later: Later | None = None
     """The answer that the connection waits for."""
     answer: Future[Response] | None = None

@@ -19,13 +19,13 @@ _PAST_END = ("write", "encode")
 
 class OpenTelemetryConfig(Config):
     endpoint: str | None = None
-    """Where to send spans by OTLP over HTTP, such as http://collector:4318/v1/traces; by default what the variables
-    OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT say. Not used where the application has a
-    tracer provider of its own: then spans go the way of all others."""
+    """The address for spans by OTLP over HTTP, such as http://collector:4318/v1/traces; the default comes from
+    OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT. Unused if the application has its own tracer
+    provider: kvloom's spans then go there too."""
     service_name: str = "kvloom"
-    """Of the resource, unless OTEL_SERVICE_NAME is set."""
+    """The resource's service name, unless OTEL_SERVICE_NAME is set."""
     sample: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Which share of requests without a caller's trace; the others follow their caller's."""
+    """Share of sampled requests among those without a caller's trace; the others follow their caller's."""
     lookups: bool = False
     """Tell of lookups, too."""
     timeout: float = Field(default=2.0, gt=0, le=60)
@@ -150,7 +150,7 @@ def _provider(config: OpenTelemetryConfig) -> _Own:
         raise ImportError(f"needs opentelemetry-sdk and an OTLP exporter: {remedy}") from None
 
     class Ids(RandomIdGenerator):
-        """Of the system. Python's `random` is the application's, which may have seeded it, in every rank alike."""
+        """Random ids from the system. Python's `random` belongs to the application, which may seed every rank alike."""
 
         def generate_span_id(self) -> int:
             return secrets.randbits(64) or 1

@@ -1,4 +1,4 @@
-"""What a live view is read from: an engine's socket, or a Prometheus endpoint."""
+"""Sources of a live view: an engine's socket, or a Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _answer(url: str) -> bytes:
 
 
 class Source:
-    """Where snapshots come from."""
+    """A source of snapshots."""
 
     def __init__(self, name: str, read: Read) -> None:
         self.name = name
@@ -129,7 +129,7 @@ def scrape(url: str) -> dict[str, Any]:
 
 
 def _snapshot(families: dict[str, Any]) -> dict[str, Any]:
-    """Of the first engine at the endpoint."""
+    """The snapshot of the first engine at the endpoint."""
     info = families["kvloom_engine_info"].samples[0].labels
     engine = info["engine"]
 

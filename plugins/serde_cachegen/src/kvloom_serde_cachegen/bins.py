@@ -8,7 +8,7 @@ from dataclasses import dataclass
 MIN_BINS, MAX_BINS = 4, 63
 _FINE, _COARSE = 32, 16
 _FINE_KEY_LAYERS, _FINE_VALUE_LAYERS = 10, 2
-"""As many layers from the first have fine levels, in models of ten layers or more."""
+"""Number of first layers with fine levels, in models of ten layers or more."""
 
 _LAYERS = {
     "lmsys/longchat-7b-16k": 32,
@@ -62,7 +62,7 @@ class CacheGenConfig:
 
     @classmethod
     def from_model_name(cls, model_name: str) -> CacheGenConfig:
-        """Of a model that is known by name; asks nobody. Raises ValueError for others."""
+        """The configuration for a model that is known by name, without a request. Raises ValueError for others."""
         if model_name not in _LAYERS:
             raise ValueError(
                 f"the number of layers of {model_name!r} is not known; CacheGenConfig.for_layers takes it; known are "

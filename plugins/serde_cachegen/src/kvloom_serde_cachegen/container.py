@@ -16,9 +16,9 @@ from kvloom_serde_cachegen.serializer import CacheGenSerializer
 from kvloom_serde_cachegen.streams import MOST_SIZE
 
 MAX_BYTES = 1 << 32
-"""What the KV of one blob may take, unless the caller says otherwise: small blobs may claim to be of any size."""
+"""Default limit on the KV of one blob: a small blob may claim any size."""
 _MOST_STREAMS = 1 << 16
-"""Of all layers of all chunks of a prompt."""
+"""Maximum number of streams in all layers of all chunks of a prompt."""
 DESCRIBED_AT = 112
 """The byte at which a blob says what it holds."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -81,7 +81,7 @@ def pack(
 def unpack(
     data: Buffer, *, model: str = "", max_bytes: int = MAX_BYTES
 ) -> tuple[envelope.Description, list[memoryview]]:
-    """What `pack` was given, every byte verified. Raises CorruptBlobError as `from_bytes` does."""
+    """Return the arguments of `pack`, every byte verified. Raises CorruptBlobError as `from_bytes` does."""
     try:
         header, payload = envelope.unseal(data, key=model, max_buffers=_MOST_STREAMS)
     except UnreadableBlobError as error:  # Nobody keeps it for a later release to read: it is as good as damaged.

@@ -44,7 +44,7 @@ def declared(codec: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def about() -> str:
-    """What there is, for people."""
+    """The state of CUDA here, for people."""
     try:
         devices = native.load("kvloom_serde_cachegen", "kvz_cuda").kvz_cuda_devices()
     except PluginError:

@@ -50,12 +50,12 @@ def torch_quant_vectorized(bins: torch.Tensor, groups: torch.Tensor) -> tuple[to
 
 
 def quant(bins: int, levels: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """What the levels of `torch_quant` stand for: the inverse, in spite of its name."""
+    """Values for the levels of `torch_quant`: the inverse, in spite of the name."""
     return levels / (bins // 2 - 1) * most
 
 
 def do_dequantize(levels: torch.Tensor, bins: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """What the levels of `torch_quant_vectorized` stand for."""
+    """Values for the levels of `torch_quant_vectorized`."""
     half = _halves(bins)
     return (levels - half) / half * most
 
@@ -70,7 +70,7 @@ def _halves(bins: torch.Tensor) -> torch.Tensor:
 
 
 def _factor(half: torch.Tensor | int, most: torch.Tensor) -> torch.Tensor:
-    """Of rows of zeros too, whose levels are those of 0."""
+    """Levels per value. Works for rows of zeros too, whose levels are those of 0."""
     return torch.where(most > 0, half / most.float(), 0.0)
 
 
@@ -112,7 +112,7 @@ class CacheGenEncoderOutput:
 
     @property
     def start_indices(self) -> torch.Tensor:
-        """Where each stream begins in `bytestream`: int64 `[chunks, layers]`."""
+        """The begin of each stream in `bytestream`: int64 `[chunks, layers]`."""
         lengths = torch.stack([chunk.bytestream_lengths for chunk in self.data_chunks])
         return (lengths.flatten().cumsum(0) - lengths.flatten()).view(lengths.shape)
 
@@ -199,7 +199,7 @@ def decode_chunk(data_chunk: CacheGenBytestream, target_buffer: torch.Tensor) ->
 
 
 def get_output_buffer(nlayers: int, nchannels: int, ntokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `decode_chunk` fills."""
+    """The output tensor of `decode_chunk`."""
     return torch.empty((2 * nlayers, ntokens, nchannels), dtype=dtype)
 
 

@@ -1,7 +1,7 @@
-"""What a codec does to a model: predictions from KV as it was against those from KV that went through the codec.
+"""Measures a codec's effect on a model: predictions from the original KV against those from KV after the codec.
 
-Of each window the first tokens are the context: the model reads them, their KV is encoded and decoded in chunks, as an
-engine stores it. The rest, the continuation, is predicted from either.
+The first tokens of each window are the context: the model reads them, and their KV is encoded and decoded in chunks, as
+an engine stores it. The rest, the continuation, is predicted from each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ that comes back, and the bytes that were kept."""
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured in one window; or means, or standard errors over windows."""
+    """Measurements of one window; or means, or standard errors over windows."""
 
     dnll: float
     """By how much the continuation's tokens got less likely, nats a token."""
@@ -47,7 +47,7 @@ class Quality:
 
     windows: tuple[Figures, ...]
     tokens: int
-    """That were predicted, in all windows."""
+    """Number of predicted tokens in all windows."""
 
     @property
     def mean(self) -> Figures:

@@ -55,20 +55,20 @@ class NativeProfile:
         _known[self.id] = self
 
     def on(self, device: torch.device) -> Addresses:
-        """Where it is in the memory of `device`: it is copied there once, and stays as long as this does."""
+        """Addresses in the memory of `device`. The profile is copied there once, and stays as long as this object."""
         with self._lock:
             if device not in self._in:
                 self._in[device] = Addresses(self._profile, device)
             return self._in[device]
 
     def covers(self, kv: torch.Tensor, first_layer: int) -> bool:
-        """Whether the layers of `kv`, `[planes, layers, tokens, hidden]`, are some of it, from that one on."""
+        """Return whether the profile has the layers of `kv`, `[planes, layers, tokens, hidden]`, from that one on."""
         planes, layers, hidden = self.shape
         return (planes, hidden) == (kv.shape[0], kv.shape[3]) and first_layer + kv.shape[1] <= layers
 
 
 class Addresses:
-    """Where a profile is in the memory of one device."""
+    """Addresses of a profile in the memory of one device."""
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
         transform = profile.transform

@@ -24,7 +24,7 @@ POSITION_BITS = 24
 RANK_UNIT = 32
 MAX_EXPONENT = 5
 _MOST_BYTES = 1 << 30
-"""Of a profile; those of large models have some 100 MiB."""
+"""Maximum size of a profile; those of large models have some 100 MiB."""
 T = TypeVar("T")
 
 _ABOUT = ("model", "identity", "planes", "layers", "hidden", "head_size", "calibrated_tokens", "rotary_size",
@@ -40,7 +40,7 @@ class CorruptProfileError(KVLoomError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one mode and step did to the model on text that it was not calibrated on."""
+    """The effect of one mode and step on the model, on text that it was not calibrated on."""
 
     dnll: float
     """Nats per token that the text got less likely."""
@@ -52,15 +52,15 @@ class Verdict:
     """Part of the tokens whose likeliest successor stayed the same."""
     bits_per_value: float
     tokens: int
-    """How many were predicted."""
+    """Number of predicted tokens."""
     passed: bool
     limits: Mapping[str, float] = field(default_factory=dict)
-    """What `dnll`, `kl` and `top1` were held against."""
+    """Limits for `dnll`, `kl` and `top1`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """What the mode `klt` does to the KV of each plane and layer, K being taken before RoPE.
+    """The transform of the mode `klt` for the KV of each plane and layer, with K taken before RoPE.
 
     Component j of `x` is `((x - mean) * scale) @ U[:, j]`, and `U[:, j]` is `bases[j] * 2^-exponents[j] / 127`.
     """
@@ -94,13 +94,13 @@ class Transform:
                 raise ValueError(f"exponents: {int(exponents.max())} is over {MAX_EXPONENT}")
 
     def ranks(self, plane: int) -> list[int]:
-        """How many components each layer of a plane keeps."""
+        """The number of components that each layer of a plane keeps."""
         return [len(bases) for bases in self.bases[plane]]
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What is known of one model's KV. Checked when it is made: ValueError for what cannot be."""
+    """Statistics of one model's KV. Checked when it is made: ValueError if they are invalid."""
 
     model: str
     """For people to read."""
@@ -120,7 +120,7 @@ class Profile:
     rotations: torch.Tensor
     """float32 `[24, rotary_size / 2, 2]`: cosine and sine of the angle of 2^b positions."""
     transform: Transform | None = None
-    """What the mode `klt` needs."""
+    """The transform for the mode `klt`."""
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     """By mode and step, `step/0.75`."""
 
@@ -185,7 +185,7 @@ class Profile:
 
 
 def _content(path: Path) -> bytes:
-    """Of a regular file of a bounded length, never waited for. Raises OSError or CorruptProfileError."""
+    """Read a regular file of a bounded length, without waiting. Raises OSError or CorruptProfileError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
@@ -196,7 +196,8 @@ def _content(path: Path) -> bytes:
 
 
 def identity_of(spec: KVSpec) -> str:
-    """Whose KV `spec` describes: weights, config and adapters, without what tells only what computed it."""
+    """The identity of the KV that `spec` describes: weights, config and adapters, without the hardware that computed
+    it."""
     weights, _, _ = spec.revision.partition(", on ")
     return ", ".join([spec.model, weights, *spec.adapters])
 
@@ -248,7 +249,7 @@ def _unpacked(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Profil
 
 
 def _typed(made: T) -> T:
-    """What was made from JSON, if its words, numbers and truths are such. Raises ValueError."""
+    """Check the types of words, numbers and booleans made from JSON. Raises ValueError."""
     for each in fields(made):  # type: ignore[arg-type]
         value = getattr(made, each.name)
         if each.type in ("str", "int", "float", "bool") and type(value).__name__ != each.type:

@@ -26,9 +26,9 @@ _BAND = 128
 """Channels of a tile: each tile costs 128 bytes for the states of its lanes."""
 _KLT_BAND = 256
 _ROPE_CHANNELS = 64
-"""Of a latent cache the last channels are keys with their position, the others behave as V does."""
+"""Number of last channels of a latent cache that are keys with their position; the others behave as V does."""
 _STREAM_ELEMENTS = 1 << 20
-"""Of opaque pages, how many elements a stream has at most, if they can be cut evenly."""
+"""Maximum number of elements in a stream of opaque pages, if they can be cut evenly."""
 
 
 class CacheGenSerializer(Serializer):
@@ -45,14 +45,14 @@ class CacheGenSerializer(Serializer):
         common, which only the profile of a model tells. `lossless`: every bit comes back. `cachegen`: a scale for each
         token and as many levels as LMCache's CacheGen has."""
         quality: Literal["high", "default", "small"] | Annotated[float, Field(gt=0.0, le=4.0)] = "default"
-        """Of `step` and `klt`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
+        """For `step` and `klt`: the steps in standard deviations; by name 0.25, 0.5 and 0.75."""
         profile: Path | None = None
-        """What `kvloom calibrate` wrote for this model: `klt` needs it; in `step` the steps of K follow it."""
+        """The output of `kvloom calibrate` for this model: `klt` needs it; in `step` the steps of K follow it."""
         codec_gate: bool | None = None
-        """Of both: refuse to start unless the profile says that this step does the model no harm. By default `on` for
-        `klt` and for steps from 0.75 on, which `small` is, and `off` for others."""
+        """For both: refuse to start unless the profile says that this step does the model no harm. The default is `on`
+        for `klt` and for steps of 0.75 or more (`small`), and `off` for others."""
         threads: Annotated[int, Field(ge=0, le=256)] = 0
-        """How many work on one chunk; 0: as many as there are processors."""
+        """Number of threads that work on one chunk; 0: as many as there are processors."""
 
         @model_validator(mode="after")
         def _belong_together(self) -> CacheGenSerializer.Config:
@@ -198,7 +198,7 @@ class CacheGenSerializer(Serializer):
 
 
 def _kernels(kv: torch.Tensor) -> ctypes.CDLL | None:
-    """What works in the memory that `kv` is in, if that is a device's."""
+    """The library for the device memory that `kv` is in; None for host memory."""
     return device.library() if kv.is_cuda else None
 
 

@@ -27,7 +27,7 @@ DTYPES = {
     torch.float8_e4m3fn: 4,
     torch.float8_e5m2: 5,
 }
-"""What `step` and `cachegen` work on, and how a stream calls it."""
+"""Dtypes that `step` and `cachegen` accept, with their numbers in a stream."""
 _BYTES = 6
 """Elements that are coded as what they are made of."""
 
@@ -51,7 +51,7 @@ _PROBLEMS = {
 }
 _NO_PROFILE = 11
 MOST_SIZE = (1 << 31) - 1
-"""As much can be said of planes, of tokens, and of the bytes of a token's channels."""
+"""Maximum number of planes, of tokens, and of bytes of a token's channels."""
 _HEADER_BYTES = 32
 
 
@@ -115,7 +115,7 @@ def instructions() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to encode."""
+    """Settings of encoding."""
 
     mode: Mode
     band: int = 128
@@ -234,7 +234,7 @@ def check(jobs: Iterable[Decode]) -> None:
 
 
 def addresses(profile: NativeProfile | None, layer: int, device: torch.device) -> tuple[int | None, int | None]:
-    """Of a profile and its bases of that layer, in the memory of `device`; None if there is none."""
+    """Addresses of a profile and of its bases of that layer, in the memory of `device`; None if there is none."""
     if profile is None:
         return None, None
     there = profile.on(device)
@@ -247,7 +247,7 @@ def profile_of(stream: Buffer) -> bytes:
 
 
 def mode_of(stream: Buffer) -> Mode:
-    """How a stream was encoded. Raises CorruptBlobError if it says nothing that there is."""
+    """The mode of an encoded stream. Raises CorruptBlobError if it is unknown."""
     head = memoryview(stream).cast("B")[:6]
     try:
         return Mode(head[5])
@@ -275,7 +275,7 @@ def _workspace(threads: int, jobs: int, each: int) -> tuple[int, np.ndarray[tupl
 
 
 def _processors() -> int:
-    """That this process may use; some systems do not tell which."""
+    """Number of processors that this process may use; some systems do not say which."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -17,7 +17,7 @@ import torch
 
 _END = struct.Struct("<4s4H2IH")
 _ZIP64_BYTES = 56 + 20
-"""What torch writes before the end as well."""
+"""Bytes that torch writes before the end as well."""
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _STORED = 0
@@ -38,7 +38,7 @@ class _Global(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What a pickle has made by a call."""
+    """The result of a call in a pickle."""
 
     by: Any
     arguments: Any
@@ -123,7 +123,7 @@ def _described(made: Any) -> tuple[tuple[Any, ...], torch.dtype, tuple[int, ...]
 
 
 def _unpickled(data: bytes) -> Any:
-    """What a pickle says, as it says it: nothing is imported or called."""
+    """The content of a pickle, without importing or calling anything."""
     if len(data) > _MOST_PICKLE_BYTES:
         raise ValueError("a pickle of more than a tensor")
     stack: list[Any] = []

@@ -23,13 +23,13 @@ _MOST_HEADER_BYTES = 4096
 
 
 class TensorSerializer(Serializer):
-    """What both formats share: the cast, what it costs in fidelity, and the checks on what comes back."""
+    """The common part of both formats: the cast, its cost in fidelity, and the checks when decoding."""
 
     class Config(BaseConfig):
         """The settings of a serializer of tensors."""
 
         dtype: DtypeName | None = None
-        """What to keep a chunk in; retrieving casts back. Left out, chunks are kept as they are."""
+        """The dtype to store a chunk in; retrieving casts back. Without it, chunks are stored as they are."""
 
     def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)

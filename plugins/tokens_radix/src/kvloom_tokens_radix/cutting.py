@@ -1,4 +1,4 @@
-"""Where the part of a sequence is cut that nothing is known of yet."""
+"""Cuts the part of a sequence that is not known yet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Rules(NamedTuple):
-    """Of where segments may end."""
+    """Rules for the ends of segments."""
 
     chunk_tokens: int
     """Every multiple of this is the end of a segment, so no segment is longer."""
@@ -16,7 +16,7 @@ class Rules(NamedTuple):
     """Every end within a chunk is a multiple of this."""
 
     def allow(self, start: int, end: int) -> bool:
-        """Whether a segment may be from `start` to `end`."""
+        """Return whether a segment may reach from `start` to `end`."""
         in_one_chunk = start // self.chunk_tokens == (end - 1) // self.chunk_tokens
         return in_one_chunk and (end % self.align_tokens == 0 or end % self.chunk_tokens == 0)
 

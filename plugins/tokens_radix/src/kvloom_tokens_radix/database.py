@@ -40,7 +40,7 @@ class RadixTokenDatabase(TokenDatabase):
         align_tokens: int = Field(1, ge=1)
         """Segments end at multiples of this many tokens: the engine's block size, where KV is moved in blocks."""
         memory: ByteSize = Field(ByteSize(64 << 20), ge=64 << 10)
-        """How much may be known: about 4 bytes for each token. What was not used for longest is forgotten."""
+        """Maximum memory for known sequences: about 4 bytes for each token. The least recently used are forgotten."""
         path: Path | None = None
         """A directory to keep what is known in; made if missing, `~` is the home directory. None: a restart forgets."""
 
@@ -88,7 +88,7 @@ class RadixTokenDatabase(TokenDatabase):
                 journal.close()
 
     def _tree(self) -> tuple[Tree, Journal | None]:
-        """Of this fingerprint; what was kept of it is read when it is first asked for."""
+        """The tree of this fingerprint. Its journal is read when it is first needed."""
         about = (self.fingerprint, self.chunk_tokens)
         if about not in self._known:
             settings = self._settings

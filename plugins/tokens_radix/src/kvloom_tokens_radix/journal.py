@@ -22,12 +22,12 @@ from kvloom_tokens_radix.tree import Change, Leaf, Tree
 logger = logging.getLogger("kvloom.tokens_radix")
 
 _WAITING_BYTES = 16 << 20
-"""When more than this waits to be written, the file is written anew instead."""
+"""Maximum size of queued writes; beyond it the file is rewritten instead."""
 _SMALL_BYTES = 1 << 20
 _RETRY_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 _LOAD_SECONDS = 10.0
-"""What of a file is not read by then is left out: a whole one takes less than a second."""
+"""Maximum time to read a file; the rest is left out. A whole one takes less than a second."""
 _BATCH = 64
 """Nodes in one record of a file that is written anew."""
 _SNAPSHOT = b"*"

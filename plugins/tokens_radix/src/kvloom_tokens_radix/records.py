@@ -1,4 +1,4 @@
-"""What a journal's file holds: changes of a tree as checksummed records, and how they are done again.
+"""The format of a journal's file: changes of a tree as checksummed records, and their replay.
 
 `MAGIC`, then records: `<uint32 bytes of payload><8 bytes of BLAKE2b over that and the payload><payload>`, a payload
 being one change behind another. Integers are little-endian.
@@ -30,7 +30,7 @@ _SLACK_BYTES = 64 << 10
 
 
 class DamagedError(ValueError):
-    """What is in the file is not what was written."""
+    """The file's content is not what was written."""
 
 
 def record(changes: Iterable[Change], *, before: bytes = b"") -> bytes:

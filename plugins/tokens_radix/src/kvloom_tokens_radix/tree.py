@@ -1,4 +1,4 @@
-"""What is known of the sequences that were stored: their tokens, as a radix tree, and how they were cut.
+"""Known sequences that were stored: their tokens, as a radix tree, and their cuts.
 
 A node stands for a run of tokens behind its parent's. Beside the tokens it has the segments that end in it. Every
 segment that the tree has begins where another one ends, or at 0, and no two end at the same place: so the deepest end
@@ -19,7 +19,7 @@ import numpy as np
 from kvloom_tokens_radix.cutting import Rules, planned
 
 NODE_BYTES = 900
-"""What a node takes up beside its tokens and cuts: objects, its place in its parent and in the order of use."""
+"""Approximate memory of a node beside its tokens and cuts: objects, its place in its parent and in the order of use."""
 CUT_BYTES = 10
 _MOST_ID = 1 << 62
 
@@ -33,16 +33,16 @@ class Node:
         self.id = id
         self.parent = parent
         self.salt = salt
-        """Of a root."""
+        """The salt of a root."""
         self.edge = edge
         self.start = 0 if parent is None else parent.end
         self.end = self.start + len(edge) // 4
         self.children: dict[int, Node] | None = None
         """By first token."""
         self.ends = array("i")
-        """Where segments end in it, ascending."""
+        """Ends of the segments that end in it, ascending."""
         self.starts = array("i")
-        """Where each of those begins, which may be in a node above."""
+        """Starts of those segments, which may be in a node above."""
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +100,7 @@ Change = Root | Split | Cut | Leaf | Forget
 
 
 class Place(NamedTuple):
-    """How far a sequence is known."""
+    """The known part of a sequence."""
 
     path: list[Node]
     """Nodes all of whose tokens it has, from the root."""

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvloom.trace")
 
 _ID_BYTES = 6
-"""Of a hash id: exact in JSON wherever it is read; of ten million chunks one pair may share one."""
+"""The size of a hash id: exact in JSON wherever it is read; among ten million chunks one pair may share one."""
 _MOST_SALTS = 1 << 16
 """Tenants that get a number of their own; all others share one."""
 
 
 class TraceConfig(Config):
     path: Path
-    """Where to write. What is there is never touched: the second file is called `name.2.jsonl`."""
+    """The file to write to. An existing file is never touched: the second one is called `name.2.jsonl`."""
     max_bytes: ByteSize = Field(default=ByteSize(1 << 30), gt=0)
     """Recording stops before the file is longer."""
 
@@ -53,7 +53,7 @@ class TraceObserver(Observer):
         self._secret = os.urandom(32)
         self._salts: dict[str, int] = {}
         self.path = config.path.expanduser()
-        """Of the file, once there is a first request."""
+        """The path of the file, once there is a first request."""
         self._file: int | None = None
         self._ended = False
         self._left_bytes = int(config.max_bytes)

@@ -32,14 +32,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """What became of one line."""
+    """The result of one line."""
 
     line: int
-    """Of the file, from 1."""
+    """The line's number in the file, from 1."""
     tokens: int
-    """Of the prompt; of a key's chunk, 0 if no tier has it."""
+    """Tokens of the prompt, or of a key's chunk; 0 if no tier has it."""
     warm_tokens: int
-    """How many of them, from the first on, are in memory now."""
+    """Number of leading tokens that are in memory now."""
     pinned_tokens: int
 
 
@@ -165,7 +165,7 @@ def _brought(engine: Engine, memory: Any, prompt: Prompt) -> list[Segment]:
 
 
 def _num_tokens(memory: Any, key: ChunkKey) -> int:
-    """How long a chunk in memory is; 0 if it is not there."""
+    """The length of a chunk in memory, in tokens; 0 if it is not there."""
     (loaded,) = memory.lease([key])
     if loaded is None:
         return 0

@@ -1,4 +1,4 @@
-"""What the requirements of storage backends share."""
+"""The common part of the requirements of storage backends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def again(backend: StorageBackend, opened: Open) -> StorageBackend:
 
 
 def content(blob: Buffer | None) -> bytes | None:
-    """What a backend returned, as bytes; read as the core does, which takes a buffer and nothing else."""
+    """A backend's result as bytes, read as the core does, which takes a buffer and nothing else."""
     return None if blob is None else bytes(memoryview(blob).cast("B"))
 
 
@@ -84,7 +84,7 @@ def versions_of(size: int) -> Callable[[int], bytes]:
 
 
 def torn(blob: Any, version: Callable[[int], bytes]) -> bool:
-    """Whether a blob is none of the versions."""
+    """Return whether a blob differs from every version."""
     data = content(blob) or b""
     return not data or data != version(data[0])
 

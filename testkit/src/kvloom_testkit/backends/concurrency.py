@@ -27,7 +27,7 @@ VERSIONS = 60
 DELETIONS = 200
 CREATIONS = 20
 READS = 60
-"""How many at least."""
+"""Minimum number of reads."""
 WRITERS = 4
 ROUNDS = 20
 TURNS = 120
@@ -103,11 +103,12 @@ class ConcurrencyRequirements(BackendRequirements):
 
     @needs("create")
     def test_B20_create_lets_exactly_one_writer_in(self, names: Namespace, opened: Open) -> None:
-        """Of several that `create` a key at once one is told True, and its blob is there; later ones are told False.
+        """One of several concurrent `create` calls for a key returns True, and its blob is stored; later ones return
+        False.
 
-        Why: it is claimed to be exclusive, so that leaders are chosen and records are written with it.
+        Why: it is claimed to be exclusive; leaders are elected and records are written with it.
 
-        Usually: `contains` and then `put`, which is two steps.
+        Usually: `contains` followed by `put`, which is two steps.
         """
         backend = opened()
         writers = [backend, opened() if type(backend).shared else backend] * 3
@@ -150,11 +151,11 @@ class ConcurrencyRequirements(BackendRequirements):
         together(*(partial(use, verb, stride) for verb, stride in zip(verbs, STRIDES, strict=True)), restless=True)
 
     def test_B43_what_one_thread_did_another_sees(self, names: Namespace, opened: Open) -> None:
-        """What a thread put or deleted, every other thread sees with its next call, whichever of them asked before.
+        """A thread's put or delete is visible to every other thread's next call, whichever of them asked before.
 
         Why: blobs are written by a tier's own threads and read by its callers'.
 
-        Usually: a connection or a cache for each thread, which goes on showing what there was when it was asked first.
+        Usually: a connection or a cache for each thread, which continues to show the state of its first call.
         """
         backend, key = opened(), names.key()
         lists, room = claims(backend, "scan", StorageBackend), memoryview(bytearray(1))
@@ -193,7 +194,7 @@ def _got_into(backend: StorageBackend, key: str) -> bytes | None:
 
 
 class _Work:
-    """What readers go on during, until everybody has done it, or failed."""
+    """The work that readers run beside, until all of it is done or has failed."""
 
     def __init__(self, workers: int) -> None:
         self._left = [None] * workers

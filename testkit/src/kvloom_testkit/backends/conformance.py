@@ -1,4 +1,4 @@
-"""What a storage backend must do. See `BackendConformance`."""
+"""Requirements of storage backends. See `BackendConformance`."""
 
 from __future__ import annotations
 

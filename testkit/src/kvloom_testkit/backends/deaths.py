@@ -17,7 +17,7 @@ from kvloom_testkit.requirements import claims, needs
 STEPS = 40
 """At so many calls of one `put` a process is killed, if there is time."""
 LEASE_SECONDS = 10.0
-"""How long a right may outlive the process that had it, as the contract says."""
+"""Maximum time that a right may outlive the process that had it, by the contract."""
 
 CHILDREN = """
 import select, traceback
@@ -257,15 +257,15 @@ class DeathRequirements(BackendRequirements):
         run(CHILDREN + LOOK + PUT_STEP_BY_STEP, backend, keys, arguments=[str(most)])
 
     def test_B45_a_write_that_fails_is_said(self, names: Namespace, opened: Open) -> None:
-        """Where the system refuses to write, `put` and its other forms raise, or the blob is there all the same.
+        """If the system refuses a write, `put` and its other forms raise, or the blob is stored all the same.
 
-        It is tried with a limit on the size of files, which is that of this process: what servers write has none. When
-        it is lifted, everything works.
+        The test limits the size of this process's files; servers' files are not limited. Once the limit is lifted,
+        everything works.
 
-        Why: a blob that is said to be kept, and is not, is counted as if it took up room, and looked for in vain.
+        Why: a blob that was reported as stored but was not takes up capacity in the count, and every read of it fails.
 
-        Usually: an OSError that is passed over in silence, because only a cache has failed; or one on a thread that
-        nobody asks.
+        Usually: an OSError is ignored because "only a cache" has failed, or it is raised on a thread that is not
+        checked.
         """
         if not hasattr(os, "fork"):
             pytest.skip("this system has no fork")

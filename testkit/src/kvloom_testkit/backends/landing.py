@@ -14,7 +14,7 @@ class Landing:
         self.reserved: list[int] = []
         self.told: list[int] = []
         self.early: int | None = None
-        """How many bytes were said to have arrived when they had not."""
+        """Number of bytes that were reported as arrived before they had; None if there were none."""
         self.memory = memoryview(b"")
 
     def reserve(self, num_bytes: int) -> memoryview:

@@ -52,11 +52,11 @@ class LifetimeRequirements(BackendRequirements):
 
     @needs("shared")
     def test_B22_two_instances_see_each_other_at_once(self, names: Namespace, opened: Open) -> None:
-        """What one instance puts or deletes, another that is open already sees with its next call, listings included.
+        """A put or delete by one instance is visible to the next call of another open instance, listings included.
 
         Why: `shared` is claimed; ranks and replicas find each other's KV that way, and count it.
 
-        Usually: each keeps a cache, of blobs, of what there is not, or of listings; or a read transaction stays open.
+        Usually: each instance caches blobs, missing keys or listings; or a read transaction stays open.
         """
         first, second, key = opened(), opened(), names.key()
         lists = claims(first, "scan", StorageBackend)
@@ -119,14 +119,14 @@ class LifetimeRequirements(BackendRequirements):
 
     @needs("hold")
     def test_B28_one_at_a_time_has_a_right(self, names: Namespace, opened: Open) -> None:
-        """Of two instances one is told True by `hold`, again and again, until it is closed; the other never waits.
+        """One of two instances is told True by `hold`, each time, until it is closed; the other one never waits.
 
-        What a right takes in the store is no blob: it is not listed, and is nobody's key.
+        The right's record in the store is not a blob: it is not listed, and no key reads it.
 
-        Why: of the processes that share a store one evicts.
+        Why: only one of the processes that share a store evicts.
 
-        Usually: a lock that belongs to the process, so that two instances in it both have it; one that waits; one that
-        says no to its own holder; a right that is not given back; or a lock file among the blobs' files.
+        Usually: a lock that belongs to the process, so that two instances in it both have it; a lock that waits, or
+        refuses its own holder; a right that is not given back; or a lock file among the blobs' files.
         """
         first, right = opened(), f"kit-{names.fingerprint[:8]}"
         if not type(first).shared:
@@ -231,9 +231,9 @@ class LifetimeRequirements(BackendRequirements):
 
 
 def _foreign(backend: StorageBackend) -> set[str]:
-    """Of the keys in the store those that no model's fingerprint begins, and that are not the core's own record.
+    """The keys in the store without a model's fingerprint that are not the core's own record.
 
-    Somebody else may be using the store; what a probe left is not named like that.
+    Others may be using the store; a probe's files have no such names.
     """
     return {entry.key for entry in backend.scan() if not _OF_A_MODEL.match(entry.key)}
 
@@ -268,7 +268,7 @@ def _use(backend: StorageBackend, names: Namespace) -> None:
 
 
 def _more_after(use: Callable[[], object]) -> dict[str, int]:
-    """How much more is held after many uses than after a few, once what a library closes on threads of its own is."""
+    """Growth of open resources between a few uses and many, once the library's own threads have closed theirs."""
     for _ in range(3):
         use()
     before = _held()

@@ -15,9 +15,9 @@ from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import comes_true, together
 
 ABOUT_NOW_SECONDS = 3600.0
-"""How far a store's clock may be from ours."""
+"""Maximum difference between a store's clock and ours."""
 SETTLING_SECONDS = 6.0
-"""How long a listing may say an old time or size: clocks of whole seconds, file systems that allocate later."""
+"""Time that a listing may show an old time or size: clocks of whole seconds, file systems that allocate later."""
 MANY = 1100
 """More than stores take or give in one request, which for many is 1,000 or 1,024."""
 MORE = 4200
@@ -247,5 +247,5 @@ def _says_at_least(num_bytes: int, backend: StorageBackend, names: Namespace, ke
 
 
 def _comes_true(told: Callable[[], bool]) -> bool:
-    """Whether it does before a listing should have settled."""
+    """Return whether it comes true before a listing should have settled."""
     return comes_true(told, SETTLING_SECONDS)

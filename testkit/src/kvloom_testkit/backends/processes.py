@@ -143,12 +143,13 @@ class ProcessRequirements(BackendRequirements):
 
     @needs("shared")
     def test_B46_two_processes_see_each_other_at_once(self, names: Namespace, opened: Open) -> None:
-        """What one process puts or deletes, another that has the store open sees with its next call, listings included.
+        """A put or delete by one process is visible to the next call of another that has the store open, listings
+        included.
 
         Why: `shared` is claimed; ranks and replicas find each other's KV that way.
 
-        Usually: a cache, of blobs or of what there is not, that all instances of a process have in common, so that two
-        of them in one process agree.
+        Usually: a cache of blobs or missing keys that all instances of a process share, so that two instances in one
+        process agree.
         """
         if not hasattr(os, "fork"):
             pytest.skip("this system has no fork")

@@ -41,9 +41,9 @@ def run(
     program: str, backend: StorageBackend, keys: list[str], *, entries: list[str] | None = None, hash_seed: str = "0",
     arguments: list[str] | None = None,
 ) -> str:  # fmt: skip
-    """What a fresh process prints that can open a backend like this one.
+    """Run a program in a fresh process that can open a backend like this one; return its output.
 
-    entries: modules that it imports first. arguments: what else it is told.
+    entries: modules that it imports first. arguments: further arguments.
     """
     cls, config = type(backend), backend.config
     if "<locals>" in cls.__qualname__ or not isinstance(config, Config):

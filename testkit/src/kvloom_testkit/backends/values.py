@@ -118,11 +118,11 @@ class ValueRequirements(BackendRequirements):
             assert not second.contains(above) and second.get(above) is None, "the beginning of a key"
 
     def test_B06_buffers_belong_to_the_caller_again_after_put(self, names: Namespace, opened: Open) -> None:
-        """What the caller writes into the buffers once `put` has returned does not change the blob.
+        """Changes of the caller's buffers after `put` has returned do not change the blob.
 
         Why: the buffers are a pool's memory, which holds another chunk a moment later.
 
-        Usually: the buffer itself is kept, or the writing is still under way on another thread.
+        Usually: the buffer itself is kept, or another thread is still writing it.
         """
         backend = opened()
         for number, size in enumerate((100, 1 << 20)):
@@ -155,15 +155,15 @@ class ValueRequirements(BackendRequirements):
         assert content(got) == first, "after `close`"
 
     def test_B12_a_put_that_fails_leaves_no_part(self, names: Namespace, opened: Open) -> None:
-        """When a buffer cannot be read half-way, `put` raises; the old blob is still there, or none, and never a part.
+        """If a buffer cannot be read half-way, `put` raises; the old blob is still stored, or none, and never a part.
 
-        So it is with `put_many`, `put_over` and `create`, of each blob. Other threads go on using the store.
+        The same holds for each blob of `put_many`, `put_over` and `create`. Other threads continue to use the store.
 
-        Why: all or nothing is what lets a reader trust a length, and whatever ends a put may end it anywhere.
+        Why: a reader trusts a blob's length because puts are all or nothing, and a put may be interrupted anywhere.
 
         Usually: buffers are written one by one to the blob's final place; `create` opens that place, or `put_over` a
-        victim's, and writes there; a lock is not released where an exception passes; or an OSError is passed over in
-        silence, because only a cache has failed: then the core counts, and later asks for, what was never kept.
+        victim's, and writes there; a lock is not released on an exception; or an OSError is ignored because "only a
+        cache" has failed: the core then counts, and later asks for, a blob that was never stored.
         """
         backend, (new, old) = opened(), names.keys(2)
         blob = blob_of(50_000)
@@ -227,9 +227,9 @@ class ValueRequirements(BackendRequirements):
     def test_B34_put_and_get_do_not_hide_faults_of_each_other(
         self, names: Namespace, opened: Open, raw: Raw | None
     ) -> None:
-        """What `put` wrote is in the store itself: seen by an instance that did not write it, and round the backend.
+        """A blob that was put is in the store itself: visible to a second instance, and beside the backend.
 
-        Why: a `get` that is answered from what `put` remembered proves nothing about the store.
+        Why: a `get` that is answered from memory proves nothing about the store.
 
         Usually: a cache in the instance in front of a write that went wrong.
         """

@@ -33,14 +33,14 @@ _GRACE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one requirement came out."""
+    """The result of one requirement."""
 
     id: str
     title: str
     outcome: str
     """`met`, `not met`, `skipped`, or `not tried`."""
     reason: str = ""
-    """Of a skip, or the error."""
+    """The reason of a skip, or the error."""
 
 
 def check(
@@ -88,7 +88,7 @@ _Outcome = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is to be tried, and how."""
+    """The component to check, and its options."""
 
     wanted: Sequence[str]
     seconds: float

@@ -1,4 +1,4 @@
-"""What `kvloom check` prints: a row for each requirement, and at the end what is not met, and why that matters."""
+"""Prints the report of `kvloom check`: a row for each requirement, then the failed ones and why they matter."""
 
 from __future__ import annotations
 

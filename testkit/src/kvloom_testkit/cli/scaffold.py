@@ -29,25 +29,25 @@ _WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the package of one kind is made from."""
+    """The template for a package of one kind."""
 
     kind: str
     noun: str
-    """What it is, at the beginning of a sentence."""
+    """The kind's name at the beginning of a sentence."""
     module: str
-    """Of `kvloom_testkit.reference`."""
+    """The module in `kvloom_testkit.reference`."""
     name: str
-    """Of the reference class."""
+    """The name of the reference class."""
     type: str
     suffix: str
-    """What the new class's name ends with; in small letters, the name of its module too."""
+    """The end of the new class's name; in lower case, also of its module's name."""
     change: str
-    """What its author begins with."""
+    """The author's first step."""
     yaml: str
     settings: str = ""
     """Arguments of its Config in the test, where `tmp_path` is a directory."""
     options: str = ""
-    """Of `kvloom check`."""
+    """Options of `kvloom check`."""
     harness: bool = False
     """Its tests need more than the component: the module `<module>_harness` has a function `harness` of it."""
 

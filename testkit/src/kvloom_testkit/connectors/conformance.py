@@ -1,4 +1,4 @@
-"""What a GPU connector must do. See `ConnectorConformance`."""
+"""Requirements of GPU connectors. See `ConnectorConformance`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a connector must do that moves KV layer by layer."""
+"""Requirements of connectors that move KV layer by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the requirements of connectors need beside a connector: an engine's memory that can be looked into."""
+"""An engine's memory that tests can read, for the requirements of connectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineMemory(ABC):
     @property
     @abstractmethod
     def where(self) -> Mapping[str, Any]:
-        """What the caller of `Engine.store` and `Engine.retrieve` passes on for this request."""
+        """Arguments for `Engine.store` and `Engine.retrieve` that locate this request's KV."""
 
     @abstractmethod
     def kv(self) -> torch.Tensor:
@@ -47,7 +47,7 @@ class EngineMemory(ABC):
 
 @dataclass(frozen=True)
 class ConnectorHarness:
-    """What `make` returns: a connector, and memory for it to work on."""
+    """The result of `make`: a connector, and memory for it to work on."""
 
     connector: GPUConnector
     memory: Callable[[KVSpec, int], EngineMemory]
@@ -61,7 +61,7 @@ class ConnectorHarness:
 
     @property
     def num_tokens(self) -> int:
-        """Of the requests in the tests."""
+        """Number of tokens in a request of the tests."""
         return 40 * self.page_tokens
 
     def engine(self, *, seed: int = 0, num_tokens: int | None = None, blank: bool = False) -> EngineMemory:
@@ -89,15 +89,16 @@ class ConnectorHarness:
         return room_for(like, poison)
 
     def part(self, kv: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """What a segment is of `kv()`: a view."""
+        """A segment's part of `kv()`: a view."""
         if self.connector.format is MemoryFormat.KV_BLOB:
             return kv[:, :, segment.start : segment.end]
         return kv[segment.start // self.page_tokens : segment.end // self.page_tokens]
 
     def indices_out_of_range(self, name: str) -> dict[str, Mapping[str, Any]]:
-        """What `check` should refuse: a tensor of indices with one that is none, at places that count, by what it is.
+        """Invalid arguments that `check` should refuse, by description: an index tensor with one invalid entry that is
+        read.
 
-        Where reading stays the same with another entry at a place, that place is only filled up.
+        A place whose entry does not change what is read is padding, and is skipped.
         """
         memory, found = self.engine(), dict[str, Mapping[str, Any]]()
         where, segments = memory.where, self.segments(self.num_tokens // self.page_tokens)

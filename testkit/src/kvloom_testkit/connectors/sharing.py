@@ -1,4 +1,4 @@
-"""What a connector must do that serves several requests, on several threads, in somebody's process."""
+"""Requirements of connectors that serve several requests on several threads, in a process that is not theirs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SharingRequirements:
     """Mixed into `ConnectorConformance`."""
 
     def test_C15_requests_do_not_meet(self, opened: Opened) -> None:
-        """What is passed for one request has no part in the next: calls for two of them in turn move the KV of each,
-        also if the next one's page table is the same tensor with other pages in it, or lies where the last one's lay.
+        """Arguments of one request do not affect the next: alternating calls for two requests move the KV of each, also
+        if the next page table is the same tensor with other pages, or reuses the last one's memory.
 
-        Why: one connector serves all requests of an engine, which has tensors that it uses again and again.
+        Why: one connector serves all requests of an engine, which reuses its tensors.
 
-        Usually: a page table, or what was worked out from it, is kept from the first call, for ever or by `id`.
+        Usually: a page table, or a result computed from it, is kept from the first call, for ever or by `id`.
         """
         it = opened()
         sources = [it.engine(seed=seed) for seed in (1, 2)]

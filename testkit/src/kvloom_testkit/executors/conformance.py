@@ -1,4 +1,4 @@
-"""What a blend executor must do. See `ExecutorConformance`."""
+"""Requirements of blend executors. See `ExecutorConformance`."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class ExecutorConformance(Conformance):
                 assert torch.equal(got[step.selected], want[step.selected]), f"{name} of layer {step.layer}"
 
     def test_X04_other_tokens_have_retrieved_kv(self, opened: Opened, batch: Batch) -> None:
-        """Where a token was not selected, V is the retrieved one, and K too as long as the token has not moved; or they
-        are the fresh ones, where it was handed on to this layer.
+        """A token that was not selected has the retrieved V, and the retrieved K unless it has moved; or the fresh
+        ones, if it reached this layer.
 
-        Why: that is what is reused, and nothing else is known of it.
+        Why: no other KV of the token is known.
 
-        Usually: the blended tensors are kept, and written over, from one layer to the next.
+        Usually: the blended tensors are kept and overwritten from one layer to the next.
         """
         for step in run(opened(), batch):
             rest = torch.ones(len(batch.positions), dtype=torch.bool)
@@ -123,9 +123,9 @@ class ExecutorConformance(Conformance):
         assert all(map(torch.equal, before, batch.tensors))
 
     def test_X07_the_selection_only_shrinks_and_stays_in_order(self, opened: Opened, batch: Batch) -> None:
-        """What is selected in a layer was handed on to it, each token once, in the order of the batch.
+        """The tokens selected in a layer are some of those that reached it, each once, in the order of the batch.
 
-        Why: of a token that was left out, later layers have no hidden state; and requests lie one behind the other.
+        Why: later layers have no hidden state of a token that was left out, and requests lie one behind the other.
 
         Usually: the indices of `topk`, which are not sorted.
         """
@@ -179,11 +179,11 @@ class ExecutorConformance(Conformance):
         assert same(run(executor, batch), want)
 
     def test_X11_without_retrieved_kv_all_is_fresh(self, opened: Opened) -> None:
-        """Where nothing was retrieved, everything is selected, in every layer.
+        """If nothing was retrieved, every token is selected in every layer.
 
-        Why: a prompt that is not known is computed as it would be without blending.
+        Why: an unknown prompt is computed as without blending.
 
-        Usually: the share of tokens to be computed again is taken of all tokens.
+        Usually: the share of tokens to compute again is applied to all tokens.
         """
         batch = batch_of((40, 3), valid=0.0)
         for step in run(opened(), batch):
@@ -205,11 +205,11 @@ class ExecutorConformance(Conformance):
                 assert torch.isin(lasts, step.selected).all(), f"in layer {step.layer}"
 
     def test_X13_undefined_kv_reaches_nobody(self, opened: Opened, batch: Batch) -> None:
-        """What stands in the retrieved KV of tokens that are not valid, be it NaN, has no influence at all.
+        """The retrieved KV of tokens that are not valid, even NaN, has no influence.
 
-        Why: it is memory that nobody has written.
+        Why: it is uninitialised memory.
 
-        Usually: the blend is a sum of products with a mask, and NaN times zero is NaN; or a norm is over all tokens.
+        Usually: the blend is a sum of products with a mask, and NaN times zero is NaN; or a norm covers all tokens.
         """
         want = run(opened(), batch)
         undefined = batch.retrieved.clone()

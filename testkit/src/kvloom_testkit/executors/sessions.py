@@ -15,7 +15,7 @@ LAYERS, HIDDEN = SPEC.num_layers, SPEC.hidden_dim
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model and a retriever hand to an executor, of random numbers."""
+    """A model's and a retriever's input to an executor, of random numbers."""
 
     request: BlendRequest
     retrieved: torch.Tensor
@@ -100,7 +100,7 @@ def run(executor: BlendExecutor, batch: Batch, *, token_dim: int = 0) -> list[La
 
 
 def same(one: list[Layer], two: list[Layer]) -> bool:
-    """Whether two blendings came to the same."""
+    """Return whether two blendings have equal results."""
     fields = ("q", "k", "v", "positions", "local_indices")
     return all(
         torch.equal(getattr(a.output, name), getattr(b.output, name))

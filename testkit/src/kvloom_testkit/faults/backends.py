@@ -185,7 +185,7 @@ class Alters(Proxy):
 
     @abstractmethod
     def altered(self, blob: bytes) -> bytes:
-        """What becomes of a blob."""
+        """The altered blob."""
 
     def get(self, key: str) -> Buffer | None:
         return self._read("get", key)

@@ -24,7 +24,7 @@ class Namespaces:
         self._bridge = f"kvl{os.getpid()}"
         self._subnet = _free_subnet()
         self.address = f"{self._subnet}.1"
-        """Of this machine, for the hosts."""
+        """This machine's address, as the hosts see it."""
         try:
             _ip("link", "add", self._bridge, "type", "bridge")
             _ip("address", "add", f"{self.address}/24", "dev", self._bridge)
@@ -39,7 +39,7 @@ class Namespaces:
         return f"{self._subnet}.{2 + self.hosts.index(host)}"
 
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
-        """What runs `arguments` on `host`."""
+        """The command that runs `arguments` on `host`."""
         return ["ip", "netns", "exec", self._name(host), *arguments]
 
     def cut(self, host: str) -> None:

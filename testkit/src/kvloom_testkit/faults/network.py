@@ -17,7 +17,7 @@ _READ_BYTES = 1 << 16
 
 @dataclass
 class Faults:
-    """What happens to the bytes of one direction. May be changed at any time; counts are of each connection's own."""
+    """Faults in the bytes of one direction. May be changed at any time; each connection has its own counts."""
 
     delay_seconds: float = 0.0
     """Before each piece is passed on."""
@@ -41,9 +41,9 @@ class TcpProxy:
     """From the server to the client."""
     host: str = field(default="127.0.0.1", init=False)
     port: int = field(default=0, init=False)
-    """Where it listens."""
+    """The port it listens on."""
     connections: int = field(default=0, init=False)
-    """How many there have been."""
+    """Number of connections so far."""
 
     def __enter__(self) -> TcpProxy:
         self._ready = threading.Event()

@@ -1,4 +1,4 @@
-"""What an observer must do. See `ObserverConformance`."""
+"""Requirements of observers. See `ObserverConformance`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Opened = Callable[[], Observer]
 
 
 def events() -> list[Event]:
-    """Of each name: with nothing to say, with much, and with much that took no time."""
+    """Events of each name: empty, with much, and with much that took no time."""
     return [
         event
         for name in NAMES

@@ -15,7 +15,7 @@ class DirectoryConfig(Config):
     """Its settings in YAML; anything else is an error."""
 
     path: Path
-    """Where the files are; made if it is not there."""
+    """The directory of the files; made if it is not there."""
 
 
 class DirectoryBackend(StorageBackend):

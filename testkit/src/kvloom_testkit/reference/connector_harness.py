@@ -45,5 +45,5 @@ class SlotsMemory(EngineMemory):
 
 
 def harness(component: Callable[[], GPUConnector]) -> ConnectorHarness:
-    """What the kit asks for: the connector, and memory as its engine has it."""
+    """The kit's harness: the connector, and memory as its engine has it."""
     return ConnectorHarness(component(), SlotsMemory)

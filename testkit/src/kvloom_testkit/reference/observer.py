@@ -8,7 +8,7 @@ from kvloom import Config, Event, KVSpec, Observer
 
 
 class CountingObserver(Observer):
-    """How many events of each name there were."""
+    """Counts events by name."""
 
     type = "kit_counting"
 

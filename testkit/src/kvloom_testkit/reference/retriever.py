@@ -10,11 +10,11 @@ from kvloom import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask, Con
 
 PIECE = 16
 Piece = tuple[int, torch.Tensor]
-"""Where a piece stood, and its KV."""
+"""The start of a piece, and its KV."""
 
 
 class PiecesTask(BlendRetrieverTask):
-    """What was found, by place in the batch."""
+    """Found pieces, by place in the batch."""
 
     def __init__(self, found: dict[int, Piece], num_tokens: int, spec: KVSpec) -> None:
         self._found = found

@@ -10,7 +10,7 @@ from kvloom_testkit.reference.retriever import PiecesRetriever
 
 
 class Library:
-    """What the kit asks for: see `kvloom_testkit.retrievers.conformance.Library`."""
+    """The kit's harness: see `kvloom_testkit.retrievers.conformance.Library`."""
 
     def __init__(self, component: Callable[[], PiecesRetriever]) -> None:
         self.retriever = component()

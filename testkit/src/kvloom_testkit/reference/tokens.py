@@ -22,7 +22,7 @@ class EvenTokenDatabase(TokenDatabase):
         return found[select(found, mask, tokens.numel()) :]
 
     def cuts(self, tokens: torch.Tensor, salt: str) -> list[tuple[int, int]]:
-        """Where the segments of a sequence start and end."""
+        """Start and end of each segment of a sequence."""
         ends = range(self.chunk_tokens, tokens.numel() + 1, self.chunk_tokens)
         return [(end - self.chunk_tokens, end) for end in ends]
 
@@ -34,5 +34,5 @@ class EvenTokenDatabase(TokenDatabase):
         return hashlib.sha256(f"{self.type}\0{self.fingerprint}\0{salt}".encode(errors="surrogatepass")).digest()
 
     def digest(self, before: bytes, tokens: torch.Tensor) -> bytes:
-        """Of a segment: of all tokens up to its end."""
+        """The digest of a segment: of all tokens up to its end."""
         return hashlib.sha256(before + tokens.to(torch.int64).numpy().astype("<i8").tobytes()).digest()

@@ -1,4 +1,4 @@
-"""What a blend retriever must do. See `RetrieverConformance`."""
+"""Requirements of blend retrievers. See `RetrieverConformance`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ask(library: Library, *texts: torch.Tensor) -> list[BlendRetrieverResult]:
 
 
 def right(result: BlendRetrieverResult, layer: int, prompt: torch.Tensor, *known: torch.Tensor) -> int:
-    """How many tokens of one request are retrieved; fails if one of them is not what is known at its position."""
+    """Number of retrieved tokens of one request; fails if one of them differs from the KV known at its position."""
     places = result.valid_mask.nonzero().flatten()
     if not len(places):
         return 0
@@ -110,14 +110,14 @@ class RetrieverConformance(Conformance):
                 assert right(result, layer, prompt, text(1)) >= LENGTH // 2, f"of {len(prompt)} tokens"
 
     def test_R03_gives_every_token_its_own_kv(self, opened: Opened) -> None:
-        """Where a token is valid, K and V are those that were stored for this token in this layer.
+        """A valid token has the K and V that were stored for this token in this layer.
 
-        Nor is a token valid with the KV of another token, in requests that are nearly a text that is known.
+        A token never gets the KV of another token, also in requests that nearly equal a known text.
 
-        Why: another's KV is a wrong answer that nobody notices.
+        Why: another token's KV gives a wrong answer that nobody notices.
 
-        Usually: an offset is counted from the text and used in the request, or K and V, or layers, change places; or
-        a text is found by some of its tokens, by their sum, in any order, or by ids cut to a vocabulary.
+        Usually: an offset in the text is used in the request; K and V, or layers, are swapped; or a text is matched by
+        some of its tokens, by their sum, in any order, or by ids cut to a vocabulary.
         """
         library = opened()
         texts = [text(seed) for seed in range(4)]
@@ -137,11 +137,11 @@ class RetrieverConformance(Conformance):
             assert not len(wrong), f"{changed}: {len(wrong)} tokens are valid with KV of other tokens"
 
     def test_R04_nothing_known_is_nothing_valid(self, opened: Opened) -> None:
-        """Of a request of which nothing is known, no token is valid.
+        """No token is valid in a request of unknown tokens.
 
-        Why: what is not valid is computed; everything else is taken on trust.
+        Why: invalid tokens are computed; valid ones are trusted.
 
-        Usually: a default of True, or of the last request.
+        Usually: the mask defaults to True, or to the last request's.
         """
         library = opened()
         for _ in range(2):
@@ -227,9 +227,9 @@ class RetrieverConformance(Conformance):
         together(*(lambda number=number: check(number) for number in range(len(texts))))  # type: ignore[misc]
 
     def test_R10_a_result_stays_as_it_is(self, opened: Opened) -> None:
-        """What was returned does not change when others ask, or when texts are added.
+        """A result does not change after later requests, or when texts are added.
 
-        Why: it is read while the next layers, and the next requests, are on their way.
+        Why: it is read while the next layers and requests are being fetched.
 
         Usually: one buffer for all results.
         """

@@ -1,4 +1,4 @@
-"""What a serializer must make of bytes: of what `encode` returns, however it is handed over, and of anything else."""
+"""Requirements on a serializer's blobs: its own, however they are passed, and any other bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Blob = list[bytes]
 T = TypeVar("T")
 _LARGE_BYTES = 1 << 23
 _SPARE_BYTES = 1 << 20
-"""What a decoder may take beside a few copies of the blob."""
+"""Memory that a decoder may use beside a few copies of the blob."""
 
 
 class BytesRequirements:
@@ -128,7 +128,7 @@ def _usual(one: Serializer, num_tokens: int, *, seed: int = 0) -> Chunk:
 
 
 def _decoded(one: Serializer, blob: Blob, like: Chunk) -> tuple[bool, Exception | None]:
-    """Whether a blob is accepted, and the error if it is not the one that it should be."""
+    """Return whether a blob is accepted, and any error that is not one of the expected ones."""
     try:
         one.decode(blob, room_for(like))
     except (CorruptBlobError, UnreadableBlobError):
@@ -187,7 +187,7 @@ def _deflated(one: Serializer, like: Chunk) -> Blob:
 
 
 def _peak_bytes(run: Callable[[], T]) -> tuple[T, int]:
-    """What a function returns, and how much memory of Python and numpy it took at most."""
+    """A function's result, and the peak memory that Python and numpy used in it."""
     tracing = tracemalloc.is_tracing()
     if not tracing:
         tracemalloc.start()

@@ -1,4 +1,4 @@
-"""What a serializer must do. See `SerializerConformance`."""
+"""Requirements of serializers. See `SerializerConformance`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kvloom_testkit.serializers.settings import SettingsRequirements
 TOKENS = (1, 7, 16)
 ROUNDS = 12
 ROUNDS_SECONDS = 1.0
-"""Of one thread's work: who takes longer for all rounds is tried less often."""
+"""Target time of one thread's work: a serializer that takes longer for all rounds runs fewer."""
 
 Opened = Callable[[], Serializer]
 
@@ -275,7 +275,7 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
 
 
 def _decodes_on_threads(one: Serializer, num_tokens: int, *, restless: bool) -> None:
-    """What each thread decodes of what it encodes is what it was when there was one; as often as there is time for."""
+    """Check that each thread decodes its chunks to the same as a single thread; as many rounds as there is time for."""
     chunks = [usual_chunk(one, num_tokens + number, seed=number) for number in range(4)]
     began = time.monotonic()
     expected = [decoded(one, chunk) for chunk in chunks]

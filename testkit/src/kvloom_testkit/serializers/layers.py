@@ -1,4 +1,4 @@
-"""What a serializer must do that can spare the core a copy, or give it layers one by one."""
+"""Requirements of serializers that save the core a copy, or decode layer by layer."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from kvloom_testkit.chunks import MODELS, PAGES, chunk_of, finite_chunks, pages_
 from kvloom_testkit.remaking import once_more, spec_of
 
 REAL_TOKENS = (256, 257)
-"""Of chunks of real size."""
+"""Lengths of chunks of real size."""
 
 
 def for_every_model(serializer: Serializer) -> Iterator[tuple[KVSpec, Serializer]]:

@@ -1,4 +1,4 @@
-"""What a serializer says about itself, and what its settings may change."""
+"""Requirements on a serializer's description of itself, and on the effect of its settings."""
 
 from __future__ import annotations
 
@@ -46,13 +46,12 @@ class SettingsRequirements:
         assert isinstance(one.fidelity, str) and one.fidelity and one.fidelity == opened().fidelity
 
     def test_S21_settings_are_no_matter_when_decoding(self, opened: Opened) -> None:
-        """What was encoded with other settings of the same type decodes to what those who encoded it make of it, whole
-        or layer by layer, or is refused with CorruptBlobError.
+        """A blob encoded with other settings of the same type decodes to the same as with those settings, whole or
+        layer by layer, or is refused with CorruptBlobError.
 
-        Why: settings are changed, and the store stays. `decode` is told neither the settings nor the `params` of then.
+        Why: settings change, and stored blobs stay. `decode` receives neither the old settings nor the old `params`.
 
-        Usually: `decode` goes by the instance's own level, block size or dtype; or by `params`, which it believes to
-        be those of the blob.
+        Usually: `decode` uses the instance's own level, block size or dtype; or its own `params` instead of the blob's.
         """
         one = opened()
         several = [one]

@@ -1,4 +1,4 @@
-"""What a token database must do. See `TokensConformance`."""
+"""Requirements of token databases. See `TokensConformance`."""
 
 from __future__ import annotations
 

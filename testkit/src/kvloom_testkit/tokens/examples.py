@@ -1,4 +1,4 @@
-"""How the kit uses hypothesis: few examples, the same ones every time, and nothing written to disk."""
+"""The kit's settings of hypothesis: few examples, the same ones every time, and nothing written to disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keys of a token database must tell apart, and what they must not."""
+"""Requirements on a token database's keys: the inputs that must change them, and those that must not."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class KeyRequirements:
 
 
 def _independent_bits(digests: Collection[bytes]) -> int:
-    """How many bits of them say something that the others do not: the rank of their differences, modulo 2."""
+    """Number of independent bits among the digests: the rank of their differences, modulo 2."""
     first, *others = (int.from_bytes(digest, "big") for digest in digests)
     rows: dict[int, int] = {}
     for row in (first ^ other for other in others):

@@ -1,4 +1,4 @@
-"""What a token database that learns must do, beside everything else."""
+"""Further requirements of token databases that learn."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class LearningRequirements:
 
     @needs("learn")
     def test_T19_tenants_learn_nothing_from_each_other(self, database: Callable[..., Any]) -> None:
-        """What was learnt with one salt changes nothing about how tokens with another salt are cut.
+        """Sequences learnt with one salt do not change the cuts of sequences with another salt.
 
-        Why: the salt keeps tenants apart. From where a prompt of one's own is cut, or is found, one could tell what
+        Why: the salt keeps tenants apart. From the cuts and hits of its own prompts, a tenant could otherwise tell what
         others have asked.
 
-        Usually: there is one tree for all, since the keys differ anyway.
+        Usually: one tree for all, because the keys differ anyway.
         """
         chance = random.Random(11)
         one, untaught = database(), database()

@@ -11,7 +11,7 @@ from kvloom import Segment, TokenDatabase
 
 CHUNK_TOKENS = 16
 USUAL_CHUNK_TOKENS = 256
-"""What engines are configured with, if nobody says otherwise."""
+"""The default chunk size of engines."""
 VOCABULARY = 1 << 18
 FINGERPRINT = "0123456789abcdef0123456789abcdef"
 _ALIKE = ("", "-", "a", "A", "a ", " a", "tenant-1", "tenant-11", "é", "e\u0301", "a\0b", "?", "\ud800", "\udfff")

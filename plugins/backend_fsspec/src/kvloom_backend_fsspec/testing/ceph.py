@@ -75,7 +75,7 @@ class CephRGW(Server):
         self.tls_port = free_port()
         """The same with TLS."""
         self.authority = self.directory / "ca.pem"
-        """Who vouches for its certificate."""
+        """The authority that signed the server's certificate."""
         self._mon_port, self._fsid = free_port(), str(uuid.uuid4())
         self._capacity, self._store = capacity, store
 

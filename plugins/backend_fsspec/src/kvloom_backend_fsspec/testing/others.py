@@ -12,7 +12,7 @@ from pathlib import Path
 from kvloom_backend_fsspec.testing.server import Server, answers, listens, need, wait_until
 
 AZURE_ACCOUNT, AZURE_KEY = "kvloom", base64.b64encode(b"kvloom-test-secret-of-32-bytes!!").decode()
-"""Of Azurite."""
+"""Credentials of Azurite."""
 
 
 class MotoServer(Server):
@@ -69,7 +69,7 @@ class AzuriteServer(Server):
         wait_until(lambda: listens(self.port), "azurite")
 
     def make_container(self, name: str) -> None:
-        """As the account's owner would."""
+        """Make a container with the account's credentials."""
         from azure.storage.blob import BlobServiceClient
 
         owner = {"account_name": AZURE_ACCOUNT, "account_key": AZURE_KEY}
@@ -98,7 +98,7 @@ class SshServer(Server):
     def __init__(self) -> None:
         super().__init__()
         self.key = self.directory / "user"
-        """Who has this file may log in."""
+        """The private key that may log in."""
         self.known_hosts = self.directory / "known_hosts"
         """Its own key."""
 

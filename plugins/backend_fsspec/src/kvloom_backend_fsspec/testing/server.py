@@ -1,4 +1,4 @@
-"""What starting a real server takes: a free port, a directory, processes that do not outlive this one."""
+"""Starts real servers: a free port, a directory, and processes that end with this one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import IO, Any, TypeVar
 
 START_SECONDS = 60.0
 ACCESS_KEY, SECRET_KEY = "KVLOOMTESTKEY", "kvloom-test-secret"
-"""Of S3 servers."""
+"""Credentials of S3 servers."""
 _PR_SET_PDEATHSIG = 1
 _LAST_WORDS = 1000
 S = TypeVar("S", bound="Server")
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def need(program: str, package: str) -> str:
-    """Where `program` is. Raises RuntimeError that names the package to install."""
+    """The path of `program`. Raises RuntimeError that names the package to install."""
     if path := shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent)):
         return path
     raise RuntimeError(f"{program} is not installed; install it with: {package}")
@@ -51,14 +51,14 @@ def wait_until(ready: Callable[[], bool], what: str, seconds: float = START_SECO
 
 
 def listens(port: int) -> bool:
-    """Whether somebody accepts connections at `port` of 127.0.0.1."""
+    """Return whether something accepts connections at `port` of 127.0.0.1."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
 
 
 def answers(url: str) -> bool:
-    """Whether a server speaks HTTP there, whatever it says."""
+    """Return whether a server speaks HTTP there, whatever it answers."""
     try:
         urllib.request.urlopen(url, timeout=2).close()
     except urllib.error.HTTPError:
@@ -118,7 +118,7 @@ class Server:
         raise NotImplementedError
 
     def run(self, *command: str, environment: Mapping[str, str] | None = None, seconds: float = START_SECONDS) -> str:
-        """What a command prints. Raises RuntimeError with its last words if it fails."""
+        """The output of a command. Raises RuntimeError with its last words if it fails."""
         told = subprocess.run(
             command, capture_output=True, timeout=seconds, text=True, env=self._environment(environment)
         )

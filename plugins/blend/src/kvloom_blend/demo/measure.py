@@ -1,4 +1,4 @@
-"""What the demo measures: every executor at several ratios, on the same prompts, beside a whole prefill."""
+"""Measures every executor at several ratios, on the same prompts, beside a whole prefill."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Row:
     """To the first token: the median over the prompts."""
     agreement: Agreement
     computed_share: float
-    """Of all rows in all layers."""
+    """Share of all rows in all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What is said to the first prompt."""
+    """The answers to the first prompt."""
 
     question: str
     whole: str
@@ -66,14 +66,14 @@ class Result:
     """The median."""
     document_tokens: tuple[int, ...]
     seconds: float
-    """Of a whole prefill: the median over the prompts."""
+    """Time of a whole prefill: the median over the prompts."""
     rows: tuple[Row, ...]
     all_found: bool
-    """Whether each document was found in every prompt."""
+    """Each document was found in every prompt."""
     off: float
-    """How far the logits of `full` are from those of a whole prefill."""
+    """Distance between the logits of `full` and those of a whole prefill."""
     limit: float
-    """How far they may be."""
+    """Maximum allowed distance."""
     example: Example | None = None
 
 
@@ -116,7 +116,7 @@ def check_own(out: Path) -> None:
 
 
 def configuration(separator: Sequence[int], lead: Sequence[int]) -> dict[str, Any]:
-    """What the demo runs with, but for the executor, of which it tries one after the other."""
+    """The demo's configuration without the executor, which varies."""
     return {
         "connector": "transformers",
         "tiers": [{"type": "memory", "capacity": "2GiB"}],

@@ -1,4 +1,4 @@
-"""What the demo shows: a table, a chart of KL against ratio, and whether what it claims is so."""
+"""Prints the demo's results: a table, a chart of KL against ratio, and checks of its claims."""
 
 from __future__ import annotations
 

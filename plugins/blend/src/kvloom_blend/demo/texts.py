@@ -49,6 +49,6 @@ def tokenized(tokenizer: Any, texts: Sequence[str], *, most_tokens: int) -> list
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every prompt: mostly one token, or none."""
+    """The tokens that the tokenizer puts before every prompt: mostly one, or none."""
     with_special, without = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
     return list(with_special[: len(with_special) - len(without)]) if with_special[-len(without) :] == without else []

@@ -1,4 +1,4 @@
-"""Who decides which tokens are computed again."""
+"""Executors: they select the tokens to compute again."""
 
 from __future__ import annotations
 

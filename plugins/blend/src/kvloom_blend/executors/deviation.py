@@ -38,7 +38,7 @@ class CacheBlendConfig(DeviationConfig):
     same factor from one to the next, to `recompute_ratio` in the last (CacheBlend's gradual filtering)."""
 
     def ratios(self) -> dict[int, float]:
-        """Which share of the candidates is kept in each check layer."""
+        """The share of the candidates that is kept in each check layer."""
         steps = len(self.check_layers) - 1
         return {
             layer: min(1.0, self.recompute_ratio * (self.gradual ** (1 - step / steps) if steps else 1.0))
@@ -118,7 +118,7 @@ class CacheBlendExecutor(BlendExecutor):
 
 class HybridConfig(DeviationConfig):
     attention_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Which part of the budget goes to what the question attends to; the rest goes to deviation."""
+    """The part of the budget for tokens that the question attends to; the rest goes to deviation."""
 
     @model_validator(mode="after")
     def _one_layer(self) -> HybridConfig:

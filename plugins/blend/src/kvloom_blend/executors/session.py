@@ -1,4 +1,4 @@
-"""What all executors have in common: who goes on to the next layer, and what K and V are then."""
+"""The common part of all executors: selects the tokens that go on to the next layer, and merges K and V."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvloom import BlendOutput, BlendRequest, BlendSession
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer has to choose by. Fresh tensors are of the tokens `going`, retrieved ones of the batch."""
+    """One layer's data for the choice. Fresh tensors have the tokens `going`, retrieved ones the batch."""
 
     number: int
     going: torch.Tensor
@@ -53,7 +53,8 @@ class SelectingSession(BlendSession):
 
     @abstractmethod
     def choose(self, layer: Layer) -> torch.Tensor | None:
-        """Which candidates go on from this layer: a bool CPU mask over the batch. None: who was handed on goes on."""
+        """Select the candidates that go on from this layer: a bool CPU mask over the batch. None: all that came this
+        far."""
 
     def blend(
         self, layer_id: int, retrieved_k: torch.Tensor, retrieved_v: torch.Tensor, valid_mask: torch.Tensor,
@@ -79,7 +80,7 @@ class SelectingSession(BlendSession):
         return BlendOutput(fresh_q, k, v, positions, everyone, None)
 
     def _merged(self, retrieved: torch.Tensor, fresh: torch.Tensor, token_dim: int) -> torch.Tensor:
-        """What was computed, over what was retrieved: also of tokens that go no further, for it is there."""
+        """Put the computed values over the retrieved ones, also for tokens that go no further."""
         if len(self._going) == len(self.valid):
             return fresh
         merge = retrieved.index_copy_ if self.request.in_place else retrieved.index_copy

@@ -66,7 +66,7 @@ class RatioConfig(Config):
     """Settings of an executor with a budget."""
 
     recompute_ratio: float = Field(default=0.15, ge=0.0, le=1.0, strict=True)
-    """Which share of the retrieved tokens is computed again."""
+    """The share of the retrieved tokens that is computed again."""
 
 
 class EpicExecutor(BlendExecutor):
@@ -91,7 +91,7 @@ class EpicExecutor(BlendExecutor):
 
 
 def offsets_in_passages(request: BlendRequest) -> torch.Tensor:
-    """How many tokens of its passage stand before each token: int64, on CPU.
+    """Number of tokens of its passage before each token: int64, on CPU.
 
     A passage begins with a request, behind a token that is not valid, and where original positions do not go on by one.
     """
@@ -107,7 +107,7 @@ def offsets_in_passages(request: BlendRequest) -> torch.Tensor:
 
 
 def attention_of(request: BlendRequest, executor: str) -> torch.Tensor:
-    """What the question looks at. ValueError where the engine cannot tell."""
+    """The attention of the question to each token. ValueError where the engine cannot tell."""
     if request.attention is None:
         raise ValueError(f"blend executor {executor!r} needs to know what the question attends to, and nobody can tell")
     return request.attention().float().cpu()

@@ -1,4 +1,4 @@
-"""Who finds stored KV for any part of a prompt."""
+"""Retrievers: they find stored KV for any part of a prompt."""
 
 from __future__ import annotations
 

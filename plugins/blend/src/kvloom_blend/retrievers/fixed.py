@@ -27,7 +27,7 @@ class FixedRetriever(PieceRetriever):
         piece_tokens: int = Field(default=64, ge=16, le=4096)
         """Tokens of a piece."""
         most_pieces: int = Field(default=1 << 20, ge=1)
-        """How many pieces are remembered; the oldest are forgotten first."""
+        """Maximum number of remembered pieces; the oldest are forgotten first."""
 
     def __init__(self, config: FixedRetriever.Config, spec: object = None) -> None:
         super().__init__(config, spec)  # type: ignore[arg-type]

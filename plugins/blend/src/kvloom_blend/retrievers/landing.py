@@ -1,4 +1,4 @@
-"""Where retrieved KV lands: buffers as long as the prompt, and a task that hands out their layers."""
+"""Buffers for retrieved KV, as long as the prompt, and a task that hands out their layers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class LandingTask(BlendRetrieverTask):
 
     @property
     def buffers(self) -> torch.Tensor:
-        """What `result` gives views of: `[planes, layers, tokens, hidden]`. It is this request's own."""
+        """The buffers that `result` gives views of: `[planes, layers, tokens, hidden]`. They belong to this request."""
         return self._landing.buffers
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
@@ -109,7 +109,7 @@ class LandingTask(BlendRetrieverTask):
             loading.close()
 
     def _mask(self) -> torch.Tensor:
-        """Whose first layer came: what is lost before anything was computed was never valid."""
+        """The tokens whose first layer arrived. KV that is lost before anything was computed was never valid."""
         with self._settling:
             if self._valid is None:
                 self._go_on_behind_what_is_lost()

@@ -52,7 +52,7 @@ class PassageRetriever(BlendRetriever):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """What stands before a passage when it is computed alone."""
+        """The tokens before a passage when it is computed alone."""
         return self.settings.lead
 
     @abstractmethod
@@ -98,7 +98,8 @@ class PassageRetriever(BlendRetriever):
     def stored(
         self, tokens: torch.Tensor, boundaries: Sequence[int] | None = None, *, salt: str | None = None
     ) -> tuple[list[Segment], list[Segment]]:
-        """What the tiers say they hold of one request: its prefix, and segments behind that, at their places in it."""
+        """The segments of one request that the tiers report: its prefix, and those behind it at their places in the
+        request."""
         prefix = self._prefix(tokens, salt)
         reached = prefix[-1].end if prefix else 0
         return prefix, list(self._found(tokens, reached, boundaries, salt))
@@ -148,7 +149,7 @@ class PassageRetriever(BlendRetriever):
     def _found(
         self, tokens: torch.Tensor, reached: int, boundaries: Sequence[int] | None, salt: str | None
     ) -> Iterable[Segment]:
-        """What is stored behind the first `reached` tokens: of each piece the best there is."""
+        """Stored segments behind the first `reached` tokens: the best one for each piece."""
         passages = self.passages(tokens, boundaries)
         kinds = [[""] * len(passages)]
         if self.settings.in_context:

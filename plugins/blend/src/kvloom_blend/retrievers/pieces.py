@@ -33,7 +33,7 @@ class PieceRetriever(PassageRetriever):
 
     @abstractmethod
     def candidates(self, tokens: torch.Tensor, reached: int, salt: str | None) -> list[Passage]:
-        """Where a piece may stand, from `reached` on. They may overlap: what looks known may be gone."""
+        """Possible places of pieces, from `reached` on. They may overlap, because a known piece may be gone."""
 
     def _found(
         self, tokens: torch.Tensor, reached: int, boundaries: Sequence[int] | None, salt: str | None

@@ -1,8 +1,8 @@
-"""Which blocks of known texts stand anywhere in a prompt: a rolling hash at every offset.
+"""Finds blocks of known texts anywhere in a prompt, by a rolling hash at every offset.
 
 A block's hash is `sum(token[j] * base**j)` modulo two primes below 2**31, the bases secret and drawn for each process:
-nobody can prepare texts that collide. It only says where to look. Whether a block is the one that is known is for its
-key to say, a SHA-256 of its tokens.
+nobody can prepare texts that collide. The hash only finds candidates: a block is confirmed by its key, a SHA-256 of its
+tokens.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class SeparatorRetriever(PassageRetriever):
 
 
 def occurrences(tokens: torch.Tensor, pattern: Sequence[int]) -> list[int]:
-    """Where `pattern` begins, from left to right, without overlaps."""
+    """The positions of `pattern`, from left to right, without overlaps."""
     width = len(pattern)
     if len(tokens) < width:
         return []

@@ -1,4 +1,4 @@
-"""Which rotation each layer of a transformers model has, by what its own code does to K."""
+"""Determines the rotation of each layer of a transformers model by what its own code does to K."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FIXED = {"default", "linear", "llama3", "yarn", "proportional", "mrope"}
 
 
 class Rotations(Sequence["Rotation | None"]):
-    """Of a model: one of each layer, None where a layer has no rope. Layers with the same rope share one.
+    """The rotations of a model's layers; None for a layer without rope. Layers with the same rope share one.
 
-    max_length: the frequencies are those of sequences of at most so many tokens; None: of all.
+    max_length: the longest sequence, in tokens, that the frequencies hold for; None: no limit.
     """
 
     def __init__(self, layers: Sequence[Rotation | None], *, max_length: int | None = None) -> None:

@@ -23,7 +23,7 @@ _BYTES_OF_A_THREAD = 1 << 20
 """Less is not worth a thread of its own."""
 _LONGEST_WORD = 16
 _BLOCKS = 4096
-"""Of threads: enough to keep a GPU's memory busy."""
+"""Thread blocks: enough to keep a GPU's memory busy."""
 
 
 class Turn(NamedTuple):
@@ -60,7 +60,7 @@ class Kernels:
 
     library: ctypes.CDLL
     device_type: str = "cuda"
-    """Of K: `cpu` where tests run the kernel on a processor."""
+    """The device of K: `cpu` where tests run the kernel on a processor."""
 
     def queue(self, call: _Rotate, *, width: int, device: torch.device) -> None:
         """On the device's current stream."""
@@ -121,7 +121,8 @@ def rotate(rotation: RotatedDims, turn: Turn, ks: Sequence[Tensor], outs: Sequen
 
 
 def width(rotation: RotatedDims, rows: Rows, element_size: int, tables: int = 0) -> int:
-    """How many elements the kernel can take at a time: the largest power of two that divides all that there is.
+    """The number of elements that the kernel can process at a time: the largest power of two that divides all sizes and
+    addresses.
 
     tables: the bits of the addresses of cosines and sines.
     """

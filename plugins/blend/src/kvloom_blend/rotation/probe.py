@@ -21,14 +21,14 @@ _FLOOR = 0.01
 
 
 class Layer(NamedTuple):
-    """What a layer keeps: `[positions, tokens, heads, dims]` each."""
+    """KV of a layer: `[positions, tokens, heads, dims]` each."""
 
     keys: Tensor
     values: Tensor
 
     def rows(self) -> Tensor:
-        """What may be turned, `[positions, rows, dims]`: K; or, of MLA, the latent and the rope slice that is kept in
-        the place of V. ValueError if V moves otherwise."""
+        """The rows that may rotate, `[positions, rows, dims]`: K; for MLA, the latent and the rope slice that is kept
+        in the place of V. ValueError if V moves otherwise."""
         keys, values = self.keys.flatten(1, -2), self.values.flatten(1, -2)
         if stays(values):
             return keys
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
 
 
 def stays(rows: Tensor) -> bool:
-    """Whether `[positions, rows, dims]` are the same at every position."""
+    """Return whether `[positions, rows, dims]` are the same at every position."""
     return bool((errors(rows[:1].expand_as(rows), rows, None) <= tolerance(rows.dtype)).all())
 
 
@@ -110,7 +110,7 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far apart two K may be, of the length of a pair: what a model rounds on its way at two positions."""
+    """Maximum distance between two K, relative to the length of a pair: the model's rounding at two positions."""
     return max(4 * torch.finfo(dtype).eps, 1e-5)
 
 

@@ -59,7 +59,7 @@ class Rotation:
         return len(self.inv_freq)
 
     def same_as(self, other: Rotation) -> bool:
-        """Whether both turn every K alike."""
+        """Return whether both rotate every K alike."""
         plain = ("head_size", "interleaved", "start")
         return (
             all(getattr(self, name) == getattr(other, name) for name in plain)
@@ -115,7 +115,7 @@ class Rotation:
         return outs
 
     def by_torch(self, k: Tensor, turn: Turn, *, out: Tensor | None = None) -> Tensor:
-        """What `apply` gives, on any device: the reference."""
+        """The reference implementation of `apply`, on any device."""
         out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if out is None else out
         cos, sin = turn.cos[:, None], turn.sin[:, None]
         x, y = (half.float() for half in self.halves(k))

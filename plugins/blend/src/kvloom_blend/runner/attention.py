@@ -38,15 +38,15 @@ class Block:
 
 @dataclass
 class Rows:
-    """Which tokens of a batch are computed: what stands in for an attention mask."""
+    """The tokens of a batch to compute; takes the place of an attention mask."""
 
     places: torch.Tensor
     """Places in the batch: int64, on CPU, ascending."""
     starts: Sequence[int]
-    """Where each request starts, and where the last one ends."""
+    """The start of each request, and the end of the last one."""
     device: torch.device
     attention: torch.Tensor | None = None
-    """Where each token's attention is summed, float32 `[tokens]`, if anyone asks."""
+    """The sum of each token's attention, float32 `[tokens]`, if it is wanted."""
     _blocks: dict[tuple[int | None, torch.dtype], list[Block]] = field(default_factory=dict)
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
@@ -81,10 +81,11 @@ def attend(
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """What transformers calls. query: `[1, heads, rows, size]`, key, value: `[1, kv_heads, tokens, size]`.
+    """The attention function that transformers calls. query: `[1, heads, rows, size]`, key, value: `[1, kv_heads,
+    tokens, size]`.
 
     Returns `[1, rows, heads, size]`. Raises ValueError for attention that has more to it than a mask and a soft cap.
-    Who calls the model in another thread meanwhile gets what the model was set to.
+    Calls of the model from other threads meanwhile use the model's own attention.
     """
     if not isinstance(attention_mask, Rows):
         more = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap, **kwargs}
@@ -109,7 +110,7 @@ def attend(
 
 
 _own: dict[int, str] = {}
-"""What the attention of a model is set to while a pass of it is under way, by the identity of its config."""
+"""The attention that a model was set to before a pass of it began, by the identity of its config."""
 
 
 @contextmanager

@@ -55,10 +55,10 @@ class BlendPass:
         self.computed = 0
         """Rows times layers."""
         self.attention = torch.zeros(len(valid), device=device) if watch else None
-        """How much the rows attend to each token, summed over layers, heads and rows, if that is watched."""
+        """The attention of the rows to each token, summed over layers, heads and rows; None unless watched."""
         self._rows = self._rows_of(self.going)
         self._pending: torch.Tensor | None = None
-        """Which of the rows go on from the next layer, where that was found out in the middle of this one."""
+        """The rows that go on from the next layer, if they were selected in the middle of this one."""
         self._projecting = False
 
     # -- what the model calls ------------------------------------------------------------------------------------------
@@ -188,12 +188,12 @@ class _Projected(Exception):
 
 
 _narrowing: ContextVar[object] = ContextVar("narrowing", default=None)
-"""Whose hooks are to do something: an interrupt may leave others behind, and other threads may call the model."""
+"""The pass whose hooks are active: an interrupt may leave hooks of others, and other threads may call the model."""
 
 
 @contextmanager
 def _narrow_queries(layer: torch.nn.Module) -> Iterator[Context]:
-    """Where Q has a projection of its own, compute it for one row in this context: nobody looks at it."""
+    """Compute Q for one row only in this context, where Q has a projection of its own: its result is not used."""
     projections = [module for name, module in layer.named_modules() if name.rsplit(".", 1)[-1] == "q_proj"]
     hooks, mine, context = [], object(), copy_context()
     context.run(_narrowing.set, mine)

@@ -19,6 +19,6 @@ class GivenTask(BlendRetrieverTask):
 
 
 def kv_of(cache: object) -> torch.Tensor:
-    """What a DynamicCache of one sequence holds: `[2, layers, tokens, hidden]`."""
+    """The content of a DynamicCache of one sequence: `[2, layers, tokens, hidden]`."""
     planes = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]  # type: ignore[attr-defined]
     return torch.stack(planes, 1).transpose(2, 3).flatten(3).contiguous()

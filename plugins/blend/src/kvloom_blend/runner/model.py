@@ -25,7 +25,7 @@ from .runner import Prefilled, Runner
 log = logging.getLogger("kvloom.blend")
 
 _ATTEMPTS = 3
-"""How often a pass is begun because KV was lost on the way; after that nothing is retrieved."""
+"""Maximum number of passes begun because KV was lost on the way; after that nothing is retrieved."""
 
 _CHANGED = "is not what it was when it was opened: other weights, adapters or autocast"
 
@@ -69,7 +69,7 @@ class BlendedModel:
         self.runner = Runner(model, engine.spec)
         self._state = signature(model)
         self.last: Prefilled | None = None
-        """What the latest `generate` started from, without its cache, which `generate` has gone on with."""
+        """The start of the latest `generate`, without its cache, which `generate` has extended."""
         self._owner = owner
         self._vocabulary = int(self.runner.model.config.get_text_config(decoder=True).vocab_size)
         if isinstance(self.retriever, PassageRetriever):
@@ -209,7 +209,7 @@ class BlendedModel:
         return tokens
 
     def _has_changed(self) -> bool:
-        """Whether its KV is another model's by now: adapters, weights or autocast."""
+        """Return whether its KV is another model's by now: adapters, weights or autocast have changed."""
         with self.runner.at_rest():  # a pass sets the model's attention to another function, which is no change
             now = signature(self.model)
             if now == self._state:

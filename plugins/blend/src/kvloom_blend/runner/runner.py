@@ -29,9 +29,9 @@ class Prefilled:
     """The KV of a batch of prompts, and logits."""
 
     logits: list[torch.Tensor]
-    """Of each prompt: `[keep_logits, vocabulary]`, of its last tokens."""
+    """Logits of each prompt's last tokens: `[keep_logits, vocabulary]`."""
     caches: list[Any]
-    """Of each prompt: a DynamicCache of all of it."""
+    """A DynamicCache for each prompt, with all of it."""
     prompt_tokens: int
     exact_tokens: int
     """Retrieved, and equal to what would have been computed."""
@@ -45,14 +45,14 @@ class Prefilled:
 
     @property
     def exact(self) -> bool:
-        """Whether the KV is what a prefill computes."""
+        """Return whether the KV is exactly that of a prefill."""
         return self.blended_tokens == 0
 
 
 _TRIED = 12
 """Tokens of the pass that a model is tried with."""
 _ROUNDING = 0.05
-"""How far logits may be off in it, as a part of the largest. Wrong masks and places are an order off."""
+"""Maximum error of logits, relative to the largest. Wrong masks and places are an order off."""
 _locks: WeakKeyDictionary[torch.nn.Module, threading.Lock] = WeakKeyDictionary()
 
 
@@ -87,7 +87,7 @@ class Runner:
             yield
 
     def prefill(self, rows: Sequence[torch.Tensor], *, keep_logits: int = 1, note: str = "") -> Prefilled:
-        """What the model computes by itself. rows: 1-D token ids of each prompt."""
+        """Prefill with the model alone. rows: 1-D token ids of each prompt."""
         with self._one_at_a_time, torch.inference_mode():
             caches, logits = [], []
             for row in rows:
@@ -191,7 +191,7 @@ class Runner:
 
 @contextmanager
 def _blamed(executor: BlendExecutor) -> Iterator[None]:
-    """What is raised says under whose choice it was: an executor may be anybody's."""
+    """Add the executor's name and module to errors raised within: an executor may come from any package."""
     try:
         yield
     except Exception as error:
@@ -206,12 +206,12 @@ class _Batch:
     tokens: torch.Tensor
     starts: torch.Tensor
     positions: torch.Tensor
-    """Of each token in its prompt."""
+    """The position of each token in its prompt."""
     valid: torch.Tensor
-    """Whose KV was retrieved, but for tokens whose logits are wanted: these are computed."""
+    """The tokens whose KV was retrieved, except those whose logits are wanted, which are computed."""
     exact: torch.Tensor
     stood: torch.Tensor
-    """Where each token stood; where it stands, if it was not retrieved."""
+    """The position of each token when its KV was computed; its present position, if it was not retrieved."""
     wanted: torch.Tensor
     """Places whose logits are asked for."""
 
@@ -236,7 +236,7 @@ class _Batch:
 
 
 class _Turned:
-    """What was retrieved, K turned to where the tokens stand now; each layer once."""
+    """The retrieved KV, with K rotated to the present positions; each layer once."""
 
     def __init__(
         self, task: BlendRetrieverTask, turns: Sequence[Turn | None], rotations: Rotations, device: torch.device

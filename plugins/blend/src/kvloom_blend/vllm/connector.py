@@ -229,7 +229,7 @@ def _wanted(params: Any) -> bool:
 
 
 def _boundaries(params: Any, num_tokens: int) -> list[int] | None:
-    """Where a client says that passages begin, as far as it can be understood."""
+    """The passage boundaries that a client sends, if they are valid."""
     given = params.get("kvloom_boundaries") if isinstance(params, dict) else None
     if not isinstance(given, list) or not all(type(one) is int and 0 <= one <= num_tokens for one in given):
         return None

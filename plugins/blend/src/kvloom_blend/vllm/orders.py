@@ -1,4 +1,4 @@
-"""What the two halves tell each other, each step of vLLM. Plain values: they may go from process to process."""
+"""Messages between the two halves, each step of vLLM. Plain values: they may go from process to process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Prompt(NamedTuple):
     """Not to be changed: it may be the engine's own list."""
     salt: str | None
     boundaries: list[int] | None
-    """Where its passages begin, if the client says so."""
+    """The boundaries of its passages, if the client sends them."""
 
 
 class Blend(NamedTuple):
@@ -31,7 +31,7 @@ class Orders:
     asked: list[Prompt] = field(default_factory=list)
     """Is enough of it stored?"""
     blends: list[Blend] = field(default_factory=list)
-    """Of prompts that were asked about before."""
+    """Prompts to blend, which were asked about before."""
     over: list[str] = field(default_factory=list)
     """Requests of which nothing is wanted any more."""
     idle: bool = False

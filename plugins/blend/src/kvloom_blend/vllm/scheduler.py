@@ -12,7 +12,7 @@ from enum import Enum
 from .orders import Blend, Orders, Prompt, Report
 
 ANSWER_SECONDS = 5.0
-"""How long a request waits for an answer at most; then vLLM computes it."""
+"""Maximum time that a request waits for an answer; then vLLM computes it."""
 
 
 class _State(Enum):
@@ -23,7 +23,7 @@ class _State(Enum):
 
 
 class Scheduler:
-    """Of one engine. All calls come from vLLM's scheduler."""
+    """The scheduler's half of one engine. All calls come from vLLM's scheduler."""
 
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
@@ -32,7 +32,7 @@ class Scheduler:
         self._stopped = False
 
     def matched(self, prompt: Prompt) -> int | None:
-        """How many tokens of a prompt will be blended: all but the last one, or 0. None: not known yet."""
+        """The number of tokens of a prompt that will be blended: all but the last one, or 0. None: not known yet."""
         state = self._states.get(prompt.request)
         if self._stopped:
             return 0
@@ -69,7 +69,7 @@ class Scheduler:
             self._orders.over.append(request)
 
     def orders(self, *, idle: bool) -> Orders:
-        """What has come up since the last call."""
+        """Orders since the last call."""
         orders, self._orders = self._orders, Orders()
         orders.idle = idle
         return orders

@@ -1,4 +1,4 @@
-"""What `--kv-transfer-config` says, and what cannot work: refused here, by name, before anything runs."""
+"""Parses `--kv-transfer-config`, and refuses by name, before anything runs, what cannot work."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _ranks(parallel: Any) -> str | None:
 
 
 def _twin(config: Any) -> str | None:
-    """That transformers can load the weights that vLLM has."""
+    """The reason why transformers cannot load vLLM's weights; None if it can."""
     model, form = config.model_config, str(getattr(config.load_config, "load_format", "auto"))
     if model.quantization:
         return f"quantization {model.quantization!r}: transformers would compute other KV; use the model as it is"

@@ -24,7 +24,7 @@ _FEW_PASSAGES, _PASSAGE_TOKENS = 64, 8
 """Most passages of a prompt that is looked up: 64, and one more for every 8 tokens. Each is hashed and asked for by
 itself, in the process that computes."""
 _NO_KEY = ChunkKey("", 0, b"")
-"""What is blended has no name: nobody can ask for it."""
+"""The key of blended KV, which is never stored."""
 
 
 class Twin:

@@ -17,7 +17,7 @@ from .twin import Pages, Twin
 log = logging.getLogger("vllm.kvloom.blend")  # others are not printed
 
 IDLE_SECONDS = 0.005
-"""How long a step in which nothing is computed waits for what is under way: else vLLM would spin."""
+"""Time that a step without computation waits for work under way, so that vLLM does not spin."""
 
 
 class NotBlended(Exception):
@@ -28,7 +28,7 @@ class NotBlended(Exception):
 class _Job:
     prompt: Prompt
     answer: Future[bool]
-    """Whether enough is stored."""
+    """True if enough is stored."""
     told: bool = False
     wanted: bool = True
     blocks: Sequence[int] = ()
@@ -106,7 +106,7 @@ class Worker:
         return report if report.found else None
 
     def counts(self) -> dict[str, list[float]]:
-        """What happened since the last call: `event|tier|reason` to number, chunks, tokens, bytes, seconds."""
+        """Counts since the last call: `event|tier|reason` to number, chunks, tokens, bytes, seconds."""
         with self._counting:
             counts, self._counts = self._counts, {}
         return counts

@@ -1,4 +1,4 @@
-"""What the demo's command and its two processes tell each other, and what all of them must agree on."""
+"""Messages between the demo's command and its two processes, and the settings they share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Job:
     model: str
     """A path or a hub name; empty for random weights."""
     parameters: int
-    """Of the model with random weights; 0 for one by name."""
+    """Number of parameters of the model with random weights; 0 for a named model."""
     document: str
     """Path of the text."""
     tokens: int
-    """Of the document, at most."""
+    """Maximum number of tokens of the document."""
     question: str
-    """What is appended to the document."""
+    """The text appended to the document."""
     config: str
     """Path of the engine's configuration."""
     codec: str = ""

@@ -1,4 +1,4 @@
-"""What the demo shows: a table, a chart, and whether what it claims is so."""
+"""Prints the demo's results: a table, a chart, and checks of its claims."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _NOISE = 4
-"""How much further from the cold run than another split may be: maxima of rounding noise differ by less than this."""
+"""Maximum distance from the cold run, relative to that of another split: maxima of rounding noise differ by less than
+this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def print_results(console: Console, result: Mapping[str, Any], verdicts: list[Ch
 
 
 def parts(result: Mapping[str, Any]) -> dict[str, float]:
-    """Where the time of the warm run went, in seconds."""
+    """The parts of the warm run's time, in seconds."""
     report = result["report"]
     known = {
         "look up": report["lookup_seconds"],

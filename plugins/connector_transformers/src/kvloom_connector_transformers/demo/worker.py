@@ -28,7 +28,7 @@ SETTLE_SECONDS = 1.0
 """Between opening an engine and asking it: its pool is made present in the background, on one of perhaps two cores."""
 ANSWER_TOKENS = 48
 _CHARACTERS_PER_TOKEN = 64
-"""As much of a document is read for each token that is wanted of it, at most."""
+"""Maximum number of characters read of a document for each token that is wanted of it."""
 _GREEDY = {"do_sample": False, "pad_token_id": 0}
 _FIRST = {**_GREEDY, "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
 
@@ -194,7 +194,7 @@ def warm_run(ours: CachedModel, prompt: torch.Tensor) -> tuple[torch.Tensor, flo
 
 
 def bytes_per_token(ours: CachedModel) -> int:
-    """Of KV, as the model has it."""
+    """The size of a token's KV in the model."""
     spec = ours.engine.spec
     return spec.kv_planes * spec.num_layers * spec.hidden_dim * spec.torch_dtype.itemsize
 

@@ -284,13 +284,13 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.close()
 
     def _owner(self, request: Any) -> Owner | None:
-        """Whose KV a request has; None for an adapter whose weights cannot be told."""
+        """The owner of a request's KV; None for an adapter whose weights cannot be identified."""
         adapter = self._adapters.of(request.lora_request)
         return None if adapter is None else owner_of(adapter, request.cache_salt or self._config.salt)
 
 
 def _scheduled(output: Any) -> Iterator[Scheduled]:
-    """What a SchedulerOutput says of each request; drafts of speculative decoding do not count."""
+    """A SchedulerOutput's entries by request; drafts of speculative decoding do not count."""
     tokens, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
 
     def after(request: str, computed: int) -> int:

@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 
 class Places(LoadStoreSpec):
-    """Which slots a job is about; from the scheduler to every worker."""
+    """The slots of a job; sent from the scheduler to every worker."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -265,7 +265,7 @@ def _pages(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def _about(config: Any, groups: Sequence[Any]) -> dict[str, str | int | bool]:
-    """What the bytes of the groups' layers depend on, besides their sizes."""
+    """Everything that the bytes of the groups' layers depend on, besides their sizes."""
     layers = config.compilation_config.static_forward_context
     found: dict[str, set[str]] = {}
     for group in groups:

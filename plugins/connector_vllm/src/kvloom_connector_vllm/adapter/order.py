@@ -1,4 +1,4 @@
-"""Where in a page of vLLM's memory each element of K and V is: found by the engine's own writing, or not at all."""
+"""Finds the place of each element of K and V in a page of vLLM's memory, by having the engine write one, or refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page_order(config: Any, identity: Identity, kv_caches: Mapping[str, torch.Te
 
 
 def _written(config: Any, identity: Identity, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """What vLLM's own operation for processors makes of one block's K and V, `[tokens, heads, size]`."""
+    """The bytes that vLLM's own CPU operation writes for one block's K and V, `[tokens, heads, size]`."""
     from vllm import _custom_ops as ops
 
     from .platform import isa_of

@@ -1,4 +1,4 @@
-"""What only vLLM can say: its version, the platform, and what the pages of its attention kernels depend on."""
+"""Facts that only vLLM knows: its version, the platform, and the page layouts of its attention kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_version() -> None:
 
 
 def isa_of(config: Any, dtype: torch.dtype, block_tokens: int, head_size: int) -> str:
-    """Which of its kernels vLLM takes on this processor: each lays pages out as it likes."""
+    """The kernel that vLLM uses on this processor; each has its own page layout."""
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -1,4 +1,4 @@
-"""What both buffers have in common: a backend that is fit for them, room, waiting with a deadline, and counts."""
+"""The common part of both buffers: a suitable backend, room, waiting with a deadline, and counts."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class BufferOnBackend:
         )
 
     _part = ""
-    """Where in the store its entries are, behind its name."""
+    """The prefix of its entries in the store, after the buffer's name."""
 
     def counts(self) -> dict[str, int]:
-        """What has happened in this process so far, by the names that the methods say."""
+        """Counts in this process so far, by the names that the methods give."""
 
         def copied() -> dict[str, int]:
             with self._changed:

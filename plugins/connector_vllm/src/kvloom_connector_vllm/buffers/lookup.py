@@ -41,7 +41,7 @@ class Prefix(NamedTuple):
     roi: torch.Tensor
 
     def common(self, other: Prefix) -> int:
-        """How many tokens of KV one is the beginning of the other by; 0 if it is not.
+        """The number of tokens of KV in the shorter prefix, if it is the beginning of the longer one; else 0.
 
         KV depends on where its token stands and on all tokens before it, so both must agree in that too, also in
         tokens that are masked out.
@@ -55,7 +55,7 @@ class Prefix(NamedTuple):
 
     @property
     def covered(self) -> int:
-        """How many tokens there is KV for."""
+        """The number of tokens with KV."""
         return int(self.roi.count_nonzero())
 
 
@@ -167,7 +167,7 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         return [entry.key.removeprefix(above) for entry in self._backend.scan(above)]
 
     def _prefix_of(self, id: str) -> Prefix | None:
-        """What an entry is for, from the beginning of its blob; None if that cannot be read."""
+        """The prefix of an entry, read from the beginning of its blob; None if it cannot be read."""
         try:
             prefix = self._read_prefix(f"{self._name}/entry/{id}")
         except CorruptBlobError:

@@ -43,7 +43,7 @@ def new_id() -> str:
 
 
 def age_seconds(id: str) -> float:
-    """How long ago `new_id` made `id`, 0 if that cannot be told."""
+    """Seconds since `new_id` made `id`; 0 if unknown."""
     try:
         return (time.time_ns() - int(id[:16], 16)) / 1e9
     except ValueError:

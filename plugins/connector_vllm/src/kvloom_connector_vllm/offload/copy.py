@@ -1,4 +1,4 @@
-"""What a worker does for the scheduler: copy between its pages and its slots. No tier is asked here."""
+"""A worker's job for the scheduler: copies between its pages and its slots, without asking a tier."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Order:
     ticket: int
     slots: tuple[int, ...]
     groups: tuple[int, ...]
-    """Of each slot's key; a group's keys are in the order of the sequence."""
+    """The group of each slot's key; a group's keys are in the order of the sequence."""
     nonces: tuple[str, ...]
-    """Of each rank's file, so that nobody reads another one."""
+    """The nonce of each rank's file, so that no other file is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Blocks:
     ids: Sequence[int]
     group_sizes: Sequence[int]
     first: Sequence[int]
-    """Of each group, where in the sequence its blocks begin, in blocks."""
+    """First block of each group, counted in the sequence, in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class _Layers:
     rows: np.ndarray[Any, Any]
     """int64 `[layers, 4]`: address, stride of a block in bytes, 0, 0."""
     at: int
-    """Where their pages begin in what a slot has of a block."""
+    """The place of their pages in a slot's part for a block."""
     width: int
     blocks: int
-    """How many there are."""
+    """Number of blocks."""
 
     @classmethod
     def of(cls, pages: Sequence[torch.Tensor]) -> list[_Layers]:

@@ -12,10 +12,10 @@ from kvloom import Chunk, Config, GPUConnector, KVSpec, MemoryFormat, Segment
 
 
 class PieceGeometry(Config):
-    """How large a piece is, and everything else that its bytes depend on; all of it reaches the fingerprint."""
+    """The size of a piece, and everything else that its bytes depend on; all of it is in the fingerprint."""
 
     piece_bytes: list[int] = Field(min_length=1)
-    """Of each rank, or of each layer of an engine's own host memory."""
+    """Bytes of each rank, or of each layer of an engine's own host memory."""
     identity: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
     """Layout, layers, and whatever else the adapter found."""
 

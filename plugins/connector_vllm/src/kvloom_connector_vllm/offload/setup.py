@@ -1,4 +1,4 @@
-"""What vLLM's own offloading is started with, and whose KV it moves: by the attributes of vLLM's configurations."""
+"""Settings of vLLM's own offloading, and the owner of its KV: from the attributes of vLLM's configurations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OffloadSettings(Config):
     staging: ByteSize = Field(default=1 << 30, ge=1)
     """Bytes of slots, of all ranks together."""
     patience: Duration = 10.0
-    """How long a request waits at most for what the tiers say they have."""
+    """Maximum time that a request waits for KV that the tiers report."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> OffloadSettings:
@@ -62,9 +62,9 @@ def refuse(config: Any, offloading: Any) -> None:
 def told_by_worker(
     config: Any, offloading: Any, *, pages: Sequence[Sequence[int]], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a rank writes into its file, JSON values. config: a `VllmConfig`; offloading: an `OffloadingConfig`.
+    """The content of a rank's file, as JSON values. config: a `VllmConfig`; offloading: an `OffloadingConfig`.
 
-    pages: the bytes of a block in each layer of each group. about: what only vLLM itself can say.
+    pages: the bytes of a block in each layer of each group. about: facts that only vLLM knows.
     """
     cache, model = config.cache_config, config.model_config
     return {

@@ -23,11 +23,11 @@ _PIECES = 32
 
 
 class OffloadStore:
-    """What vLLM's scheduler asks. Its calls take no longer than a look into tables; the tiers are asked behind them.
+    """The store that vLLM's scheduler asks. Its calls only look into tables; the tiers are asked in the background.
     Only `end_step` waits, for milliseconds, if steps follow each other faster than that.
 
-    rows: the file of each rank. group: which of the engine's groups of layers a key is of. patience: seconds that a
-    request waits at most for what the tiers say they have.
+    rows: the file of each rank. group: returns the engine's group of layers that a key belongs to. patience: maximum
+    seconds that a request waits for KV that the tiers report.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OffloadStore:
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes, request: str) -> Found:
-        """Whether it can be loaded. A hit holds until `end_step`."""
+        """Look up a key for loading. A hit holds until `end_step`."""
         with self._lock:
             held = self._slots.get(key)
             if held is not None and held.ready:
@@ -92,7 +92,8 @@ class OffloadStore:
         return Found.COMING
 
     def prepare_load(self, keys: Sequence[bytes]) -> Order:
-        """Where the workers find them until `complete_load`. RuntimeError unless all were hits in this step."""
+        """The slots from which the workers load until `complete_load`. RuntimeError unless all were
+        hits in this step."""
         with self._lock:
             found = [self._slots.get(key) for key in keys]
             if not all(held is not None and held.ready for held in found):

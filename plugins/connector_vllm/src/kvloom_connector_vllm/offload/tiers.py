@@ -40,9 +40,9 @@ class Asking:
     """One request's questions."""
 
     answers: dict[bytes, bool | None] = field(default_factory=dict)
-    """What the tiers said; None while they are asked."""
+    """Answers of the tiers; None while they are asked."""
     since: float | None = None
-    """When it first had to wait."""
+    """Time at which it first had to wait."""
 
     def waited(self, now: float) -> float:
         """Seconds since it first had to."""
@@ -80,11 +80,12 @@ class Tiers:
         return self._engine
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of them the tiers say they hold."""
+        """For each key, whether the tiers report it."""
         return self._forgiving("find", lambda: self._engine.find(self._segments(keys)).tolist(), [False] * len(keys))
 
     def load(self, keys: Sequence[bytes], **where: Any) -> list[bool]:
-        """Which of them are where they belong now, every byte verified. On return nothing is written any more."""
+        """Load the keys; for each, whether it is in place, every byte verified. After return nothing is written any
+        more."""
 
         def load() -> list[bool]:
             loaded: list[bool] = self._engine.load(self._segments(keys), **where).result(self._timeout).tolist()

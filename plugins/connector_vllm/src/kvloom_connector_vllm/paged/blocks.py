@@ -13,20 +13,20 @@ from kvloom import Chunk, Config, GPUConnector, MemoryFormat, Segment
 
 
 class Geometry(Config):
-    """What a page is, and everything else that its bytes depend on; all of it reaches the fingerprint."""
+    """The shape of a page, and everything else that its bytes depend on; all of it is in the fingerprint."""
 
     layers: int = Field(ge=1)
-    """That a chunk has pages of."""
+    """Number of layers with pages in a chunk."""
     block_tokens: int = Field(ge=1)
     """Tokens of the engine's block."""
     page_elements: int = Field(ge=1)
-    """Of one block in one layer, in elements of the KV's dtype."""
+    """Size of one block in one layer, in elements of the KV's dtype."""
     identity: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
     """Layout, attention backend, instruction set, the engine's hash and whatever else the adapter found."""
 
     @property
     def representation(self) -> dict[str, Any]:
-        """What determines the bytes of a chunk, as JSON values."""
+        """Everything that determines the bytes of a chunk, as JSON values."""
         return self.model_dump(mode="json")
 
 
@@ -199,7 +199,7 @@ class VLLMBlobConnector(VLLMConnector):
         return ordered.reshape(tokens // step, -1).index_select(1, self._inverse(order).to(chunk.device))
 
     def _inverse(self, order: torch.Tensor) -> torch.Tensor:
-        """Where in the order each element of a page is. ValueError unless the order has each place once."""
+        """The place in the order of each element of a page. ValueError unless the order has each place once."""
         version = 0 if order.is_inference() else order._version
         if self._known is None or self._known[0] is not order or self._known[1] != version:
             places, inverse = torch.sort(order)

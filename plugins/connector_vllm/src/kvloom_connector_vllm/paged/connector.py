@@ -41,7 +41,7 @@ class PagedConnector(GPUConnector):
 
     class Config(kvloom.Config):
         layout: LayoutName = "auto"
-        """What `kvcaches` look like; `auto` refuses what could be read in two ways."""
+        """The layout of `kvcaches`; `auto` refuses an ambiguous one."""
 
     config: Config
 

@@ -19,9 +19,9 @@ from .slots import Slots
 from .table import PageTable
 
 _BLOCKS = 64
-"""Of threads, where they wait for the bus: enough to keep it busy, and the model has the rest of the GPU."""
+"""Thread blocks of copies over the bus: enough to keep it busy; the model has the rest of the GPU."""
 _BLOCKS_ON_DEVICE = 1024
-"""Where they copy within the device."""
+"""Thread blocks of copies within the device."""
 _ALIGN = 16
 
 
@@ -55,7 +55,7 @@ class PagedCudaConnector(PagedConnector):
         use_gpu: bool = False
         """Gather in a buffer on the device, and copy that to or from host memory."""
         staging: ByteSize = ByteSize(256 << 20)
-        """How large the buffer of a call may be; it has room for one chunk at least."""
+        """Maximum size of a call's buffer; it holds one chunk at least."""
 
     config: Config
 

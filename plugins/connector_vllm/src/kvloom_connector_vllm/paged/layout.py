@@ -1,4 +1,4 @@
-"""How an engine's pages lie in memory: tensors of any of its layouts as views of one form, told apart by strides alone.
+"""Engines' pages in memory: tensors of any of their layouts as views of one form, told apart by strides alone.
 
 vLLM 0.32 has a view `[B, H, N, C]` of each layer (blocks, heads, tokens of a block, content), K and V side by side in
 C, in one of six physical orders. Versions before it, and other engines, have `[B, N, H, C]` or `[B, H, N, C]` of K and
@@ -24,10 +24,10 @@ ORDERS = tuple(name for name in get_args(LayoutName) if name.isupper())
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """Where K and V of a slot are. A slot is a token's place: block times block size, plus the place in the block."""
+    """The places of K and V by slot. A slot is a token's place: block times block size, plus the place in the block."""
 
     planes: tuple[tuple[torch.Tensor, ...], ...]
-    """Of each plane (K and V, or one), of each layer: a view `[blocks, block size, heads, head size]`."""
+    """For each plane (K and V, or one) and each layer: a view `[blocks, block size, heads, head size]`."""
 
     @property
     def num_blocks(self) -> int:
@@ -68,7 +68,7 @@ class PagedLayout:
 
 
 def _layers_of(kvcaches: Any, spec: KVSpec, name: LayoutName) -> Sequence[Any]:
-    """What there is of each layer."""
+    """The tensors of each layer."""
     if isinstance(kvcaches, list | tuple):
         return kvcaches
     if not isinstance(kvcaches, torch.Tensor):
@@ -146,7 +146,7 @@ def _heads_at(tensor: torch.Tensor, spec: KVSpec, name: LayoutName, what: str) -
 
 
 def _check_order(tensor: torch.Tensor, name: LayoutName, what: str) -> None:
-    """That the strides of `[B, H, N, C]` fall off as the name of its layout says."""
+    """Check that the strides of `[B, H, N, C]` decrease in the order of the layout's name."""
     axes = [axis for axis in name if axis in "BHN"]
     sizes = dict(zip("BHN", tensor.shape, strict=False))
     strides = dict(zip("BHN", tensor.stride(), strict=False))

@@ -19,11 +19,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Which slots are copied to or from which chunks."""
+    """A copy of slots to or from chunks."""
 
     pages: PageTable
     slots: Slots
-    """Of the tokens of all chunks, one chunk after another."""
+    """The slots of the tokens of all chunks, one chunk after another."""
     chunks: Sequence[torch.Tensor]
     """`[planes, layers, tokens, hidden]` each, the last two contiguous; as many layers as `pages` has."""
     to_pages: bool

@@ -1,4 +1,4 @@
-"""Where tokens are: slot mappings and block tables, looked at before memory is touched by them."""
+"""Places of tokens: slot mappings and block tables, checked before memory is touched by them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from .table import PageTable
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
-"""Of each token, in order; a negative one is left alone."""
+"""The slot of each token, in order; a negative one is skipped."""
 
 
 def slots_of(where: Mapping[str, Any], num_tokens: int, pages: PageTable) -> Slots:

@@ -19,7 +19,7 @@ _MOST = 1024
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Where the planes of layers are, and what a slot is."""
+    """Addresses of the layers' planes, and the shape of a slot."""
 
     rows: np.ndarray[Any, Any]
     """int64 `[planes x layers, 4]`: address, strides of block, slot and head in bytes."""
@@ -67,7 +67,7 @@ class PageTables:
         self._known: dict[Hashable, PageTable] = {}
 
     def get(self, kvcaches: Any, layer: int | None = None) -> PageTable:
-        """Of all layers, or of one. ValueError as `PagedLayout.of`."""
+        """The table of all layers, or of one. ValueError as in `PagedLayout.of`."""
         key = _signature(kvcaches, layer)
         if key in self._known:
             return self._known[key]

@@ -19,7 +19,7 @@ class LiveConfig(Config):
     path: Path | None = None
     """The socket, 0600; by default one in a directory that is this user's alone, found by `kvloom top` by itself."""
     prefill_tokens_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """How fast the engine computes a prompt; with it, the time that hits have saved can be told."""
+    """The engine's speed of prefill. With it, the view shows the time that hits have saved."""
 
 
 class LiveObserver(Observer):
@@ -41,7 +41,7 @@ class LiveObserver(Observer):
 
     @property
     def path(self) -> Path | None:
-        """Where it listens, once the engine is open."""
+        """The socket's path, once the engine is open."""
         return None if self._server is None else self._server.path
 
     def on_event(self, event: Event) -> None:

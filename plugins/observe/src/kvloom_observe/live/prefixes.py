@@ -16,7 +16,7 @@ class Prefix:
     """Some leading chunks that several prompts share."""
 
     digest: str
-    """Of its last chunk's key, short: it says which, and nothing of what is in it."""
+    """The short digest of its last chunk's key: identifies it, and reveals nothing about its content."""
     tokens: int
     hits: int = 0
     above: str = ""

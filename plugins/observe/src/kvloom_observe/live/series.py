@@ -1,4 +1,4 @@
-"""What happened in each of the last seconds, and in each ten of the last hour."""
+"""Counts for each of the last seconds, and for each ten seconds of the last hour."""
 
 from __future__ import annotations
 

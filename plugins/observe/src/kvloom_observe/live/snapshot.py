@@ -1,4 +1,4 @@
-"""What an engine's live view is now, as JSON has it."""
+"""The present state of an engine's live view, as JSON values."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ class View:
         return told
 
     def _times(self, tier: str) -> dict[str, Any]:
-        """Of memory no read is told: there it is the KV that came from it."""
+        """Read times of a tier. Memory reports no reads: there it is the KV that came from it."""
         told = self._tiers.get(tier, _TierTimes()).told()
         return {**told, "read_bytes": told["read_bytes"] or int(self._copied.get(tier, 0))}
 
 
 class _TierTimes:
-    """How long one tier takes."""
+    """Times of one tier."""
 
     def __init__(self) -> None:
         self.read: deque[float] = deque(maxlen=_LATENCIES)

@@ -1,4 +1,4 @@
-"""Where live views are: Unix sockets in a directory that is the user's own, each with a lock that its engine holds."""
+"""Unix sockets of live views, in a directory of the user's own, each with a lock that its engine holds."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Endpoint:
         self._server.close()
 
     def _scraped(self, request: Request) -> Response:
-        """What prometheus-client's own application answers."""
+        """The answer of prometheus-client's own application."""
         path, _, query = request.target.partition("?")
         environ = {
             "REQUEST_METHOD": request.method,

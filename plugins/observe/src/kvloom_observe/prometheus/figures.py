@@ -1,4 +1,4 @@
-"""What one engine's metrics are now: counters from its events' sums, gauges from its health, histograms of its own."""
+"""The present metrics of one engine: counters from sums of events, gauges from its health, and its histograms."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Figures:
 
 
 def _counted(key: CounterKey, totals: Totals) -> Iterator[tuple[Metric, Labels, float]]:
-    """What an event's sums add to which metrics."""
+    """The metrics that an event's sums add to."""
     name, tier, reason = key.name, key.tier, bounded(key.name, key.reason)
     if name == "retrieved" and not tier:
         yield m.RETRIEVED_TOKENS, (), totals.tokens

@@ -17,7 +17,7 @@ class PrometheusConfig(Config):
     port: int = Field(default=9464, ge=0, le=65535)
     """Engines of one process share it, told apart by the label `engine`. 0: any that is free, for tests."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Where to listen: nobody is asked who they are, so that this machine alone is the default."""
+    """The address to listen on. There is no authentication, so the default is this machine alone."""
 
 
 class PrometheusObserver(Observer):
@@ -33,7 +33,7 @@ class PrometheusObserver(Observer):
         self.figures = Figures()
         self._endpoint: Endpoint | None = acquire(config.host, config.port, self.figures)
         self.port = self._endpoint.port
-        """Where it listens."""
+        """The port it listens on."""
 
     def watch(self, engine: Watched) -> None:
         self.figures.engine = engine

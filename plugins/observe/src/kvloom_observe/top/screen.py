@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 _UNWELL = ("read only", "neglected", "degraded")
 _MOST_CHARS = 200
-"""Of each text."""
+"""Maximum number of characters of each text."""
 _STYLES = {"ok": "green", "paused": "red", "stuck": "red", **dict.fromkeys(_UNWELL, "yellow")}
 
 

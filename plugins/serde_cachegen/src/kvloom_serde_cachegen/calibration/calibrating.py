@@ -23,7 +23,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a codec may do to a model, at most."""
+    """Maximum harm that a codec may do to a model."""
 
     kl: float = 1e-3
     """Nats a token."""
@@ -77,10 +77,10 @@ def calibrated(
 
 
 def _gradients(model: PreTrainedModel, window: torch.Tensor, kv: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """How the logarithm of what the model would say next depends on the KV of the first two thirds of a window.
+    """Gradients of the logarithm of the model's continuation by the KV of the first two thirds of a window.
 
-    What it would say is drawn from its own predictions: the squares of these gradients are, on average, how fast the
-    predictions move away from what they were.
+    The continuation is drawn from the model's own predictions. The squares of these gradients are, on average, the
+    speed at which the predictions move away.
     """
     context = _context(len(window))
     held = kv[:, :, :context].clone().requires_grad_()
@@ -95,14 +95,14 @@ def _context(window_tokens: int) -> int:
 
 
 def serializer(codec: str, profile: Path, spec: KVSpec) -> CacheGenSerializer:
-    """What encodes as `codec`, `step/0.75`, says, with the profile in a file, judged or not."""
+    """A serializer for `codec`, such as `step/0.75`, with the profile in a file, judged or not."""
     mode, _, step = codec.partition("/")
     settings = {"mode": mode, "quality": float(step), "profile": profile, "codec_gate": False}
     return CacheGenSerializer(CacheGenSerializer.Config.model_validate(settings), spec)
 
 
 def saved_per_token(model: PreTrainedModel, tokens: torch.Tensor, profile: Path, spec: KVSpec) -> float:
-    """How many bytes less the mode klt takes than the mode step, both as they are by default, on one chunk."""
+    """The number of bytes a token that the mode klt saves over step, both with their defaults, on one chunk."""
     kv = measuring.context_kv(model, tokens[: measuring.CHUNK_TOKENS].to(model.device), spec.torch_dtype).flatten(3)
     step, klt = (measuring.through(serializer(codec, profile, spec))(kv, 0)[1] for codec in ("step/0.5", "klt/0.5"))
     return (step - klt) / kv.shape[2]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvloom_serde_cachegen.profile import Profile, Verdict
 
 JUDGED = ("klt/0.5", "klt/0.25", "step/0.75", "step/0.5", "step/0.25")
-"""What `--verify` measures unless told otherwise, by mode and step."""
+"""The default modes and steps of `--verify`."""
 _WINDOW_TOKENS = 1024
 _JUDGED_TOKENS, _JUDGED_WINDOWS, _FEWEST_WINDOWS = 768, 16, 4
 
@@ -95,7 +95,7 @@ class _Wanted:
 
     model: str
     name: str
-    """Of the model, for people."""
+    """The model's name for people."""
     files: Sequence[Path]
     out: Path
     tokens: int
@@ -107,7 +107,7 @@ class _Wanted:
 
 
 def _codecs(given: Sequence[str] | None, *, klt: bool) -> list[str]:
-    """As serializers call them; `step/.50` is `step/0.5`."""
+    """Names of codecs as serializers use them; `step/.50` becomes `step/0.5`."""
     found = []
     for codec in given or [each for each in JUDGED if klt or not each.startswith("klt/")]:
         match = re.fullmatch(r"(step|klt)/(\d*\.?\d+)", codec)

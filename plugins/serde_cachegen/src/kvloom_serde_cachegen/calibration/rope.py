@@ -1,4 +1,4 @@
-"""How a model rotates its keys: found by looking, because architectures do not say."""
+"""Finds a model's rotation of keys by experiment, because architectures do not declare it."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ NO_ROPE = Rope(torch.zeros(0, dtype=torch.float64), interleaved=False)
 
 @torch.no_grad()
 def rope_of(model: PreTrainedModel) -> Rope:
-    """How all layers of `model` rotate their keys. UnknownRopeError if in several ways, or another.
+    """The rotation of keys in all layers of `model`. UnknownRopeError if layers differ, or if it is another one.
 
-    Where all tokens of a prompt are equal, so is all that is made of them, but for what positions do: the right
-    rotation, undone, leaves keys that do not move.
+    If all tokens of a prompt are equal, their keys differ only by position: undoing the right rotation leaves equal
+    keys.
     """
     ways = [NO_ROPE, *_ways(model)]
     if len(ways) == 1:
@@ -91,6 +91,6 @@ def _ways(model: PreTrainedModel) -> Iterator[Rope]:
 
 
 def _movement(keys: torch.Tensor) -> torch.Tensor:
-    """Of each layer, how much of the energy of its keys changes from token to token."""
+    """For each layer, the share of its keys' energy that changes from token to token."""
     apart = keys - keys.mean(1, keepdim=True)
     return apart.square().sum((1, 2, 3)) / keys.square().sum((1, 2, 3))

@@ -9,11 +9,12 @@ from kvloom_serde_cachegen.profile import RANK_UNIT, Transform, quantised
 
 _FIRST_TOKENS = 4
 _LEAST_COST = 0.1
-"""Of the mean of a layer: no channel is taken to matter less than this, whatever little text says."""
+"""Minimum cost of a channel, relative to the mean of its layer, whatever a short text suggests."""
 _FURTHEST = 2.0
-"""How many times finer, or coarser, than values deviate steps get where noise costs more, or less, than elsewhere."""
+"""Maximum factor by which steps get finer or coarser than values deviate, for layers that are more or less sensitive to
+noise."""
 _LEAST_DEVIATION = 0.05
-"""Of what steps are relative to: components that vary less are left out, and read as zero."""
+"""Minimum deviation relative to that of the layer: components that vary less are left out, and read as zero."""
 
 
 class Statistics:
@@ -51,7 +52,7 @@ class Statistics:
         return torch.stack([self._rope.undone(keys), values.double()])[:, :, _FIRST_TOKENS:]
 
     def costs(self) -> torch.Tensor:
-        """What noise in each channel costs, `[2, layers, hidden]`: the rms of gradients, equal within RoPE's pairs."""
+        """The cost of noise in each channel, `[2, layers, hidden]`: the rms of gradients, equal within RoPE's pairs."""
         squares = self._gradients.clone()
         first, second = self._rope.pairs
         both = (squares[0][..., first] + squares[0][..., second]) / 2
@@ -86,11 +87,11 @@ class Statistics:
 
 
 def relative_to(deviations: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
-    """What the steps of each plane and layer are relative to, `[2, layers]`.
+    """The scale of the steps of each plane and layer, `[2, layers]`.
 
-    Noise does the least harm in so many bits where it harms equally everywhere. But neither much finer nor much coarser
-    than what the values themselves deviate: too fine, and the rounding of components shows; too coarse, and gradients
-    say little about so large a change.
+    For a given number of bits, noise does the least harm if it harms all layers equally. The scale is bounded by the
+    deviation of the values: if it is much finer, the rounding of components shows; if it is much coarser, gradients say
+    little about so large a change.
     """
     finer = deviations.log() + costs.log()
     return deviations * (finer.mean() - finer).exp().clamp(1 / _FURTHEST, _FURTHEST)

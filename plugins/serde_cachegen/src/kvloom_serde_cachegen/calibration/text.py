@@ -11,11 +11,12 @@ import torch
 _HELD_OUT = 0.2
 """The last part of each file: what is judged on it was not calibrated on it."""
 _CHARACTERS_PER_TOKEN = 64
-"""As much of a file is read for each token that is wanted of it, at most."""
+"""Maximum number of characters read of a file for each token that is wanted of it."""
 
 
 def read(files: Sequence[Path], *, tokens: int) -> tuple[list[str], list[str]]:
-    """Of each file what to calibrate on, and what not to. Raises OSError, or ValueError for a file that is no text."""
+    """Split each file into a part to calibrate on and a part to test on. Raises OSError, or ValueError for a file that
+    is no text."""
     ours, theirs = [], []
     for file in files:
         try:

@@ -77,7 +77,7 @@ class ListsFourThousand(Mutant, DirectoryBackend):
 
 
 class DeletesAThousand(Mutant, DirectoryBackend):
-    """As many as one request may name."""
+    """A limit that a server may have for one request."""
 
     breaks = "B38"
 
@@ -86,7 +86,7 @@ class DeletesAThousand(Mutant, DirectoryBackend):
 
 
 class KeepsWholeBatches(Mutant, DirectoryBackend):
-    """What is left over at the end is never sent, once there was a batch."""
+    """The rest at the end is never sent once there was a batch."""
 
     breaks = "B38"
 

@@ -80,7 +80,7 @@ class LeavesItsLock(Mutant, DirectoryBackend):
 
 
 class DraftsUnderOneName(Mutant, DirectoryBackend):
-    """Who was killed while writing leaves it, and nobody puts that key again."""
+    """A process killed while writing leaves the draft, and that key can never be put again."""
 
     breaks = "B36"
 
@@ -124,7 +124,7 @@ class KeepsTheRightsOfTheDead(Mutant, CompleteDirectoryBackend):
 
 
 class HoldsInATable(Mutant, CompleteDirectoryBackend):
-    """Of this process: another one has a table of its own."""
+    """A table of this process: another process has its own."""
 
     breaks = "B37"
     _holders: ClassVar[dict[tuple[Path, str], int]] = {}

@@ -12,7 +12,7 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class SaysFilledBeforeItReads(Mutant, CompleteDirectoryBackend):
-    """What is verified then is what was in the memory before."""
+    """The memory's old content is verified instead."""
 
     breaks = "B13"
 
@@ -116,7 +116,7 @@ class LeavesOutWhatIsNotThere(Mutant, DirectoryBackend):
 
 
 class AnswersInItsOwnOrder(Mutant, DirectoryBackend):
-    """As a query without an order does."""
+    """Like a query without an order."""
 
     breaks = "B15"
 
@@ -172,7 +172,7 @@ class KeepsAVictimsTail(Mutant, DirectoryBackend):
 
 
 class AsksForARangeOfNothing(Mutant, CompleteDirectoryBackend):
-    """Whose last byte is before its first, which a server does not understand."""
+    """The range's last byte is before its first, which a server does not understand."""
 
     breaks = "B14"
 

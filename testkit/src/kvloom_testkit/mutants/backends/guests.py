@@ -18,7 +18,7 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class LogsEverything(Mutant, DirectoryBackend):
-    """As a script may."""
+    """Acceptable in a script only."""
 
     breaks = "B42"
 

@@ -98,7 +98,7 @@ class HasAWorkerFromTheStart(Mutant, DirectoryBackend):
 
 
 class HashNamesTheFile(Mutant, DirectoryBackend):
-    """Which is another one in every process."""
+    """The hash differs in every process."""
 
     breaks = "B24"
 
@@ -208,7 +208,7 @@ class NeverGivesARightBack(Mutant, CompleteDirectoryBackend):
 
 
 class TripsOverItsOwnProbe(Mutant, DirectoryBackend):
-    """Which it left there the last time."""
+    """The probe's file of the last time is in the way."""
 
     breaks = "B30"
 

@@ -17,7 +17,7 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class TakesThePrefixForADirectory(Mutant, DirectoryBackend):
-    """What begins in the middle of a part is not found."""
+    """A prefix that ends in the middle of a part finds nothing."""
 
     breaks = "B16"
 
@@ -44,7 +44,7 @@ class IgnoresThePrefix(Mutant, DirectoryBackend):
 
 
 class FindsThePrefixAnywhere(Mutant, DirectoryBackend):
-    """As `in` does, and LIKE with a percent sign on both sides."""
+    """Like `in`, and LIKE with a percent sign on both sides."""
 
     breaks = "B16"
 
@@ -53,7 +53,7 @@ class FindsThePrefixAnywhere(Mutant, DirectoryBackend):
 
 
 class ListsFileNames(Mutant, DirectoryBackend):
-    """Which are not the keys."""
+    """File names are not the keys."""
 
     breaks = "B16"
 
@@ -89,7 +89,7 @@ class CountsFromBoot(Mutant, DirectoryBackend):
 
 
 class TouchMakesAFile(Mutant, CompleteDirectoryBackend):
-    """As the command of that name does."""
+    """Like the command of that name."""
 
     breaks = "B29"
 
@@ -99,7 +99,7 @@ class TouchMakesAFile(Mutant, CompleteDirectoryBackend):
 
 
 class TouchIsWriting(Mutant, CompleteDirectoryBackend):
-    """What is used is never too old for its ttl then."""
+    """A blob that is used is then never too old for its ttl."""
 
     breaks = "B29"
 
@@ -130,7 +130,7 @@ class TouchesEverything(Mutant, CompleteDirectoryBackend):
 
 
 class IgnoresLetterCaseInPrefixes(Mutant, DirectoryBackend):
-    """As SQL's LIKE does."""
+    """Like SQL's LIKE."""
 
     breaks = "B16"
 
@@ -148,7 +148,7 @@ class TakesThePrefixForAPattern(Mutant, DirectoryBackend):
 
 
 class UnderscoresStandForAnything(Mutant, DirectoryBackend):
-    """As in SQL's LIKE and GLOB's relatives."""
+    """Like SQL's LIKE and GLOB's relatives."""
 
     breaks = "B16"
 
@@ -188,7 +188,7 @@ class LocksTheListing(Mutant, DirectoryBackend):
 
 
 class SkipsHiddenFiles(Mutant, DirectoryBackend):
-    """Which a key may be named like."""
+    """A key may have such a name."""
 
     breaks = "B16"
 

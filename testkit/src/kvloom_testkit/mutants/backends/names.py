@@ -11,7 +11,7 @@ from kvloom_testkit.reference.backend import DirectoryBackend
 
 
 class SlashesBecomeUnderscores(Mutant, DirectoryBackend):
-    """Which keys may have themselves."""
+    """Keys may contain underscores themselves."""
 
     breaks = "B08"
 
@@ -20,7 +20,7 @@ class SlashesBecomeUnderscores(Mutant, DirectoryBackend):
 
 
 class FoldsLetterCase(Mutant, DirectoryBackend):
-    """As some file systems do."""
+    """Like some file systems."""
 
     breaks = "B08"
 
@@ -57,7 +57,7 @@ class NamesFilesByAShortDigest(Mutant, DirectoryBackend):
 
 
 class NamesFilesByAChecksum(Mutant, DirectoryBackend):
-    """Which was made to find flipped bits, and no names."""
+    """A checksum is made to find flipped bits, not to name files."""
 
     breaks = "B08"
 
@@ -75,7 +75,7 @@ class NamesFilesBySumsOfLetters(Mutant, DirectoryBackend):
 
 
 class NamesFilesByEightDigits(Mutant, DirectoryBackend):
-    """Of a good digest, of which 32 bits are too few."""
+    """32 bits of a good digest are too few."""
 
     breaks = "B08"
 

@@ -17,7 +17,7 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class CachesForEachThread(Mutant, DirectoryBackend):
-    """What a thread has read it reads again from there, until it puts or deletes something itself."""
+    """A thread reads its own cached blob until it puts or deletes something itself."""
 
     breaks = "B43"
 
@@ -120,7 +120,7 @@ class CountsItsRowsWithoutALock(Mutant, CompleteDirectoryBackend):
 
 
 class JoinsInOneBuffer(Mutant, DirectoryBackend):
-    """Which all puts share: it is made once, and large enough."""
+    """All puts share one buffer: it is made once, and large enough."""
 
     breaks = "B10"
 
@@ -137,7 +137,7 @@ class JoinsInOneBuffer(Mutant, DirectoryBackend):
 
 
 class AsksItsTableTwice(Mutant, DirectoryBackend):
-    """Whether there is a row, and for the row: another thread may have deleted it in between."""
+    """First for the row's existence, then for the row: another thread may have deleted it in between."""
 
     breaks = "B11"
 
@@ -231,7 +231,7 @@ class IdentityIsAsWritten(Mutant, CompleteDirectoryBackend):
 
 
 class SwallowsWriteErrors(Mutant, DirectoryBackend):
-    """What is wrong with the blob it lets through, and not what is wrong with the disk."""
+    """Raises errors of the blob, and hides errors of the disk."""
 
     breaks = "B45"
 
@@ -270,7 +270,7 @@ class CutsAt16MiB(Mutant, DirectoryBackend):
 
 
 class ReadsOneMessage(Mutant, CompleteDirectoryBackend):
-    """Of which the length has 24 bits."""
+    """The message's length has 24 bits."""
 
     breaks = "B44"
 

@@ -71,7 +71,7 @@ class KeepsAnIndexWithoutALock(Mutant, DirectoryBackend):
 
 
 class AsksAndThenOpens(Mutant, DirectoryBackend):
-    """What was there may be gone a step later."""
+    """The file may be gone a step later."""
 
     breaks = "B11"
 
@@ -153,7 +153,7 @@ class AsksForTheSizeOfWhatIsGone(Mutant, DirectoryBackend):
 
 
 class PagesByOffset(Mutant, DirectoryBackend):
-    """What is deleted on an earlier page moves the rest of the listing up."""
+    """A deletion on an earlier page moves the rest of the listing up."""
 
     breaks = "B18"
 

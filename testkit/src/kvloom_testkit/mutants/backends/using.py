@@ -91,7 +91,7 @@ class KeepsTheFileOfAShortRange(Mutant, CompleteDirectoryBackend):
 
 
 class KeepsTheFileOfARefusal(Mutant, CompleteDirectoryBackend):
-    """What `reserve` raises goes by its `close`."""
+    """An error raised by `reserve` skips its `close`."""
 
     breaks = "B31"
 
@@ -133,14 +133,14 @@ class WantsNoThreads(Mutant, DirectoryBackend):
 
 
 class SaysNoInWords(Mutant, DirectoryBackend):
-    """Which is true."""
+    """A word is true."""
 
     breaks = "B40"
     shared = "no"  # type: ignore[assignment]
 
 
 class ClosesOnItsThread(Mutant, DirectoryBackend):
-    """As connections do that belong to the thread that made them."""
+    """Like connections that belong to the thread that made them."""
 
     breaks = "B25"
 
@@ -192,7 +192,7 @@ class KeepsItsLockWhenAPutFails(Mutant, DirectoryBackend):
 
 
 class KeepsItsLockWhenRefused(Mutant, DirectoryBackend):
-    """What `reserve` raises goes by the release."""
+    """An error raised by `reserve` skips the release."""
 
     breaks = "B13"
 

@@ -51,7 +51,7 @@ class RaisesWhenThereIsNothing(Mutant, DirectoryBackend):
 
 
 class IsEmptyWhenThereIsNothing(Mutant, DirectoryBackend):
-    """As clients do that know no None."""
+    """Like clients that have no None."""
 
     breaks = "B02"
 
@@ -82,7 +82,7 @@ class KeepsTheFirst(Mutant, DirectoryBackend):
 
 
 class ComparesLengths(Mutant, DirectoryBackend):
-    """What is as long has been put before."""
+    """A blob of equal length counts as stored."""
 
     breaks = "B03"
 

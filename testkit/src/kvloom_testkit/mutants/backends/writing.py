@@ -12,7 +12,7 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class WritesAThousandBuffers(Mutant, DirectoryBackend):
-    """As many as one call of the system takes."""
+    """The limit of one system call."""
 
     breaks = "B01"
 
@@ -21,7 +21,7 @@ class WritesAThousandBuffers(Mutant, DirectoryBackend):
 
 
 class SendsOneMessage(Mutant, DirectoryBackend):
-    """Of four megabytes at most, a common limit."""
+    """At most four megabytes, a common limit."""
 
     breaks = "B01"
 

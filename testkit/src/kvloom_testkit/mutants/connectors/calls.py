@@ -56,7 +56,7 @@ class SwapsWhatItWrites(Mutant, SlotsConnector):
 
 
 class WritesCleanNumbers(Mutant, SlotsConnector):
-    """What is no number becomes zero."""
+    """NaN becomes zero."""
 
     breaks = "C02"
 
@@ -287,7 +287,7 @@ class RepresentsItsAddress(Mutant, SlotsConnector):
 
 
 class RepresentsADtype(Mutant, SlotsConnector):
-    """Which is no JSON."""
+    """A dtype is not JSON."""
 
     breaks = "C12"
 
@@ -297,7 +297,7 @@ class RepresentsADtype(Mutant, SlotsConnector):
 
 
 class WritesWholeEights(Mutant, SlotsConnector):
-    """What is left over is left out."""
+    """The remainder is skipped."""
 
     breaks = "C13"
 

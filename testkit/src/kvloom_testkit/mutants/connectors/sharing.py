@@ -14,7 +14,7 @@ from kvloom_testkit.reference.connector import SlotsConnector
 
 
 class KeepsThePageTable(Mutant, SlotsConnector):
-    """Of the first request, for all that follow."""
+    """The first request's table serves all that follow."""
 
     breaks = "C15"
 
@@ -50,7 +50,7 @@ class SharesItsStaging(Mutant, SlotsConnector):
 
 
 class KeepsATableForEachTensor(Mutant, SlotsConnector):
-    """What was worked out from a tensor, as long as it is the same one."""
+    """Keeps the result for a tensor as long as it is the same object."""
 
     breaks = "C15"
 
@@ -73,7 +73,7 @@ class KeepsATableForEachAddress(Mutant, SlotsConnector):
 
 
 class KeepsATableForItsLayers(Mutant, SlotsConnector):
-    """What is worked out for the first of them will do for the others, and for whoever comes then."""
+    """The first layer's table serves the other layers, and later requests."""
 
     breaks = "C15"
 
@@ -104,7 +104,7 @@ class KnowsNoInferenceMode(Mutant, SlotsConnector):
 
 
 class SetsTheThreads(Mutant, SlotsConnector):
-    """Of torch, for copies of its own."""
+    """Sets torch's number of threads for its own copies."""
 
     breaks = "C18"
 

@@ -21,7 +21,7 @@ class _Spoils(Mutant, NoneExecutor):
 
     @abstractmethod
     def spoil(self, session: BlendSession, arguments: tuple[Any, ...]) -> BlendOutput:
-        """What becomes of one layer."""
+        """The spoilt output of one layer."""
 
 
 class _Spoiled(BlendSession):
@@ -44,7 +44,7 @@ class CutsK(_Spoils):
 
 
 class CountsPositionsInFloats(_Spoils):
-    """As the rotation does."""
+    """Like the rotation."""
 
     breaks = "X01"
 
@@ -93,7 +93,7 @@ class KeepsRetrievedK(_Spoils):
 
 
 class KeepsV(_Spoils):
-    """Of the layer before, for the tokens that are reused."""
+    """Keeps the last layer's V for the tokens that are reused."""
 
     breaks = "X04"
 
@@ -138,7 +138,7 @@ class SelectsByTopK(_Spoils):
 
 
 class PassesOnTheStarts(_Spoils):
-    """Of the whole batch."""
+    """Passes on the starts of the whole batch."""
 
     breaks = "X08"
 
@@ -166,7 +166,7 @@ class _Current(BlendSession):
 
 
 class EmptiesItsCacheAtTheLastLayer(_Spoils):
-    """Which a request that is cut off never reaches."""
+    """A request that is cancelled never reaches the last layer."""
 
     breaks = "X10"
     _offset = 0
@@ -192,7 +192,7 @@ class AlwaysReusesSome(Mutant, NoneExecutor):
 
 
 class ForgetsTheLastToken(Mutant, NoneExecutor):
-    """Where it was retrieved."""
+    """Drops it if it was retrieved."""
 
     breaks = "X12"
 
@@ -241,7 +241,7 @@ class ClosesOnce(Mutant, NoneExecutor):
 
 
 class ComparesDimensions(_Spoils):
-    """Which dimension is the tokens', it finds by counting from the first."""
+    """Finds the tokens' dimension by counting from the first."""
 
     breaks = "X16"
 

@@ -27,7 +27,7 @@ class FormatsTheReason(Mutant, CountingObserver):
 
 
 class TakesTheReasonForAFormat(Mutant, CountingObserver):
-    """As it is, in front of the numbers."""
+    """Uses it unescaped, in front of the numbers."""
 
     breaks = "O01"
 
@@ -36,7 +36,7 @@ class TakesTheReasonForAFormat(Mutant, CountingObserver):
 
 
 class FormatsWithBraces(Mutant, CountingObserver):
-    """What the reason has in braces, it fills in."""
+    """Fills in braces in the reason."""
 
     breaks = "O01"
 
@@ -45,7 +45,7 @@ class FormatsWithBraces(Mutant, CountingObserver):
 
 
 class DividesByTheSeconds(Mutant, CountingObserver):
-    """Of which there may be none."""
+    """The seconds may be zero."""
 
     breaks = "O01"
 
@@ -75,7 +75,7 @@ class SendsEachEvent(Mutant, CountingObserver):
 
 
 class BelongsToItsThread(Mutant, CountingObserver):
-    """As a connection of sqlite3 does."""
+    """Like a connection of sqlite3."""
 
     breaks = "O04"
 
@@ -150,7 +150,7 @@ class DisablesLogging(Mutant, CountingObserver):
 
 
 class SilencesWarnings(Mutant, CountingObserver):
-    """Of everybody."""
+    """Silences the whole process's warnings."""
 
     breaks = "O08"
 
@@ -160,7 +160,7 @@ class SilencesWarnings(Mutant, CountingObserver):
 
 
 class ExportsAtSigterm(Mutant, CountingObserver):
-    """Where the server has a handler of its own."""
+    """Replaces the server's own handler."""
 
     breaks = "O08"
 

@@ -32,7 +32,7 @@ class _Spoils(Mutant, PiecesRetriever):
 
     @abstractmethod
     def spoil(self, task: _Task, layer: int) -> BlendRetrieverResult:
-        """What becomes of one layer."""
+        """The spoilt result of one layer."""
 
 
 class ReturnsWhatWasFound(_Spoils):
@@ -47,7 +47,7 @@ class ReturnsWhatWasFound(_Spoils):
 
 
 class KeepsPositionsInBytes(_Spoils):
-    """Which will do for texts of 128 tokens."""
+    """A byte is enough for texts of 128 tokens only."""
 
     breaks = "R01"
 
@@ -122,7 +122,7 @@ class ReadsLayersInOrder(_Spoils):
 
 
 class SearchesTheBatch(Mutant, PiecesRetriever):
-    """As if it were one sequence."""
+    """Treats it as one sequence."""
 
     breaks = "R07"
 
@@ -168,7 +168,7 @@ class ReadsIntoOneBuffer(_Spoils):
 
 
 class HasTwentyTasks(_Spoils):
-    """Of which each is given back with its last layer."""
+    """Each task is given back with its last layer only."""
 
     breaks = "R11"
 
@@ -194,7 +194,7 @@ class ClosesOnce(Mutant, PiecesRetriever):
 
 
 class LooksUpEachLayer(Mutant, PiecesRetriever):
-    """When it is asked for: by then there may be more."""
+    """Looks it up late, so that there may be more by then."""
 
     breaks = "R13"
 
@@ -214,7 +214,7 @@ class _Anew(BlendRetrieverTask):
 
 
 class LosesALayer(_Spoils):
-    """Of which it says nothing before."""
+    """Does not report the loss beforehand."""
 
     breaks = "R13"
 
@@ -224,7 +224,7 @@ class LosesALayer(_Spoils):
 
 
 class TakesAllThreads(_Spoils):
-    """Of the process, for its copies."""
+    """Uses all of the process's threads for its copies."""
 
     breaks = "R14"
 
@@ -234,7 +234,7 @@ class TakesAllThreads(_Spoils):
 
 
 class FindsHalf(Oddity, PiecesRetriever):
-    """Of the pieces that it could: nobody has a right to a hit."""
+    """Finds half of the pieces it could: a hit is never guaranteed."""
 
     def add(self, tokens: torch.Tensor, kv: torch.Tensor) -> None:
         for start in range(0, len(tokens) - 2 * PIECE + 1, 2 * PIECE):

@@ -16,7 +16,7 @@ class _KnowsNearly(Mutant, PiecesRetriever):
 
     @abstractmethod
     def near(self, piece: torch.Tensor) -> torch.Tensor:
-        """What a piece is known by, of as many tokens."""
+        """The value that a piece is recognised by, of as many tokens."""
 
     def add(self, tokens: torch.Tensor, kv: torch.Tensor) -> None:
         for start in range(0, len(tokens) - PIECE + 1, PIECE):
@@ -37,7 +37,7 @@ class _KnowsNearly(Mutant, PiecesRetriever):
 
 
 class LooksAtTheFirstTokens(_KnowsNearly):
-    """Of each piece."""
+    """Looks at the first tokens of each piece only."""
 
     breaks = "R03"
 
@@ -64,7 +64,7 @@ class SortsEachPiece(_KnowsNearly):
 
 
 class CutsIdsToAVocabulary(_KnowsNearly):
-    """Of 32,000 tokens, as there once was."""
+    """Assumes 32,000 tokens, a former common size."""
 
     breaks = "R03"
 

@@ -192,7 +192,7 @@ class ReusesItsBuffer(Mutant, RowsSerializer):
 
 
 class ReturnsAnEmptyTable(Mutant, RowsSerializer):
-    """Of rows of two, where there are none."""
+    """Returns rows of two where there are none."""
 
     breaks = "S18"
 
@@ -204,7 +204,7 @@ class ReturnsAnEmptyTable(Mutant, RowsSerializer):
 
 
 class ReturnsArrays(Mutant, RowsSerializer):
-    """Which are no bytes."""
+    """Arrays are not bytes."""
 
     breaks = "S18"
 

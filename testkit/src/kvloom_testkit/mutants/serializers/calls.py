@@ -22,7 +22,7 @@ def with_tensor(chunk: Chunk, tensor: torch.Tensor) -> Chunk:
 
 
 class ConvertsValues(Mutant, RowsSerializer):
-    """What is no number becomes zero."""
+    """NaN becomes zero."""
 
     breaks = "S01"
 
@@ -43,7 +43,7 @@ class WorksOnPairsOfTokens(Mutant, RowsSerializer):
 
 
 class CountsTokensInBytes(Mutant, RowsSerializer):
-    """Of which there are no more than 256 in a chunk."""
+    """A byte allows 256 tokens in a chunk."""
 
     breaks = "S01"
 
@@ -85,7 +85,7 @@ class Overflows(Mutant, HalfSerializer):
 
 
 class ScalesWholeBlocks(Mutant, HalfSerializer):
-    """Of 256 tokens, and leaves the rest to what was there."""
+    """Scales blocks of 256 tokens, and leaves the rest as it was."""
 
     breaks = "S02"
 
@@ -183,7 +183,7 @@ class StoresDifferences(Mutant, RowsSerializer):
 
 
 class UsesPythonsHash(Mutant, RowsSerializer):
-    """Which is another one in the next process."""
+    """The hash differs in the next process."""
 
     breaks = "S11"
 
@@ -271,7 +271,7 @@ class SaysItsLevel(Oddity, LevelledSerializer):
 
 
 class RefusesOtherLevels(Oddity, LevelledSerializer):
-    """What it cannot read is a miss, and no wrong KV."""
+    """A blob that it cannot read is a miss, and never wrong KV."""
 
     def level_of(self, blob: Buffers) -> int:
         if super().level_of(blob) != self.level:
@@ -289,7 +289,7 @@ class CannotEncodeAtEveryLevel(Oddity, LevelledSerializer):
 
 
 class TakesPagesOnly(Oddity, RowsSerializer):
-    """Of no use to most."""
+    """Unusable for most engines."""
 
     formats = frozenset({MemoryFormat.KV_PAGES})
     by_layer = False

@@ -15,7 +15,7 @@ from kvloom_testkit.reference.serializer import RowsSerializer
 
 
 class PutsADtypeInItsParams(Mutant, RowsSerializer):
-    """Which is no JSON."""
+    """A dtype is not JSON."""
 
     breaks = "S15"
 
@@ -76,7 +76,7 @@ class OrderConfig(Config):
 
 
 class DecodesByItsParams(Mutant, RowsSerializer):
-    """Which are not those of the blob."""
+    """Its own params may differ from the blob's."""
 
     breaks = "S21"
     Config = OrderConfig

@@ -14,7 +14,7 @@ from kvloom_testkit.reference.tokens import EvenTokenDatabase
 
 
 class LeavesOutTheFirstToken(Mutant, EvenTokenDatabase):
-    """As if every prompt began with a token that does not count."""
+    """Treats the first token of every prompt as irrelevant."""
 
     breaks = "T01"
 
@@ -136,7 +136,7 @@ class ClosesOnce(Mutant, EvenTokenDatabase):
 
 
 class SeedsRandomNumbers(Mutant, EvenTokenDatabase):
-    """Which everybody draws."""
+    """Seeds the generator of the whole process."""
 
     breaks = "T21"
 

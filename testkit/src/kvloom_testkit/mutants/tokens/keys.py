@@ -69,7 +69,7 @@ class DigestsEveryOtherToken(Mutant, EvenTokenDatabase):
 
 
 class DigestsTheEndOfEachSegment(Mutant, EvenTokenDatabase):
-    """Of which 64 tokens ought to be enough."""
+    """Assumes that 64 tokens are enough."""
 
     breaks = "T06"
 
@@ -78,7 +78,7 @@ class DigestsTheEndOfEachSegment(Mutant, EvenTokenDatabase):
 
 
 class DigestsTheEndOfLongSegments(Mutant, EvenTokenDatabase):
-    """Of which a page of 2,048 tokens ought to be enough."""
+    """Assumes that a page of 2,048 tokens is enough."""
 
     breaks = "T06"
 
@@ -137,7 +137,7 @@ class ReadsPastTheStride(Mutant, EvenTokenDatabase):
 
 
 class UsesPythonsHash(Mutant, EvenTokenDatabase):
-    """Of a text, which differs from process to process."""
+    """A text's hash differs from process to process."""
 
     breaks = "T09"
 
@@ -201,7 +201,7 @@ class CutsIdsTo32Bits(Mutant, EvenTokenDatabase):
 
 
 class DigestsEachSegmentAlone(Mutant, EvenTokenDatabase):
-    """What comes before does not count."""
+    """Ignores the tokens before a segment."""
 
     breaks = "T18"
 
@@ -210,7 +210,7 @@ class DigestsEachSegmentAlone(Mutant, EvenTokenDatabase):
 
 
 class DigestsAWindow(Mutant, EvenTokenDatabase):
-    """What is further away than the model looks back."""
+    """Ignores tokens outside of a window."""
 
     breaks = "T06"
 
@@ -224,7 +224,7 @@ class DigestsAWindow(Mutant, EvenTokenDatabase):
 
 
 class DigestsTheBeginning(Mutant, EvenTokenDatabase):
-    """Of which 2,048 tokens ought to be enough; and how many there are."""
+    """Assumes that the first 2,048 tokens and the length are enough."""
 
     breaks = "T06"
 
@@ -244,7 +244,7 @@ class ClampsIds(Mutant, EvenTokenDatabase):
 
 
 class ThinksInFloats(Mutant, EvenTokenDatabase):
-    """Which have 24 bits for a number."""
+    """Floats have 24 bits for a number."""
 
     breaks = "T13"
 
