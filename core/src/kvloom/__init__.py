@@ -20,8 +20,9 @@ _HOME = {
     "Storing": "pipeline.layer_store",
     "Changes": "tiers.memory.index",
     "EngineConfig": "config",
+    "validated": "config.validation_errors",
     "check_config": "config",
-    "Registry": "plugins.registry",
+    **dict.fromkeys(["KINDS", "Registry"], "plugins.registry"),
     "pip_install": "plugins.installing",
     "Tier": "tiers.tier",
     **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
@@ -30,7 +31,8 @@ _HOME = {
     **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
     **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
     **dict.fromkeys(
-        ["Observer", "Event", "ChunkEvent", "Request", "Step", "Watched", "CounterKey", "Totals"], "contracts.observer"
+        ["Observer", "Event", "ChunkEvent", "Request", "Step", "Watched", "CounterKey", "Totals", "EventName"],
+        "contracts.observer",
     ),
     **dict.fromkeys(
         [
@@ -60,6 +62,7 @@ _HOME = {
             "MemoryFormat",
             "Segment",
             "TierHealth",
+            "canonical_json",
         ],
         "types",
     ),
@@ -109,6 +112,7 @@ if TYPE_CHECKING:
     from kvloom.cli import output as output
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.config import check_config as check_config
+    from kvloom.config.validation_errors import validated as validated
     from kvloom.contracts.blend import BlendEngine as BlendEngine
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor
     from kvloom.contracts.blend import BlendLoading as BlendLoading
@@ -127,6 +131,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.observer import ChunkEvent as ChunkEvent
     from kvloom.contracts.observer import CounterKey as CounterKey
     from kvloom.contracts.observer import Event as Event
+    from kvloom.contracts.observer import EventName as EventName
     from kvloom.contracts.observer import Observer as Observer
     from kvloom.contracts.observer import Request as Request
     from kvloom.contracts.observer import Step as Step
@@ -162,6 +167,7 @@ if TYPE_CHECKING:
     from kvloom.pipeline.task import Task as Task
     from kvloom.plugins.hookspecs import hookimpl as hookimpl
     from kvloom.plugins.installing import pip_install as pip_install
+    from kvloom.plugins.registry import KINDS as KINDS
     from kvloom.plugins.registry import Registry as Registry
     from kvloom.tiers.memory.index import Changes as Changes
     from kvloom.tiers.tier import Tier as Tier
@@ -177,3 +183,4 @@ if TYPE_CHECKING:
     from kvloom.types import MemoryFormat as MemoryFormat
     from kvloom.types import Segment as Segment
     from kvloom.types import TierHealth as TierHealth
+    from kvloom.types import canonical_json as canonical_json
