@@ -103,10 +103,10 @@ def core_violations(source: str, module: str) -> list[str]:
 
 
 def plugin_violations(source: str, module: str) -> list[str]:
-    """Return a line for each import of a private name of core by a plugin's module or one of `kvloom.builtin`."""
+    """Return a line for each import from kvloom that is not public, in a plugin's module or one of `kvloom.builtin`."""
     package = module.rpartition(".")[0] or module
     own = "kvloom.builtin" if module.startswith("kvloom.") else module.split(".")[0]
-    public = set(kvloom.__all__)
+    public = {*kvloom.__all__, "__all__"}
     problems = []
     for found in imports(source, package):
         parts = found.module.split(".")
@@ -121,6 +121,17 @@ def plugin_violations(source: str, module: str) -> list[str]:
         match node:
             case ast.Attribute(value=ast.Name(id="kvloom"), attr=name) if name not in public:
                 problems.append(f"{module}:{node.lineno} uses kvloom.{name}, which is not public")
+    return problems
+
+
+def sibling_violations(source: str, module: str) -> list[str]:
+    """Return a line for each import from inside of another distribution of this repository."""
+    own = module.split(".")[0]
+    problems = []
+    for found in imports(source, module.rpartition(".")[0]):
+        top, *below = found.module.split(".")
+        if top.startswith("kvloom_") and top != own and (below or list(ROOT.glob(f"*/*/src/{top}/{found.name}*"))):
+            problems.append(f"{module}:{found.line} imports {found.module}.{found.name}, which is not public")
     return problems
 
 
@@ -181,11 +192,12 @@ def test_builtin_uses_only_public_names() -> None:
     assert [problem for name, source in found for problem in plugin_violations(source, name)] == []
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
-def test_plugins_use_only_public_names(plugin: Path) -> None:
-    found = list(modules(plugin / "src"))
+@pytest.mark.parametrize("package", [*PLUGINS, ROOT / "testkit"], ids=lambda path: path.name)
+def test_packages_use_only_public_names_of_each_other(package: Path) -> None:
+    found = list(modules(package / "src"))
     assert found
     assert [problem for name, source in found for problem in plugin_violations(source, name)] == []
+    assert [problem for name, source in found for problem in sibling_violations(source, name)] == []
 
 
 @pytest.mark.parametrize("plugin", [path for path in PLUGINS if path.name.startswith("backend_")], ids=lambda p: p.name)
@@ -279,8 +291,20 @@ def test_plugin_rule_reports(source: str) -> None:
     assert len(plugin_violations(source, "kvloom.builtin.store")) == 1
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from kvloom_observe.live.observer import LiveObserver",
+        "import kvloom_observe.live",
+        "from kvloom_observe import sources",
+    ],
+)
+def test_sibling_rule_reports(source: str) -> None:
+    assert len(sibling_violations(source, "kvloom_blend.x")) == 1
+    assert sibling_violations(source, "kvloom_observe.x") == []
+
+
 def test_plugin_rule_allows() -> None:
-    source = "import kvloom\nfrom kvloom import StorageBackend, hookimpl, output\nfrom kvloom.inspection import Store\n"
-    source += "kvloom.join"
+    source = "import kvloom\nfrom kvloom import hookimpl, output\nfrom kvloom.inspection import Store\nkvloom.join"
     assert plugin_violations(source + "\nfrom .store import Store", "kvloom_backend_x.__init__") == []
     assert plugin_violations(source + "\nfrom kvloom.builtin.x import Y", "kvloom.builtin.__init__") == []

@@ -20,9 +20,10 @@ _HOME = {
     "Storing": "pipeline.layer_store",
     "Changes": "tiers.memory.index",
     "EngineConfig": "config",
+    "validated": "config.validation_errors",
     "check_config": "config",
     "load_yaml": "config.sources",
-    "Registry": "plugins.registry",
+    **dict.fromkeys(["KINDS", "Registry"], "plugins.registry"),
     "pip_install": "plugins.installing",
     "Tier": "tiers.tier",
     **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
@@ -31,7 +32,8 @@ _HOME = {
     **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
     **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
     **dict.fromkeys(
-        ["Observer", "Event", "ChunkEvent", "Request", "Step", "Watched", "CounterKey", "Totals"], "contracts.observer"
+        ["Observer", "Event", "ChunkEvent", "Request", "Step", "Watched", "CounterKey", "Totals", "EventName"],
+        "contracts.observer",
     ),
     **dict.fromkeys(
         [
@@ -61,6 +63,7 @@ _HOME = {
             "MemoryFormat",
             "Segment",
             "TierHealth",
+            "canonical_json",
         ],
         "types",
     ),
@@ -112,6 +115,7 @@ if TYPE_CHECKING:
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.config import check_config as check_config
     from kvloom.config.sources import load_yaml as load_yaml
+    from kvloom.config.validation_errors import validated as validated
     from kvloom.contracts.blend import BlendEngine as BlendEngine
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor
     from kvloom.contracts.blend import BlendLoading as BlendLoading
@@ -130,6 +134,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.observer import ChunkEvent as ChunkEvent
     from kvloom.contracts.observer import CounterKey as CounterKey
     from kvloom.contracts.observer import Event as Event
+    from kvloom.contracts.observer import EventName as EventName
     from kvloom.contracts.observer import Observer as Observer
     from kvloom.contracts.observer import Request as Request
     from kvloom.contracts.observer import Step as Step
@@ -165,6 +170,7 @@ if TYPE_CHECKING:
     from kvloom.pipeline.task import Task as Task
     from kvloom.plugins.hookspecs import hookimpl as hookimpl
     from kvloom.plugins.installing import pip_install as pip_install
+    from kvloom.plugins.registry import KINDS as KINDS
     from kvloom.plugins.registry import Registry as Registry
     from kvloom.redaction import is_secret as is_secret
     from kvloom.tiers.memory.index import Changes as Changes
@@ -181,3 +187,4 @@ if TYPE_CHECKING:
     from kvloom.types import MemoryFormat as MemoryFormat
     from kvloom.types import Segment as Segment
     from kvloom.types import TierHealth as TierHealth
+    from kvloom.types import canonical_json as canonical_json

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
     from kvloom import GPUConnector
 
+    from .calls import check_call as check_call
     from .connector import TransformersConnector as TransformersConnector
+    from .identity import signature as signature
     from .identity import spec_of as spec_of
+    from .identity import transformers_model as transformers_model
     from .model import CachedModel as CachedModel
     from .model import Report as Report
     from .model import cached as cached
@@ -27,8 +30,11 @@ _HOME = {
     "RestoredKV": "restored",
     "TransformersConnector": "connector",
     "cached": "model",
+    "check_call": "calls",
     "set_length": "restored",
+    "signature": "identity",
     "spec_of": "identity",
+    "transformers_model": "identity",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605
@@ -36,6 +42,7 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 
 @hookimpl
 def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
+    from .calls import check_call as check_call
     from .connector import TransformersConnector
 
     return [TransformersConnector]

@@ -62,7 +62,7 @@ def calibrate(
     try:
         import transformers  # noqa: F401
 
-        import kvloom_connector_transformers.identity  # noqa: F401
+        from kvloom_connector_transformers import spec_of  # noqa: F401
     except ImportError as error:
         raise KVLoomError(
             f"calibrating needs transformers ({error}): {pip_install('kvloom-serde-cachegen', 'calibrate')}"
