@@ -101,9 +101,7 @@ def test_verbs_have_the_same_words_for_the_same_things() -> None:
     ours = {name: there for name, there in options.items() if name.split()[0] not in main.VERBS}
     assert {there["--model"] for there in ours.values() if "--model" in there} == {"MODEL"}
     assert {there["--spec"] for there in ours.values() if "--spec" in there} == {"SPEC"}
-    assert not any({"MODEL", "model"} & there.keys() for there in ours.values()), (
-        "a model is an option, not an argument"
-    )
+    assert not any("model" in there for there in ours.values()), "a model is an option, not an argument"
 
 
 @pytest.mark.parametrize(("line", "found"), [("kvloom wh", {"why"}), ("kvloom config i", {"import"})])

@@ -170,11 +170,8 @@ def test_the_demo_prints_json(
     arguments = ["demo", "--model", llama, "--documents", documents, "--out", str(tmp_path / "out"), "--json"]
     assert run(monkeypatch, *arguments) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (
-        said["model"] == llama
-        and said["prompt_tokens"] == 10
-        and [one["holds"] for one in said["checks"]] == [True] * 2
-    )
+    assert (said["model"], said["prompt_tokens"]) == (llama, 10)
+    assert [one["holds"] for one in said["checks"]] == [True, True]
 
 
 def test_the_verbs_are_light() -> None:
