@@ -106,7 +106,7 @@ class Draft:
         return (value or "").strip()
 
     def secret(self, name: str, what: str) -> str:
-        """Return the text that stands in the file for a password. name: of the variable to set. what: to put into it."""
+        """Return what stands in the file for a password. name: of the variable to set. what: to put into it."""
         self.done.environment[name] = what
         return variable(name)
 
