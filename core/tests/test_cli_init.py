@@ -96,6 +96,7 @@ def test_a_tier_is_a_word_a_place_and_a_size(text: str, block: dict[str, Any]) -
         (("--engine", "plain", "--tier", "memory:lots"), "--tier: 'lots' is no size; write memory:4GiB"),
         (("--engine", "plain", "--tier", "redis://:pw@h:1"), "--tier: a redis URL has a login in it"),
         (("--engine", "plain", "--tier", "disk", "--tier", "memory"), "tiers.1.type: a memory tier cannot be here"),
+        (("--engine", "plain", "--tier", "disk: "), "tiers.0.path: empty; name a directory"),
         (("--engine", "plain", "--tier", "memory", "--serializer", "torch"), "--serializer: memory keeps KV as it is"),
     ],
 )

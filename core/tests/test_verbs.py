@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import typer
@@ -78,6 +80,28 @@ def test_h_is_help(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: py
         assert not left.value.code
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and said[0].startswith(f"Usage: {' '.join(['kvloom', *words])} ")
+
+
+def leaves(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Each verb that can be called, with its name behind those of its groups."""
+    for name, verb in group.commands.items():
+        whole = f"{above} {name}".strip()
+        yield from leaves(verb, whole) if hasattr(verb, "commands") else [(whole, verb)]
+
+
+def test_verbs_have_the_same_words_for_the_same_things() -> None:
+    """`--json`; `--model MODEL`, what transformers loads; `--spec SPEC`, the shape of KV."""
+    options = {
+        name: {option: one.metavar for one in verb.params for option in one.opts}
+        for name, verb in leaves(get_group(main.app()))
+        if not verb.hidden
+    }
+    lacking = {name for name, there in options.items() if "--json" not in there}
+    assert lacking == {"config check", "config show", "config schema", "trace record"}
+    ours = {name: there for name, there in options.items() if name.split()[0] not in main.VERBS}
+    assert {there["--model"] for there in ours.values() if "--model" in there} == {"MODEL"}
+    assert {there["--spec"] for there in ours.values() if "--spec" in there} == {"SPEC"}
+    assert not any("model" in there for there in ours.values()), "a model is an option, not an argument"
 
 
 @pytest.mark.parametrize(("line", "found"), [("kvloom wh", {"why"}), ("kvloom config i", {"import"})])

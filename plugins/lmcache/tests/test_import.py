@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -343,6 +343,7 @@ WORDS = (
 )
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.dictionaries(st.sampled_from([*MAPPED, *NOT_MAPPED]), WORDS, max_size=6))
 def test_whatever_is_given_is_a_configuration_or_one_line_that_names_a_field(fields: dict[str, Any]) -> None:
     with contextlib.suppress(ConfigError):

@@ -175,6 +175,7 @@ def test_what_cannot_work_here_is_named_as_the_field_that_it_comes_from(field: s
     assert str(error.value).startswith(f"{field}: ")
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.dictionaries(KNOWN.map(lambda name: f"LMCACHE_{name.upper()}"), TEXT, max_size=5))
 def test_any_environment_is_a_configuration_or_a_line(environment: dict[str, str]) -> None:
     done, error = attempt(lambda: import_config(import_environment(environment)))

@@ -176,6 +176,13 @@ def test_an_engine_that_goes_away_is_said(tmp_path: Path, short_path: Path) -> N
         assert status == 503 and str(short_path) in told["error"] and "start one with" in told["error"]
 
 
+def test_json_says_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Page, "run", lambda page: None)
+    with opened(tmp_path, "live"):
+        said = json.loads(CliRunner().invoke(app(), ["serve", "--port", "0", "--json"]).stdout)
+    assert said["url"].startswith("http://127.0.0.1:")
+
+
 def test_a_port_in_use_and_half_of_a_question(tmp_path: Path) -> None:
     with opened(tmp_path, "live") as engine, served(engine, tmp_path) as page:
         said = CliRunner().invoke(app(), ["serve", "--port", str(page.port)])

@@ -19,7 +19,7 @@ _SIZE = re.compile(r"(?:(?P<place>.*):)?(?P<size>\d+(?:\.\d+)?[KMGTP]i?B)", re.I
 _EXAMPLE = "--engine vllm --tier memory:4GiB --tier disk:/var/lib/kvloom:100GiB"
 
 
-class Kind(NamedTuple):
+class TierKind(NamedTuple):
     """One kind of tier that can be asked for."""
 
     type: str
@@ -36,17 +36,17 @@ class Kind(NamedTuple):
 
 
 TIERS = {
-    "memory": Kind("memory", "", "", "capacity", "4GiB", "Memory of this host; empty after a restart."),
-    "disk": Kind("disk", "path", "~/.cache/kvloom", "capacity", "100GiB", "A directory; it outlives restarts."),
-    "redis": Kind(
+    "memory": TierKind("memory", "", "", "capacity", "4GiB", "Memory of this host; empty after a restart."),
+    "disk": TierKind("disk", "path", "~/.cache/kvloom", "capacity", "100GiB", "A directory; it outlives restarts."),
+    "redis": TierKind(
         "redis", "url", "redis://localhost:6379", "capacity", "",
         "Redis or Valkey; machines share it. For a password add: password: ${env:REDIS_PASSWORD}",
     ),
-    "s3": Kind(
+    "s3": TierKind(
         "fsspec", "url", "s3://bucket/kvloom", "capacity", "",
         "An object store; machines share it. Credentials are read from its client's environment variables.",
     ),
-    "mooncake": Kind(
+    "mooncake": TierKind(
         "mooncake", "master", "localhost:50051", "segment", "4GiB",
         "Mooncake Store; `segment` is the memory that this process adds to the pool.",
     ),
@@ -55,7 +55,7 @@ _SCHEMES = {"redis": "redis", "rediss": "redis", "s3": "s3", "gs": "s3", "az": "
 """Schemes of URLs, each with the kind of tier that it is."""
 
 
-class Engine(NamedTuple):
+class EngineSetup(NamedTuple):
     """One engine that can be asked for."""
 
     connector: str
@@ -85,12 +85,12 @@ def _sglang(config: str) -> str:
 
 
 ENGINES = {
-    "vllm": Engine("vllm", _vllm, {"cachegen": ("vllm_blob", "cachegen")}),
-    "transformers": Engine(
+    "vllm": EngineSetup("vllm", _vllm, {"cachegen": ("vllm_blob", "cachegen")}),
+    "transformers": EngineSetup(
         "transformers", lambda config: f"from kvloom_connector_transformers import cached; cached(model, {config!r})"
     ),
-    "sglang": Engine("sglang", _sglang, {"cachegen": ("sglang", {"type": "cachegen", "mode": "lossless"})}),
-    "plain": Engine("plain", lambda config: f"import kvloom; kvloom.Engine.open({config!r}, spec)"),
+    "sglang": EngineSetup("sglang", _sglang, {"cachegen": ("sglang", {"type": "cachegen", "mode": "lossless"})}),
+    "plain": EngineSetup("plain", lambda config: f"import kvloom; kvloom.Engine.open({config!r}, spec)"),
 }
 
 
@@ -142,7 +142,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         typer.echo(f"next: {next_step}")
 
 
-def tier_block(text: str) -> tuple[Kind, dict[str, Any]]:
+def tier_block(text: str) -> tuple[TierKind, dict[str, Any]]:
     """Return the kind and the YAML block of a tier written as `TYPE[:PLACE][:SIZE]` or `URL[:SIZE]`.
 
     Raises ConfigError.
@@ -166,7 +166,7 @@ def tier_block(text: str) -> tuple[Kind, dict[str, Any]]:
     return kind, {**block, **({kind.size_setting: size} if size else {})}
 
 
-def written(engine: str, tiers: Sequence[tuple[Kind, dict[str, Any]]], serializer: str) -> str:
+def written(engine: str, tiers: Sequence[tuple[TierKind, dict[str, Any]]], serializer: str) -> str:
     """Return the YAML of a configuration. Raises ConfigError for an engine that is not known."""
     if engine not in ENGINES:
         raise ConfigError("--engine", f"no engine {engine!r}; known: {', '.join(ENGINES)}")

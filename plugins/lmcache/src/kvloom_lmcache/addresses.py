@@ -23,11 +23,11 @@ class Address(NamedTuple):
     """Behind it, with its first slash."""
     user: str = ""
     password: bool = False
-    """Whether it holds one."""
+    """True if it holds one."""
     escaped: bool = False
-    """Whether `%` stands for other characters in it."""
+    """True if `%` stands for other characters in it."""
     query: bool = False
-    """Whether settings stood behind a `?` that are not in here."""
+    """True if settings stood behind a `?` that are not in here."""
 
 
 def address(url: str, *, field: str) -> Address:

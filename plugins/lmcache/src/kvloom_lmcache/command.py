@@ -175,7 +175,7 @@ def _scalar(text: str) -> str:
 
 
 def _check(done: Imported, text: str) -> None:
-    """What is written says what was made. Raises ConfigError if it does not."""
+    """Raise ConfigError if the text is no configuration."""
     import yaml
 
     from kvloom import EngineConfig
@@ -184,7 +184,7 @@ def _check(done: Imported, text: str) -> None:
 
 
 def _print(done: Imported) -> None:
-    """What became of each field, and which plugins are still to be installed."""
+    """Print what became of each field, and the plugins that are still to be installed."""
     from kvloom import EngineConfig, check_config
 
     for outcome in ("mapped", "not needed", "no counterpart", "unknown"):

@@ -116,7 +116,7 @@ def _as_written(done: Imported, written: Mapping[str, str]) -> None:
 
 
 def _plain(draft: Draft) -> None:
-    """What is under another name here, and what is an observer."""
+    """Take up the fields that have another name here, and those that become observers."""
     for name, new, check, word in (
         ("lmcache_instance_id", "instance_id", str, "text"), ("chunk_size", "chunk_tokens", int, "a whole number"),
         ("save_decode_cache", "save_decode_cache", bool, "true or false"),
@@ -162,7 +162,7 @@ def _disk(draft: Draft) -> None:
 
 
 def _everywhere(draft: Draft) -> None:
-    """What every stored tier has."""
+    """Take up the fields that every stored tier has."""
     stored = [block for block in draft.done.config["tiers"] if block["type"] != "memory"]
     seconds = draft.number("blocking_timeout_secs")
     if seconds != MAPPED["blocking_timeout_secs"]:
@@ -230,7 +230,7 @@ def _check(done: Imported) -> None:
 
 
 def _origin(done: Imported, path: Sequence[str]) -> str:
-    """Which fields a place in the configuration comes from."""
+    """Return the fields that a place in the configuration comes from."""
     part = path[0]
     if part == "tiers" and len(path) > 1 and path[1].isdecimal():
         kind = done.config["tiers"][int(path[1])]["type"]

@@ -15,12 +15,12 @@ _MOST = 1e15
 
 @dataclass(slots=True)
 class Imported:
-    """What came of the fields. Nothing in it holds a password."""
+    """The configuration made of the fields, with a row for each. Nothing in it holds a password."""
 
     config: dict[str, Any] = field(default_factory=dict)
     """As YAML has it."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Which fields each part comes from: `chunk_tokens`, or `tiers/disk`."""
+    """The fields that each part comes from; parts are named as `chunk_tokens` or `tiers/disk`."""
     rows: list[Row] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that have to be set where the configuration is used, and what to put into each."""
@@ -106,13 +106,13 @@ class Draft:
         return (value or "").strip()
 
     def secret(self, name: str, what: str) -> str:
-        """What stands in the file for a password. name: of the variable to set. what: to put into it."""
+        """Return what stands in the file for a password. name: of the variable to set. what: to put into it."""
         self.done.environment[name] = what
         return variable(name)
 
 
 def variable(name: str) -> str:
-    """How a value of the configuration takes an environment variable in."""
+    """Return the text by which a value of the configuration reads an environment variable."""
     return f"${{env:{name}}}"
 
 
@@ -122,7 +122,7 @@ def literal(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """What a message may say of a value: whatever could hold a password is called by what it is."""
+    """Return what a message may say of a value: only the type of one that could hold a password."""
     if value is None:
         return "empty"
     if isinstance(value, bool):

@@ -16,7 +16,7 @@ class Row:
     field: str
     outcome: Outcome
     text: str
-    """Where it is now, or why it is nowhere."""
+    """The setting that it is now, or the reason that there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ NOT_MAPPED: Mapping[str, Known] = {
     "hidden_states_retrieve_mode": _needless("prefix_strict", _HIDDEN),
     "error_handling": _needless(False, "always on: a tier's failure is a miss"),
 }
-"""What has no place in a configuration of kvloom, with LMCache's defaults."""
+"""Fields that have no place in a configuration of kvloom, with LMCache's defaults."""
 
 MAPPED: Mapping[str, Any] = {
     "chunk_size": 256,
@@ -187,4 +187,4 @@ MAPPED: Mapping[str, Any] = {
     "internal_api_server_enabled": False,
     "extra_config": None,
 }
-"""What has one, with LMCache's defaults."""
+"""Fields that have one, with LMCache's defaults."""

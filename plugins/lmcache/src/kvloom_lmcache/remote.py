@@ -25,7 +25,7 @@ _KEYS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
-"""Where the clients of object stores look for user and password."""
+"""Environment variables in which the clients of object stores look for user and password."""
 _PLAIN_DISK = "no remote store, and LMCache encodes nothing that it writes to its disk"
 _LOST_QUERY = "what stands behind its '?' is not taken over; see the settings of the tier's plugin"
 
@@ -135,7 +135,7 @@ def add_pool(draft: Draft) -> None:
 
 
 def _serve_from(draft: Draft, pool: dict[str, Any]) -> None:
-    """Where peers reach this process. `distributed_url` had a scheme and a port, too."""
+    """Take up the address at which peers reach this process; `distributed_url` had a scheme and a port, too."""
     host = draft.given.get("p2p_host")
     if isinstance(host, str) and host:
         place = host.strip().rpartition("://")[2].rpartition("@")[2].partition("/")[0]
