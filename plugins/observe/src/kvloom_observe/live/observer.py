@@ -18,7 +18,7 @@ from .sockets import bind, bind_default
 class LiveConfig(Config):
     path: Path | None = None
     """The socket, 0600; by default one in a directory that is this user's alone, found by `kvloom top` by itself."""
-    prefill_tokens_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    prefill_tokens_per_second: float | None = Field(default=None, gt=0)
     """How fast the engine computes a prompt; with it, the time that hits have saved can be told."""
 
 
