@@ -105,7 +105,10 @@ def test_a_local_listing_goes_past_links_that_lead_nowhere(tmp_path: Path) -> No
     (above / "gone").symlink_to("nowhere")
     (above / "again=kv").symlink_to(f"{CHUNK.rpartition('/')[2]}=kv")
     assert sorted(entry.key for entry in backend.scan()) == sorted([CHUNK, f"{'0a' * 16}/-/again"])
-    assert not [*FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/none")).scan()]
+    for driver in ("auto", "fsspec"):
+        for nothing in (f"{tmp_path}/none", f"{above}/loop", f"{tmp_path}/{CHUNK}=kv"):
+            assert not [*FsspecBackend(FsspecBackend.Config(url=f"file://{nothing}", driver=driver)).scan()]
+    assert not [*backend.scan(f"{'0a' * 16}/-/loop/")]
 
 
 def test_a_local_listing_goes_past_what_it_cannot_read_and_says_so(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -47,6 +48,19 @@ def plan(*arguments: object, status: int = 0) -> dict[str, Any]:
 
 def store_of(config: Path) -> Path:
     return config.with_name("store")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "problem"),
+    [
+        (("--layers", 10**9, "--kv-heads", 10**9, "--head-size", 4), "kvloom: chunk_tokens: a chunk of this model has"),
+        ((*NUMBERS, "--params", "1e300", "--flops", "1e-300"), "kvloom: --flops, --params: '0.0' should be a number"),
+        ((*NUMBERS, "--params", "1e308", "--flops", "1"), "kvloom: --flops, --params: '0.0' should be a number"),
+        ((*NUMBERS, "--params", "1e-300", "--flops", "1e300"), "kvloom: --flops, --params: 'inf' should be a number"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(config: Path, numbers: tuple[object, ...], problem: str) -> None:
+    assert problem in run("plan", config, *numbers, status=2).err
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -220,6 +234,10 @@ def test_a_store_that_cannot_be_written_to(config: Path) -> None:
 
 
 def test_break_even_by_hand() -> None:
+    assert break_even(latency_seconds=1.0, seconds_per_token=0.0, prefill=1e-320) == 0
+    assert break_even(latency_seconds=1.0, seconds_per_token=0.0, prefill=1e308) is not None
+    assert break_even(latency_seconds=1e10, seconds_per_token=0.0, prefill=1e308) is None
+    assert break_even(latency_seconds=1.0, seconds_per_token=math.inf, prefill=1.0) is None
     # 10 ms, then 100,000 tokens/s, against 10,000 tokens/s: 0.01 / (1e-4 - 1e-5) = 111.1
     assert break_even(latency_seconds=0.01, seconds_per_token=1e-5, prefill=10_000) == 112
     assert break_even(latency_seconds=0.01, seconds_per_token=1e-4, prefill=10_000) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
@@ -60,7 +61,7 @@ class Sample:
 
     @property
     def nbytes(self) -> int:
-        return int(torch.Size(self.shape).numel()) * self.spec.torch_dtype.itemsize
+        return math.prod(self.shape) * self.spec.torch_dtype.itemsize
 
 
 def measure_memory(sample: Sample) -> Speed:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _CLEARLY = 1.2
 """How much faster a slower tier must be for this to be no accident."""
 
+_MOST_CHUNK_BYTES = 1 << 30
+"""Several of them are in memory at the same time."""
+
 _REMEDY = ". Use a faster store or a serializer that compresses, or remove it"
 
 
@@ -97,7 +100,8 @@ def add(commands: typer.Typer) -> None:
 def break_even(*, latency_seconds: float, seconds_per_token: float, prefill: float) -> int | None:
     """Tokens from which on loading is faster than computing; None for never."""
     gain_seconds = 1 / prefill - seconds_per_token
-    return None if gain_seconds <= 0 else math.ceil(latency_seconds / gain_seconds)
+    tokens = latency_seconds / gain_seconds if gain_seconds > 0 else math.inf
+    return math.ceil(tokens) if tokens < math.inf else None
 
 
 def _prefill(prefill: str | None, params: str | None, flops: str | None) -> float | None:
@@ -110,14 +114,19 @@ def _prefill(prefill: str | None, params: str | None, flops: str | None) -> floa
         raise ConfigError("--flops, --params", "one says nothing without the other")
     if params is None or flops is None:
         return None
-    return quantity(flops, "--flops") / (2 * quantity(params, "--params"))
+    rate = quantity(flops, "--flops") / (2 * quantity(params, "--params"))
+    return quantity(str(rate), "--flops, --params")
 
 
 def _sample(resolved: Resolved, spec: Any, chunk_tokens: int) -> Sample:
     from kvloom_tools.measure import Sample
 
     connector = resolved.connector.make(spec)
-    return Sample(tuple(connector.shape(chunk_tokens)), spec, connector.format, chunk_tokens)
+    sample = Sample(tuple(connector.shape(chunk_tokens)), spec, connector.format, chunk_tokens)
+    if sample.nbytes > _MOST_CHUNK_BYTES:
+        size, most = output.size(sample.nbytes), output.size(_MOST_CHUNK_BYTES)
+        raise ConfigError("chunk_tokens", f"a chunk of this model has {size}, and {most} can be measured; lower it")
+    return sample
 
 
 def _row(choice: TierChoice, sample: Sample, rate: float | None) -> Row:
@@ -164,7 +173,7 @@ def _fill(row: Row, speed: Speed, sample: Sample, rate: float | None) -> None:
         if not row.capacity_tokens:
             row.warnings.append("its capacity is less than one chunk: it will hold nothing")
     if rate is not None:
-        seconds_per_token = 1 / row.tokens_per_second
+        seconds_per_token = 1 / row.tokens_per_second if row.tokens_per_second else math.inf
         row.break_even_tokens = break_even(
             latency_seconds=speed.latency_seconds, seconds_per_token=seconds_per_token, prefill=rate
         )
