@@ -35,13 +35,13 @@ TOKENS, START = 256, 4096
 PLANES, LAYERS, _, HIDDEN = SPEC.blob_shape(TOKENS)
 SETS = ("portable", "AVX2", "AVX-512")
 SECONDS = 20.0
-"""Of one contender: the slowest have fewer rounds."""
+"""Time for one contender: the slowest have fewer rounds."""
 Blob = list[Any]
 
 
 @dataclass
 class Contender:
-    """What is measured: on `threads` threads, 0 for all that there are."""
+    """A contender: runs on `threads` threads, 0 for all processors."""
 
     name: str
     threads: int

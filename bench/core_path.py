@@ -96,7 +96,7 @@ def memory(rows: Rows) -> None:
 
 
 def control(rows: Rows) -> None:
-    """What a chunk costs besides its bytes: 512 chunks of 256 bytes."""
+    """Cost of a chunk besides its bytes: 512 chunks of 256 bytes."""
     from dataclasses import replace
 
     spec = replace(SPEC, num_layers=1, num_kv_heads=1, head_size=1)

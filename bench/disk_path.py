@@ -60,7 +60,7 @@ class Work:
         self.prompts = [tokens_of(TOKENS, seed=100 + index) for index in range(REPEATS + 1)]
 
     def write_raw(self) -> float:
-        """How long it took; the files of the time before are gone first, and their memory is free again."""
+        """Time of writing; the files of the last round are deleted first, and their memory is free again."""
         shutil.rmtree(self.raw_files, ignore_errors=True)
         self.raw_files.mkdir()
         os.sync()  # else one waits for what another left the kernel to write

@@ -28,7 +28,7 @@ from kvloom_backend_disk.backend import DiskBackend
 
 TOKENS, REPEATS = 256 * 16, 7
 COMPUTE_SECONDS = (0.005, 0.015)
-"""Of one layer."""
+"""Time to compute one layer."""
 
 
 class Times:

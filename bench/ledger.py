@@ -39,7 +39,7 @@ def key(number: int) -> ChunkKey:
 
 
 def listing(count: int) -> Iterator[Entry]:
-    """What a store of so many blobs would list, a minute between chain and chain."""
+    """A store's listing of so many blobs, with a minute between chains."""
     began = time.time() - 60.0 * (count // CHAIN) - 60.0
     for number in range(count):
         yield Entry(str(key(number)), BLOB_BYTES, began + 60.0 * (number // CHAIN))
@@ -158,7 +158,7 @@ def rate(rows: Columns, what: str, seconds: float, entries: Iterator[Entry], cou
 
 
 def lookup(rows: Columns, ledger: Ledger, count: int) -> None:
-    """What a lookup of 128k tokens in chunks of 256 asks of the ledger, and what its use adds."""
+    """Cost of the ledger in a lookup of 128k tokens in chunks of 256, and of noting their use."""
     starts = [CHAIN * number for number in random.Random(0).sample(range(count // CHAIN), k=100)]
     asked, used = [], []
     for start in starts:

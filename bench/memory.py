@@ -184,7 +184,7 @@ def fragmentation(rows: Columns) -> None:
 
 
 def refused_at_95(sizes: list[int], steps: int) -> float:
-    """Of reservations for which enough bytes are free at 95 % full, the part that finds them in no one piece."""
+    """Share of reservations that find no contiguous room at 95 % full, among those with enough free bytes."""
     chance = random.Random(11)
     pool = Pool(256 * max(sizes), RUNTIME, device="meta")
     rooms: list[Any] = []
@@ -203,7 +203,7 @@ def refused_at_95(sizes: list[int], steps: int) -> float:
 
 
 def forking(rows: Columns) -> None:
-    """What a fork costs the parent while half a GiB of the pool is present."""
+    """Cost of a fork for the parent while half a GiB of the pool is present."""
     nbytes = (64 if QUICK else 512) * MIB
 
     def fork_ms(wiped: bool) -> float:

@@ -1,11 +1,11 @@
-"""What observers cost a retrieve from memory: each beside the same engine without, in turn.
+"""Measures the cost of observers for a retrieve from memory: each beside the same engine without, in turn.
 
-    python bench/observers.py [--rounds 200]
+python bench/observers.py [--rounds 200]
 
 Chunks of 256 tokens, KV of a small model (16 layers, 4 heads of 64, bfloat16: 16 KiB a token), 1,024 and 8,192 tokens.
-Each round retrieves once with every engine, in another order each time; told are the medians of the ratios within a
-round, with the quartiles. First what the caller waits; then the processor time of the whole process, with what the
-observers do afterwards on a thread of their own.
+Each round retrieves once with every engine, in another order each time; the result is the median of the ratios within a
+round, with the quartiles. First the caller's waiting time; then the processor time of the whole process, which includes
+the observers' own thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def observers() -> dict[str, list[Any]]:
 
 
 def compared(mine: list[float], bare: list[float]) -> str:
-    """How much more, within a round: the median and the quartiles."""
+    """Extra time within a round: the median and the quartiles."""
     low, middle, high = statistics.quantiles([a / b - 1 for a, b in zip(mine, bare, strict=True)], n=4)
     return f"{middle:+.1%} ({low:+.1%} to {high:+.1%})"
 

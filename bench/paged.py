@@ -31,7 +31,7 @@ Pages = list[torch.Tensor]
 
 
 def pages_of(order: str) -> Pages:
-    """Of each layer, every page written once."""
+    """Pages of each layer, every page written once."""
     shape, axes = {
         "LBNHC, K beside V": ((BLOCKS, BLOCK_TOKENS, HEADS, 2 * CONTENT), (0, 2, 1, 3)),
         "LBHNC, K beside V": ((BLOCKS, HEADS, BLOCK_TOKENS, 2 * CONTENT), (0, 1, 2, 3)),
@@ -81,7 +81,7 @@ def in_turn(runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
 
 
 def calls(rows: Rows, pages: Pages, slots: torch.Tensor) -> None:
-    """Of the connector: one token of all layers, and of one."""
+    """Calls of the connector: one token of all layers, and of one."""
     connector = PagedConnector(PagedConnector.Config(), SPEC)
     where = {"kvcaches": pages, "slot_mapping": slots}
     segment = Segment(0, 1, ChunkKey("0/-", 0, bytes(32)))

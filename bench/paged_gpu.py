@@ -46,7 +46,7 @@ class Work:
     """So many chunks, where they are in the pages, and the memory for a plain copy of as many bytes."""
 
     pages: list[torch.Tensor]
-    """Of each layer, `[2, blocks, block tokens, heads, head size]`."""
+    """Pages of each layer, `[2, blocks, block tokens, heads, head size]`."""
     table: torch.Tensor
     segments: list[Segment]
     chunks: list[Chunk]
@@ -217,7 +217,8 @@ def cudart() -> ctypes.CDLL | None:
 
 
 def lmcache_kernel(work: Work, direction: str) -> Callable[[], None] | None:
-    """Of LMCache 0.5, which moves one chunk at a time; None where it is not installed or does not take this."""
+    """The kernel of LMCache 0.5, which moves one chunk at a time; None if it is not installed or does
+    not support this."""
     try:
         from lmcache import c_ops
     except ImportError:
@@ -246,7 +247,7 @@ def lmcache_kernel(work: Work, direction: str) -> Callable[[], None] | None:
 
 
 def check(work: Work) -> None:
-    """What is measured moves the KV: read by each contender, it is what torch reads; written, it is there again."""
+    """Check that each contender reads what torch reads, and writes it back."""
     before = [pages.clone() for pages in work.pages]
     torchs = PagedConnector(PagedConnector.Config(), MODEL)
     moved(torchs, work, "read")

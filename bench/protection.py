@@ -1,4 +1,4 @@
-"""What signing and encrypting cost: a chunk framed and verified, beside the checksums that every blob has anyway.
+"""Measures the cost of signing and encrypting: a chunk framed and verified, beside the checksums that every blob has.
 
 python bench/protection.py
 """

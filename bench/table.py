@@ -1,4 +1,4 @@
-"""What the benchmarks share: the KV they move, medians, and the table they end in."""
+"""Support for the benchmarks: the KV they move, medians, and the table of results."""
 
 from __future__ import annotations
 

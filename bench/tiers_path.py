@@ -126,7 +126,7 @@ class Disk:
 
 
 def read_cached(paths: list[Path], into: memoryview) -> None:
-    """What the page cache gives: files that were written through it, into memory that is present."""
+    """Reading from the page cache: files that were written through it, into memory that is present."""
     for path in paths:
         with open(path, "rb", buffering=0) as file:
             assert file.readinto(into) == len(into)

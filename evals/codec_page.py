@@ -1,4 +1,4 @@
-"""What codec_quality.py found, as a page and as a chart."""
+"""Writes the results of codec_quality.py as a page and as a chart."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def curve(codecs: Results, which: str) -> list[tuple[float, float]]:
 
 
 def bits_at(codecs: Results, which: str, kl: float) -> float:
-    """Where the curve has this KL, between its steps on a logarithmic scale; its fewest bits if all are better, NaN if
-    none is."""
+    """The bits at which the curve has this KL, between its steps on a logarithmic scale; its fewest bits if all are
+    better, NaN if none is."""
     points = curve(codecs, which)
     if kl >= points[0][1]:
         return points[0][0]

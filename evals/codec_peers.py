@@ -1,4 +1,4 @@
-"""How others keep KV, each as a codec of `kvloom_serde_cachegen.measuring`: what comes back, and every byte of it."""
+"""Other codecs of KV, each as a codec of `kvloom_serde_cachegen.measuring`: the decoded values, and every byte."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvloom_serde_cachegen.measuring import Codec
 
 FP8_MAX = 448.0
 LMCACHE_SYMBOLS = 32
-"""Of the tables of all layers, also of those with fewer levels."""
+"""Number of symbols in the tables of all layers, also of those with fewer levels."""
 
 
 def raw(kv: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
@@ -119,7 +119,7 @@ def lmcache_tables(streams: np.ndarray) -> np.ndarray:
 
 
 def arithmetic_coded_bytes(streams: np.ndarray) -> np.ndarray:
-    """What a coder with bounds of 32 bits that puts out single bits makes of each of `[streams, tokens]`, in bytes."""
+    """Size of each of `[streams, tokens]` after a coder with bounds of 32 bits that writes single bits, in bytes."""
     tables = lmcache_tables(streams).astype(np.uint64)
     every = np.arange(len(streams))
     one, middle, most = np.uint64(1), np.uint64(1 << 31), np.uint64((1 << 32) - 1)
@@ -139,5 +139,5 @@ def arithmetic_coded_bytes(streams: np.ndarray) -> np.ndarray:
 
 
 def _leading_zeros(values: np.ndarray) -> np.ndarray:
-    """Of 32 bits."""
+    """Number of leading zeros in 32 bits."""
     return (32 - np.frexp(values)[1]).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""What codecs of KV cost in bits and in quality, on small models, as trained and with outlying channels of K.
+"""Measures codecs of KV in bits and quality, on small models, as trained and with outlying channels of K.
 
     python evals/codec_quality.py [--only smollm2] [--windows 32] [--threads 1]
 
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 STEPS = (0.125, 0.25, 0.375, 0.5, 0.75, 1.0, 1.5)
 KLT_STEPS = (0.25, 0.375, 0.5, 0.75, 1.0)
 RULE_STEPS = (0.25, 0.5, 0.75)
-"""Of the other rules for the steps of K."""
+"""Steps of the other rules for K."""
 FLOOR_WINDOWS = 4
 
 
@@ -97,14 +97,14 @@ def served(mode: str, step: float, profile: Profile | None = None) -> Codec:
 
 @torch.no_grad()
 def deviations(subject: Subject) -> torch.Tensor:
-    """Of K's channels, relative to each other, `[layers, hidden]`."""
+    """Deviations of K's channels, relative to each other, `[layers, hidden]`."""
     keys = torch.cat([context_kv(subject.model, each)[0].flatten(2) for each in subject.calibration[:4]], dim=1)
     found = keys.float().std(dim=1)
     return found / found.mean(1, keepdim=True)
 
 
 def profile_of(subject: Subject) -> tuple[Profile, int]:
-    """What `kvloom calibrate` writes for this model, and its size in bytes."""
+    """The profile that `kvloom calibrate` writes for this model, and its size in bytes."""
     profile, _ = calibrated(subject.model, subject.calibration, name=subject.name, klt=True)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "profile"

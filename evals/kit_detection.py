@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"backend": {"path": "{tmp}"}}
 RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "B36", "S09", "X14"}
 """Requirements that are about what happens at the same time, or at a chance moment: tried TIMES times."""
 FEW = 3
-"""How often the others are tried."""
+"""Number of tries for the others."""
 ENOUGH = 0.99
 SAVED_AS = ("kind", "mutant", "breaks", "about", "times", "found", "seconds")
 
@@ -43,7 +43,7 @@ def name_of(kind: str, cls: type[Any]) -> str:
 
 
 def tried(kind: str, cls: type[Any], times: int) -> dict[str, Any]:
-    """How often one is found of so many times."""
+    """Number of detections in so many tries."""
     subject, began = Subject(kind, cls.type, cls, SETTINGS.get(kind, {})), time.monotonic()
     (result,) = check(subject, only=[cls.breaks], repeat=times)
     counted = re.match(rf"(\d+) of {times} times: ", result.reason)

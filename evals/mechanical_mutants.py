@@ -26,17 +26,17 @@ from pathlib import Path
 KIT = Path(__file__).resolve().parent.parent / "testkit" / "src"
 REFERENCES = Path("kvloom_testkit", "reference")
 SECONDS = 60.0
-"""How long all requirements may take on one mutant."""
+"""Time limit for all requirements on one mutant."""
 TEST_SECONDS = 15.0
-"""How long one may take: the kit's own limit is for slow stores, and every mutant that hangs takes as long."""
+"""Time limit for one: the kit's own limit is for slow stores, and every mutant that hangs takes as long."""
 TEST_FEWEST_SECONDS = 2.0
-"""How long one may take of which is known that it takes next to no time."""
+"""Time limit for one that is known to take next to no time."""
 QUICK_SECONDS = 0.3
-"""How long the requirements take on what is right that a mutant is tried on which may survive."""
+"""Maximum time of a requirement on the correct component, for it to be tried on a mutant that may survive."""
 MEMORY_BYTES = 32 << 30
-"""Of address space, most of which torch does not use."""
+"""Limit of address space, most of which torch does not use."""
 TRIES = 6
-"""How often a mutant must survive that should not: what is a matter of which thread comes first may survive once."""
+"""Number of times that a mutant must survive if it should not: in a race it may survive once."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _meaning(source: str) -> str | None:
 
 
 def _difference(original: str, source: str) -> tuple[str, str]:
-    """What was there before, and what is there now."""
+    """The old and the new text."""
     lines = list(difflib.ndiff(original.splitlines(), source.splitlines()))
     before, after = (" ".join(line[2:].strip() for line in lines if line.startswith(mark)) for mark in ("- ", "+ "))
     return before, after
@@ -149,9 +149,9 @@ def serve() -> None:
 
 
 def _in_a_fork(reference: str, name: str, durations: dict[str, float], longest: float) -> str:
-    """Which requirement fails first, or what else becomes of it; empty if nothing does.
+    """The requirement that fails first, or another failure; empty if none.
 
-    longest: what takes longer on what is right is left out.
+    longest: requirements that take longer on the correct component are left out.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -257,7 +257,7 @@ class Server:
 
 
 def tried(mutants: list[Mutant], jobs: int, may_survive: Callable[[Mutant], object]) -> dict[Mutant, str]:
-    """By what each was caught; empty if it survives."""
+    """The requirement that detected each mutant; empty if it survives."""
     left: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     for mutant in mutants:
         left.put(mutant)

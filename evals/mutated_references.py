@@ -113,7 +113,7 @@ def why(mutant: Mutant) -> str:
 
 
 def fits(change: str, mutant: Mutant) -> bool:
-    """Whether it is this change."""
+    """Return whether the mutant has this change."""
     return change in f"{mutant.before} -> {mutant.after}" and change not in mutant.before
 
 

@@ -71,7 +71,7 @@ WHY = {
     ("zodb", "B18"): "the same",
     ("zodb", "B33"): "the same",
 }
-"""What was found out about the failures."""
+"""Explanations of the failures."""
 OUTCOMES = ("met", "not met", "skipped")
 SECONDS = 300.0
 

@@ -118,14 +118,14 @@ WORKLOADS: dict[str, Callable[[Traffic], list[list[int]]]] = {
 
 
 class Outcome(NamedTuple):
-    """What one set-up came to on one workload."""
+    """The result of one set-up on one workload."""
 
     hit: int
     blobs: int
     stored: int
     """Tokens in blobs."""
     twice: int
-    """Of those, tokens that another blob has as well."""
+    """Number of those tokens that another blob has as well."""
 
 
 def tensors(workload: str) -> Prompts:

@@ -31,7 +31,7 @@ OPTIONAL = {
     "kvloom-observe": "opentelemetry requests",
     "kvloom-serde-cachegen": "transformers",
 }
-"""What modules of a package may want that it does not ask for: an engine and what comes with it, an extra, the kit."""
+"""Optional imports of a package's modules: an engine and its dependencies, an extra, the kit."""
 IMPORTING = """
 import importlib, pkgutil, sys
 
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def alone(name: str, wheel: Path) -> str | None:
-    """What is wrong with a package that has nothing but what it asks for."""
+    """Problems of a package that is installed with its requirements only."""
     with tempfile.TemporaryDirectory() as place:
         if name == CORE:
             return looked_at(sys.executable, name)
@@ -86,7 +86,7 @@ def install(python: str, wheel: Path, *, place: Path) -> str | None:
 
 
 def looked_at(python: str, name: str) -> str | None:
-    """What is wrong with a package in its environment."""
+    """Problems of a package in its environment."""
     word = name.replace("-", "_")
     plugin = {CORE: "builtin"}.get(name, word.removeprefix("kvloom_"))
     importing = [python, "-I", "-c", IMPORTING, word, *OPTIONAL.get(name, "").split()]
@@ -106,7 +106,7 @@ def pip(python: str, *arguments: str) -> list[str]:
 
 
 def run(command: list[str]) -> str | None:
-    """What a command says, if it fails."""
+    """The output of a command that fails; None if it succeeds."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return (done.stdout.strip() or f"exit status {done.returncode}") if done.returncode else None
 

@@ -31,7 +31,7 @@ DIST = ROOT / "dist"
 LEFT_OUT = ("bench", "examples", "fuzz", "tests", "tests_servers", "tests_vllm")
 """Folders of a package that are of use in the repository alone."""
 ADDED = ("PKG-INFO", "setup.cfg")
-"""What build backends write into an archive."""
+"""Files that build backends add to an archive."""
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def release(package: Path) -> list[str]:
-    """What is wrong with a package, after its archive and its wheel were put into dist/."""
+    """Problems of a package, after its archive and its wheel were put into dist/."""
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         copy = place / "copy"
@@ -106,12 +106,12 @@ def in_wheel(wheel: Path) -> set[str]:
 
 
 def pure(names: set[str]) -> set[str]:
-    """What was copied into a wheel: neither its metadata nor libraries."""
+    """Files that were copied into a wheel: neither its metadata nor libraries."""
     return {name for name in names if ".dist-info/" not in name and not name.endswith((".so", ".dylib"))}
 
 
 def metadata(wheel: Path) -> Iterator[str]:
-    """What an index, or a reader of its page, would take exception to."""
+    """Problems of the metadata for an index, or for a reader of its page."""
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in in_wheel(wheel)):
         yield f"{wheel.name}: the licence is missing"
     about = wheels.metadata(wheel)

@@ -70,7 +70,7 @@ def brought() -> dict[str, list[str]]:
 
 
 def closure(package: str, extra: str = "") -> set[str]:
-    """What installing a package brings, without ours."""
+    """All packages that installing a package brings, without ours."""
     seen: set[tuple[str, str]] = set()
     waiting = [(package, ""), (package, extra)]
     while waiting:
@@ -93,7 +93,8 @@ def installed(name: str) -> Distribution:
 
 
 def licence(package: Distribution) -> str:
-    """What a package says: an SPDX expression, else `License` if we accept that, else classifiers; "" if nothing."""
+    """A package's licence: an SPDX expression, else `License` if we accept that, else classifiers; "" if it states
+    none."""
     about = package.metadata
     if expression := about.get("License-Expression"):
         return expression

@@ -1,4 +1,4 @@
-"""What blending is measured with: prompts whose answers follow from them, and a reference that blends exactly."""
+"""The tools that measure blending: prompts whose answers follow from them, and a reference that blends exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the quality tables of the codec compare with: sizes that are counted right, values that others would give."""
+"""The tools behind the codec's quality tables: sizes are counted right, and other codecs' values are reproduced."""
 
 from __future__ import annotations
 

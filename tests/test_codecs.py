@@ -53,7 +53,7 @@ def profile(model: Any, tokens: torch.Tensor, tmp_path_factory: pytest.TempPathF
 def as_it_was(
     model: Any, tokens: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[int], torch.Tensor, int]:
-    """What is answered from KV that was kept as it was: tokens, logits, and the bytes that it took."""
+    """The answer from unchanged KV: tokens, logits, and the size of the KV."""
     folder = tmp_path_factory.mktemp("raw")
     answered(model, tokens[:PROMPT], config(folder, {"type": "raw"}))
     text, logits, report = answered(model, tokens[:PROMPT], config(folder, {"type": "raw"}))

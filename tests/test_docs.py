@@ -146,7 +146,7 @@ def test_python_blocks_run(page: Path, place: Path) -> None:
 
 
 def test_pending_blocks_are_still_pending(place: Path) -> None:
-    """What works by now loses its mark."""
+    """A pending block that works must lose its mark."""
     for block in ALL:
         if block.pending and block.language == "yaml":
             with pytest.raises(kvloom.KVLoomError):
@@ -224,7 +224,8 @@ def rows() -> list[re.Match[str]]:
 
 
 def find(reference: str) -> object:
-    """What `kvloom.Engine.lookup(search_range)` names: a module, a class, a member, a field or a parameter."""
+    """The object that a name such as `kvloom.Engine.lookup(search_range)` refers to: a module, class, member, field or
+    parameter."""
     path, _, parameter = reference.rstrip(")").partition("(")
     parts = path.split(".")
     found: Any = importlib.import_module(parts[0])

@@ -1,4 +1,4 @@
-"""What docs/use/size.md, why.md and first-day.md show works as it is shown: files, commands, and what they print."""
+"""Examples in docs/use/size.md, why.md and first-day.md work as shown: files, commands, and their output."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ FORBIDDEN_IN_CORE = {
 class Import(NamedTuple):
     module: str
     name: str
-    """What `from module import name` takes; empty for `import module`."""
+    """The name in `from module import name`; empty for `import module`."""
     line: int
     only_for_types: bool
 
@@ -72,7 +72,7 @@ def imports(source: str, package: str) -> list[Import]:
 
 
 def core_part(found: Import) -> str | None:
-    """Which part of core an import reaches; None for another distribution or the package itself."""
+    """The part of core that an import reaches; None for another distribution or the package itself."""
     parts = found.module.split(".")
     if parts[0] != "kvloom":
         return None
@@ -103,7 +103,7 @@ def core_violations(source: str, module: str) -> list[str]:
 
 
 def plugin_violations(source: str, module: str) -> list[str]:
-    """Return a line for each import from kvloom that is not public, in a plugin's module or one of `kvloom.builtin`."""
+    """Imports of names that are not public, in a plugin's module or one of `kvloom.builtin`."""
     package = module.rpartition(".")[0] or module
     own = "kvloom.builtin" if module.startswith("kvloom.") else module.split(".")[0]
     public = {*kvloom.__all__, "__all__"}

@@ -39,7 +39,7 @@ NEEDS = {
     "blending": "kvloom_blend", "cachegen": "kvloom_serde_cachegen", "connectors": "kvloom_connector_vllm",
     "buffers": "kvloom_connector_vllm", "configuration": "kvloom_backend_mooncake",
 }  # fmt: skip
-"""What is installed only where there is a C++ compiler."""
+"""Packages that are only installed where there is a C++ compiler."""
 ON_GPUS = "kvloom_connector_vllm.paged.cuda"
 """At work only where there is a GPU."""
 ROWS = list(ROW.finditer(PAGE.read_text(encoding="utf-8")))
@@ -47,7 +47,7 @@ ROWS = list(ROW.finditer(PAGE.read_text(encoding="utf-8")))
 
 @dataclass
 class Run:
-    """What an example did."""
+    """The calls that an example made."""
 
     codes: set[CodeType] = field(default_factory=set)
     words: set[str] = field(default_factory=set)
@@ -93,7 +93,7 @@ def words(tree: ast.AST) -> Iterator[str]:
 
 
 def resolved(path: str) -> tuple[Any, Any]:
-    """What a dotted name is, and the class or module that has it; (None, ...) for a field without a value."""
+    """The object of a dotted name, and the class or module that has it; (None, ...) for a field without a value."""
     parts = path.split(".")
     owner: Any = None
     found: Any = import_module(parts[0])
@@ -109,7 +109,7 @@ def resolved(path: str) -> tuple[Any, Any]:
 
 
 def at_work(run: Run, reference: str) -> bool:
-    """Whether the example does what a row's reference names."""
+    """Return whether the example uses what a row's reference names."""
     path, _, parameter = reference.rstrip(")").partition("(")
     found, owner = resolved(path)
     last = path.rpartition(".")[2]
@@ -130,7 +130,7 @@ def at_work(run: Run, reference: str) -> bool:
 
 
 def takes_any(found: Any, parameter: str) -> bool:
-    """Whether keyword arguments of any name are what it calls `parameter`."""
+    """Return whether `parameter` takes keyword arguments of any name."""
     return inspect.signature(found).parameters[parameter].kind is inspect.Parameter.VAR_KEYWORD
 
 
@@ -204,7 +204,7 @@ CLAIMS: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "blend_min_tokens": (99, {"enable_blending": True}), "enable_p2p": (True, {"lookup_url": "mooncake://m:1"}),
     "lookup_url": ("mooncake://n:2", POOL), "distributed_url": ("tcp://h:8", POOL), "error_handling": (True, {}),
 }  # fmt: skip
-"""Of each of LMCache's fields that has a row: a value, and what has to be there for it to mean something."""
+"""For each of LMCache's fields that has a row: a value, and the other fields that give it a meaning."""
 
 
 def settings_of(config: Any, at: str = "") -> dict[str, Any]:
@@ -256,7 +256,7 @@ SAMPLES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "cache_policy": ("LFU", {"local_disk": "/kv", "max_local_disk_size": 1}), "enable_kv_events": (True, {}),
     "internal_api_server_enabled": (True, {}), "local_cpu": (True, {}), "p2p_host": ("h", POOL),
 }  # fmt: skip
-"""Of each field that is mapped: a value, and what has to be there for it to mean something."""
+"""For each mapped field: a value, and the other fields that give it a meaning."""
 FIELDS_PAGE = ROOT / "docs/use/import.md"
 
 

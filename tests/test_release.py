@@ -1,4 +1,4 @@
-"""What a release promises: one version everywhere, requirements that admit it, and licences that we accept."""
+"""Promises of a release: one version everywhere, requirements that admit it, and licences that we accept."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_changelog_goes_backwards_and_only_what_comes_next_has_no_date() -> None
 
 
 def ranges() -> Iterator[tuple[str, SpecifierSet]]:
-    """Which of our versions are asked for: by our packages, by what `kvloom new` writes, by the documentation."""
+    """Version ranges of our packages that are required by our packages, by `kvloom new`, and by the documentation."""
     for package in PACKAGES:
         for need in requirements(package):
             if need.name.startswith("kvloom"):
@@ -187,7 +187,7 @@ def test_an_exception_is_for_one_package_and_one_licence(licences: ModuleType) -
 
 
 def test_the_table_has_all_that_packages_ask_for_and_every_row_is_pinned(licences: ModuleType) -> None:
-    """What is in it is checked where all of it is installed: `make check-wheels`."""
+    """The rows themselves are checked where all of it is installed: `make check-wheels`."""
     rows = dict(ROW.findall((ROOT / "docs" / "licences.md").read_text(encoding="utf-8")))
     excluded = {
         canonicalize_name(Requirement(need).name)

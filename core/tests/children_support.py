@@ -40,10 +40,10 @@ exec(compile(job[0], "<program>", "exec"))
 
 
 class Ended(NamedTuple):
-    """How a child ended."""
+    """The end of a child."""
 
     status: int
-    """What `os.waitstatus_to_exitcode` gives."""
+    """The result of `os.waitstatus_to_exitcode`."""
     out: str
     err: str
 

@@ -24,7 +24,8 @@ _join = threading.Thread.join
 
 
 def _nobody_could_run() -> bool:
-    """Whether every other thread waits. A busy machine may keep one waiting that could run: that is none of them."""
+    """Return whether every other thread waits. A thread that a busy machine keeps waiting, but that could run, does
+    not."""
     mine = f"/proc/self/task/{threading.get_native_id()}/stat"
     for file in glob("/proc/self/task/*/stat"):
         with suppress(OSError):  # it ended

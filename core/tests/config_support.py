@@ -1,4 +1,4 @@
-"""What the tests of the configuration share: a backend with a setting, and the lines of what is refused."""
+"""Support for the configuration's tests: a backend with a setting, and the lines of refused configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the core share: small KV, a backend with switches, and the plugin that provides it."""
+"""Support for the core's tests: small KV, a backend with switches, and the plugin that provides it."""
 
 from __future__ import annotations
 

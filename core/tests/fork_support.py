@@ -1,4 +1,4 @@
-"""What a child process does in the tests of fork and spawn; run as a script, the parent of many children.
+"""A child process in the tests of fork and spawn; run as a script, the parent of many children.
 
 python fork_support.py {fork|forkserver|spawn} FOLDER TIMES
 """

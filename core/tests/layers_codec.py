@@ -20,10 +20,10 @@ class StreamsSerializer(Serializer):
     before: ClassVar[Callable[[range], None]] = staticmethod(lambda layers: None)
     """Called before layers are decoded, with which."""
     table: ClassVar[Callable[[list[list[int]]], Any]] = staticmethod(lambda numbers: numbers)
-    """What becomes of the answer of `layer_buffers`."""
+    """Changes the answer of `layer_buffers`."""
 
     class Config(Config):
-        """How layers are put in buffers."""
+        """The placement of layers in buffers."""
 
         form: Literal["layer", "plane", "pair"] = "layer"
         """`layer`: K and V together; `plane`: all of K, then all of V; `pair`: two layers together."""

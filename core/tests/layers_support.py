@@ -1,4 +1,4 @@
-"""What the tests of the layer-wise verbs share: deep KV, a shelf that reads ranges, and a look at what is left."""
+"""Support for the tests of the layer-wise calls: deep KV, a shelf that reads ranges, and a check of the rest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KV = deep_kv(16)
 
 
 class Ranges:
-    """What happens before the shelf reads a range."""
+    """Hooks that run before the shelf reads a range."""
 
     def __init__(self) -> None:
         self.before: Callable[[str, int], None] = lambda key, offset: None
@@ -96,7 +96,7 @@ def by_layers(engine: Engine, tokens: torch.Tensor = TOKENS, like: torch.Tensor 
 
 
 def chunks_in(masks: list[torch.Tensor]) -> list[int]:
-    """How many leading chunks each mask has; masks are prefixes that never grow."""
+    """Number of leading chunks in each mask; masks are prefixes that never grow."""
     numbers = [int(mask.sum()) // CHUNK for mask in masks]
     for number, mask in zip(numbers, masks, strict=True):
         assert mask.dtype == torch.bool and mask.device.type == "cpu"

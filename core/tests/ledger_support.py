@@ -1,4 +1,4 @@
-"""What the tests of the ledger share: a clock, keys of chains, and what a tier does to write a blob."""
+"""Support for the ledger's tests: a clock, keys of chains, and the calls with which a tier writes a blob."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chain_of(name: str, count: int, *, tag: str = "-") -> list[ChunkKey]:
 
 
 def write(ledger: Ledger, one: ChunkKey, nbytes: int = 1) -> list[ChunkKey]:
-    """What a tier does to write a blob; who had to go."""
+    """Write a blob like a tier; return the evicted keys."""
     ledger.expect(one)
     victims = ledger.admit(one, nbytes)
     assert victims is not None

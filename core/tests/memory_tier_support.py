@@ -1,4 +1,4 @@
-"""What the tests of the memory tier share: a tier with short words, its clock and events, and what it hands on to."""
+"""Support for the memory tier's tests: a tier with short calls, its clock and events, and its write-back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of a tier's policies share: a small shelf, filled by seeds, and how much is there and was counted."""
+"""Support for the tests of a tier's policies: a small shelf, filled by seeds, with its content and counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvloom import Engine
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
 BLOB_BYTES = 8192
-"""Of one chunk: a page of header and a page of payload."""
+"""Size of one chunk's blob: a page of header and a page of payload."""
 Open = Callable[..., Engine]
 TOKENS, KV = tokens_of(16), kv_of(16)
 

@@ -1,4 +1,4 @@
-"""What somebody else put in the place of a small record takes no memory: files with holes are as long as they like."""
+"""Files with holes in the place of a small record take no memory, however long they are."""
 
 from __future__ import annotations
 

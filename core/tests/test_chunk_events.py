@@ -1,4 +1,5 @@
-"""Who sees chunks is told which came to a tier and which left it; nobody else is, and nobody waits for them."""
+"""Observers with `sees_chunks` receive the chunks that enter or leave a tier; no other observer does, and no call
+waits."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_no_mistake_hides_what_other_settings_say_against_each_other(other: dict
 
 
 def test_what_is_wrong_by_itself_is_not_compared() -> None:
-    """Of a name or a capacity that is not understood nobody knows whether it would be fine."""
+    """An invalid name or capacity is reported once, without further complaints about it."""
     tiers = ["dict", {"type": "dict", "name": "a b"}, {"type": "dict", "name": "c", "write": "on_evict"}]
     assert [problem.split(":")[0] for problem in refused({"tiers": [{"typ": "memory"}, *tiers]})] == [
         "tiers.0.type", "tiers.2.name",

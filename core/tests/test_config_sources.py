@@ -1,4 +1,4 @@
-"""Where a configuration comes from: files, `${env:NAME}` in them, and variables of the environment above them."""
+"""Sources of a configuration: files, `${env:NAME}` in them, and environment variables that override them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kvloom.tiers.index.eviction_history import _HEADER, _MAGIC, MOST, EvictionH
 
 
 class Clock:
-    """As much of a runtime as the record asks for."""
+    """The part of a runtime that the record needs."""
 
     def __init__(self) -> None:
 

@@ -1,4 +1,4 @@
-"""What operations share: one wait for all that they wait for, and one read for all who want a chunk."""
+"""Sharing between operations: one wait for all that they wait for, and one read of a chunk for all."""
 
 from __future__ import annotations
 

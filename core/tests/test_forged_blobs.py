@@ -1,4 +1,4 @@
-"""What others may put into a store on purpose, with checksums that are right."""
+"""Blobs forged on purpose, with valid checksums."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_no_reader_would_take_is_not_written(params: dict[str, object]) -> 
 
 
 class Panic(BaseException):
-    """As native code has one."""
+    """A panic like that of native code."""
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bad\nline" + "x" * 9_000), MemoryError(), Panic("unwrap")])

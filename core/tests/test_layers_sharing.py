@@ -44,7 +44,7 @@ Reads = Counter[tuple[str, int]]
 
 @pytest.fixture
 def reads(ranges: Ranges, monkeypatch: pytest.MonkeyPatch) -> Reads:
-    """How often each byte of each blob was read of those that begin a layer, and how many bytes were in all."""
+    """Counts the reads of each byte of each blob among reads that begin a layer, and the bytes of all reads."""
     seen: Reads = Counter()
     lock = threading.Lock()
     get_range, get = Shelf.get_range, Shelf.get

@@ -116,7 +116,7 @@ def test_all_who_share_a_call_that_hangs_give_up_in_time(
 def test_what_came_before_a_removal_is_not_given_to_who_comes_after(
     open_engine: Open, ranges: Ranges, gate: Gate
 ) -> None:
-    """What is stored under the key after the removal is told apart here; keys of real KV would be other ones."""
+    """The KV stored after the removal differs here, to tell the two apart; real KV under one key never does."""
     fill(open_engine)
     engine = open_engine(MEMORY, SHELF, spec=DEEP)
     slow = torch.zeros_like(KV)

@@ -1,4 +1,4 @@
-"""What has no layers is read whole, or refused; and what is misuse."""
+"""Blobs without layers are read whole, or refused; and misuse."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Row:
     """Admitted, and neither noted nor forgotten since."""
     written: float = 0.0
     shown: float = 0.0
-    """When it was last used as far as the store can show it."""
+    """Time of the last use that the store can show."""
 
     @property
     def counts(self) -> bool:
@@ -379,7 +379,7 @@ class Store:
     def __init__(self, **limits: object) -> None:
         self.clock = Clock()
         self.blobs: dict[ChunkKey, tuple[float, float]] = {}
-        """When it was written, and used as far as the store was told."""
+        """Times of writing, and of the last use that the store was told of."""
         self.limits = limits
         self.ledger = Ledger(self.clock, **limits)  # type: ignore[arg-type]
         self.parents: dict[ChunkKey, ChunkKey] = {}
@@ -415,7 +415,7 @@ class Store:
         assert self.ledger.recover(entries) == []
 
     def check_heads(self) -> None:
-        """Of what is there, nothing is there without its head, unless that is still being written."""
+        """Check that no chunk is stored without its head, unless the head is still being written."""
         for key in self.blobs:
             head = self.parents.get(key)
             assert head is None or head in self.blobs or head in self.being_written

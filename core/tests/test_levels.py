@@ -16,7 +16,7 @@ READS = [verb for verb in VERBS if verb not in ("store", "wait")]
 HURRIED = ("retrieve_layer", "load_layers", "lookup", "find")
 """They answer as soon as a tier that is asked for the rest has had its share of the deadline."""
 TYPES = ("sim", "sim_shared")
-"""What the listing of the first says is known; the other is asked."""
+"""The first store's listing is trusted; the second is asked."""
 
 
 def _few() -> Iterator[tuple[tuple[str, ...], bool, int, bool]]:

@@ -52,7 +52,7 @@ class Lossy(DictBackend):
 
 
 class World:
-    """What a tier knows of a store, without the tier."""
+    """A tier's knowledge of a store, without the tier."""
 
     def __init__(self, *, believed: float | None = 30.0, shared: bool = True, one_by_one: bool = False) -> None:
         self.clock = Clock()
@@ -152,7 +152,8 @@ def test_a_listing_counts_as_seeing() -> None:
 @given(st.lists(st.booleans(), min_size=6, max_size=6), st.booleans())
 @settings(deadline=None)
 def test_before_writing_each_that_may_be_lost_is_asked_about(there: list[bool], one_by_one: bool) -> None:
-    """Where each key costs a request a whole chain costs few: what has gone is found if its head or its end has."""
+    """If each key costs a request, a chain costs few: lost blobs are found if the head or the end of
+    the chain is lost."""
     world = World(one_by_one=one_by_one)
     world.write(KEYS)
     world.lose([key for key, here in zip(KEYS, there, strict=True) if not here])

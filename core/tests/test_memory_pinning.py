@@ -202,7 +202,7 @@ def test_slabs_are_long_enough_for_what_is_put_into_them(size: int, piece: int) 
 
 
 class Cuda(SimpleNamespace):
-    """What `torch.cuda` has that may be used; anything else is an AttributeError."""
+    """The attributes of `torch.cuda` that may be used; anything else is an AttributeError."""
 
     def __init__(self) -> None:
         super().__init__(initialized=False, calls=[], error=0)

@@ -17,7 +17,7 @@ TOKENS, KV = tokens_of(2 * CHUNK), kv_of(2 * CHUNK)
 
 
 class Panic(BaseException):
-    """As pyo3 has one."""
+    """A panic like pyo3's."""
 
 
 def panics(*_: object) -> None:

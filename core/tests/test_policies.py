@@ -1,4 +1,4 @@
-"""What a tier may hold: capacity, time, quotas, and what is let in."""
+"""Bounds of a tier: capacity, time, quotas, and admission."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_tenant_over_its_quota_in_memory_pays_itself(open_engine: Open) -> Non
 
 
 def heads_only(engine: Engine, names: list[str]) -> bool:
-    """Of a chain's names in the shelf there is none without all before it, and at least one."""
+    """Return whether the shelf has at least one of a chain's names, and none without all before it."""
     blobs = Shelf.shelves["default"].blobs
     there = [name in blobs for name in names]
     return there == sorted(there, reverse=True) and any(there)

@@ -1,4 +1,4 @@
-"""What a tier counts as held when deletes, puts and removals fail: exactly what is in the store."""
+"""A tier's accounting when deletes, puts and removals fail: exactly what is in the store."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_a_full_store_makes_room_for_itself(open_engine: Open) -> None:
 
 
 def removed_while_it_was_written(engine: Engine, gate: Gate) -> tuple[Shelf, Callable[[], None]]:
-    """Of the chunks of prompt 1 the one that lies in the store though it was removed; and what lets deletes work."""
+    """Store prompt 1 so that one removed chunk stays in the store; return the shelf, and a function that lets deletes
+    work."""
     shelf = Shelf.shelves["default"]
 
     def trouble(verb: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Who evicts from a store that several share: one at a time, who inherits it, and what the store is told."""
+"""Evicting from a shared store: one process at a time, its successor, and the messages to the store."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_of_several_evicts_for_all(open_engine: Open, monkeypatch: pytest.Mo
 def test_who_inherits_the_right_does_not_evict_for_what_is_gone(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the successor wrote and its predecessor evicted must not count against what is there."""
+    """Blobs that the successor wrote and its predecessor evicted must not count."""
     town = Town()
     town.install(monkeypatch)
     tier = SHELF | {"capacity": 8 * BLOB_BYTES}

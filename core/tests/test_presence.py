@@ -1,4 +1,4 @@
-"""What a tier answers from its ledger: what this engine can use, and what need not be written again."""
+"""A tier's answers from its ledger: chunks that this engine can use, and chunks that need not be written again."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Distant(DictBackend):
 
 
 def found_far_away(keys: Sequence[ChunkKey], there: set[ChunkKey]) -> tuple[list[bool], list[int]]:
-    """What is found, and how many keys were asked about at a time."""
+    """The keys found, and the number of keys in each question."""
     backend = Distant({str(key) for key in there})
     calls = cast(Calls, Serving())
     one = Existence(

@@ -295,7 +295,7 @@ def test_no_key_in_a_repr() -> None:
 
 @pytest.mark.parametrize(("version", "flags"), [(1, 0), (3, 0), (1, 4), (3, 1), (2, 0x101), (65535, 65535)])
 def test_what_nobody_signed_has_no_say(open_engine: Open, keys: Callable[..., str], version: int, flags: int) -> None:
-    """Of a version or with flags that are not known here, it is written over like any other."""
+    """An unsigned blob with an unknown version or flags is overwritten like any other."""
     ours = SHELF | {"protect": {"mode": "sign", "keys": keys(ONE)}}
     with open_engine(ours) as engine:
         engine.store(TOKENS, kv=KV)

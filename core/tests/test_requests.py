@@ -1,4 +1,5 @@
-"""Who sees requests is told of each once, when it and its writes are over: steps, sources, what the caller said."""
+"""Observers with `sees_requests` receive each request once, after it and its writes: steps, sources, the caller's
+context."""
 
 from __future__ import annotations
 

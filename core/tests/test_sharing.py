@@ -1,4 +1,4 @@
-"""What many do at once is done once; what one gives up is given up for him alone."""
+"""Concurrent requests do common work once; cancelling one does not affect the others."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ REPLAYED = range(300, 302)
 
 
 def digests(hash_seed: str) -> list[str]:
-    """Of a few seeds, run in a process of their own."""
+    """Digests of a few seeds, run in a separate process."""
     command = [sys.executable, "-m", "simulation", "--seed", "300", "--count", str(len(REPLAYED)), "--ops", "80"]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=300)

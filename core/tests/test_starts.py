@@ -1,4 +1,4 @@
-"""Where a chunk begins in its sequence: serializers are told, whichever way the chunk came to them."""
+"""The start of a chunk in its sequence: serializers receive it, whatever way the chunk came."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def tiers_with(serializer: str, *tiers: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def told(chunk: Chunk) -> int | None:
-    """What the chunk says; it is what its KV says, unless it says nothing."""
+    """The chunk's start. Checks that it agrees with its KV, unless it is None."""
     assert chunk.start is None or chunk.tensor[0, 0, :, 0].tolist() == [chunk.start + at for at in range(CHUNK)]
     return chunk.start
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Starts:
-    """What serializers are told when they encode."""
+    """The starts that serializers receive when they encode."""
     seen: Starts = []
     for kind in (RawSerializer, StreamsSerializer):
 
@@ -49,7 +49,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> Starts:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Starts:
-    """What they are told when they decode, whole chunks or layers of them."""
+    """The starts that they receive when they decode, whole chunks or layers of them."""
     seen: Starts = []
     decode, decode_layers = StreamsSerializer.decode, StreamsSerializer.decode_layers
 

@@ -29,7 +29,7 @@ def test_what_is_listed_is_what_there_is() -> None:
 
 
 def test_a_verb_of_another_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after the README's own line, which installs three packages."""
+    """The README's own line installs three packages; the others' verbs are missing then."""
     builtin = [one for one in registry._installed() if one.name == "builtin"]
     monkeypatch.setattr(registry, "_installed", lambda: builtin)
     commands = main.app()

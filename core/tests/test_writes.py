@@ -27,7 +27,7 @@ class Clock(SystemRuntime):
 
 
 class Chunk:
-    """What the queue sees of a leased chunk."""
+    """The part of a leased chunk that the queue sees."""
 
     def __init__(self, nbytes: int = 10) -> None:
         self.chunk = SimpleNamespace(nbytes=nbytes)

@@ -1,10 +1,10 @@
-"""Where pieces should end: `fixed` at every offset against pieces that end where their content says, on real text.
+"""Compares cuts of pieces on real text: `fixed` at every offset, and pieces that end where their content says.
 
-    python evals/blend/chunking.py [--repository FOLDER]
+python evals/blend/chunking.py [--repository FOLDER]
 
 Text and its edits are real: the Python standard library, and the versions of the most edited files of a git repository
-(this one by default). What is asked about them is drawn with a fixed seed. Every prompt is looked up, then kept as a
-whole; prints the tables of chunking.md.
+(this one by default). Prompts are drawn with a fixed seed. Every prompt is looked up, then stored whole; prints the
+tables of chunking.md.
 """
 
 from __future__ import annotations

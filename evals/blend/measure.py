@@ -1,8 +1,8 @@
-"""What blending does to the answers of a model of this folder, with a plain forward pass and nothing of kvloom.
+"""Measures blending's effect on the answers of a model of this folder, with a plain forward pass and no part of kvloom.
 
     python evals/blend/measure.py [--model FOLDER] [--samples 100] [--seed 1]
 
-It is the yardstick of the models, not of executors: the simplest code that blends, one prompt at a time. Each chunk
+It measures the models, not executors: the simplest code that blends, one prompt at a time. Each chunk
 is prefilled alone, its K is rotated to where the chunk stands in the prompt, and a share of its tokens is computed
 again, in every layer, as if only they and the question were new. The first chunk is prefilled behind the prefix, so
 that it is exact, but counts like the others.
@@ -34,11 +34,11 @@ KV = list[tuple[torch.Tensor, torch.Tensor]]
 class Prompt:
     tokens: torch.Tensor
     kv: KV
-    """Of all tokens; what has to be computed is zeros."""
+    """KV of all tokens; zeros for those to be computed."""
     cached: torch.Tensor
-    """Which tokens have their KV in `kv`, bool."""
+    """Mask of the tokens with their KV in `kv`, bool."""
     offset: torch.Tensor
-    """Of each token, how many of its chunk are before it."""
+    """Number of tokens of its chunk before each token."""
     asked: torch.Tensor
     """At which tokens an answer is to be predicted, bool."""
 
@@ -59,7 +59,7 @@ class Reader:
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.model, self.size = model, int(model.config.head_dim)
         self.masses: list[torch.Tensor] | None = None
-        """When it is a list, the attention of each layer is kept in it, `[heads, computed, tokens]`."""
+        """A list keeps the attention of each layer, `[heads, computed, tokens]`; None keeps nothing."""
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.model.model.rotary_emb(torch.zeros(1), positions[None])
@@ -146,7 +146,7 @@ def deviation(reader: Reader, prompt: Prompt, ratio: float) -> torch.Tensor:
 
 
 def facts(reader: Reader, prompt: Prompt, ratio: float) -> torch.Tensor:
-    """What the task says matters; others at random. No executor can know it."""
+    """Select the tokens that matter by the task's definition, then random others. No executor can know them."""
     matters = (prompt.tokens >= task.F) & (prompt.tokens < task.X)
     return prompt.share(matters + torch.rand(len(prompt.tokens)), ratio)
 

@@ -1,9 +1,9 @@
-"""What blending costs in quality: executors and ratios on prompts whose answers need what chunks know of each other.
+"""Measures the loss from blending: executors and ratios on prompts whose answers need what chunks know of each other.
 
     python evals/blend/quality.py [--prompts 100] [--only NAME]
 
 Each chunk's KV is computed alone, put together in a prompt, and blended by kvloom's own executors, one pass for each.
-Told is, beside a whole prefill: the accuracy of answers with its 95 % interval (bootstrap over prompts), the
+The results, beside a whole prefill, are the accuracy of answers with its 95 % interval (bootstrap over prompts), the
 Kullback-Leibler divergence of the predictions at the answers, how often the first choice is the same, and the share of
 rows that was computed: executors with equal shares take about equal time. Writes quality.json, quality.md, quality.png.
 """
@@ -181,7 +181,7 @@ class Encoded:
 
 @dataclass
 class Tally:
-    """Of one policy: a number for each prompt."""
+    """Results of one policy: a number for each prompt."""
 
     right: list[tuple[int, int]]
     kl: list[float]

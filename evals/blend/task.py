@@ -38,7 +38,7 @@ KINDS = ("name", "value", "code")
 
 
 def _successors() -> list[list[int]]:
-    """Which word of filler follows which, for each topic. Of a seed of its own: it is part of the language."""
+    """The order of filler words for each topic. It has its own seed, because it is part of the language."""
     chance = random.Random(7)
     return [chance.sample(range(WORDS), WORDS) for _ in range(TOPICS)]
 
@@ -48,12 +48,12 @@ SUCCESSORS = _successors()
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a prompt is."""
+    """The size of a prompt."""
 
     dictionaries: int = 2
     """Chunks that define keys; they come first."""
     chunks: int = 8
-    """Of both sorts."""
+    """Number of chunks of both sorts."""
     length: tuple[int, int] = (48, 80)
     """Tokens of a chunk with its separator, at least and at most."""
     keys: int = 8
@@ -73,12 +73,12 @@ class Sample(NamedTuple):
     chunks: list[list[int]]
     question: list[int]
     answers: list[int]
-    """As long as `question`: what is to be predicted at each of its tokens, or IGNORED."""
+    """The prediction wanted at each token of `question`, or IGNORED."""
     kinds: list[str]
-    """Of each question that has an answer, in their order."""
+    """The kind of each question that has an answer, in their order."""
     chunk_labels: list[list[int]]
-    """What is to be predicted at each token of `chunks`, for training: the true value at a fact token, the next
-    word in filler, or IGNORED."""
+    """The prediction wanted at each token of `chunks`, for training: the true value at a fact token, the next word in
+    filler, or IGNORED."""
 
     @property
     def tokens(self) -> list[int]:
@@ -86,7 +86,7 @@ class Sample(NamedTuple):
 
     @property
     def labels(self) -> list[int]:
-        """As long as `tokens`."""
+        """Labels for all of `tokens`."""
         of_chunks = [label for labels in self.chunk_labels for label in labels]
         return [*(IGNORED for _ in self.prefix), *of_chunks, *self.answers]
 
@@ -144,7 +144,7 @@ def smaller(rng: random.Random, shape: Shape) -> Shape:
 
 
 def _facts(rng: random.Random, meanings: dict[int, int], count: int) -> list[Fact]:
-    """Of names that all differ. Within a group, so do the values."""
+    """Facts with distinct names, and distinct values within a group."""
     values = [rng.sample(range(VALUES), VALUES) for _ in range(GROUPS)]
     facts = []
     for name in rng.sample(range(NAMES), count):

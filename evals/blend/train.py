@@ -50,14 +50,14 @@ filler is made to: on the mean of heads it gives at least this mass, asked for i
 @dataclass
 class Progress:
     seconds: float = 0.0
-    """Of this process's CPU time."""
+    """This process's CPU time."""
     steps: int = 0
     tokens: int = 0
     stage: int = 0
     answered: float = 0.0
     """A running mean of questions of this stage."""
     began: list[tuple[int, float]] = field(default_factory=list)
-    """Of each stage but the first, the step and the seconds at which it began."""
+    """For each stage but the first, the step and the seconds at which it began."""
 
 
 def new_model() -> LlamaForCausalLM:
@@ -125,7 +125,7 @@ def batch(rng: random.Random, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
 def losses(
     model: LlamaForCausalLM, named: torch.nn.Linear, tokens: torch.Tensor, labels: torch.Tensor, *, sinks: bool = False
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """What is minimised, and the shares of facts resolved and questions answered. `named` reads names off states."""
+    """The loss, and the shares of facts resolved and questions answered. `named` reads names off states."""
     wanted, before = labels != IGNORED, tokens.roll(1, 1)
     is_filler, is_fact = tokens >= task.X, (tokens >= task.F) & (tokens < task.X)
     values, names = labels[is_fact], before[is_fact] - task.N

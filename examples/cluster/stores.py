@@ -19,9 +19,9 @@ class Store:
     name: str
     server: Any
     tiers: Mapping[str, Tier]
-    """What each host has in its configuration."""
+    """The tiers in each host's configuration."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of the hosts: credentials."""
+    """Environment variables of the hosts: credentials."""
 
 
 @contextlib.contextmanager

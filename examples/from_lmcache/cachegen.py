@@ -49,7 +49,7 @@ def outputs(kv: torch.Tensor, config: CacheGenConfig) -> None:
 
 
 def whole(kv: torch.Tensor) -> None:
-    """As a tier does it; and as bytes that say all about themselves."""
+    """Encode whole chunks as a tier does, and as self-describing bytes."""
     spec = KVSpec("mistralai/Mistral-7B-Instruct-v0.2", LAYERS, HEADS, SIZE, "bfloat16")
     serializer = CacheGenSerializer(CacheGenSerializer.Config(mode="cachegen"), spec)
     planes = kv.transpose(0, 1).flatten(3).contiguous()

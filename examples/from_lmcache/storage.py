@@ -43,7 +43,7 @@ def chunks(folder: str) -> None:
 
 
 def blobs(folder: str) -> None:
-    """What a plugin of yours implements."""
+    """The interface that a plugin implements."""
     backend: kvloom.StorageBackend = DiskBackend(DiskBackend.Config(path=folder))
     backend.put("a", [b"bytes"])
     assert backend.contains("a") and backend.get("a") == b"bytes"  # load_bytes_from_disk

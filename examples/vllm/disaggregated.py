@@ -77,7 +77,7 @@ class Proxy:
         self._prefill_down_until = 0.0
         self._requests = 0
         self._active: dict[Any, float] = {}
-        """Of connections: when they were last seen at work; infinity while they are."""
+        """Time of the last activity of each connection; infinity while it is working."""
         self._transports: dict[Any, Any] = {}
         """Also of those that aiohttp has closed, which end when the client has taken the rest of its answer."""
 
@@ -232,7 +232,7 @@ class Refused(asyncio.Protocol):
 
 
 def affordable(connections: int) -> int:
-    """As many of clients as there can be if each needs one to either engine, and the process some files of its own."""
+    """Maximum number of clients, if each needs a connection to either engine, and the process some files of its own."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or 3 * connections <= files - FILES_OF_ITS_OWN:
         return connections
@@ -277,7 +277,7 @@ def awaiting(body: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
 
 
 def problem(status: int, kind: str, text: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """As the API of OpenAI words it."""
+    """An error in the form of OpenAI's API."""
     return web.json_response(error_of(text, kind, status), status=status, headers=headers)
 
 

@@ -24,7 +24,7 @@ def layers() -> list[list[str]]:
 
 
 def imports() -> Counter[tuple[str, str]]:
-    """How often each part of the core imports each other one."""
+    """Number of imports between each pair of parts of the core."""
     counted: Counter[tuple[str, str]] = Counter()
     for file in CORE.rglob("*.py"):
         part = file.relative_to(CORE).parts[0].removesuffix(".py")

@@ -37,7 +37,7 @@ def api() -> str:
 
 
 def commands() -> str:
-    """What `--help` of each verb says."""
+    """The output of `--help` for each verb."""
     parts = ["# Commands\n"]
     for verb in VERBS:
         command = [str(Path(sys.executable).with_name("kvloom")), *verb.split(), "--help"]

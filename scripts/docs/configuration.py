@@ -21,7 +21,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     "blend": {"retriever": {"type": "separator", "separator": [2]}},
     "zmq_events": {"endpoint": "tcp://*:5557"},
 }
-"""What an example of a type has beside its defaults."""
+"""Settings that an example of a type needs beside its defaults."""
 EVERY_TIER = "tiers: every tier but memory"
 INTRO = """# Configuration
 

@@ -32,8 +32,8 @@ PARTS = {
     "envelope": ("kvloom.format.envelope",),
     "backend": ("kvloom_backend", "kvloom.builtin.dict_backend"),
 }
-"""What is drawn, from left to right, and the modules that it is; the first that fits counts. The rest is passed over,
-and so is what has no name here."""
+"""Lanes of the drawing, from left to right, with their modules; the first that fits counts. Other modules, and calls
+without a name here, are left out."""
 SMALL = frozenset({
     "nbytes", "again", "release", "fidelity", "exact", "pages_of", "tensor", "view", "done", "max_encoded_bytes",
     "select", "abandon", "split", "check", "context", "flush",

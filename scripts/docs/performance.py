@@ -37,7 +37,7 @@ class Chart(NamedTuple):
 
 
 def of_limit(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """Of the rows that have a limit."""
+    """Bars for the rows that have a limit."""
     bars = []
     for row in rows:
         try:
@@ -50,7 +50,7 @@ def of_limit(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
 
 
 def numbers(unit: str) -> Callable[[Sequence[Mapping[str, Any]]], list[Bar]]:
-    """Of the rows in which something is measured in `unit`: the first number before it."""
+    """Bars for the rows with a measurement in `unit`: the first number before it."""
 
     def bars(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
         found = []

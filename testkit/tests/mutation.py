@@ -14,7 +14,7 @@ SESSIONS = 2
 _SECONDS = 900
 
 Wanted = list[tuple[str, str, str, str, list[str], bool]]
-"""Of each component: label, module, class, kind, ids, and whether it is briefly tried, because it is right."""
+"""For each component: label, module, class, kind, ids, and whether it is correct and so tried briefly."""
 Settings = dict[str, dict[str, object]]
 
 MODULE = """

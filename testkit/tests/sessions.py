@@ -13,7 +13,7 @@ _WITHOUT = ("cacheprovider", "xdist", "unraisableexception")  # the last one col
 
 @dataclass(frozen=True)
 class Done:
-    """What a command said, and its exit status."""
+    """The output of a command, and its exit status."""
 
     returncode: int
     stdout: str

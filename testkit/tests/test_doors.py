@@ -186,7 +186,7 @@ def test_a_make_that_makes_nothing_is_said_once(run: Run, made: str, said: str) 
 
 
 TIME_IS_UP = "signal.raise_signal(signal.SIGALRM)"
-"""What the limit does when it is reached: no test waits for it."""
+"""Fires the time limit at once, so that no test waits for it."""
 
 
 @pytest.mark.parametrize("verb", ["on_event", "close"])
@@ -331,7 +331,7 @@ def test_what_fails_now_and_then_is_met_if_it_never_does() -> None:
 
 
 class FailsWhereverItCan(CountingObserver):
-    """When it is told of something, and when it is closed at the end."""
+    """Raises on each event, and when it is closed."""
 
     def on_event(self, event: Event) -> None:
         self.close = self.on_event = self._fail  # type: ignore[method-assign,assignment]

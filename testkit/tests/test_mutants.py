@@ -11,7 +11,7 @@ from kvloom_testkit.mutants import Mutant, Oddity
 from kvloom_testkit.requirements import requirements_of
 
 SETTINGS: dict[str, dict[str, object]] = {"backend": {"path": "{tmp}"}}
-"""Of mutants and oddities, by kind."""
+"""Settings of mutants and oddities, by kind."""
 PROCESSES = {"B23", "B24", "B26", "B36", "B37", "B45", "B46", "S11", "T09"}
 """Requirements that start processes."""
 RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "S09", "X14"}
@@ -28,7 +28,7 @@ def label(cls: type) -> str:
 
 
 def ids_of(one: type, kind: str, part: str) -> set[str]:
-    """What one is tried on: a mutant on its requirement, an oddity on all; in a part of the tests."""
+    """The requirements that one is tried on: a mutant on its own, an oddity on all; in a part of the tests."""
     slow = PROCESSES | RACES
     if issubclass(one, Mutant):
         ids = {one.breaks}

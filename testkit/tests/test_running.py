@@ -1,4 +1,4 @@
-"""What requirements are built on: they wait without turning in circles, and put back only what was changed."""
+"""The tools that requirements use: they wait without spinning, and restore only what was changed."""
 
 from __future__ import annotations
 

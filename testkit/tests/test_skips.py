@@ -1,4 +1,4 @@
-"""Where a requirement may be skipped: in the kit, in `make`, and in what `make` uses."""
+"""Places where a requirement may be skipped: the kit, `make`, and functions that `make` uses."""
 
 from __future__ import annotations
 

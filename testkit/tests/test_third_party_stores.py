@@ -13,7 +13,7 @@ import pytest
 EVALS = Path(__file__).resolve().parents[2] / "evals"
 KNOWN = {one["type"]: one for one in json.loads((EVALS / "third_party_stores.json").read_text())}
 RACES = {"B09", "B10", "B11", "B18", "B33"}
-"""What may be met by luck."""
+"""Requirements that a store may meet by luck."""
 
 
 @pytest.mark.slow

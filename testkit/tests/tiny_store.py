@@ -92,7 +92,7 @@ class TinyBackend(StorageBackend):
 
 
 class Provided:
-    """What the plugin of this module provides, by test."""
+    """Components that this module's plugin provides, set by each test."""
 
     classes: ClassVar[list[type[StorageBackend]]] = []
 

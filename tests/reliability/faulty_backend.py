@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Shelf:
-    """What the backends of one name share, over restarts too: the blobs, and which calls fail."""
+    """State shared by the backends of one name, also over restarts: the blobs, and the calls that fail."""
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
@@ -31,7 +31,7 @@ class Shelf:
 
     @property
     def bytes(self) -> int:
-        """What the blobs take up in pages."""
+        """Size of the blobs in whole pages."""
         return sum(
             -(-len(blob) // 4096) * 4096 for key, blob in list(self.blobs.items()) if not key.startswith("spec/")
         )

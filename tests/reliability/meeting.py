@@ -1,7 +1,7 @@
-"""What processes do that meet on one directory: many versions of the same KV, each of whose bytes tell which it is.
+"""Processes that meet on one directory: many versions of the same KV, in which every byte identifies its version.
 
-A chunk's first eight bytes are its version (who wrote it, and when), the others follow from version and place. So
-whoever reads it can tell a chunk that is whole from one of two halves, without knowing who wrote what when.
+A chunk's first eight bytes are its version (who wrote it, and when), the others follow from version and place. So a
+reader can tell a whole chunk from one of two halves, without knowing the writes.
 """
 
 from __future__ import annotations

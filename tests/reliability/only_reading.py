@@ -1,4 +1,4 @@
-"""What `test_read_only.py` has a process do that is not root."""
+"""The process of `test_read_only.py` that is not root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvloom import ConfigError, Engine, KVSpec, Registry
 NOBODY = 65534
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=4, head_size=128, dtype="bfloat16")
 CHUNK_TOKENS = 64
-"""Of 256 KiB: long enough to be read past the page cache."""
+"""Tokens of a chunk of 256 KiB: long enough to be read past the page cache."""
 TOKENS = torch.arange(2 * CHUNK_TOKENS)
 KV = torch.randn(SPEC.blob_shape(TOKENS.numel()), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 

@@ -91,7 +91,7 @@ def _trouble(engine: Engine) -> int:
 
 
 def serve_without_permission(path: str, user: int, what: str, reports: Connection) -> None:
-    """As `user`, who owns `path` and takes the permissions from itself: what came of it, or a traceback."""
+    """Run as `user`, who owns `path` and removes its own permissions; report the outcome, or a traceback."""
     logging.disable()
     try:
         known = plugins_with()

@@ -1,6 +1,6 @@
-"""What the processes do that the reliability tests start, kill, and let meet.
+"""The processes that the reliability tests start, kill, and let meet.
 
-They are forked from one that has everything imported and no thread: a child is there in milliseconds.
+They are forked from a process with everything imported and no thread, so a child starts in milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the reliability tests share: KV whose every byte can be checked, engines, and the audit of a directory."""
+"""Support for the reliability tests: KV whose every byte can be checked, engines, and the audit of a directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = KVSpec(model="small", num_layers=2, num_kv_heads=2, head_size=4, dtype="
 WIDE = KVSpec(model="wide", num_layers=4, num_kv_heads=4, head_size=128, dtype="bfloat16")
 """8 KiB of KV for each token."""
 GENEROUS_SECONDS = 60.0
-"""What is not done by then hangs."""
+"""Time after which an operation counts as hanging."""
 
 
 def plugins_with(*modules: str) -> Registry:
@@ -64,7 +64,7 @@ def is_right(got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor) -> bool:
 
 
 def retrieved(engine: Engine, tokens: torch.Tensor, want: torch.Tensor, **options: Any) -> int:
-    """How many tokens a retrieve gives; fails if one byte of them, or of the others, is wrong."""
+    """Number of tokens that a retrieve delivers; fails if one byte of them, or of the others, is wrong."""
     got = torch.zeros_like(want)
     mask = engine.retrieve(tokens, kv=got, **options)
     assert is_right(got, want, mask), "wrong bytes"
@@ -88,7 +88,7 @@ def events(engine: Engine, name: str) -> int:
 
 
 def ledger_bytes(engine: Engine, tier: str = "disk") -> int:
-    """What a stored tier believes to take up."""
+    """Size of a stored tier, as its ledger has it."""
     (health,) = [health for health in engine.health().tiers if health.name == tier]
     return int(health.bytes)
 
@@ -106,7 +106,7 @@ def forget_memory(engine: Engine, tier: str = "memory") -> None:
 
 @dataclass(slots=True)
 class Audit:
-    """What lies in a directory of the disk backend, found out without any of its code."""
+    """The content of a disk backend's directory, read without any of its code."""
 
     blobs: int = 0
     bytes: int = 0

@@ -1,4 +1,4 @@
-"""What holds on a store that several machines share, whichever it is: for classes of tests with these fixtures.
+"""Requirements of a store that several machines share, for classes of tests with these fixtures.
 
 `tier`: its settings as in YAML; for versions, on a place of its own. `store`: a backend at the same place.
 """
@@ -22,7 +22,7 @@ CODECS: dict[str, Any] = {
 DEEP = KVSpec(model="deep", num_layers=24, num_kv_heads=8, head_size=64, dtype="bfloat16")
 """48 KiB of KV for each token."""
 SIZES = {"192KiB": (DEEP, 4), "6MiB": (DEEP, 128)}
-"""Of one chunk, raw: spec and tokens. The larger one is loaded by layers with reads of ranges."""
+"""Spec and tokens by the size of a raw chunk. The larger one is loaded by layers with reads of ranges."""
 CHUNKS = 2
 
 
@@ -84,7 +84,7 @@ def read_in_parts(store: StorageBackend, key: str, whole: bytes, codec: str) -> 
 
 
 class TwoVersionsOnAStore:
-    """As on a disk: what the other version wrote is a plain miss, and stays."""
+    """As on a disk: the other version's blobs are plain misses, and stay."""
 
     def test_processes_of_two_versions_share_it_in_peace(self, tier: dict[str, Any], store: StorageBackend) -> None:
         mine, theirs = processes.Pipe()

@@ -44,7 +44,7 @@ CHUNK = 32
 MEMORY_BYTES, DISK_BYTES = 48 << 20, 64 << 20
 CALLERS = 4
 GROWTH_BYTES = 8 << 20
-"""What the process may grow by between the middle of a run and its end; a leak of a chunk a second is more."""
+"""Maximum growth of the process between the middle of a run and its end; a leak of a chunk a second is more."""
 
 
 class Sample(NamedTuple):
@@ -193,7 +193,7 @@ def tiers_on(path: Path) -> list[dict[str, Any]]:
 
 
 class Soaked(NamedTuple):
-    """What came of it."""
+    """The result of a soak."""
 
     samples: list[Sample]
     counts: Counter[str]
@@ -246,9 +246,9 @@ MOST_THREADS = 48
 
 
 def growth(samples: Sequence[Sample], *, most_threads: int = 0) -> list[str]:
-    """What grew between the second quarter of the run (all is warm by then) and the last.
+    """Growth between the second quarter of the run (all is warm by then) and the last.
 
-    most_threads: up to there, threads may still have been starting.
+    most_threads: number of threads up to which some may still have been starting.
     """
     quarter = len(samples) // 4
     middle, end = samples[quarter : 2 * quarter], samples[-quarter:]
@@ -266,7 +266,7 @@ def growth(samples: Sequence[Sample], *, most_threads: int = 0) -> list[str]:
 
 
 def slope_bytes_per_minute(samples: Sequence[Sample]) -> float:
-    """Of a straight line through the memory of the last three quarters."""
+    """Slope of a straight line through the memory of the last three quarters."""
     warm = samples[len(samples) // 4 :]
     if len(warm) < 3:
         return 0.0

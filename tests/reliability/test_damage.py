@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     spec: KVSpec
     chunk_tokens: int
     chunks: int
-    """How many are damaged and read at a time."""
+    """Number of chunks damaged and read at a time."""
 
 
 RAW = Kind("raw", SMALL, 4, 64)

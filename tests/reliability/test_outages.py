@@ -118,7 +118,7 @@ def test_a_directory_whose_place_a_file_takes(tmp_path: Path, tally: Tally) -> N
 
 @pytest.mark.parametrize("small_path", ["ext4"], indirect=True)  # a tmpfs does not outlive its mount
 def test_a_file_system_that_is_not_mounted_any_more(small_path: Path, tally: Tally) -> None:
-    """What was under the mount point shows: an empty directory."""
+    """Unmounting uncovers the empty directory below the mount point."""
     store, device = small_path, small_path.parent / "image"
 
     def unmount() -> None:

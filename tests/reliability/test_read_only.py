@@ -37,7 +37,7 @@ def store() -> Iterator[Path]:
 
 
 def as_nobody(what: str, path: Path) -> Any:
-    """What `only_reading.py` says, of a process that permissions stop."""
+    """The output of `only_reading.py`, run as a user whom permissions restrict."""
     done = forked(lambda: only_reading.main(what, str(path)))
     assert not done.status, done.err
     return json.loads(done.out)

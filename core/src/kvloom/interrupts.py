@@ -28,11 +28,11 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 MOST_SECONDS = 5.0
-"""How long an interrupted caller waits at most for its KV to be left alone."""
+"""Maximum time that an interrupted caller waits until its KV is left alone."""
 _LOOK_SECONDS = 0.2
-"""How often who waits looks for signals: one that comes a moment before it sleeps does not wake it."""
+"""Interval at which a waiting thread looks for signals: one that comes just before it sleeps does not wake it."""
 _EXIT_SECONDS = 10.0
-"""How long a process that ends waits at most for interrupted calls."""
+"""Maximum time that an ending process waits for interrupted calls."""
 
 
 class Interruptible(Protocol):

@@ -34,7 +34,7 @@ _new_segment: Any = partial(tuple.__new__, Segment)
 
 
 def identity(spec: KVSpec, format: MemoryFormat, representation: Mapping[str, Any]) -> dict[str, Any]:
-    """What a fingerprint is a digest of, as JSON values: `{"model": {...}, "representation": {...}}`."""
+    """The content of a fingerprint, as JSON values: `{"model": {...}, "representation": {...}}`."""
     fields = {name: getattr(spec, name) for name in spec.__dataclass_fields__}
     model = {name: fields.pop(name) for name in _MODEL_FIELDS}
     if fields.pop("replicated"):
@@ -71,7 +71,7 @@ def int32_tokens(tokens: torch.Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any,
 
 
 def _array(tokens: Any) -> np.ndarray[Any, Any]:
-    """Of a tensor; what is none is refused."""
+    """The tokens of a tensor as an array. Raises TypeError for anything else."""
     if not hasattr(tokens, "detach") or not hasattr(tokens, "device"):
         raise TypeError(f"tokens: expected a 1-D integer torch.Tensor, got {type(tokens).__name__}")
     kind = str(tokens.dtype).removeprefix("torch.")

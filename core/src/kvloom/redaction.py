@@ -1,4 +1,4 @@
-"""What of a setting may be shown: by its name, and by what its value looks like."""
+"""Decides which settings may be shown, by their names and the look of their values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _INTERPOLATED = re.compile(r"(\$\{[^}]*\})")
 
 
 def is_secret(name: object) -> bool:
-    """Whether a setting of this name is one that nobody should see."""
+    """Return whether a setting of this name is secret."""
     return isinstance(name, str) and _SECRET.search(name) is not None and _NO_SECRET.search(name) is None
 
 
 def looks_like_a_key(text: str) -> bool:
-    """Whether this is 32 bytes in base64 rather than the name of anything."""
+    """Return whether this is 32 bytes in base64 rather than a name."""
     return _KEY.fullmatch(text) is not None
 
 

@@ -46,7 +46,7 @@ class Thread(Protocol):
 
 
 class Runtime(Protocol):
-    """What the core needs of the system it runs on."""
+    """The core's interface to the system it runs on."""
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -151,7 +151,7 @@ def close_all(*closes: Callable[[], object]) -> None:
 
 
 def was_forked() -> bool:
-    """Whether this process is a fork of one that had imported this."""
+    """Return whether this process was forked after this module was imported."""
     return _forked
 
 
@@ -194,14 +194,14 @@ class Call(Generic[T]):
 
     @property
     def overdue_at(self) -> float:
-        """When it will have taken too long: its seconds after it was queued, and from then on after it began."""
+        """Time at which it will be overdue: its seconds after it was queued, and once it has begun, after that."""
         return self._began + self._seconds
 
     def result(self, until: float | None = None) -> T:
-        """What the function returned or raised.
+        """The function's result or error.
 
-        At `until` (default: after its seconds in the queue, or its seconds of running) it is given up with
-        DeadlineExceeded: if it had not begun it never will; if it is running it goes on in its own thread, with its
+        At `until` (default: after its seconds in the queue, or its seconds of running) it is abandoned with
+        DeadlineExceeded. A call that has not begun then never will; a running one continues in its own thread, with its
         own buffers.
         """
         if not self.wait(until):
@@ -218,9 +218,9 @@ class Call(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def wait(self, until: float | None = None, *, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Whether the call was done by `until` (default: before it was overdue).
+        """Wait; return whether the call was done by `until` (default: before it was overdue).
 
-        stopped: asked whenever the workers are woken; once it says so, waiting ends.
+        stopped: called whenever the workers are woken; waiting ends once it returns True.
         """
         workers = self._workers
         with workers._changed:
@@ -232,7 +232,7 @@ class Call(Generic[T]):
             return self.done
 
     def peek(self) -> T | None:
-        """What the function has returned, left where it is; None if it has not, or has raised."""
+        """The function's result, left where it is; None if it has not returned, or has raised."""
         return self._value
 
     def cancel(self) -> bool:
@@ -269,7 +269,8 @@ class Workers:
 
     @property
     def abandoned(self) -> int:
-        """How many calls are overdue, given up and have not returned yet. One that was only cancelled is not."""
+        """Number of overdue calls that were abandoned and have not returned yet. Calls that were only cancelled do not
+        count."""
         now = self._runtime.now()
         return sum(call.overdue_at <= now for call in tuple(self._given_up))
 

@@ -19,7 +19,7 @@ Buffers = Sequence[Buffer]
 """The bytes of one blob as one or several buffers, in order; nobody joins them by copying unless they must."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
-"""What KV may be made of, in torch's names."""
+"""The dtypes that KV may have, by torch's names."""
 
 _MOST = 1 << 31
 
@@ -28,7 +28,7 @@ EXACT = "exact"
 
 
 class MemoryFormat(enum.Enum):
-    """How a chunk's tensor is laid out."""
+    """The layout of a chunk's tensor."""
 
     KV_BLOB = "kv_blob"
     """`[2, num_layers, num_tokens, hidden_dim]`, K then V; 1 instead of 2 for a latent (MLA) cache."""
@@ -45,7 +45,7 @@ class ChunkKey(NamedTuple):
     namespace: str
     """`<fingerprint>/<salt tag>`"""
     depth: int
-    """How many chunks come before this one in its chain, or something else that grows along it."""
+    """Number of chunks before this one in its chain, or another number that grows along it."""
     digest: bytes
     """32 bytes of SHA-256."""
 
@@ -91,7 +91,7 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Size of the tensor."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
@@ -100,11 +100,11 @@ class Entry(NamedTuple):
 
     key: str
     bytes: int
-    """What the blob takes up in the store, in bytes."""
+    """Space of the blob in the store, in bytes."""
     modified: float
-    """When it was last written, in seconds since the epoch."""
+    """Time of the last write, in seconds since the epoch."""
     used: float = 0.0
-    """When it was last used, in seconds since the epoch; 0 where the store does not know."""
+    """Time of the last use, in seconds since the epoch; 0 if the store does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Hit:
     tokens: int
     """Leading tokens found without a gap."""
     by_tier: Mapping[str, int] = field(default_factory=dict)
-    """Of those, how many would come from each tier."""
+    """Number of those tokens that would come from each tier."""
 
     def __bool__(self) -> bool:
         return self.tokens > 0
@@ -122,7 +122,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """How one tier is doing, as far as is known without asking it."""
+    """The state of one tier, as far as it is known without asking it."""
 
     name: str
     state: str
@@ -132,7 +132,7 @@ class TierHealth:
     reason: str = ""
     """The last error, unless it is ok."""
     retry_in_seconds: float | None = None
-    """When it is tried again, if it is paused."""
+    """Time until it is tried again, if it is paused."""
     failures: int = 0
     """In a row."""
     abandoned_calls: int = 0
@@ -141,11 +141,11 @@ class TierHealth:
     """Accepted and not written yet."""
     blobs: int = 0
     bytes: int = 0
-    """What it holds, as far as this process knows."""
+    """Size of its content, as far as this process knows."""
     capacity: int | None = None
-    """How many bytes kvloom lets it hold; None where it sets no bound."""
+    """Maximum number of bytes that kvloom lets it hold; None if there is no limit."""
     recovered: bool = True
-    """What it held before this process came is known."""
+    """The content from before this process started is known."""
     evicts: bool = True
     """This process deletes what is over its bounds."""
 
@@ -157,7 +157,7 @@ class TierHealth:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How an engine's tiers are doing. Serving goes on whatever it says."""
+    """The state of an engine's tiers. Serving continues, whatever it is."""
 
     tiers: tuple[TierHealth, ...]
 
@@ -169,7 +169,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What the KV of one model (or of one rank of it) looks like, and whose it is.
+    """The shape and the owner of the KV of one model, or of one of its ranks.
 
     Every field reaches the fingerprint, so that KV is never served to a model that did not compute it.
     """
@@ -177,7 +177,7 @@ class KVSpec:
     model: str
     num_layers: int
     num_kv_heads: int
-    """Of this rank."""
+    """Number of KV heads in this rank."""
     head_size: int
     """Elements of K of one head for one token."""
     dtype: str
@@ -192,7 +192,7 @@ class KVSpec:
     """2 for K and V, 1 for a latent (MLA) cache."""
     kv_quantization: str = ""
     world_size: int = 1
-    """How many ranks the layers' heads are spread over."""
+    """Number of ranks that the layers' heads are spread over."""
     rank: int = 0
     replicated: bool = False
     """Every rank holds the same KV (MLA): ranks then share keys."""
@@ -242,7 +242,7 @@ class KVSpec:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KVSpec:
-        """What `to_json` wrote. Raises ValueError or TypeError for anything else."""
+        """The spec that `to_json` wrote. Raises ValueError or TypeError for anything else."""
         return cls(**json.loads(text))
 
 

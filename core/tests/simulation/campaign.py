@@ -28,7 +28,7 @@ class Known(NamedTuple):
 
 
 def known_seeds() -> list[Known]:
-    """What `seeds.txt` lists."""
+    """The seeds in `seeds.txt`."""
     lines = [line for line in SEEDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     parts = [line.split(maxsplit=2) for line in lines]
     return [Known(int(seed), int(ops), what) for seed, ops, what in parts]
@@ -46,7 +46,7 @@ def repeat(seed: int | str, ops: int) -> str:
 
 @dataclass
 class Tally:
-    """What many runs came to."""
+    """The sums of many runs."""
 
     seeds: int = 0
     ops: int = 0

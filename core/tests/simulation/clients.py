@@ -30,19 +30,19 @@ class Site:
     allowance: Allowance
     lossy: bool
     ttl: float | None
-    """What no tier serves when it is older; None if one does."""
+    """Age after which no tier serves anything; None if one does."""
     expires: bool = False
     """Memory has a ttl: what is pinned goes too."""
     closing: bool = False
     """All of memory goes."""
     pins: dict[str, int] = field(default_factory=dict)
-    """How often something was done to a key that may pin or unpin it."""
+    """Number of operations on a key that may pin or unpin it."""
     pinned: dict[str, int] = field(default_factory=dict)
-    """What is pinned for certain, and the count in `pins` that says so."""
+    """Keys that are pinned for certain, with their counts in `pins` at that time."""
     segments: dict[tuple[int, str, int], list[Segment]] = field(default_factory=dict)
-    """Of what has been asked for: they are the same each time, and take long to compute."""
+    """Segments of prompts that were asked for: they never change, and take long to compute."""
     unpinning: int = 0
-    """How many verbs are under way that may unpin something."""
+    """Number of calls under way that may unpin something."""
 
 
 @dataclass(eq=False)

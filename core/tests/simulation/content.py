@@ -1,4 +1,4 @@
-"""What is stored: prompts that share prefixes, and KV that is a function of model, salt and every token before it.
+"""The stored content: prompts that share prefixes, and KV that is a function of model, salt and every token before it.
 
 So any chunk that comes back can be checked in full, whoever stored it, whenever.
 """
@@ -23,7 +23,7 @@ SPECS = tuple(
 )
 """The model of an engine, and that of its sibling."""
 UNTOUCHED = 0x5A5A
-"""What every element of a caller's KV is before a retrieve."""
+"""The value of every element of a caller's KV before a retrieve."""
 
 
 class Prompt:

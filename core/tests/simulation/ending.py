@@ -103,7 +103,7 @@ class Ending:
         self._check_pins(house)
 
     def _check_stores(self) -> None:
-        """What the ledgers say is what there is, and it keeps to its bounds."""
+        """Check that ledgers match their stores, and that stores keep to their bounds."""
         for name, store in self._world.stores.items():
             tiers = [tier for house in self._world.houses for tier in peek.stored_tiers(house.site.engines[0])]
             tiers = [tier for tier in tiers if tier.name == name]
@@ -165,7 +165,8 @@ class Ending:
                 self._oracle.violated("resurrected", f"{key} was removed at {when:.6f} and is in {where}")
 
     def _check_progress(self, house: House) -> None:
-        """What was healed serves: a prompt goes through every tier and comes back, alone and from the engine."""
+        """Check that a healed system serves: a prompt goes through every tier and comes back, alone and from the
+        engine."""
         engine, site, probe = house.site.engines[0], house.site, self._world.probe
         salt = "probe " + house.process.name
         for prompt in self._world.prompts:
@@ -197,7 +198,7 @@ class Ending:
             self._oracle.violated("no progress", f"the probe is not served: {mask.tolist()}\n{engine.counters()}")
 
     def _takes(self, tier: Any) -> bool:
-        """Whether a tier must hold what was stored a moment ago."""
+        """Return whether a tier must hold a chunk that was stored a moment ago."""
         policy = tier.policy
         narrow = policy.ttl is not None or bool(policy.quota) or policy.admission != "lru" or tier.backend.bounded
         return policy.write == "through" and not narrow
@@ -218,7 +219,7 @@ class Ending:
         )
 
     def _serves(self, tier: Any, key: str) -> bool:
-        """Whether the store has the blob, and it is not past its time."""
+        """Return whether the store has the blob, and it has not expired."""
         blob = self._world.stores[tier.name].blobs.get(key)
         if blob is None or tier.policy.ttl is None:
             return blob is not None
@@ -229,7 +230,7 @@ class Ending:
         return header is not None and header.description.written + tier.policy.ttl > EPOCH + self._scheduler.time
 
     def _check_reopened(self) -> None:
-        """What the stores hold survives: a new process serves it, and counts it."""
+        """Check that a new process serves and counts what the stores hold."""
         blocks = [block for block in self._world.plan.config["tiers"] if "store" in block]
         # One tier's hit is another's victim.
         moving = len(blocks) > 1 and any("capacity" in b or b["type"] == "sim_bounded" for b in blocks)

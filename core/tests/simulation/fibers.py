@@ -20,14 +20,14 @@ from typing import Any
 import greenlet
 
 EPOCH = 1_800_000_000.0
-"""What the wall clock says at the beginning of a run."""
+"""The wall clock at the beginning of a run."""
 _STEP_SECONDS = 1e-6
 _MASK = (1 << 61) - 1
 _FOREVER = float("inf")
 
 
 class Violation(Exception):
-    """What the oracle complains about. `kind` is one of a few words, so that a test can ask for the right one."""
+    """A complaint of the oracle. `kind` is one of a few words, so that a test can ask for the right one."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(kind, text)
@@ -40,7 +40,7 @@ class Violation(Exception):
 
 @dataclass(eq=False)
 class Process:
-    """What a crash takes away at once: the threads of one engine and of its clients."""
+    """Everything that a crash takes away at once: the threads of one engine and of its clients."""
 
     name: str
     alive: bool = True
@@ -76,21 +76,21 @@ class Fiber:
         return not self.done
 
     def stack(self) -> str:
-        """Where it stands."""
+        """Its present stack."""
         frame = self.greenlet.gr_frame
         return "" if frame is None else "".join(traceback.format_stack(frame)[-14:])
 
 
 @dataclass(frozen=True)
 class Temper:
-    """How a scheduler behaves; drawn from the seed, because each finds other races."""
+    """The behaviour of a scheduler; drawn from the seed, because each finds other races."""
 
     between_preemptions: float
-    """How many points of choice pass, on average, until the running thread is interrupted at one."""
+    """Average number of choice points between interruptions of the running thread."""
     by_priority: bool
     """The thread of highest priority runs, and now and then loses it; else whichever, with equal chances."""
     stall_seconds: float
-    """How long, on average, an interrupted thread sometimes stays away."""
+    """Average time that an interrupted thread sometimes stays away."""
     anywhere: bool
     """Before any statement of the core is a point of choice, not only where it asks the runtime for something."""
 
@@ -102,7 +102,7 @@ class Temper:
 
 
 class Scheduler:
-    """Who runs, and what time it is."""
+    """Chooses the running thread, and keeps the time."""
 
     def __init__(self, seed: str) -> None:
         self.rng = random.Random(f"{seed}/schedule")
@@ -188,7 +188,7 @@ class Scheduler:
         return [fiber for fiber in self._fibers if fiber.process is process and not fiber.done]
 
     def stacks(self) -> str:
-        """Where everybody stands who waits for something."""
+        """Stacks of all waiting threads."""
         waiting = [fiber for fiber in self._fibers if not fiber.done and fiber.process.alive]
         return "\n".join(
             f"-- {fiber.process.name} {fiber.name}: waits for {fiber.waits_for}\n{fiber.stack()}" for fiber in waiting
@@ -211,7 +211,7 @@ class Scheduler:
             self.interrupted()
 
     def interrupted(self) -> None:
-        """What to do when `tick` says so."""
+        """React to a `tick` that returned True."""
         self._countdown = 1
         if not self._atomic and not self.ending:
             self._countdown = self._draw_countdown()
@@ -260,7 +260,8 @@ class Scheduler:
             self.wake(joiner)
 
     def _ticks(self) -> Iterator[Iterable[bool]]:
-        """Of `_countdown` calls of `tick` the last says yes. An iterator in C, because a run asks all the time."""
+        """Answers of `tick`: the last of `_countdown` calls is True. An iterator in C, because a run
+        asks all the time."""
         while True:
             yield itertools.repeat(False, self._countdown - 1)
             yield (True,)
@@ -281,7 +282,7 @@ class Scheduler:
             raise greenlet.GreenletExit
 
     def _next(self) -> Fiber | None:
-        """Who runs now; None if nobody ever will."""
+        """The thread that runs next; None if none ever will."""
         self.steps += 1
         self.time += _STEP_SECONDS
         if self.steps > self.step_limit:

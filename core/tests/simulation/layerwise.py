@@ -18,7 +18,7 @@ _GARBAGE = 0x3C3C
 
 
 class LayerVerbs:
-    """What a `Client` does layer by layer."""
+    """The layer-wise calls of a `Client`."""
 
     site: Any
     engine: Engine
@@ -60,7 +60,8 @@ class LayerVerbs:
         self._oracle.tell(close, f"{counts} of {len(keys) - skipped}")
 
     def _take_layers(self, loading: Loading, kv: torch.Tensor, skipped: int) -> list[int]:
-        """How many chunks each layer gave. What a mask lacks is computed at once, into the same KV."""
+        """Number of chunks that each layer delivered. Tokens that a mask lacks are computed at once,
+        into the same KV."""
         counts = [self.prompt.chunks - skipped]
         mine = torch.zeros(self.prompt.length, dtype=torch.bool)
         for layer in range(LAYERS):
@@ -117,7 +118,7 @@ class LayerVerbs:
             self._oracle.tell(op, "")
 
     def _give_layers(self, storing: Storing, real: torch.Tensor, kv: torch.Tensor) -> bool:
-        """Whether all were given: some forward passes are given up."""
+        """Give the layers; return whether all were given. Some forward passes are cancelled."""
         layers = list(range(LAYERS))
         self._rng.shuffle(layers)
         for layer in layers:
@@ -132,7 +133,7 @@ class LayerVerbs:
         return True
 
     def _think(self) -> None:
-        """What a layer takes to be computed: nothing, or longer than a deadline now and then."""
+        """Take the time of computing a layer: none, or longer than a deadline now and then."""
         roll = self._rng.random()
         if roll < 0.4:
             seconds = self._rng.expovariate(1000) if roll > 0.02 else 2 * self.site.allowance.deadline

@@ -19,7 +19,7 @@ from simulation.world import _registry
 
 DEADLINE_SECONDS = 10.0
 QUICK_SECONDS = 1e-3
-"""What a call of a healthy store takes."""
+"""Time of a call of a healthy store."""
 EARLY_SECONDS = 50 * QUICK_SECONDS
 SLOW_SECONDS = 0.5
 SLUGGISH_SECONDS = 2.0
@@ -36,13 +36,13 @@ class _Steady(random.Random):
 
 @dataclass(frozen=True)
 class Found:
-    """What a verb came to."""
+    """The result of a call."""
 
     seconds: float
-    """Of virtual time."""
+    """Virtual time."""
     tokens: int
     early: int
-    """How many tokens the caller's KV had after `EARLY_SECONDS`."""
+    """Number of tokens in the caller's KV after `EARLY_SECONDS`."""
     asked: frozenset[str]
     """The stores of which the verb has asked something."""
     charged: frozenset[str]
@@ -145,7 +145,7 @@ class Levels:
 
 
 def _right(kv: torch.Tensor, mask: torch.Tensor) -> int:
-    """How many tokens came; what came is right, and nothing else was written."""
+    """Number of tokens delivered. Checks that they are right, and that nothing else was written."""
     count = int(mask.sum())
     assert bool(mask[:count].all()) and torch.equal(kv[:, :, :count], PROMPT.kv(0, "")[:, :, :count])
     assert bool((kv[:, :, count:] == UNTOUCHED).all())

@@ -1,4 +1,4 @@
-"""What must always hold: the promises of the core, checked from the outside after each operation and at the end."""
+"""The invariants: the core's promises, checked from the outside after each operation and at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from simulation.fibers import Fiber, Process, Scheduler, Violation
 
 _STEP_SECONDS = 1e-4
 SLACK_SECONDS = 0.05
-"""What computing may add to a deadline."""
+"""Time that computing may add to a deadline."""
 _EXPECTED_REASONS = ("SimFault", "deadline", "BackendError", "CorruptBlobError", "UnreadableBlobError")
 
 
 OPERATOR_SECONDS = 60.0
-"""How long a store may take to delete what an operator wants deleted, whatever the deadline."""
+"""Time that a store may take to delete for an operator, whatever the deadline."""
 
 _AT_ONCE = ("prefetch", "load", "save", "unpin", "health", "cancel", "counters", "layer.store", "layer.close")
 _ONE_DEADLINE = (
@@ -35,7 +35,7 @@ _TASKS = ("result", "pin")
 
 @dataclass(frozen=True)
 class Allowance:
-    """How long a verb may take on one engine, in virtual seconds: the one place that says so.
+    """Time that a call may take on one engine, in virtual seconds: the only place that defines it.
 
     A verb of an engine returns one deadline, the longest of its tiers, after something arrived for it at the latest.
     Those for which more is inherent:
@@ -50,11 +50,11 @@ class Allowance:
     deadline: float
     """The longest of all tiers."""
     tiers: int
-    """How many stored ones there are."""
+    """Number of stored tiers."""
     prompt_seconds: float | None
     """Nothing is ever slow, full or wrong here, so nobody ever waits for a deadline: at most this."""
     queued: int = 0
-    """How many writes may wait in one tier."""
+    """Maximum number of writes that wait in one tier."""
 
     def seconds(self, verb: str, timeout: float | None) -> float:
         if timeout is not None:
@@ -91,12 +91,12 @@ class Op:
     began: float
     until: float
     seconds: float
-    """How long it may go on without news; nothing that happens makes a timeout longer."""
+    """Maximum time without news; no event makes a timeout longer."""
     timeout: float | None
     news: float
-    """When there last was any."""
+    """Time of the last news."""
     longest: float = 0.0
-    """How long it went without."""
+    """Longest time without news."""
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Oracle:
     _known: dict[str, set[str]] = field(default_factory=dict)
     _saves: list[tuple[Process, Any, list[str]]] = field(default_factory=list)
     _fresh: dict[str, float] = field(default_factory=dict)
-    """When a key was last stored by a client, at the latest."""
+    """Time at which a client last stored a key, at the latest."""
     gone: dict[str, float] = field(default_factory=dict)
     """Keys that were removed, and when; what is stored again is no longer here."""
 
@@ -191,7 +191,7 @@ class Oracle:
             op.until = now + op.seconds
 
     def tell(self, op: Op, outcome: str) -> None:
-        """What came of it: part of the digest, and of the trace."""
+        """Record the outcome, in the digest and the trace."""
         now = self.scheduler.time
         line = f"{op.began:.6f}-{now:.6f} {op.fiber.process.name}/{op.fiber.name} {op.verb} {op.about}: {outcome}"
         self._digest.update(line.encode())

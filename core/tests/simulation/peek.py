@@ -27,7 +27,7 @@ _POISON = 0xDB
 
 @dataclass(frozen=True)
 class Pace:
-    """How often the core looks after things by itself, in seconds. What is scarce in minutes would never be met."""
+    """Intervals of the core's own maintenance, in seconds. Intervals of minutes would never be met."""
 
     pause: float = breaker.FIRST_SECONDS
     round: float = maintenance.ROUND_SECONDS
@@ -91,7 +91,7 @@ def pool_of(engine: Index) -> Any:
 
 
 def held_chunks(engine: Index) -> list[Held]:
-    """What the memory tier holds."""
+    """The content of the memory tier."""
     return [
         Held(str(key), held.block.size, held.pinned, held.block._leases > 0)
         for key, held in engine._stack.memory._held.entries.items()
@@ -103,14 +103,14 @@ def stored_tiers(engine: Index) -> list[Any]:
 
 
 def listed_again(engine: Index) -> float:
-    """When every store that is listed again and again will have been: one that took long to list is left alone."""
+    """Time at which every store with repeated listings will have been listed: a slow one is left alone."""
     shared = [tier.maintenance for tier in stored_tiers(engine) if tier.backend.shared]
     times = [maintenance._list_at for maintenance in shared if maintenance.evicts]
     return max(times, default=0.0)
 
 
 def ledger_bytes(tier: Any) -> dict[str, int]:
-    """What the ledger believes each blob of the store to take, by key."""
+    """The ledger's size of each blob in the store, by key."""
     ledger = tier.ledger
     rows = ledger._rows
     return {str(key): rows.bytes[ledger._held.find(key)] for key in ledger.names()}

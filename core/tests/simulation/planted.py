@@ -132,7 +132,7 @@ def abandoned_memory_reused_at_once() -> Iterator[None]:
 
 
 def late_write_resurrects() -> AbstractContextManager[Any]:
-    """What was under way when its key was removed arrives and stays."""
+    """A write under way when its key was removed arrives and stays."""
     return patch.object(invalidation.Invalidations, "hit", lambda self, name, since: False)
 
 
@@ -165,7 +165,7 @@ def expired_is_served() -> AbstractContextManager[Any]:
 
 
 def removal_not_counted() -> AbstractContextManager[Any]:
-    """What was evicted for a salt's sake is deleted, and one of the two that delete forgets to say so."""
+    """A blob evicted for its salt's quota is deleted, and one of the two deleting paths does not report it."""
     return patch.object(ledger.Ledger, "forget", lambda self, keys: None)
 
 
@@ -189,7 +189,7 @@ def pinned_is_evicted() -> AbstractContextManager[Any]:
 
 
 def lease_forgotten() -> AbstractContextManager[Any]:
-    """Of two that wait for one read, the first to go takes no lease back."""
+    """The first of two readers that wait for one read gives no lease back."""
     real = inflight.InflightReads._share
 
     def share(
@@ -226,12 +226,12 @@ def layers_go_on_growing() -> AbstractContextManager[Any]:
 
 
 class Planted(NamedTuple):
-    """What is known of a planted bug."""
+    """A planted bug."""
 
     kinds: tuple[str, ...]
     """The kinds of violation that say what it is."""
     seed: int
-    """Where to look first: finding it takes a few seeds at most from there."""
+    """The seed to start from: a few seeds from there find it."""
 
 
 PLANTS: dict[Plant, Planted] = {

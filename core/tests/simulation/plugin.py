@@ -27,10 +27,10 @@ from simulation.store import Client
 
 
 class Host:
-    """What backends and connectors know of the world whose turn it is."""
+    """The part of the current world that backends and connectors see."""
 
     connect: Callable[[str], Client]
-    """How a backend finds its store."""
+    """Returns a backend's store."""
     pause: Callable[[], None]
     """Lets somebody else run in the middle of a copy."""
 

@@ -17,12 +17,12 @@ from simulation.fibers import EPOCH, Fiber, Process, Scheduler, Violation
 
 
 class SimFault(OSError):
-    """What a simulated store raises: so that the oracle can tell it from a mistake of the core."""
+    """An error of a simulated store, so that the oracle can tell it from a mistake of the core."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """How often a call goes wrong, each as a probability, and how long calls take."""
+    """Probabilities of failures, and durations of calls."""
 
     latency_seconds: float = 3e-4
     slow: float = 0.0
@@ -61,7 +61,7 @@ class Blob(NamedTuple):
 
     @property
     def space(self) -> int:
-        """What it takes up: whole pages, as in a file system."""
+        """Space of the blob in whole pages, as in a file system."""
         return -(-len(self.data) // 4096) * 4096
 
 
@@ -74,7 +74,7 @@ class _Put:
 
 @dataclass(eq=False)
 class SimStore:
-    """What one or several backends share."""
+    """A store that one or several backends share."""
 
     name: str
     scheduler: Scheduler
@@ -89,11 +89,11 @@ class SimStore:
     holders: dict[str, Process] = field(default_factory=dict)
     faulty: bool = True
     injected: int = 0
-    """How many faults there were."""
+    """Number of injected faults."""
     partial_listings: int = 0
     frozen: bool = False
     changes: int = 0
-    """How often a blob came or went."""
+    """Number of times that a blob was added or removed."""
     _waiting: list[Fiber] = field(default_factory=list)
     _puts: list[_Put] = field(default_factory=list)
 
@@ -135,7 +135,7 @@ class SimStore:
     # -- what backends do with it --------------------------------------------------------------------------------------
 
     def fault(self, *names: str) -> str:
-        """Which of these faults this call has; empty: none."""
+        """The fault that this call has, of the given ones; empty if none."""
         if not self.faulty:
             return ""
         roll = self.rng.random()

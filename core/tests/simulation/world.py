@@ -38,7 +38,7 @@ DEFAULT_OPS = 400
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The outcome of a run."""
 
     seed: str
     ops: int
@@ -48,13 +48,13 @@ class Outcome:
     verbs: dict[str, int]
     longest: dict[str, tuple[float, str]]
     seconds: float
-    """Of virtual time."""
+    """Virtual time."""
     violation: Violation | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed says that the world is like."""
+    """The world that a seed describes."""
 
     kind: str
     config: dict[str, Any]
@@ -73,7 +73,7 @@ class Plan:
     index: bool
     """A scheduler's process asks what there is."""
     ttl: float | None
-    """What no tier serves when it is older; None if one does."""
+    """Age after which no tier serves anything; None if one does."""
 
     @staticmethod
     def draw(rng: random.Random) -> Plan:
@@ -110,7 +110,7 @@ class Plan:
         )  # fmt: skip
 
     def block(self, name: str) -> dict[str, Any]:
-        """What the config says about a tier."""
+        """A tier's block in the configuration."""
         return next(block for block in self.config["tiers"] if block.get("name", block["type"]) == name)
 
 
@@ -394,7 +394,7 @@ def run_seed(seed: str | int, ops: int = DEFAULT_OPS, *, trace: Callable[[str], 
 
 @functools.cache
 def _prepare() -> None:
-    """What needs doing once in a process, so that runs are quick."""
+    """Prepare a process once, so that runs are quick."""
     torch.set_num_threads(1)
     World("warm-up", 60).run()  # imports whatever is imported late
     gc.collect()

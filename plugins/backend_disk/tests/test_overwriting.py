@@ -36,7 +36,7 @@ def place(backend: DiskBackend, key: str) -> Path:
 
 
 def direct(backend: DiskBackend) -> bool:
-    """Whether blobs go past the page cache here: else there is nothing to gain."""
+    """Return whether blobs bypass the page cache here; otherwise overwriting gains nothing."""
     return LEASES and backend._transfer.writes_directly([blob(0)])
 
 

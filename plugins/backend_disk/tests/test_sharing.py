@@ -1,4 +1,4 @@
-"""What several processes on one directory rely on: when a blob was last used, and rights that one of them has."""
+"""Needs of several processes on one directory: the last use of a blob, and rights that one of them has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no regular file at a blob's path: nobody waits for it, and it does not stay."""
+"""A special file at a blob's path: no call waits for it, and it is removed."""
 
 from __future__ import annotations
 

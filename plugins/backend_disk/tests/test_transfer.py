@@ -120,7 +120,7 @@ def test_touching_buffers_become_one() -> None:
 
 
 def cached(path: Path) -> bool:
-    """Whether the page cache holds the middle of the only blob."""
+    """Return whether the page cache holds the middle of the only blob."""
     (file,) = (path for path in path.rglob("*-*") if path.is_file())
     fd = os.open(file, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""What is longer than its reader takes is refused before a client reads it into memory."""
+"""A value longer than its reader accepts is refused before a client reads it into memory."""
 
 from __future__ import annotations
 

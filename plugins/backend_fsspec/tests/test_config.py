@@ -21,7 +21,7 @@ from kvloom_backend_fsspec.config import Config, Place, place_of
 
 
 def problem(**settings: Any) -> str:
-    """What is said of a tier with these settings."""
+    """The error for a tier with these settings."""
     config = EngineConfig.load({"tiers": ["memory", {"type": "fsspec", **settings}]})
     with pytest.raises(ConfigError) as caught:
         resolve(config, Registry.discover())

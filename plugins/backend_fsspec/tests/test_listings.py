@@ -175,7 +175,7 @@ def test_a_server_that_goes_away_ends_a_listing(backend: FsspecBackend, monkeypa
 
 
 class SftpServer:
-    """What paramiko's client says of a directory of which a part is somebody else's."""
+    """Answers of paramiko's client for a directory that partly belongs to another user."""
 
     def listdir_iter(self, path: str, read_aheads: int) -> Any:
         if path == "/srv/theirs":

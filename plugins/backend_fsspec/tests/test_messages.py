@@ -1,4 +1,4 @@
-"""What is said where settings cannot work."""
+"""Error messages for settings that cannot work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in the directories of an SFTP server: no FIFO is opened, and what cannot be read ends no listing."""
+"""Special files in the directories of an SFTP server: no FIFO is opened, and an unreadable place ends no listing."""
 
 from __future__ import annotations
 

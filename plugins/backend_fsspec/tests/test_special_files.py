@@ -1,4 +1,4 @@
-"""What lies in a local directory and is no file is not there, and nobody waits for it."""
+"""Special files in a local directory count as absent, and no call waits for them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Served:
     chunks: int = 0
     hits: int = 0
     incomplete: int = 0
-    """How many retrieves did not give everything."""
+    """Number of retrieves that did not return everything."""
 
 
 @pytest.fixture

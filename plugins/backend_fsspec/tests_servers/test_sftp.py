@@ -106,7 +106,7 @@ def test_a_server_that_does_not_answer_is_given_up(sshd: SshServer, here: Path, 
 
 
 def refused(tier: dict[str, Any]) -> str:
-    """What is said when an engine is opened."""
+    """The error when an engine is opened."""
     with pytest.raises(ConfigError) as caught:
         Engine.open({"connector": "plain", "tiers": ["memory", {"type": "fsspec", **tier}]}, SPEC).close()
     return str(caught.value)

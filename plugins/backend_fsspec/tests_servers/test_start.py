@@ -22,7 +22,7 @@ def bucket(rgw: CephRGW, new_bucket: Callable[..., str]) -> str:
 
 
 def refused(url: str, endpoint: str, *, options: dict[str, Any] | None = None, **settings: Any) -> str:
-    """What is said when an engine is opened."""
+    """The error when an engine is opened."""
     tier = {"type": "fsspec", "url": url, "options": {"endpoint": endpoint, **(options or {})}, **settings}
     with pytest.raises(ConfigError) as caught:
         Engine.open({"connector": "plain", "tiers": ["memory", tier]}, SPEC).close()

@@ -1,4 +1,4 @@
-"""What the numbers of Mooncake's client come to: none, an error of its own kind, or another attempt."""
+"""Results of the numbers of Mooncake's client: None, a specific error, or another attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said about settings, a client that is not installed, and a master that is not there; without any server."""
+"""Error messages for settings, a client that is not installed, and a missing master; without any server."""
 
 from __future__ import annotations
 

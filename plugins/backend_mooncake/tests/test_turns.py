@@ -1,4 +1,4 @@
-"""Of one client's calls, one at a time changes a key; others are not held up."""
+"""One call of a client at a time changes a key; calls for other keys do not wait."""
 
 from __future__ import annotations
 

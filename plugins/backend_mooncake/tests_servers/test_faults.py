@@ -58,7 +58,7 @@ class Served:
         self.engine.flush(GENEROUS_SECONDS)
 
     def read(self) -> int:
-        """How many chunks of all prompts came; fails if one byte is wrong, or a request does not come back."""
+        """Number of chunks of all prompts delivered; fails if one byte is wrong, or a request does not return."""
         hits = 0
         for tokens, kv in self.prompts:
             began = time.monotonic()

@@ -12,7 +12,7 @@ import pytest
 
 @dataclass
 class Fault:
-    """What happens to one reply, `at` so many bytes of it."""
+    """A fault in one reply, after `at` bytes of it."""
 
     kind: str = "none"
     at: int = 0

@@ -44,7 +44,7 @@ class Memory:
 
 
 def patiently(read: Callable[[], Any]) -> Any:
-    """What is read in the end: this machine may be slower than the timeout."""
+    """The result of `read`, repeated because this machine may be slower than the timeout."""
     for _ in range(50):
         try:
             return read()
@@ -70,7 +70,7 @@ def opened(scripted_server: Any) -> Iterator[tuple[Any, RedisBackend]]:
 
 
 def read(backend: RedisBackend, verb: str, keys: list[str]) -> dict[str, Any]:
-    """What came, by key."""
+    """Results by key."""
     if verb == "get_many":
         return dict(zip(keys, backend.get_many(keys), strict=True))
     if verb == "get":

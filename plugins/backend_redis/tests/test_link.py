@@ -42,7 +42,7 @@ def encoded(value: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """What is read where `value` was sent."""
+    """The value read for a sent `value`."""
     if isinstance(value, tuple):
         return value[1] if value[0] == "+" else f"refused: {value[1].decode()}"
     return [plain(one) for one in value] if isinstance(value, list) else value
@@ -235,7 +235,7 @@ def test_a_request_of_many_buffers_arrives_in_order() -> None:
 
 
 def test_a_request_that_is_taken_slowly_arrives_whole() -> None:
-    """What was sent when the time is over counts as progress, wherever in a buffer that was."""
+    """Bytes sent before the time is over count as progress, wherever in a buffer they were."""
     parts = [bytes([number]) * 700_001 for number in range(1, 9)]
     with linked(timeout=0.8) as (link, end):
         sender = threading.Thread(target=link.send, args=parts)

@@ -1,4 +1,4 @@
-"""What may be written in a configuration, what is said about the rest, and that no password is shown."""
+"""Settings: valid ones, the errors for others, and no password in any text."""
 
 from __future__ import annotations
 

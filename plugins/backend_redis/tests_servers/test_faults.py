@@ -56,10 +56,10 @@ class Store:
     proxy: TcpProxy
     engine: Engine
     lossy: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What the serializer makes of each prompt's KV."""
+    """Each prompt's KV after the lossy serializer."""
 
     def retrieve(self, number: int) -> tuple[int, int]:
-        """How many chunks were hits, of how many; fails if a byte of them, or of the others, is wrong."""
+        """Number of hits and of chunks; fails if a byte of the hits, or of the others, is wrong."""
         tokens, kv = PROMPTS[number]
         got = torch.zeros_like(kv)
         mask = self.engine.retrieve(tokens, kv=got)
@@ -170,7 +170,7 @@ def make_store(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Store
 
 
 def learn(store: Store) -> None:
-    """What the serializer makes of every prompt, in a store without faults."""
+    """Encode and decode every prompt, in a store without faults."""
     redis = {"type": "redis", "url": store.server.url, "prefix": "learn:", "serializer": SERIALIZERS["cachegen"]}
     config = {"chunk_tokens": CHUNK, "connector": "plain", "tiers": [redis]}
     for number, (tokens, kv) in enumerate(PROMPTS):
@@ -328,7 +328,7 @@ WITHOUT_ERRORS = (
     "the server evicts all the while",
     "the server has room for little",
 )
-"""What a cache must expect: no error of the tier comes of it, or need not."""
+"""Faults that cause no error of the tier, or need not."""
 PAUSES = (
     "killed, and back empty",
     "frozen",
@@ -336,7 +336,7 @@ PAUSES = (
     "requests are swallowed",
     "the password is another",
 )
-"""What goes on for so long that the tier must be left alone meanwhile."""
+"""Faults that last so long that the tier must be paused."""
 CASES = [(name, "raw") for name in FAULTS]
 CASES += [(name, serializer) for serializer in ("lossless", "cachegen") for name in OF_EACH_SERIALIZER]
 

@@ -19,7 +19,7 @@ SPEC = KVSpec(model="wide", num_layers=4, num_kv_heads=4, head_size=128, dtype="
 CHUNK, CHUNKS, PROMPTS = 32, 16, 6  # 4 MiB each
 DEADLINE_SECONDS = 1.0
 SLACK_SECONDS = 5.0
-"""What a busy machine may take on top of a deadline."""
+"""Time that a busy machine may add to a deadline."""
 HANGS_SECONDS = 60.0
 
 

@@ -1,4 +1,4 @@
-"""What lies in the server, and what else may lie there."""
+"""Values in the server, kvloom's and others'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit, what cannot work, and models that change or are used meanwhile."""
+"""Input that does not fit or cannot work, and models that change or are used meanwhile."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_pieces_are_as_long_as_asked_on_average() -> None:
 
 
 def test_every_process_and_version_cuts_alike() -> None:
-    """What is stored was cut by others: other cuts would find nothing of it."""
+    """Stored pieces were cut by other processes: other cuts would not find them."""
     assert cut(drawn(300)) == GOLDEN
     assert cut(drawn(300).to(torch.int32)) == GOLDEN
 

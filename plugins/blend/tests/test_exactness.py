@@ -1,4 +1,4 @@
-"""Where nothing is approximate, blending comes to what the model computes by itself."""
+"""Blending equals the model's own results where nothing is approximate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = joined(*TEXTS, text(9, 12))
 
 
 def computed(runner: Runner, prompt: torch.Tensor) -> torch.Tensor:
-    """What the model computes: `[2, layers, tokens, hidden]`."""
+    """The model's own KV: `[2, layers, tokens, hidden]`."""
     return kv_of(runner.prefill([prompt]).caches[0])
 
 

@@ -1,4 +1,4 @@
-"""What Ctrl-C leaves behind of a pass does nothing to the model: it computes what it did before, and is blended."""
+"""A pass interrupted by Ctrl-C leaves the model unchanged: it computes as before, and can be blended."""
 
 from __future__ import annotations
 

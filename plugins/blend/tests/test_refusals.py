@@ -1,4 +1,4 @@
-"""What does not make sense is refused in a line that names it."""
+"""Invalid settings are refused in a line that names them."""
 
 from __future__ import annotations
 

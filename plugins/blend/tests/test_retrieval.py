@@ -1,4 +1,4 @@
-"""What is found of a prompt, from which tier it comes, and what happens where it is lost on the way."""
+"""The parts of a prompt that are found, the tiers they come from, and losses on the way."""
 
 from __future__ import annotations
 

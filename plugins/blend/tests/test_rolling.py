@@ -30,7 +30,7 @@ def engine() -> Any:
 def test_runs_of_two_pieces_are_found_at_every_offset(
     engine: Any, offset: int, begin: int, length: int, seed: int
 ) -> None:
-    """Of a run of known text, wherever it was cut out and is put, at least half is found, and each token is its own."""
+    """At least half of a run of known text is found, wherever it was cut and placed, and each token gets its own KV."""
     known = text(seed, 100)
     runner = _runner()
     retriever = engine.blending.retriever

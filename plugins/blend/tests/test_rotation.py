@@ -43,7 +43,7 @@ def rows(tokens: int, hidden: int, *, dtype: torch.dtype, apart: int, seed: int)
 
 
 def computed(k: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """What a model makes of K without positions, float64: it rounds angles to float32, and what is exact from there."""
+    """A model's rotation of K without positions, float64: angles are rounded to float32, and the rest is exact."""
     turned, pairs = k.double().unflatten(-1, (-1, rotation.head_size)).clone(), rotation.pairs
     dims = torch.arange(2 * pairs).view(-1, 2) if rotation.interleaved else torch.arange(2 * pairs).view(2, -1).T
     first, second = (rotation.start + dims).unbind(1)
@@ -338,7 +338,7 @@ def same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_numbers_that_make_no_sense_are_refused(emulated: native.Kernels) -> None:
-    """By what checks nothing but numbers, whatever Python made sure of."""
+    """The library checks only numbers, whatever Python has verified before."""
     fits = {"tokens": 1, "count": 1, "dtype": 0, "heads": 1, "head_size": 16, "start": 0, "pairs": 8, "interleaved": 0}
     calls: list[Callable[[Any], int]] = [lambda call: emulated.library.kvr_cuda_rotate(ctypes.byref(call), 1, 1, None)]
     if library := native.processor():

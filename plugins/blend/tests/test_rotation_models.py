@@ -69,7 +69,7 @@ FOUND = {  # head size, pairs, first dim, interleaved; and layers without
     "deepseek_v3, halves": (48, 8, 32, False), "deepseek_v2": (48, 8, 32, True),
 }  # fmt: skip
 LIMITED = {"dynamic", "longrope"}
-"""Whose frequencies are those of sequences up to a length."""
+"""Types of rope whose frequencies hold for sequences up to a length."""
 
 
 @pytest.fixture(autouse=True)
@@ -236,7 +236,7 @@ def test_the_gate_notices_a_model_that_changes(dtype: torch.dtype) -> None:
 
 
 def test_the_gate_notices_code_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model's own code does with K counts, whatever its frequencies say."""
+    """A model's own code for K counts, whatever its frequencies are."""
     model, rotations = model_of("llama"), found("llama")
     module = T.models.llama.modeling_llama
     theirs = module.apply_rotary_pos_emb

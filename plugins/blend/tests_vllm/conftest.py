@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, executor: str, **blend: Any) -> dict[str, Any]:
-    """What `blended` and the connector both take; the tiers are in `folder`."""
+    """Settings that both `blended` and the connector take; the tiers are in `folder`."""
     return {
         "connector": "transformers", "chunk_tokens": 64,
         "tiers": [{"type": "memory", "capacity": "256MiB"}, {"type": "disk", "path": str(folder), "capacity": "1GiB"}],
@@ -65,9 +65,9 @@ class Run:
         self, *do: dict[str, Any], config: dict[str, Any] | None = None, kv: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None, env: dict[str, str] | None = None, fails: bool = False, **llm: Any,
     ) -> Any:  # fmt: skip
-        """What the actions `do` returned. config: of the engine that blends; without one, vLLM is by itself.
+        """Run the actions `do`; return their results. config: of the engine that blends; without one, vLLM runs alone.
 
-        fails: it should not start; what it printed.
+        fails: the start should fail; its output is returned.
         """
         self._count += 1
         transfer = None

@@ -70,7 +70,7 @@ class _Driver:
         self._twin.blend = noted
 
     def seen(self) -> Any:
-        """What was blended since the last call: exact and blended tokens, and the share of rows computed."""
+        """Blends since the last call: exact and blended tokens, and the share of rows computed."""
         seen, self._seen[:] = list(self._seen), []
         return seen
 
@@ -93,7 +93,7 @@ class _Driver:
             twin.stored = lambda prompt: time.sleep(1) or len(prompt.tokens)
 
     def abort_while_blending(self, prompt: list[int], salt: str) -> Any:
-        """Whether the request was waiting for its KV when it was aborted, and what is left of it."""
+        """Abort a request; return whether it was waiting for its KV, and its remains."""
         from vllm import SamplingParams
 
         blend = self._twin.blend

@@ -64,7 +64,7 @@ def answers(found: list[Any]) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def own(warm: Warm, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What vLLM says without a connector; asked once, however many processes test."""
+    """vLLM's answers without a connector; asked once, however many processes test."""
     folder = tmp_path_factory.getbasetemp().parent / "kvloom-blend-own"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:

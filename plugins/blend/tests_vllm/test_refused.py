@@ -1,4 +1,4 @@
-"""What cannot work is refused by name, from vLLM's own configuration, before anything runs."""
+"""Settings that cannot work are refused by name, from vLLM's own configuration, before anything runs."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def yaml(place: Path, text: str = "") -> str:
 
 
 def created(sglang: types.ModuleType, place: Path, pool: Any = None, *, file: str = "", **changes: Any) -> Any:
-    """As `HiCacheController.attach_storage_backend` does it."""
+    """A storage made in the way of `HiCacheController.attach_storage_backend`."""
     extra = {
         "backend_name": "kvloom", "module_path": "kvloom_connector_sglang.hicache", "class_name": "KVLoomHiCache",
         "interface_v1": 1, "config": file or yaml(place), **changes.pop("extra", {}),

@@ -1,4 +1,4 @@
-"""What decides K and V decides the fingerprint, and nothing else does."""
+"""Everything that decides K and V changes the fingerprint, and nothing else does."""
 
 from __future__ import annotations
 

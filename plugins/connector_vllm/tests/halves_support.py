@@ -64,7 +64,7 @@ class Pretended:
         self.scheduler.close()
 
     def page(self, request: FakeRequest, block: int, layer: int, rank: int) -> torch.Tensor:
-        """What a page of a request's KV is, in float32 so that every bit counts."""
+        """The content of a page of a request's KV, in float32 so that every bit counts."""
         seed = hash((tuple(request.tokens[: (block + 1) * BLOCK]), request.cache_salt, layer, rank))
         return torch.randn(self.elements, generator=torch.Generator().manual_seed(seed & 0xFFFFFFFF))
 

@@ -106,7 +106,7 @@ TOKENS = st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=5)
 
 
 def fits(there: list[tuple[int, bool]], asked: list[tuple[int, bool]]) -> int:
-    """How many tokens of KV both have, told token by token."""
+    """Number of tokens of KV that both have, counted token by token."""
     both = 0
     for place in range(max(len(there), len(asked))):
         mine, theirs = there[place : place + 1], asked[place : place + 1]

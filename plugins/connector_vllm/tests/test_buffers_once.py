@@ -51,7 +51,7 @@ def test_each_entry_goes_to_one_of_many_threads(tmp_path: Path) -> None:
 
 
 def test_a_claim_from_an_old_listing_is_worth_nothing() -> None:
-    """Who has listed an entry before another took it finds that it is gone."""
+    """A reader that listed an entry before another one took it finds that it is gone."""
     backend = CreatingDict(kvloom.Config())
     slow, quick = lookup(backend), lookup(backend)
     put_in(slow, [1], mark=1)

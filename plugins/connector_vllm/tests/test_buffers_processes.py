@@ -115,7 +115,7 @@ class Child:
         return int(self._pipe.recv())
 
     def rest(self) -> list[int]:
-        """What else it has taken, until it ended."""
+        """The other entries that it took until it ended."""
         found = []
         with contextlib.suppress(EOFError, ConnectionResetError):
             while True:

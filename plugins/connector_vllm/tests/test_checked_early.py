@@ -13,7 +13,7 @@ from kvloom_connector_vllm.configured import Settings
 
 
 class KVLoomConnector:
-    """As the real one, which needs vLLM."""
+    """Takes the place of the real one, which needs vLLM."""
 
     @classmethod
     def check_settings(cls, extra: Any) -> None:

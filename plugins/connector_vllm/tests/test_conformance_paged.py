@@ -59,7 +59,7 @@ class TestBlocks(ConnectorConformance):
 
 
 def latent(spec: KVSpec, num_tokens: int) -> SlotsMemory:
-    """As MLA has it, `[blocks, tokens, content]`."""
+    """Memory in the form of MLA, `[blocks, tokens, content]`."""
     blocks = 2 * -(-num_tokens // BLOCK_TOKENS)
     layers = torch.zeros(spec.num_layers, blocks, BLOCK_TOKENS, spec.head_size, dtype=spec.torch_dtype)
     return SlotsMemory(list(layers), [[layer.unsqueeze(2) for layer in layers]], num_tokens)

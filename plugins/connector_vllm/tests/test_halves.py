@@ -208,7 +208,7 @@ def test_an_engine_whose_requests_all_wait_does_not_spin(
 def test_the_longer_a_request_waits_the_less_often_tiers_are_asked(
     pretended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hundred long prompts that wait, each question is work in every step of the engine."""
+    """With a hundred long prompts that wait, each question costs time in every step of the engine."""
     one, now, request = pretended(tiers=[disk(tmp_path)]), [100.0], FakeRequest("a", PROMPT[:])
     monkeypatch.setattr("kvloom_connector_vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
     while one.scheduler.matched(request, NOBODY, 0, patience=8) is None:

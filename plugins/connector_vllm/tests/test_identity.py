@@ -1,4 +1,4 @@
-"""Whose KV it is: what must not be shared differs, what is not kept is refused by name, settings are checked."""
+"""The identity of KV: different KV gets different keys, unsupported KV is refused by name, settings are checked."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_chunk_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_engines_share_kv_whichever_connector_they_have() -> None:
-    """What is stored from pairs is retrieved into pages: one fingerprint, one form of chunks."""
+    """KV stored from pairs is retrieved into pages: one fingerprint, one form of chunks."""
     spec, tokens = KVSpec("m", 2, 2, 8, "float32"), torch.arange(32)
     config = {"connector": "nested_tuple", "chunk_tokens": 16, "tiers": ["memory"]}
     pairs = torch.rand(2, 2, 32, 2, 8)

@@ -18,7 +18,7 @@ BYTE_SPEC = replace(SPEC, dtype="uint8")
 
 
 def sizes(spec: KVSpec) -> list[int]:
-    """Of a piece, in each rank."""
+    """Sizes of a piece in each rank."""
     return [spec.num_layers * spec.head_size * part for part in (3, 5)]
 
 

@@ -1,4 +1,5 @@
-"""Whose KV vLLM's offloading moves: what must not be shared differs, and what is not covered is refused by name."""
+"""The identity of offloaded KV: different KV gets different keys, and settings that keys do not cover are refused by
+name."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ from kvloom_connector_vllm.staging import Staging
 
 SPEC = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype="uint8")
 BYTES = (96, 64)
-"""Of a piece, in each rank."""
+"""Sizes of a piece in each rank."""
 BLOCKS = 64
 KEYS = [b"%032d" % number for number in range(200)]
 
 
 def content(key: bytes, rank: int) -> torch.Tensor:
-    """What a block under this key holds."""
+    """The content of a block under this key."""
     data = hashlib.sha256(b"%d" % rank + key).digest() * 4
     return torch.frombuffer(bytearray(data[: BYTES[rank]]), dtype=torch.uint8)
 
@@ -73,7 +73,7 @@ class Pretended:
         return accepted
 
     def look(self, keys: Sequence[bytes], request: str = "r") -> list[Found]:
-        """As a scheduler does, step by step, until it is known of all of them."""
+        """Look up step by step, like a scheduler, until all answers are known."""
         until = time.monotonic() + 20
         while True:
             found = [self.store.lookup(key, request) for key in keys]

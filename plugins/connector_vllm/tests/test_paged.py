@@ -103,7 +103,7 @@ def all_bits(pages: Pages) -> bytes:
 
 
 def by_loop(pages: Pages, slots: list[int], chunk: torch.Tensor, to_pages: bool) -> None:
-    """What is meant, token by token."""
+    """The reference, token by token."""
     for p, layer in itertools.product(range(chunk.shape[0]), range(chunk.shape[1])):
         view = pages.planes[p][layer]
         blocks, size, heads, content = view.shape

@@ -150,7 +150,7 @@ def test_chunks_that_the_device_cannot_reach_are_staged(found: Kernels, monkeypa
 
 
 def test_nothing_is_under_way_when_a_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who called takes the chunks back. With a stream that only says what is asked of it."""
+    """The caller takes the chunks back after an error. The stream only records the calls."""
     asked: list[Any] = []
     stream = SimpleNamespace(wait_stream=asked.append, synchronize=lambda: asked.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "stream", lambda one: contextlib.nullcontext())

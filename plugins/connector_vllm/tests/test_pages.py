@@ -43,7 +43,7 @@ class PagedMemory(EngineMemory):
 
 
 def geometry(spec: KVSpec) -> Geometry:
-    """Of memory as this module makes it."""
+    """The geometry of memory as this module makes it."""
     elements = BLOCK_TOKENS * spec.kv_planes * spec.hidden_dim
     return Geometry(layers=spec.num_layers, block_tokens=BLOCK_TOKENS, page_elements=elements)
 

@@ -1,4 +1,4 @@
-"""What the tests without vLLM share: requests, an engine's block manager and its memory, and configurations."""
+"""Support for the tests without vLLM: requests, an engine's block manager and its memory, and configurations."""
 
 from __future__ import annotations
 

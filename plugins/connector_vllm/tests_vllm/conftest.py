@@ -57,7 +57,8 @@ class Run:
         env: dict[str, str] | None = None, timeout: float = 400, fails: bool = False, fresh: bool = False,
         config: dict[str, Any] | None = None, extra: dict[str, Any] | None = None, **llm: Any,
     ) -> Any:  # fmt: skip
-        """What the actions `do` returned. fails: it should not start; what it printed. fresh: in a new interpreter."""
+        """Run the actions `do`; return their results. fails: the start should fail; its output is returned. fresh: in a
+        new interpreter."""
         self._count += 1
         folder, count = self._folder, self._count
         transfer = None

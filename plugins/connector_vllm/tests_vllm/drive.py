@@ -88,7 +88,7 @@ class _Driver:
         return None
 
     def abort_while_loading(self, prompt: list[int]) -> Any:
-        """Whether the request was waiting for its KV when it was aborted."""
+        """Abort a request; return whether it was waiting for its KV."""
         from vllm import SamplingParams
 
         self._engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4))

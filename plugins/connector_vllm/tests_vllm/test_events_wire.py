@@ -69,7 +69,7 @@ def their_publisher(endpoint: str, replay: str) -> tuple[Callable[[Any], None], 
 
 
 def frames_of(publish: Callable[[int], None], endpoint: str, replay: str) -> Iterator[list[bytes]]:
-    """What a subscriber gets of the events 0 to 4, told live and told again; numbers, not times."""
+    """A subscriber's frames for the events 0 to 4, live and replayed; with numbers in place of times."""
     with zmq.Context() as context:
         sub, asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         try:

@@ -14,7 +14,7 @@ from conftest import BLOCK, Run, disk, memory, tokens
 SHARED = tokens(1, 700)
 PROMPTS = [tokens(2, 300), SHARED, SHARED[:512] + tokens(3, 100), SHARED[:640] + tokens(4, 3)]
 FOUND = [256, 640, 512, 640]
-"""How many tokens of each prompt are in whole blocks that one of them had before, once all have been seen."""
+"""Number of tokens of each prompt in whole blocks that an earlier prompt had."""
 
 
 def same(found: list[Any], expected: list[Any]) -> None:

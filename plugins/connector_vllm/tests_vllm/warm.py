@@ -39,7 +39,7 @@ PLAIN = {
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
-"""Of every process of vLLM here. Without torch.compile: it would compile the sampler, in each process anew."""
+"""Settings of every vLLM process here. Without torch.compile, which would compile the sampler in each process anew."""
 
 
 def environment(search: Sequence[Path] = (), **more: str) -> dict[str, str]:
@@ -60,7 +60,7 @@ class Warm:
         return int(self._ask({"arguments": list(map(str, arguments)), "env": dict(env), "log": str(log)}))
 
     def wait(self, process: int, timeout: float) -> int:
-        """What it ended with; TimeoutExpired, with it and its children killed, if it did not."""
+        """The exit status; TimeoutExpired if it did not end, with it and its children killed."""
         handle = os.pidfd_open(process)
         try:
             if not select.select([handle], [], [], timeout)[0]:

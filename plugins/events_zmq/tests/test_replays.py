@@ -1,4 +1,4 @@
-"""What waits for a subscriber that asks for batches again has a bound, and none of it is lost while it is slow."""
+"""Replays waiting for a subscriber are bounded, and none is lost while it is slow."""
 
 from __future__ import annotations
 

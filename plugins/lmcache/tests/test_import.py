@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def brought(**fields: Any) -> tuple[dict[str, Any], dict[str, tuple[str, str]], bool]:
-    """What comes out, the outcome and text of each field, and whether nothing was left behind."""
+    """The imported configuration, the result and text of each field, and whether every field has a counterpart."""
     done = import_config(fields)
     EngineConfig.load(done.config)  # it is a configuration
     return done.config, {row.field: (row.outcome, row.text) for row in done.rows}, done.complete

@@ -81,7 +81,7 @@ def prompt() -> torch.Tensor:
 
 
 def ask(model: Any, config: Path, prompt: torch.Tensor, times: int = 1) -> list[Any]:
-    """What was reused, each time, by one process's engine."""
+    """The tokens reused, each time, by one process's engine."""
     from kvloom_connector_transformers import cached
 
     reports = []
@@ -184,7 +184,7 @@ def test_a_pool_of_peers_is_told_where_its_master_is() -> None:
     ],
 )  # fmt: skip
 def test_which_serializers_take_vllms_pages_as_they_are(serializer: Any, taken: bool, tmp_path: Path) -> None:
-    """As docs/use/vllm.md says of the connector `vllm`, and as the importer chooses `vllm_blob` by."""
+    """As docs/use/vllm.md describes the connector `vllm`, and as the importer chooses `vllm_blob`."""
     pytest.importorskip("kvloom_connector_vllm")
     pytest.importorskip("kvloom_serde_cachegen")
     geometry = {"layers": 2, "block_tokens": 16, "page_elements": 64}

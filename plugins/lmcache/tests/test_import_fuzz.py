@@ -85,7 +85,7 @@ ANY = st.builds(merged, FIELDS, st.none() | EXTRA, LIKELY)
 
 
 def attempt(work: Callable[[], Imported]) -> tuple[Imported | None, str]:
-    """What came of it, or the first line that it raised. Anything else that is raised fails the test."""
+    """The result, or the first line of a ConfigError. Any other error fails the test."""
     try:
         return work(), ""
     except ConfigError as error:

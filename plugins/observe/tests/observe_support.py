@@ -62,12 +62,12 @@ def settled(engine: Engine) -> None:
 
 
 def path_of(engine: Engine) -> Path:
-    """Where its live view is."""
+    """The socket of the engine's live view."""
     (observer,) = [one for one in engine._events._observers if one.type == "live"]
     return Path(observer.path)
 
 
 def port_of(engine: Engine) -> int:
-    """Where its metrics are."""
+    """The port of the engine's metrics."""
     (observer,) = [one for one in engine._events._observers if one.type == "prometheus"]
     return int(observer.port)

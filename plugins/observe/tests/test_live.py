@@ -114,7 +114,7 @@ def test_what_a_dead_process_left_is_cleared_away(runtime: Path) -> None:
 
 
 def test_an_engine_that_does_not_answer_keeps_its_socket(runtime: Path) -> None:
-    """As under SIGSTOP: nobody accepts, until the queue is full."""
+    """Like a process under SIGSTOP: nothing accepts, until the queue is full."""
     bound = sockets.bind_default("stopped")
     with contextlib.ExitStack() as stack:
         while True:

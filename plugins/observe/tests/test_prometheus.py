@@ -1,4 +1,4 @@
-"""What a scrape gives is what happened; addresses, engines side by side, forks."""
+"""Scrapes match the events; addresses, engines side by side, forks."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ EXPOSED = {
 
 
 def unknown(expression: str) -> list[str]:
-    """What a query asks for that is not exposed."""
+    """The metrics and labels in a query that are not exposed."""
     wrong = []
     for name, labels in names_and_labels(expression):
         if name not in EXPOSED:

@@ -31,7 +31,7 @@ QUIET = {
     "blended_tokens", "dropped_chunks", "tier_errors", "corrupt_chunks", "tier_pauses", "lost_events",
     "observer_errors",
 }  # fmt: skip
-"""What there is nothing of while an engine is well: a counter begins with the first."""
+"""Metrics without samples while an engine is well: a counter appears with its first event."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -112,7 +112,7 @@ def work(engine: Engine, turn: int) -> None:
 
 
 def queries() -> list[tuple[str, str]]:
-    """Of the dashboard: panels' titles, and what they ask."""
+    """Queries of the dashboard, with their panels' titles."""
     board = json.loads(BOARD.read_text())
     panels = [panel for row in board["panels"] for panel in (row, *row.get("panels", []))]
     return [(panel["title"], target["expr"]) for panel in panels for target in panel.get("targets", [])]

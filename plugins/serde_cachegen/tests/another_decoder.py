@@ -30,9 +30,9 @@ class Decoded:
     """uint32, where the original bits came back."""
     exact: np.ndarray
     steps: np.ndarray
-    """Of the quantiser; nan where there is none."""
+    """Steps of the quantiser; nan where there is none."""
     transformed: np.ndarray
-    """Where values are sums of components."""
+    """Mask of the values that are sums of components."""
 
 
 class Lanes:
@@ -231,7 +231,7 @@ def _tile(
 def _transformed(
     tiles: list[tuple[int, bytes]], profile: Profile, plane: int, start: int, used: int, code: int, band: int, rows: int
 ) -> np.ndarray:
-    """Of the only layer."""
+    """Decode the only layer's components."""
     assert profile.transform is not None
     q = np.zeros((rows, used), np.int64)
     for number, (kind, tile) in enumerate(tiles):

@@ -57,7 +57,7 @@ def profile_like(
     sigma: float = 1.0,
     seed: int = 0,
 ) -> Profile:
-    """Of random directions, as many as there may be of KV like `kv`, `[planes, layers, tokens, hidden]`."""
+    """A profile with random directions, as many as KV like `kv`, `[planes, layers, tokens, hidden]`, may have."""
     planes, layers, _, hidden = kv.shape
     generator = torch.Generator().manual_seed(seed)
     rank = hidden // RANK_UNIT * RANK_UNIT or hidden

@@ -113,7 +113,7 @@ def windows_of(count: int, tokens: int) -> torch.Tensor:
 
 
 def test_scales_that_k_and_q_share_out_differently_change_nothing() -> None:
-    """Of one model there are many with the same predictions: K times something, q divided by it."""
+    """Many models have the same predictions: K times a factor, and q divided by it."""
     model, windows = model_of("llama", initializer_range=0.2), windows_of(2, 60)
     one, _ = calibrated(model, windows, name="it", klt=True)
     factors = 2.0 ** torch.randint(-1, 2, (8,), generator=torch.Generator().manual_seed(2)).repeat(2)

@@ -103,7 +103,7 @@ def test_random_bytes_are_refused(noise: bytes) -> None:
 
 
 def resealed(blob: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """As somebody makes it who knows the format: another description, and all checksums right."""
+    """A blob forged with knowledge of the format: another description, with valid checksums."""
     header, payload = envelope.unseal(blob, key="")
     fields = {name: getattr(header.description, name) for name in envelope.Description.__slots__}
     change(fields)
@@ -159,7 +159,7 @@ def test_kv_that_no_stream_can_be_of_is_not_encoded() -> None:
 
 
 def test_absurd_lengths_are_refused() -> None:
-    """Of the description, of buffers, of all of them, in a header whose checksum is right."""
+    """Lengths of the description, of buffers, and of all of them, in a header with a valid checksum."""
     blob = to_bytes(kv_of((2, 2, 20, 32), torch.bfloat16, 6))
     table = 112 + struct.unpack_from("<I", blob, 16)[0]
     for place, form in ((12, "<I"), (16, "<I"), (20, "<I"), (24, "<Q"), (table, "<Q"), (table + 24, "<Q")):

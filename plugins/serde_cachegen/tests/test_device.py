@@ -154,7 +154,7 @@ OPAQUE = [
 
 @pytest.mark.parametrize("dtype", OPAQUE, ids=str)
 def test_runs_of_many_elements_of_any_type(codec: ctypes.CDLL, on: str, dtype: torch.dtype) -> None:
-    """As pages are cut: streams of one token. Tiles of coded elements, of equal ones, of noise, and what is left."""
+    """Streams of one token, as pages are cut: tiles of coded elements, of equal ones, of noise, and the rest."""
     elements = 3 * 32768 // max(1, dtype.itemsize // 4) + 1001
     generator = torch.Generator().manual_seed(int(dtype.itemsize))
     kv = torch.randn((2, 1, 1, elements), generator=generator).mul(3).to(dtype)
@@ -184,12 +184,12 @@ def test_what_coding_does_not_make_smaller_is_raw(codec: ctypes.CDLL, on: str, e
 
 
 def kind_of(stream: bytes) -> int:
-    """How its first tile is kept."""
+    """The kind of its first tile."""
     return stream[32 + int.from_bytes(stream[24:28], "little") + 3] >> 5
 
 
 def problem_of(decode: Callable[[], None]) -> str:
-    """What is wrong; of several things in a stream, each may come first."""
+    """The error; if a stream has several, each may come first."""
     try:
         decode()
     except CorruptBlobError as error:

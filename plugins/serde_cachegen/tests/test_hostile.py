@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path, timeout: float = 1800) -> str:
-    """What it printed. Fails with the end of that if it did not end well."""
+    """The output of a command. Fails with the end of it if the command fails."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=ENVIRONMENT,
         timeout=timeout, check=False,

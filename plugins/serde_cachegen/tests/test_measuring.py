@@ -1,4 +1,4 @@
-"""What is measured of a codec: nothing where nothing is lost, much where all is, and every byte that is kept."""
+"""Measurements of a codec: none where nothing is lost, much where all is, and every stored byte counts."""
 
 from __future__ import annotations
 

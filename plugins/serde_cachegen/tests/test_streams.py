@@ -125,7 +125,7 @@ GOLDEN = {
 
 
 def golden_profile() -> Profile:
-    """Of whole numbers, so that no library's rounding is in it; `klt` has none without rotations of its own."""
+    """A profile of whole numbers and given rotations, so that no library's rounding affects it."""
     numbers = torch.arange(96 * 96).view(96, 96)
     turn = torch.tensor([0.6, 0.8]).expand(24, 24, 2)
     components = ((numbers * 7919 % 1009) % 255 - 127).to(torch.int8)
@@ -138,7 +138,7 @@ def golden_profile() -> Profile:
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_bytes_are_those_of_version_1(mode: Mode) -> None:
-    """What was stored is read for ever, and what is equal is stored alike: who changes this makes another version."""
+    """Stored streams must stay readable for ever, and equal KV is stored alike: a change here needs a new version."""
     numbers = torch.arange(2 * 1 * 70 * 96).view(2, 1, 70, 96)
     kv = ((numbers * 7919 % 1009 + numbers * 104_729 % 907 - 958) * (numbers % 96 + 5) / 16384).to(torch.bfloat16)
     how = settings_for(mode, kv)
@@ -179,7 +179,7 @@ def test_layers_may_be_views_of_a_larger_tensor() -> None:
 
 
 def outcome(blob: bytes, kv: torch.Tensor, how: Settings) -> bytes | None:
-    """What it decodes to, None if it is refused. All processors agree about it, and write nothing beside."""
+    """The decoded bytes, None if it is refused. All processors agree, and write nothing beside."""
     said = set()
     for which in SETS:
         room = torch.full((kv.nbytes + 128,), 0x5A, dtype=torch.uint8)
@@ -209,7 +209,8 @@ def test_what_is_cut_short_is_refused(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_flipped_bits_do_no_harm(mode: Mode, dtype: torch.dtype) -> None:
-    """Of rANS words nearly all are noticed; the rest, and raw bits, are for the checksum of who keeps the stream."""
+    """Nearly all flips in rANS words are detected; the rest, and raw bits, are left to the checksum of
+    the container."""
     kv = kv_of((2, 1, 20, 40), dtype, 4, odd=mode is not Mode.KLT)
     how = settings_for(mode, kv)
     (stream,) = streams.encode(kv, how, start=5)

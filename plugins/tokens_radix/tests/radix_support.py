@@ -1,4 +1,4 @@
-"""What the tests of the radix token database share: instances, sequences that branch, and a model of the tree."""
+"""Support for the tests of the radix token database: instances, branching sequences, and a model of the tree."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Model:
         return chain
 
     def _wanted(self, end: int, shared: int, tokens: tuple[int, ...]) -> bool:
-        """Whether it is the last place before a branch, or before the end, where a segment can end."""
+        """Return whether it is the last place before a branch, or before the end, where a segment can end."""
         step, least, align = self.rules
         return any(
             end <= stop and end == min(stop, (stop // step + 1) * step - least) // align * align

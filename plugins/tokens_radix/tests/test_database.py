@@ -66,7 +66,7 @@ def test_keys_are_these() -> None:
 
 @pytest.mark.slow
 def test_keys_are_these_whatever_the_hash_seed() -> None:
-    """That of each run is another one, but for where it is set."""
+    """The hash seed differs in each run, unless it is set."""
     keys = [str(each.key) for each in radix(chunk_tokens=32).segments(torch.arange(50), salt="s")]
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -197,7 +197,7 @@ def kv_of(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def served(engine: Engine, tokens: torch.Tensor) -> int:
-    """What a server does: take what is there, compute the rest, keep it."""
+    """Serve like a server: take stored KV, compute the rest, store it."""
     kv = torch.zeros(2, 1, len(tokens), 2)
     mask = engine.retrieve(tokens, kv=kv)
     hit = int(mask.count_nonzero())
@@ -232,7 +232,7 @@ def test_a_conversation_hits_all_of_its_last_turn(engine: Engine) -> None:
 
 
 def leading(one: list[int], other: list[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Number of common leading tokens of two sequences."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -1,4 +1,4 @@
-"""What is learnt survives a restart, and whatever happens to the journal never does more harm than losing hits."""
+"""Learnt sequences survive a restart, and a damaged journal never does more harm than losing hits."""
 
 from __future__ import annotations
 

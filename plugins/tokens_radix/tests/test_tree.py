@@ -21,7 +21,7 @@ RULES = st.sampled_from(
 )
 
 FILES = [str(Path(kvloom_tokens_radix.__file__).parent / "*.py"), radix_support.__file__]
-"""Where what a tree keeps is allocated; other threads of the process allocate too."""
+"""Files that allocate a tree's content; other threads of the process allocate too."""
 
 
 @st.composite

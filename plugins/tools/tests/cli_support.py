@@ -1,4 +1,4 @@
-"""What the tests of the command share: running it, and disk stores that an engine has filled."""
+"""Support for the command's tests: running it, and disk stores that an engine has filled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNK = 4
 
 
 class Done(NamedTuple):
-    """What a run of the command left behind."""
+    """The result of a run of the command."""
 
     status: int
     out: str

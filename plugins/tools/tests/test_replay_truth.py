@@ -22,7 +22,7 @@ from kvloom_tools.replay import Line, Replay, plan_tiers
 
 BIG = KVSpec(model="tiny", num_layers=2, num_kv_heads=8, head_size=128, dtype="float32")
 BIG_CHUNK = 256
-"""Of 4 MiB: from there on the pool keeps chunks and blobs in pieces of one length."""
+"""A chunk of 4 MiB: from there on the pool keeps chunks and blobs in pieces of one length."""
 PAGES = {"type": "dict", "deadline": "20s"}
 
 

@@ -21,7 +21,8 @@ from kvloom_tools.replay import Trace
 from kvloom_tools.verbs import trace as trace_verb
 
 BIG = KVSpec(model="tiny", num_layers=2, num_kv_heads=8, head_size=128, dtype="float32")
-"""Whose chunks of 256 tokens have 4 MiB: from there on the pool keeps chunks and blobs in pieces of one length."""
+"""A spec whose chunks of 256 tokens have 4 MiB: from there on the pool keeps chunks and blobs in
+pieces of one length."""
 
 
 def config(path: Path, *tiers: dict[str, Any], chunk: int = CHUNK, **more: Any) -> Path:

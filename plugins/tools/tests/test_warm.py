@@ -21,7 +21,7 @@ from kvloom import ConfigError, Engine, KVSpec, envelope
 from kvloom_tools.warming import read_prompts
 
 BLOB_BYTES = 8192
-"""What one blob takes up on the disk: a header and less than a page of KV."""
+"""Space of one blob on the disk: a header and less than a page of KV."""
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from kvloom import Engine, KVSpec
 from kvloom.tiers.index.eviction_history import RECORD
 
 BLOB_BYTES = 8192
-"""Of one chunk: a page of header and a page of payload."""
+"""Size of one chunk's blob: a page of header and a page of payload."""
 
 
 def config(folder: Path, *, name: str = "kv.yaml", **tier: Any) -> Path:
@@ -35,7 +35,7 @@ def config(folder: Path, *, name: str = "kv.yaml", **tier: Any) -> Path:
 
 
 def ask(path: Path, tokens: list[int], *options: object, spec: KVSpec | None = SPEC) -> Any:
-    """What `kvloom why --json` says."""
+    """The output of `kvloom why --json`."""
     prompt = path.with_name("tokens.json")
     prompt.write_text(json.dumps(tokens))
     arguments = ["why", path, "--tokens", prompt, "--json", *options]

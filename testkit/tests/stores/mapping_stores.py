@@ -11,7 +11,7 @@ from stores.at_path import AtPath
 
 
 class Mapping(StorageBackend):
-    """What they have in common."""
+    """The common part of the stores."""
 
     type = "mapping"
     persistent = True

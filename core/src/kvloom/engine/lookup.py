@@ -225,7 +225,7 @@ class Index:
         return self._runtime.uninterrupted(partial(self._stack.locate, keys, search_range), leave=True)
 
     def _callers(self) -> Callers:
-        """What the observers want to remember about this thread, on which a request begins."""
+        """The values that the observers remember about this thread, on which a request begins."""
         return self._events.callers() if self._events.sees_requests else ()
 
     def _record(

@@ -40,7 +40,7 @@ _KEY_BYTES = 256
 
 
 Callers = Sequence[tuple[Observer, object]]
-"""What each observer that sees requests returned when one began."""
+"""The values that observers with `sees_requests` returned when a request began."""
 
 
 Blamed = Callable[[], AbstractContextManager[None]]

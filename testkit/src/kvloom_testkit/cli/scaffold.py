@@ -180,7 +180,7 @@ from kvloom_testkit import SPEC, $conformance
 $imports
 
 class Test$cls($conformance):
-    """Tests of your own go here too, or beside it."""
+    """Add your own tests here or in other files."""
 
     @pytest.fixture
     def make(self$argument):  # with settings that suit a test
