@@ -155,6 +155,9 @@ def test_config_check(run: Run, config: Path) -> None:
         f"{config}: ok: plain, chunked of 4 tokens, memory (1MiB) > warm (64KiB) > cold (no limit)",
         "paths and servers were not tried",
     ]
+    said = json.loads(run("config", "check", config, "--json"))
+    assert said["tiers"][1:] == [{"name": "warm", "capacity": 64 << 10}, {"name": "cold", "capacity": None}]
+    assert (said["connector"], said["chunk_tokens"]) == ("plain", CHUNK)
 
 
 def test_config_check_says_what_is_wrong_on_stderr_with_status_2(run: Run, config: Path) -> None:
@@ -184,6 +187,7 @@ def test_config_show_is_the_whole_configuration_and_can_be_read_back(
         "label": "one",
         "secret": "",
     }
+    assert json.loads(run("config", "show", config, "--json")) == tree
     monkeypatch.delenv("KVLOOM_TIERS__1__DEADLINE")
     config.write_text(shown)
     assert run("config", "show", config) == shown

@@ -332,11 +332,11 @@ def test_a_name_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (Given(), r"--model: give a model, or all of --layers, --kv-heads and --head-size"),
-        (Given(layers=2, head_size=4), r"--model: give a model, or all of"),
-        (Given("no/such-model"), r"--model: 'no/such-model' is no file and no directory, and not in the hub's cache"),
-        (Given("???"), r"--model: '\?\?\?' is no file"),
-        (Given(layers=1, kv_heads=1, head_size=1, dtype="int3"), r"--model: KVSpec.dtype must be one of"),
+        (Given(), r"--spec: give a spec, or all of --layers, --kv-heads and --head-size"),
+        (Given(layers=2, head_size=4), r"--spec: give a spec, or all of"),
+        (Given("no/such-model"), r"--spec: 'no/such-model' is no file and no directory, and not in the hub's cache"),
+        (Given("???"), r"--spec: '\?\?\?' is no file"),
+        (Given(layers=1, kv_heads=1, head_size=1, dtype="int3"), r"--spec: KVSpec.dtype must be one of"),
     ],
 )
 def test_what_is_no_model(given: Given, problem: str) -> None:

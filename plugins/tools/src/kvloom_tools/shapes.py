@@ -28,7 +28,7 @@ class Given:
     kv_heads: int | None = None
     head_size: int | None = None
     dtype: str | None = None
-    option: str = "--model"
+    option: str = "--spec"
     """What `model` was given with, and what to say in its place."""
     instead: str = "--layers, --kv-heads, --head-size and --dtype"
 
@@ -43,7 +43,7 @@ def spec_of(given: Given) -> KVSpec:
         if given.model is not None:
             return replace(_of_model(given.model, given), **said)  # type: ignore[arg-type]
         if None in numbers.values():
-            raise ConfigError(given.option, "give a model, or all of --layers, --kv-heads and --head-size")
+            raise ConfigError(given.option, "give a spec, or all of --layers, --kv-heads and --head-size")
         return KVSpec(**{"model": "given", "dtype": "bfloat16", **said})  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):

@@ -59,8 +59,9 @@ def add(commands: typer.Typer) -> None:
     @commands.command("plan", short_help="Measure what the tiers hold and how fast they are.")
     def plan(
         file: File,
-        model: Annotated[
-            str | None, typer.Option(help="A KVSpec, a config.json or its directory, or a name in the hub's cache.")
+        spec: Annotated[
+            str | None,
+            typer.Option(metavar="SPEC", help="A KVSpec, a config.json or its directory, or a name in the hub cache."),
         ] = None,
         layers: Annotated[int | None, typer.Option(min=1, help="Layers that have KV.")] = None,
         kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V.")] = None,
@@ -81,7 +82,7 @@ def add(commands: typer.Typer) -> None:
 
         rate = _prefill(prefill, params, flops)
         config, resolved = load(file)
-        sample = _sample(resolved, spec_of(Given(model, layers, kv_heads, head_size, dtype)), config.chunk_tokens)
+        sample = _sample(resolved, spec_of(Given(spec, layers, kv_heads, head_size, dtype)), config.chunk_tokens)
         rows = [_row(choice, sample, rate) for choice in resolved.tiers]
         _compare(rows)
         if as_json:

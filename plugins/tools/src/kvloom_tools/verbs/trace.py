@@ -58,7 +58,8 @@ def add(commands: typer.Typer) -> None:
         ],
         configs: Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML configurations to compare.")],
         spec: Annotated[
-            str | None, typer.Option(help="The model: a KVSpec, a config.json, or a name in the hub's cache.")
+            str | None,
+            typer.Option(metavar="SPEC", help="A KVSpec, a config.json or its directory, or a name in the hub cache."),
         ] = None,
         bytes_per_token: Annotated[
             float | None, typer.Option(min=0, help="Instead of --spec: bytes of one token's KV.")

@@ -56,9 +56,9 @@ def add(commands: typer.Typer) -> None:
         config: Annotated[Path, typer.Option(metavar="CONFIG", help="The engine's YAML configuration.")],
         into: Annotated[str | None, typer.Option(metavar="TIER", help="Copy what slower tiers hold into this.")] = None,
         spec: Annotated[
-            Path | None, typer.Option(metavar="SPEC.json", help="The model; else the tiers' record.")
+            Path | None, typer.Option(metavar="SPEC", help="KVSpec.to_json(), or a tier's record (default: the one).")
         ] = None,
-        model: Annotated[str | None, typer.Option(help="The model's name, where tiers hold several.")] = None,
+        model: Annotated[str | None, typer.Option(metavar="MODEL", help="Its name, where tiers hold several.")] = None,
         text: Annotated[Path | None, typer.Option(metavar="PROMPT.txt", help="One prompt: a text file.")] = None,
         tokenizer: Annotated[str | None, typer.Option(help="For text: what transformers' AutoTokenizer takes.")] = None,
         threads: Annotated[int, typer.Option(min=1, max=64, help="Blobs to copy at a time.")] = 4,

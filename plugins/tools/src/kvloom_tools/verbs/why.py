@@ -39,9 +39,7 @@ def add(commands: typer.Typer) -> None:
         ] = None,
         spec: Annotated[
             Path | None,
-            typer.Option(
-                metavar="SPEC.json", help="The model: KVSpec.to_json(), or a tier's record (default: the one)."
-            ),
+            typer.Option(metavar="SPEC", help="The model's: KVSpec.to_json(), or a tier's record (default: the one)."),
         ] = None,
         salt: Annotated[
             list[str] | None,
