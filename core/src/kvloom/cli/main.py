@@ -18,14 +18,13 @@ from kvloom.plugins.installing import pip_install
 from kvloom.plugins.registry import Registry
 
 VERBS = {
-    "init": "Write a configuration: asks for engine and tiers.",
     "plugins": "List the installed plugins.",
     "config": "Check, show or import a configuration.",
 }
 """The core's own verbs: each is a module of `kvloom.cli`, with its line in the list of verbs."""
 
 ELSEWHERE = {
-    **dict.fromkeys(["doctor", "plan", "stat", "why", "trace", "scrub", "warm"], "kvloom-tools"),
+    **dict.fromkeys(["init", "doctor", "plan", "stat", "why", "trace", "scrub", "warm"], "kvloom-tools"),
     "top": "kvloom-observe",
     "serve": "kvloom-observe",
     "check": "kvloom-testkit",

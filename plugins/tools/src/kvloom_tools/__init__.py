@@ -26,9 +26,9 @@ def kvloom_observers() -> Iterable[type[Observer]]:
 
 @hookimpl
 def kvloom_add_commands(commands: typer.Typer) -> None:
-    from kvloom_tools.verbs import doctor, plan, scrub, stat, trace, warm, why
+    from kvloom_tools.verbs import doctor, init, plan, scrub, stat, trace, warm, why
 
-    for verb in (doctor, plan, stat, why, trace, scrub, warm):
+    for verb in (init, doctor, plan, stat, why, trace, scrub, warm):
         verb.add(commands)
 
 

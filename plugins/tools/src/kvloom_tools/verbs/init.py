@@ -94,8 +94,8 @@ ENGINES = {
 }
 
 
-def add(commands: typer.Typer, registry: Registry) -> None:
-    @commands.command("init")
+def add(commands: typer.Typer) -> None:
+    @commands.command("init", short_help="Write a configuration: asks for engine and tiers.")
     def init(
         engine: Annotated[str, typer.Option(metavar="ENGINE", help=f"One of {', '.join(ENGINES)}.")] = "",
         tiers: Annotated[
@@ -129,7 +129,7 @@ def add(commands: typer.Typer, registry: Registry) -> None:
             tiers = tiers or _ask_for_tiers()
         text = written(engine, [tier_block(one) for one in tiers], serializer)
         tree = yaml.safe_load(text)
-        missing = _missing(tree, serializer, registry)
+        missing = _missing(tree, serializer, Registry.discover())
         _write(to, text)
         next_step = ENGINES[engine].next_step(str(to.resolve()))
         if as_json:

@@ -14,8 +14,8 @@ from cli_support import Done, run
 from typer.testing import CliRunner
 
 from kvloom import EngineConfig, Registry, check_config
-from kvloom.cli import init
 from kvloom.cli.main import app
+from kvloom_tools.verbs import init
 
 SOME = ("memory:1GiB", "disk:/kv:2GiB", "redis://h:1", "s3://bucket/kv", "mooncake:h:1:1GiB")
 
