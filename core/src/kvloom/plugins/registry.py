@@ -75,6 +75,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "observer": Kind("kvloom_observers", "kvloom.contracts.observer:Observer"),
 }
+"""The kinds of components by name."""
 
 RESERVED = frozenset({("backend", "memory")})
 """Types that are the core's own."""
@@ -182,7 +183,10 @@ class Registry:
         return cls
 
     def lacks(self, kind: str, type: str) -> str:
-        """What of an extra instances of this class need and is not installed, with the remedy; empty if nothing."""
+        """What of an extra instances of this class need and is not installed, with the remedy; empty if nothing.
+
+        Raises PluginError if several plugins provide the type.
+        """
         plugin = self._provider(kind, type)
         if plugin is not None:
             for module, extra in getattr(plugin.get(kind, type), "extras", {}).items():
