@@ -214,17 +214,21 @@ def test_importing_kvloom_loads_no_torch() -> None:
     assert run("-c", "import kvloom, sys; print('torch' in sys.modules)").strip() == "False"
 
 
-def test_help_loads_no_torch() -> None:
+def test_verbs_that_move_no_kv_load_no_torch(tmp_path: Path) -> None:
+    config = tmp_path / "kv.yaml"
+    config.write_text(f"tiers: [memory, {{type: disk, path: {tmp_path}}}]")
+    verbs = [["--help"], ["plugins"], ["config", "check", str(config)], ["config", "show", str(config)]]
+    verbs += [["stat", str(config)], ["config", "schema", "--help"]]
     script = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print('torch loaded:', 'torch' in sys.modules))\n"
-        "sys.argv = ['kvloom', '--help']\n"
+        "import contextlib, sys\n"
         "from kvloom.cli.main import main\n"
-        "main()\n"
+        f"for verb in {verbs}:\n"
+        "    sys.argv = ['kvloom', *verb]\n"
+        "    try: main()\n"
+        "    except SystemExit as left: assert not left.code, (verb, left.code)\n"
+        "    assert 'torch' not in sys.modules, verb\n"
     )
-    output = run("-c", script)
-    assert "plugins" in output
-    assert "torch loaded: False" in output
+    assert "kvloom-backend-disk" in run("-c", script)
 
 
 # -- the rules themselves ----------------------------------------------------------------------------------------------

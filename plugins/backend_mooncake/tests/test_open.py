@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -21,8 +20,7 @@ from kvloom_backend_mooncake.config import MooncakeConfig
 
 
 def test_it_is_found_by_its_entry_point() -> None:
-    (entry,) = (entry for entry in entry_points(group="kvloom.v1") if entry.name == "backend_mooncake")
-    assert list(entry.load().kvloom_storage_backends()) == [MooncakeBackend]
+    assert Registry.discover().get("backend", MooncakeBackend.type) is MooncakeBackend
     told = MooncakeBackend.type, MooncakeBackend.persistent, MooncakeBackend.shared, MooncakeBackend.bounded
     assert told == ("mooncake", False, True, True)
 

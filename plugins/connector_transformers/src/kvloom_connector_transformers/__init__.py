@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvloom import hookimpl
 
 if TYPE_CHECKING:
     import typer
-
-    from kvloom import GPUConnector
 
     from .calls import check_call as check_call
     from .connector import TransformersConnector as TransformersConnector
@@ -41,11 +39,8 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 @hookimpl
-def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
-    from .calls import check_call as check_call
-    from .connector import TransformersConnector
-
-    return [TransformersConnector]
+def kvloom_gpu_connectors() -> Mapping[str, str]:
+    return {"transformers": "kvloom_connector_transformers.connector:TransformersConnector"}
 
 
 @hookimpl

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvloom import hookimpl
 
 if TYPE_CHECKING:
-    from kvloom import GPUConnector
-
     from .adapter.metrics import PromMetrics as PromMetrics
     from .adapter.metrics import Stats as Stats
     from .adapter.order import page_order as page_order
@@ -44,15 +42,15 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 @hookimpl
-def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
-    from .offload.pages import OffloadPagesConnector
-    from .paged.blocks import VLLMBlobConnector, VLLMConnector
-    from .paged.connector import PagedConnector
-    from .paged.cuda import PagedCudaConnector
-    from .paged.nested_tuple import NestedTupleConnector
-
-    paged = [PagedConnector, PagedCudaConnector]
-    return [VLLMConnector, VLLMBlobConnector, OffloadPagesConnector, NestedTupleConnector, *paged]
+def kvloom_gpu_connectors() -> Mapping[str, str]:
+    return {
+        "vllm": "kvloom_connector_vllm.paged.blocks:VLLMConnector",
+        "vllm_blob": "kvloom_connector_vllm.paged.blocks:VLLMBlobConnector",
+        "vllm_offload": "kvloom_connector_vllm.offload.pages:OffloadPagesConnector",
+        "nested_tuple": "kvloom_connector_vllm.paged.nested_tuple:NestedTupleConnector",
+        "paged": "kvloom_connector_vllm.paged.connector:PagedConnector",
+        "paged_cuda": "kvloom_connector_vllm.paged.cuda:PagedCudaConnector",
+    }
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvloom import hookimpl
@@ -10,7 +10,6 @@ from kvloom import hookimpl
 if TYPE_CHECKING:
     import typer
 
-    from kvloom import Observer
     from kvloom_tools.warming import Warmed as Warmed
     from kvloom_tools.warming import warm as warm
 
@@ -18,10 +17,8 @@ __all__ = ["Warmed", "warm"]
 
 
 @hookimpl
-def kvloom_observers() -> Iterable[type[Observer]]:
-    from kvloom_tools.trace_observer import TraceObserver
-
-    return [TraceObserver]
+def kvloom_observers() -> Mapping[str, str]:
+    return {"trace": "kvloom_tools.trace_observer:TraceObserver"}
 
 
 @hookimpl
