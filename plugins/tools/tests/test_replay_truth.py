@@ -184,3 +184,39 @@ def test_a_replay_gives_what_an_engine_with_memory_and_disk_gave(name: str, tmp_
     replay = compare(config, BIG, count=340, conversations=60, longest=6, seed=1, within=within)
     assert replay.sums.hit_chunks["memory"] > 100 and replay.sums.hit_chunks["disk"] > 30
     assert replay.memory is not None and replay.memory.evicted and replay.stored[0].evicted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("memory", "disk", "longest", "within"),
+    [
+        ("136MiB", "600MiB", 34, 0), ("150MiB", "300MiB", 30, 0), ("132MiB", "200MiB", 6, 0),
+        ("100MiB", "240MiB", 6, 0.05), ("24MiB", "200MiB", 6, 0.05),
+    ],
+)  # fmt: skip
+def test_a_replay_is_right_for_prompts_longer_than_memory_and_close_where_few_chunks_fit(
+    memory: str, disk: str, longest: int, within: float, tmp_path: Path
+) -> None:
+    """Below 32 chunks the pool has gaps that a replay does not know of."""
+    config = large({**LARGE["disk"], "path": str(tmp_path), "capacity": disk})
+    config["tiers"][0]["capacity"] = memory
+    compare(config, BIG, count=120, conversations=12 if longest > 6 else 30, longest=longest, seed=1, within=within)
+
+
+def test_what_a_request_is_still_to_get_from_memory_does_not_go_for_what_comes_up() -> None:
+    replay = replayed(large({**PAGES, "capacity": "600MiB"}), BIG)
+    memory = replay.memory
+    assert memory is not None
+    head, middle, tail = list(range(20)), list(range(100, 125)), list(range(200, 219))
+
+    def feed(ids: list[int], verb: str) -> dict[str, int]:
+        before = Counter(replay.sums.hit_chunks)
+        replay.feed(Line(0, len(ids) * BIG_CHUNK, ids, BIG_CHUNK, verb, 0))
+        return dict(Counter(replay.sums.hit_chunks) - before)
+
+    for part in (middle, head, tail):
+        feed(part, "store")
+    assert set(memory.order) == {*head, *tail}, "it has room for 39 chunks"
+    for chunk in head:
+        memory._remove(chunk, "capacity")
+    assert feed([*head, *middle, *tail], "retrieve") == {"memory": len(tail), "dict": len(head) + len(middle)}

@@ -1,13 +1,14 @@
 """The memory tier of a replay: which chunks it holds, in bytes of its pool, and which go for others.
 
-The rules are those of `kvloom.tiers.memory.tier` for chunks that nobody has a lease on.
+The rules are those of `kvloom.tiers.memory.tier`.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import chain as both
 
 from kvloom_tools.replay.sizes import TierPlan
 
@@ -95,17 +96,17 @@ class Memory:
         """How many chunks could be held if nothing else was; at most `count`."""
         return min(count, self.capacity // self.plan.stored_bytes)
 
-    def make_room(self, nbytes: int) -> bool:
-        """Evict until there is room for `nbytes`; whether there is."""
-        if self._plain:
+    def make_room(self, nbytes: int, *, leased: Container[int] = ()) -> bool:
+        """Evict until there is room for `nbytes`, and none of `leased`; whether there is."""
+        if self._plain and not leased:
             return self._drop_oldest(nbytes)
         while self.used + nbytes > self.capacity:
             if not self._aside and self._write_back is not None:
                 self._write_ahead(max(self.capacity // _CLEAN_PART, nbytes))
-            cold = self._aside or self.order
-            if not cold:
+            coldest = next((chunk for chunk in both(self._aside, self.order) if chunk not in leased), None)
+            if coldest is None:
                 return False
-            self._remove(next(iter(cold)), "capacity")
+            self._remove(coldest, "capacity")
         return True
 
     def _drop_oldest(self, nbytes: int) -> bool:

@@ -1,7 +1,8 @@
 """An engine without KV: what each request would have got from which tier, and what that would have moved and evicted.
 
-Requests come one after the other, and every write is over before the next: of what an engine does this leaves out only
-what depends on how long things take. The rules are those of `kvloom.pipeline.stack`.
+Requests come one after the other, and every write is over before the next: of what an engine does this leaves out what
+depends on how long things take, and the gaps in the pool of a memory tier of fewer than 32 chunks, which holds a little
+less. The rules are those of `kvloom.pipeline.stack`.
 """
 
 from __future__ import annotations
@@ -156,9 +157,11 @@ class Replay:
             if held == len(wanted):
                 hits[memory.plan.name] += held
                 return held
+        leased = set() if memory is None else {chunk for chunk in wanted if chunk in memory}
         came = 0
         for chunk in wanted:
-            if memory is not None and chunk in memory:
+            if memory is not None and chunk in leased:
+                leased.discard(chunk)  # copied to the engine: from here on it may go
                 hits[memory.plan.name] += 1
             else:
                 source = next((tier for tier in self.stored if chunk in tier.order), None)
@@ -167,17 +170,18 @@ class Replay:
                         continue
                     break
                 hits[source.plan.name] += 1
-                self._promote(chunk, source, chain, tenant)
+                self._promote(chunk, source, chain, tenant, leased)
             came += 1
         self._touch(chain)
         return came
 
-    def _promote(self, chunk: int, source: Stored, chain: list[int], tenant: int) -> None:
+    def _promote(self, chunk: int, source: Stored, chain: list[int], tenant: int, leased: set[int]) -> None:
         self._touched = []
         written = source.order[chunk]
         memory = self.memory
-        if memory is not None and memory.make_room(source.plan.landed_bytes) and self._is_young(memory.plan, written):
-            held = (source.plan.landed_bytes, float(int(written)))  # a blob says when, in whole seconds
+        nbytes = source.plan.landed_bytes
+        if memory is not None and memory.make_room(nbytes, leased=leased) and self._is_young(memory.plan, written):
+            held = (nbytes, float(int(written)))  # a blob says when, in whole seconds
             memory.keep(chunk, held, chain, tenant, fresh=False)
         if not source.plan.exact:
             return
