@@ -71,7 +71,7 @@ def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
 def test_a_number_that_is_none_does_not_blame_the_name_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "engine.yaml"
     file.write_text("chunk_tokens: " + "9" * 5000)
-    assert refused(file) == f"{file}: not YAML: a number or a date in it is none that can be"
+    assert refused(file) == f"{file}: not YAML: it has an impossible number or date"
 
 
 def test_the_name_of_a_file_that_can_be_none() -> None:

@@ -16,7 +16,7 @@ from kvloom.keys import salt_tag
 
 
 def test_memory_that_is_not_to_be_had_is_said_at_start(open_engine: Open) -> None:
-    with pytest.raises(ConfigError, match=r"tiers\.0\.capacity: \d+ bytes of memory are not to be had .*give less"):
+    with pytest.raises(ConfigError, match=r"tiers\.0\.capacity: cannot allocate \d+ bytes of memory .*lower it"):
         open_engine({"type": "memory", "capacity": "900TiB"})
 
 

@@ -117,7 +117,7 @@ def test_what_others_can_put_together_is_refused(protection: Protection) -> None
     rows = slice(blob.index(struct.pack("<Q", 3000)), blob.index(struct.pack("<Q", 3000)) + 48)
     turned = bytearray(swapped)
     turned[rows] = blob[rows][24:] + blob[rows][:24]
-    with pytest.raises(CorruptBlobError, match="not written by who has the key"):
+    with pytest.raises(CorruptBlobError, match="not signed with the tier's key"):
         opened(summed(turned), protection)
     with pytest.raises(CorruptBlobError):
         opened(blob[:start] + other[start:], protection)

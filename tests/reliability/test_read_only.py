@@ -54,7 +54,7 @@ def test_an_index_asks_a_directory_that_it_may_not_write_to(store: Path) -> None
 def test_a_tier_that_is_written_to_is_refused(store: Path) -> None:
     assert as_nobody("write", store) == (
         f"tiers.1: path: cannot write to {store}: Permission denied; name a directory that this user may create or "
-        "write to, or set `write: never` if it is only to be read"
+        "write to, or set `write: never` to only read it"
     )
 
 

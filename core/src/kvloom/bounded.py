@@ -37,7 +37,7 @@ def text_of(path: Path, most: int) -> str:
 
 
 class Memory:
-    """A sink of at most so many bytes."""
+    """A sink with a maximum size."""
 
     def __init__(self, most: int) -> None:
         self.max_bytes = most

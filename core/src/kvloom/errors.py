@@ -33,7 +33,7 @@ class IncompleteListingError(BackendError):
 
 
 class CorruptBlobError(KVLoomError):
-    """A blob whose bytes are not what was stored under its key: a miss, and removed or written over."""
+    """A blob whose bytes are not those stored under its key: a miss, and removed or overwritten."""
 
 
 class UnreadableBlobError(KVLoomError):
@@ -41,4 +41,4 @@ class UnreadableBlobError(KVLoomError):
 
 
 class LaterVersionError(UnreadableBlobError):
-    """An intact blob in the words of a later release, which is left as it is."""
+    """An intact blob of a later release, which is left as it is."""

@@ -1,9 +1,9 @@
-"""Verbs called on the main thread run on another one, where no signal handler runs.
+"""Runs calls from the main thread on another thread, where no signal handler runs.
 
-Python runs signal handlers on the main thread, between any two bytecodes, and raises there what they raise, such as
-KeyboardInterrupt. No lock, context manager or `finally` in Python withstands that: it may end between taking a lock and
-the block that gives it back. So the main thread only hands the verb over and waits. Handing over is one call of C code,
-which no signal handler can split, and so is waiting.
+Python runs signal handlers on the main thread, between any two bytecodes, and raises their errors there, such as
+KeyboardInterrupt. No lock, context manager or `finally` in Python is safe from that: the error may come between taking
+a lock and the block that releases it. So the main thread only submits the call and waits. Both are single calls of C
+code, which no signal handler can interrupt half-way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EXIT_SECONDS = 10.0
 
 
 class Interruptible(Protocol):
-    """A runtime, as far as it is needed here."""
+    """The part of a runtime that is needed here."""
 
     def uninterrupted(
         self, function: Callable[[], T], *, cancel: Callable[[], None] | None = None,
@@ -45,7 +45,8 @@ class Interruptible(Protocol):
 
 
 class _Over:
-    """The end of a call, for one who waits for it. `threading.Event` is Python code, which a signal handler splits."""
+    """The end of a call, for a thread that waits for it. `threading.Event` is Python code, which a signal handler can
+    interrupt."""
 
     __slots__ = ("_lock", "yes")
 
@@ -80,7 +81,7 @@ class _Call(Generic[T]):
         self._discard = discard
         self._state = _ThreadState()
         self.abandoned = False
-        """Nobody waits for it any more. If it has not begun, it never will."""
+        """The caller does not wait any more. If the call has not begun, it never will."""
         self.error: BaseException | None = None
         self.outcome: deque[T] = deque()
         self.over = _Over()
@@ -101,7 +102,7 @@ class _Call(Generic[T]):
             self.drop()
 
     def drop(self) -> None:
-        """Discard what the function has returned, if it has, and nobody else did."""
+        """Discard the function's result, if there is one and it was not taken."""
         try:
             value = self.outcome.pop()
         except IndexError:
@@ -257,9 +258,9 @@ def uninterrupted(
 ) -> T:  # fmt: skip
     """Call a function where no signal handler runs, so that none can raise in the middle of it; return what it returns.
 
-    On the main thread that is another thread; elsewhere it is called as it is. If a handler raises meanwhile, the
-    caller gets that: at once with `leave`; else when `cancel` has returned or, without one, when the function is over,
-    for up to five seconds. discard: is called with what the function returns after that.
+    On the main thread that is another thread; elsewhere it is called directly. If a handler raises meanwhile, the error
+    reaches the caller: at once with `leave`; else when `cancel` has returned or, without one, when the function is
+    over, after five seconds at most. discard: called with a result that comes later.
     """
     if _thread.get_ident() != _servers.main:
         return function()

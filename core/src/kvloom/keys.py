@@ -117,12 +117,12 @@ def passage(
     tokens: torch.Tensor, *, chunk_tokens: int, fingerprint: str, salt: str = "", lead: Sequence[int] = (),
     context: str = "",
 ) -> list[Segment]:  # fmt: skip
-    """Segments of a passage: KV that is known by its own tokens, wherever they stand.
+    """Segments of a passage: KV that is identified by its own tokens, at any position.
 
-    Their keys are of another domain than `chain`'s, so that no prompt is ever answered with them: only who asks for
-    passages gets them. A key covers the `lead`, the tokens that stood before the passage when its KV was computed, the
-    `context`, a word for anything else that its KV depends on, and the passage's tokens up to the segment's end. A
-    short tail is a segment too. Starts are counted from the passage's first token. Raises as `chain` does.
+    Their keys have another domain than `chain`'s, so that a prompt's lookup never returns them. A key covers the
+    `lead`, the tokens that stood before the passage when its KV was computed, the `context`, a word for anything else
+    that its KV depends on, and the passage's tokens up to the segment's end. A short tail is a segment too. Starts are
+    counted from the passage's first token. Raises as `chain` does.
     """
     data = memoryview(int32_tokens(tokens).data).cast("B")
     before = np.asarray(lead, dtype="<i4").tobytes()

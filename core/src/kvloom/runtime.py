@@ -1,7 +1,7 @@
 """Clock, randomness, locks, waiting and threads: the only module of the core that asks the system for them.
 
-Everything that waits, times or runs in the background is handed a `Runtime`. A simulation that implements it with a
-seeded schedule replays a run.
+Everything that waits, times or runs in the background receives a `Runtime`. A simulation that implements it with a
+seeded schedule can replay a run.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ class Runtime(Protocol):
         """Run in a daemon thread: a call that never returns must not keep the process alive."""
 
     def at_exit(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Have `close` called when this process ends; what is returned takes that back.
+        """Call `close` when this process ends; the returned function cancels that.
 
-        A daemon thread that is in torch when the interpreter goes away would take the process down with SIGABRT.
+        A daemon thread inside torch at that time would end the process with SIGABRT.
         """
 
     def uninterrupted(
         self, function: Callable[[], T], *, cancel: Callable[[], None] | None = None,
         discard: Callable[[T], object] | None = None, leave: bool = False,
     ) -> T:  # fmt: skip
-        """Return what `function` returns, or raise what it raises. It runs where no signal handler can.
+        """Return `function`'s result, or raise its error. It runs where no signal handler runs.
 
-        If a signal handler raises in the caller, that is raised at once, but for this: with `cancel`, once that has
-        returned; without, once `function` has. leave: not even then. discard: gets what the function returns later.
+        If a signal handler raises in the caller, the error is raised once `cancel` has returned or, without `cancel`,
+        once `function` has. leave: at once. discard: called with a result that comes later.
         """
 
 
@@ -236,9 +236,9 @@ class Call(Generic[T]):
         return self._value
 
     def cancel(self) -> bool:
-        """Give the call up without waiting; whether it had not begun, and now never will.
+        """Cancel the call without waiting; return whether it had not begun, and now never will.
 
-        What it returns, or has returned, is handed to `discard`.
+        Its result, now or later, is passed to `discard`.
         """
         return self._workers._give_up(self)
 
@@ -279,8 +279,8 @@ class Workers:
     ) -> Call[T]:
         """Queue `function`, which may wait `seconds` and then run `seconds`.
 
-        discard: gets the result if nobody waits for it any more. Raises BackendError if all threads are stuck, if there
-        is none and none can be started, or if the workers are closed.
+        discard: called with the result if the caller does not wait any more. Raises BackendError if all threads are
+        stuck, if there is none and none can be started, or if the workers are closed.
         """
         call = Call(self, function, seconds, discard)
         stuck = self.stuck
@@ -302,7 +302,7 @@ class Workers:
         return call
 
     def wake(self) -> None:
-        """Have everybody who waits for a call look again whether to go on waiting."""
+        """Make all threads that wait for a call check again whether to continue waiting."""
         with self._changed:
             self._changed.notify_all()
 
@@ -311,7 +311,8 @@ class Workers:
         return self.submit(function, seconds=seconds).result()
 
     def close(self, timeout: float, *, finish: bool = False) -> None:
-        """Cancel what has not begun and wait up to `timeout` seconds for the rest. finish: begin it, until then."""
+        """Cancel calls that have not begun, and wait up to `timeout` seconds for the others. finish: begin them, until
+        then."""
         until = self._runtime.now() + timeout
         with self._changed:
             self._closed = True

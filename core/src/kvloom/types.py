@@ -16,7 +16,7 @@ Buffer = bytes | bytearray | memoryview
 """One run of bytes."""
 
 Buffers = Sequence[Buffer]
-"""The bytes of one blob as one or several buffers, in order; nobody joins them by copying unless they must."""
+"""The bytes of one blob as one or several buffers, in order; they are joined by copying only if necessary."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 """The dtypes that KV may have, by torch's names."""
@@ -86,7 +86,7 @@ class Chunk:
 
     @property
     def exact(self) -> bool:
-        """It is what was stored, bit for bit."""
+        """The chunk is exactly what was stored, bit for bit."""
         return self.fidelity == EXACT
 
     @property
@@ -147,7 +147,7 @@ class TierHealth:
     recovered: bool = True
     """The content from before this process started is known."""
     evicts: bool = True
-    """This process deletes what is over its bounds."""
+    """This process evicts, to keep the tier within its bounds."""
 
     @property
     def ok(self) -> bool:

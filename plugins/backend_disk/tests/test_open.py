@@ -69,7 +69,7 @@ def test_a_path_that_cannot_be_written_to(tmp_path: Path, open_backend: Any) -> 
 
 
 def test_nobodys_home_directory(open_backend: Any) -> None:
-    with pytest.raises(ValueError, match=r"^path: nobody's home directory: ~no-such-user/store; name a directory"):
+    with pytest.raises(ValueError, match=r"^path: unknown home directory: ~no-such-user/store; name a directory"):
         open_backend(Path("~no-such-user/store"))
 
 

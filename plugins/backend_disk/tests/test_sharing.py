@@ -374,6 +374,6 @@ def test_no_descriptor_is_left_where_the_directory_vanishes_meanwhile(
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patched:
         patched.setattr(hold, "_writers", vanished)
-        with pytest.raises(OSError, match="again and again"):
+        with pytest.raises(OSError, match="keeps replacing"):
             backend.hold("evict")
     assert len(os.listdir("/proc/self/fd")) == len(before)

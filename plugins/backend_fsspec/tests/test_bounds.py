@@ -30,7 +30,7 @@ _PROPERTIES = b"""<?xml version="1.0"?><D:multistatus xmlns:D="DAV:"><D:response
 </D:propstat></D:response></D:multistatus>"""
 
 
-@pytest.mark.parametrize(("packed", "problem"), [(True, "packs what it sends"), (False, "more than 1000 bytes")])
+@pytest.mark.parametrize(("packed", "problem"), [(True, "compresses its answer"), (False, "more than 1000 bytes")])
 def test_a_server_that_sends_more_than_it_said_is_not_listened_to(packed: bool, problem: str) -> None:
     pytest.importorskip("webdav4")
     sent: list[int] = []

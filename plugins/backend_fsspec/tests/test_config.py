@@ -97,7 +97,7 @@ def test_what_is_no_secret_passes(name: str) -> None:
 @pytest.mark.parametrize("name", ["endpoint", "endpoint_url", "aws_endpoint"])
 def test_an_endpoint_without_tls_has_to_be_allowed(name: str) -> None:
     options = {name: "HTTP://127.0.0.1:9000"}
-    assert f"options.{name}: is without TLS" in problem(url="s3://bucket/kv", options=options)
+    assert f"options.{name}: has no TLS" in problem(url="s3://bucket/kv", options=options)
     assert Config(url="s3://bucket/kv", options=options, allow_http=True).allow_http
 
 

@@ -201,10 +201,10 @@ def test_a_server_that_overwrites_what_should_be_created(
     for backend in (one, other):
         store = backend._store()
         monkeypatch.setattr(store, "create", lambda name, data, store=store: store.put(name, data) or True)
-    with pytest.raises(NotImplementedError, match="overwrites what should only be created"):
+    with pytest.raises(NotImplementedError, match="overwrote an object in an exclusive create"):
         one.create("key", [b"blob"])
     assert one.get("key") is None
-    assert one.hold(RIGHT) and other.hold(RIGHT), "each takes itself for the only one"
+    assert one.hold(RIGHT) and other.hold(RIGHT), "each acts as the only one"
     assert len([record for record in caplog.records if "If-None-Match" in record.message]) == 2
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     os.listdir(tmp_path)

@@ -15,7 +15,7 @@ import pytest
 
 from kvloom import BackendError
 from kvloom_backend_mooncake import client, codes
-from kvloom_backend_mooncake.backend import STOPGAPS, MooncakeBackend
+from kvloom_backend_mooncake.backend import PLACEHOLDERS, MooncakeBackend
 from kvloom_backend_mooncake.config import MooncakeConfig
 
 KEY, BLOB = "some/key", b"blob" * 20
@@ -179,21 +179,21 @@ def test_a_blob_that_became_another_is_not_served(backend: MooncakeBackend, stor
     assert backend.get(KEY) is None, "a longer one"
 
 
-@pytest.mark.parametrize("stopgap", STOPGAPS)
-def test_a_stopgap_is_no_blob(backend: MooncakeBackend, store: Store, stopgap: bytes) -> None:
-    store.blobs[KEY] = stopgap
+@pytest.mark.parametrize("placeholder", PLACEHOLDERS)
+def test_a_placeholder_is_no_blob(backend: MooncakeBackend, store: Store, placeholder: bytes) -> None:
+    store.blobs[KEY] = placeholder
     assert backend.get(KEY) is None
-    store.blobs[KEY] = bytes(len(stopgap))
+    store.blobs[KEY] = bytes(len(placeholder))
     assert backend.get(KEY) is None, "nor what was to become one"
-    with pytest.raises(ValueError, match="cannot be told from a stopgap"):
-        backend.put(KEY, [stopgap])
+    with pytest.raises(ValueError, match="cannot be distinguished from a placeholder"):
+        backend.put(KEY, [placeholder])
 
 
 def test_what_is_leased_is_replaced_and_never_forced(backend: MooncakeBackend, store: Store) -> None:
     store.told["batch_remove"] = deque([[codes.LEASED], [codes.LEASED], [0]])
     backend.delete(KEY)
     assert store.calls == ["batch_remove", "upsert", "batch_remove", "upsert", "batch_remove"]
-    assert store.blobs[KEY] == STOPGAPS[1], "the second one has another length"
+    assert store.blobs[KEY] == PLACEHOLDERS[1], "the second one has another length"
 
 
 def test_a_writer_that_is_busy_is_waited_for_and_a_dead_one_is_not(

@@ -78,14 +78,14 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"^master: nobody answers at {address}.*start mooncake_master"):
+        with pytest.raises(ValueError, match=f"^master: no answer at {address}.*start mooncake_master"):
             MooncakeBackend(MooncakeConfig(master=address))
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "no..where"])
 def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr(client, "load", lambda: None)
-    with pytest.raises(ValueError, match=rf"^master: nobody answers at {re.escape(host)}:1"):
+    with pytest.raises(ValueError, match=rf"^master: no answer at {re.escape(host)}:1"):
         MooncakeBackend(MooncakeConfig(master=f"{host}:1"))
     with pytest.raises(ValueError, match=r"^local_host: .* is no address of this machine"):
         MooncakeBackend(MooncakeConfig(master="127.0.0.1:1", local_host=host))

@@ -13,7 +13,7 @@ from kvloom_backend_mooncake.config import MooncakeConfig
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"segment": "1MiB"}, "write 16MiB or more"), ({"device": "mlx5_0"}, "device: tcp uses none")],
+    [({"segment": "1MiB"}, "write 16MiB or more"), ({"device": "mlx5_0"}, "device: not used with tcp")],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):

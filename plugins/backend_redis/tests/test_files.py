@@ -35,6 +35,6 @@ def test_what_is_no_file_of_tls_is_neither_read_nor_waited_for(tmp_path: Path, n
     for path in (tmp_path / "fifo", tmp_path / "sparse"):
         there = {} if name == "tls_ca" else {"tls_cert": Path(__file__), "tls_key": Path(__file__)}
         config = RedisBackend.Config(url="rediss://127.0.0.1:1", **{**there, name: path})
-        with pytest.raises(ConfigError, match=f"cannot read {path}: it is no file, or has more") as caught:
+        with pytest.raises(ConfigError, match=f"cannot read {path}: it is not a file, or has more") as caught:
             RedisBackend(config)
         assert caught.value.path == name

@@ -83,9 +83,9 @@ def test_orders_differ_and_questions_take_turns() -> None:
 @pytest.mark.parametrize(
     ("texts", "problem"),
     [
-        (TEXTS[:1], "two documents are the least"),
-        ([*TEXTS, f"here{measure.SEPARATOR}there"], "none of them may contain"),
-        ([text * 40 for text in TEXTS], "the model takes 4,096"),
+        (TEXTS[:1], "at least two documents"),
+        ([*TEXTS, f"here{measure.SEPARATOR}there"], "none may contain"),
+        ([text * 40 for text in TEXTS], "the model allows 4,096"),
     ],
 )
 def test_texts_that_do_not_fit(texts: list[str], problem: str, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_configuration_that_no_demo_made_is_not_written_over(tmp_path: Path, m
     measure.check_own(measured[1])
     mine = tmp_path / "blend.yaml"
     mine.write_text("connector: vllm\n")
-    with pytest.raises(ConfigError, match=r"--out: .*blend\.yaml is there already, and not from a demo"):
+    with pytest.raises(ConfigError, match=r"--out: .*blend\.yaml exists and is not from a demo"):
         demo(model="it", documents=None, question=None, tokens=16, orders=1, out=tmp_path)
 
 

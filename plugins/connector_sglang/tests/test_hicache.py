@@ -238,7 +238,7 @@ def test_models_with_other_pools_are_refused_by_name(sglang: types.ModuleType, t
     made = created(sglang, tmp_path)
     made.register_mem_host_pool_v2(None, types_of.PoolName.MAMBA)
     made.register_mem_host_pool_v2(None, types_of.PoolName.SWA)
-    with pytest.raises(NotImplementedError, match="keeps the pool kv only, and this model has mamba, swa too"):
+    with pytest.raises(NotImplementedError, match="stores the pool kv only, but this model also has mamba, swa"):
         made.on_host_pools_registered()
 
 

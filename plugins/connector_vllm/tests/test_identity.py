@@ -312,7 +312,7 @@ def test_the_order_in_a_page_is_found_by_writing(model: Path, dtype: torch.dtype
         return page
 
     assert torch.equal(order_of(write, one), secret)
-    with pytest.raises(ValueError, match="cannot be told"):
+    with pytest.raises(ValueError, match="cannot be separated"):
         order_of(lambda keys, values: torch.zeros(elements, dtype=dtype), one)
     with pytest.raises(ValueError, match="as they are"):
         order_of(lambda keys, values: write(keys, values) / 2, one)

@@ -257,10 +257,10 @@ def test_what_no_worker_has_copied_is_not_kept(make: Make, lacking: str) -> None
 
 def test_loading_what_was_no_hit_is_refused(make: Make) -> None:
     one = make()
-    with pytest.raises(RuntimeError, match="not told"):
+    with pytest.raises(RuntimeError, match="not reported as hits"):
         one.store.prepare_load(KEYS[:1])
     assert one.store.prepare_store(KEYS[:1]) is not None
-    with pytest.raises(RuntimeError, match="not told"):
+    with pytest.raises(RuntimeError, match="not reported as hits"):
         one.store.prepare_load(KEYS[:1])
 
 

@@ -290,7 +290,7 @@ def test_a_load_that_cannot_be_raises(tmp_path: Path) -> None:
     pages = memory([[4]], 6, 1)
     before = pages[0][0].clone()
     copier = Copier(staging, pages, chunk_blocks=2, rank=0)
-    with pytest.raises(RuntimeError, match="not this worker's"):
+    with pytest.raises(RuntimeError, match="slots of another worker"):
         copier.load(Order(3, (0,), (0,), ("other",)), Blocks([1, 2], [2], [0]))
     with pytest.raises(RuntimeError, match="do not go with"):
         copier.load(Order(3, (0,), (0,), (staging.nonce,)), Blocks([1, 2, 3], [3], [0]))

@@ -71,7 +71,7 @@ def test_a_path_that_is_taken_is_left_as_it_is(short_path: Path) -> None:
         def bound(path: Path) -> Listener:
             return Listener(context, zmq.PUB, "endpoint", f"ipc://{path}", hwm=10, max_connections=10)
 
-        with pytest.raises(ValueError, match=rf"endpoint: {note} is there, and no socket; name another path"):
+        with pytest.raises(ValueError, match=rf"endpoint: {note} exists and is not a socket; name another path"):
             bound(note)
         assert note.read_text() == "mine"
         one = bound(place)

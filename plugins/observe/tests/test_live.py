@@ -89,7 +89,7 @@ def test_paths_that_cannot_be(tmp_path: Path, short_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"observers\.0: .*too long for a socket"):
         opened(tmp_path, {"type": "live", "path": str(tmp_path / ("x" * 120))})
     (short_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match=r"observers\.0: .*no socket"):
+    with pytest.raises(ConfigError, match=r"observers\.0: .*not a socket"):
         opened(tmp_path, {"type": "live", "path": str(short_path / "file")})
     with opened(tmp_path, {"type": "live", "path": str(short_path / "s")}):
         with pytest.raises(ConfigError, match=r"observers\.0: .*another engine's"):
@@ -160,11 +160,11 @@ def test_the_lock_of_another_user_is_not_taken(short_path: Path) -> None:
     lock = short_path / "s.lock"
     lock.touch()
     os.chown(lock, 65534, 65534)
-    with pytest.raises(OSError, match="somebody else's"):
+    with pytest.raises(OSError, match="belongs to another user"):
         sockets.bind(short_path / "s")
     lock.unlink()
     os.mkfifo(lock)
-    with pytest.raises(OSError, match="somebody else's"):
+    with pytest.raises(OSError, match="belongs to another user"):
         sockets.bind(short_path / "s")
 
 

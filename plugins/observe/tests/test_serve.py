@@ -140,7 +140,7 @@ def test_why_was_it_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for bad, words in (
             ("[3]", "a JSON list of strings"),
             ('"abc"', "a JSON list of strings"),
-            ('["\\ud800"]', "not text that UTF-8 can say"),
+            ('["\\ud800"]', "not valid UTF-8"),
             (json.dumps(["x" * 200_000]), "one of 200000 bytes; 4096 at most"),
             (json.dumps(["x"] * 100_000), "100000, and 64 at most"),
         ):

@@ -83,7 +83,7 @@ def test_a_whole_name_is_not_the_beginning_of_another(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://a..b/", "http://localhost:1/\u00e9"])
 def test_what_is_no_url_is_named(url: str) -> None:
-    with pytest.raises(ValueError, match="no URL that can be asked; check it") as caught:
+    with pytest.raises(ValueError, match="not a URL that can be fetched; check it") as caught:
         sources.scrape(url)
     assert str(caught.value).startswith(url)
 
@@ -207,7 +207,7 @@ def test_texts_of_a_snapshot_do_nothing_to_the_terminal() -> None:
 
 @pytest.mark.parametrize("told", [{}, {"engine": []}, {"engine": {"pid": 1}, "requests": None}, {"engine": "text"}])
 def test_what_is_no_snapshot_is_said_in_a_line(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no engine of kvloom"):
+    with pytest.raises(ValueError, match="not from an engine of kvloom"):
         screen(told)
     monkeypatch.setattr(sources, "find", lambda word: Source("mine", lambda series: told))
     error = top("--once").exception

@@ -189,7 +189,7 @@ def test_a_directory_that_goes_away_is_no_error_while_serving(tmp_path: Path, ca
     for seed in range(5):
         database.learn(tokens_of(300, seed))
     database.close()
-    assert "not kept" in caplog.text
+    assert "not saved" in caplog.text
 
 
 def test_a_machine_without_threads_is_no_error_while_serving(
@@ -206,7 +206,7 @@ def test_a_machine_without_threads_is_no_error_while_serving(
             full.setattr(threading.Thread, "start", no_more)
             for each in asked:
                 database.learn(each)
-        assert caplog.text.count("not kept") == warnings
+        assert caplog.text.count("not saved") == warnings
         caplog.clear()
         database.learn(tokens_of(300, 77))
         expected = [ends(database.segments(each)) for each in asked]

@@ -112,7 +112,7 @@ class ProtectBlock(Config):
     """A tier that takes only blobs signed by the holders of a key."""
 
     mode: Literal["sign", "encrypt"] = "sign"
-    """sign: others cannot write what is taken. encrypt: nor can they read it."""
+    """sign: accept only blobs signed with our keys. encrypt: also keep others from reading them."""
     keys: Word
     """A file, or `env:NAME`: keys of 32 bytes in base64, one on each line. The first is written with, all are taken."""
 

@@ -97,7 +97,7 @@ class BlendChoice:
 
 
 class Checks:
-    """Collects what is wrong, so that one attempt shows everything. What it returns counts only if nothing is."""
+    """Collects all errors, so that one attempt shows everything. Its results only count if there are none."""
 
     def __init__(self, registry: Registry, origins: Origins) -> None:
         self.problems: list[Problem] = []

@@ -11,9 +11,9 @@ Tiers = Sequence[MemoryBlock | StoredBlock | None]
 
 
 def cross_checks(tiers: Tiers, *, wrong: Mapping[int, Collection[str]] | None = None) -> list[Problem]:
-    """All problems between the tiers and inside of each, by the path below `tiers`.
+    """All conflicts between the tiers and inside each, by the path below `tiers`.
 
-    None: a tier that nothing is known of. wrong: settings of which nothing is known, by the tier's index.
+    None: a tier that could not be read. wrong: invalid settings, by the tier's index.
     """
     if not tiers:
         return [((), "at least one tier is needed, such as [memory]")]

@@ -1,4 +1,4 @@
-"""All else that is wrong with a configuration of which something is wrong: one attempt shows everything."""
+"""Further errors of a configuration that has some already, so that one attempt shows everything."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _sound(block: Any, wrong: Collection[KeyPath], adapter: TypeAdapter[Any]) ->
 
 
 def _without(node: Any, path: KeyPath) -> Any:
-    """`node` but for what is at `path`, and for a list all of it."""
+    """`node` without the part at `path`; for a list, without all of it."""
     if not path or not isinstance(node, Mapping) or path[0] not in node:
         return node
     rest = _without(node[path[0]], path[1:]) if isinstance(node[path[0]], Mapping) and len(path) > 1 else None

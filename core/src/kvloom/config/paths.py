@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 
 def absolute(path: str | Path, directory: Path) -> str | Path:
-    """`path` below `directory` if it is relative. `~`, and what names no file, stays as it is."""
+    """`path` below `directory` if it is relative. `~`, and values that name no file, stay as they are."""
     text = os.fspath(path)
     if not text.strip() or "\0" in text or text.startswith("~") or os.path.isabs(text):
         return path

@@ -26,7 +26,7 @@ MOST_BYTES = 4 * MOST_TEXT
 MOST_NODES = 100_000
 """Values in a configuration, with all aliases written out."""
 _CHARS = 64
-"""A text counts as one more for each so many characters."""
+"""Number of characters for which a text counts as one more value."""
 _INTERPOLATION = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
 _UNQUOTED = re.compile(r"""[{\[,:]\s*([^\s"',{\[]*\$\{[^}]*\}[^\s"',}\]]*)""")
 _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
@@ -49,7 +49,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     except ValueError as error:
         if "\0" in str(path):
             raise ConfigError(repr(str(path)), f"cannot be read: {error}; name a file") from None
-        raise ConfigError(str(path), "not YAML: a number or a date in it is none that can be") from None
+        raise ConfigError(str(path), "not YAML: it has an impossible number or date") from None
     if tree is None:
         return {}, []
     if not isinstance(tree, dict):
@@ -127,7 +127,7 @@ def _repeated(node: yaml.Node, at: KeyPath, seen: set[int]) -> Iterator[Problem]
 def overridden(
     tree: Mapping[str, Any], environment: Mapping[str, str], *, defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[KeyPath, str], list[Problem]]:
-    """`tree` with KVLOOM_ variables on top, which variable set which path, and what is wrong with them.
+    """`tree` with KVLOOM_ variables on top, the paths that variables set, and errors in the variables.
 
     `KVLOOM_SALT=x` sets `salt`, `KVLOOM_TIERS__1__CAPACITY=2GiB` sets `tiers.1.capacity`. Values are YAML, except for
     settings that are text. defaults: every setting's, for variables that reach into one which `tree` leaves out.
@@ -203,7 +203,7 @@ def _parsed(text: str, name: str) -> Any:
 def interpolated(
     tree: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[KeyPath, str], frozenset[str], list[Problem]]:
-    """`tree` with `${env:NAME}` replaced in its values, the texts that held one, the values put in, and what is wrong.
+    """`tree` with `${env:NAME}` replaced in its values, the texts that held one, the inserted values, and errors.
 
     `$${` stands for `${`. Raises ConfigError if a block contains itself.
     """

@@ -1,4 +1,4 @@
-"""One clear line for each thing that is wrong with a configuration: the YAML path, what is wrong, the remedy."""
+"""One line for each error in a configuration: the YAML path, the problem, the remedy."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def unknown(word: str, known: Collection[str]) -> str:
 
 
 def problems(error: ValidationError, *, at: KeyPath = (), stray: Callable[[KeyPath], str]) -> list[Problem]:
-    """Translate pydantic's errors into problems. at: the path of what was validated. stray: returns the error text for
+    """Translate pydantic's errors into problems. at: the path of the validated part. stray: returns the error text for
     an unknown key."""
     found: list[Problem] = []
     for details in error.errors(include_url=False):

@@ -43,8 +43,8 @@ class BlendRetrieverTask(ABC):
     def result(self, layer_id: int) -> BlendRetrieverResult:
         """Block until the KV of `layer_id` is there; layers may be asked for in any order, and again.
 
-        What is valid in one layer is valid in all: a token that was passed over in one layer has no hidden state in
-        the next. Raises BackendError if the KV of what was said to be valid is lost by now.
+        A token that is valid in one layer is valid in all: a token that was skipped in one layer has no hidden state in
+        the next. Raises BackendError if the KV of a valid token is lost by now.
         """
 
 
@@ -120,19 +120,20 @@ class BlendRequest:
     query_start_loc: torch.Tensor
     """`[requests + 1]`, int32 or int64: where each request starts, and where the last one ends."""
     valid_mask: torch.Tensor
-    """Bool `[tokens]`, on CPU: whose KV was retrieved. Every `blend` of the session is handed the same."""
+    """Bool `[tokens]`, on CPU: the tokens whose KV was retrieved. Every `blend` of the session
+    receives the same mask."""
     original_positions: torch.Tensor | None = None
     """Positions of the tokens when their KV was computed, int32 or int64 `[tokens]`, on CPU. A passage begins where
     they do not increase by one."""
     exact_mask: torch.Tensor | None = None
-    """Bool `[tokens]`, on CPU: whose KV equals what would be computed (an exact prefix). None: nobody's. There is no
-    need to select such tokens, and a share of tokens to compute again is not taken of them."""
+    """Bool `[tokens]`, on CPU: the tokens whose KV equals a prefill's (an exact prefix). None: no token. Such tokens
+    need not be selected, and do not count for a share of tokens to compute again."""
     attention: Callable[[], torch.Tensor] | None = None
     """Returns how much the tokens that are not valid (the question) attend to each token, summed over heads and layers,
     in a pass that reuses all that was retrieved: float32 `[tokens]`, on CPU. It costs that pass. None where the
     engine cannot tell."""
     in_place: bool = False
-    """The retrieved KV that `blend` is handed is this request's own, and may be written over."""
+    """The retrieved KV passed to `blend` belongs to this request, and may be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +147,11 @@ class BlendOutput:
     v: torch.Tensor
     """`[tokens of the batch, hidden]`, in the dtype of the fresh V."""
     positions: torch.Tensor
-    """`[selected tokens]`: where they stand in the input sequence, in the dtype of the positions that were handed
-    in."""
+    """`[selected tokens]`: their positions in the input sequence, in the dtype of the given positions."""
     local_indices: torch.Tensor
     """`[selected tokens]`: which they are in the fresh Q, int64, ascending."""
     query_start_loc: torch.Tensor | None
-    """`[requests + 1]`: where each request starts in `q`, in the dtype of the one that was handed in; None if no
+    """`[requests + 1]`: the start of each request in `q`, in the dtype of the given one; None if no
     selection was made."""
 
 
@@ -161,8 +161,8 @@ class BlendSession(ABC):
     def plan(self) -> torch.Tensor | None:
         """The tokens of the batch to compute in the first layer: bool `[tokens]`, on CPU; None for all.
 
-        Called once, before the first `blend`, by engines that can leave tokens out from the beginning; for others all
-        tokens are handed to the first layer. Invalid tokens and the last of each request are in it.
+        Called once, before the first `blend`, by engines that can leave tokens out from the beginning; other engines
+        compute all tokens in the first layer. It includes invalid tokens and the last one of each request.
         """
         return None
 
@@ -191,20 +191,18 @@ class BlendSession(ABC):
     ) -> BlendOutput:
         """Merge retrieved and fresh KV of one layer; inputs are not changed.
 
-        The fresh tensors are of the tokens that the layer before has selected, in its order; in the first, of all.
-        Invalid tokens are always selected, and so is the last one of each request, from which the next token is
-        predicted. A token that is not selected has retrieved KV, or fresh KV where it was handed on to this layer.
+        The fresh tensors have the tokens that the previous layer selected, in its order; in the first layer, all of
+        them. Invalid tokens are always selected, and so is the last one of each request, from which the next token is
+        predicted. A token that is not selected has retrieved KV, or fresh KV if it reached this layer.
 
-        layer_id: from 0; a session may end before the last layer.
-        retrieved_k, retrieved_v: `[tokens of the batch, hidden]` in the model's dtype, undefined where `valid_mask` is
-        False; K is turned to where the tokens stand now.
-        valid_mask: bool `[tokens of the batch]`: that of `begin`, whatever was selected since.
-        original_positions: int32 or int64 `[tokens of the batch]`: to where the retrieved K is turned (those of the
-        request are where it stood).
-        fresh_q, fresh_k, fresh_v: `[fresh tokens, hidden]` in the model's dtype.
-        positions: int32 or int64 `[fresh tokens]`: where they stand in their request.
-        query_start_loc: int32 or int64 `[requests + 1]`: of the whole batch, in every layer.
-        token_dim: the dimension of Q, K and V that counts tokens, as torch counts: 0, or -2, which is the same.
+        layer_id: from 0; a session may end before the last layer. retrieved_k, retrieved_v: `[tokens of the batch,
+        hidden]` in the model's dtype, undefined where `valid_mask` is False; K is rotated to the tokens' present
+        positions. valid_mask: bool `[tokens of the batch]`: that of `begin`, whatever was selected since.
+        original_positions: int32 or int64 `[tokens of the batch]`: the positions that the retrieved K is rotated to
+        (the request's are the original ones). fresh_q, fresh_k, fresh_v: `[fresh tokens, hidden]` in the model's dtype.
+        positions: int32 or int64 `[fresh tokens]`: positions in their request. query_start_loc: int32 or int64
+        `[requests + 1]`: of the whole batch, in every layer. token_dim: the dimension of Q, K and V that counts tokens,
+        as torch counts: 0, or -2, which is the same.
         """
 
 
@@ -213,4 +211,4 @@ class BlendExecutor(Component):
 
     @abstractmethod
     def begin(self, request: BlendRequest) -> BlendSession:
-        """Begin the blending of one batch, of which layer 0 is next. Several may be under way, on several threads."""
+        """Begin the blending of one batch, starting with layer 0. Several may be under way, on several threads."""

@@ -48,9 +48,9 @@ _Config = Config  # inside the class, the name is the attribute
 class Component(ABC):
     """A pluggable part. Subclass one of the kinds, not this.
 
-    A class is registered by returning it from the hook of its kind; the core makes the instances. They are guests in
-    somebody's process: what belongs to all of it (logging, signals, warnings, random numbers, the settings of torch)
-    they leave as it is, also when they are closed.
+    A class is registered by returning it from the hook of its kind; the core makes the instances. They must not change
+    the state of the process (logging, signals, warnings, random numbers, torch's settings), not even when they are
+    closed.
     """
 
     type: ClassVar[str]
@@ -65,4 +65,4 @@ class Component(ABC):
         self.spec = spec
 
     def close(self) -> None:
-        """Give back what is held. Idempotent. Nothing is called on the component afterwards."""
+        """Release everything. Idempotent. No other method is called afterwards."""

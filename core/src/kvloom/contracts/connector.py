@@ -22,14 +22,13 @@ class GPUConnector(Component):
 
     Layers are counted from 0, and tokens from the beginning of the request.
 
-    `where` is what the caller of `Engine.store` and `Engine.retrieve` passed on: the engine's KV tensors, page
-    tables, whatever the connector's docstring asks for. Called by one thread at a time per request, and for several
-    requests at once; nothing of `where` is kept for the next call, for an engine rewrites its page tables in place.
-    Its tensors may be inference tensors, and the calling thread need not be in inference mode: copy under
-    `torch.inference_mode()`.
+    `where` has the arguments of `Engine.store` and `Engine.retrieve` for the connector: the engine's KV tensors, page
+    tables, or whatever its docstring names. Called by one thread at a time per request, and for several requests at
+    once; keep nothing of `where` for the next call, because an engine rewrites its page tables in place. Its tensors
+    may be inference tensors, and the calling thread need not be in inference mode: copy under `torch.inference_mode()`.
 
-    The segments of one call are in order and do not overlap, and there may be gaps between them. What is not the KV of
-    a segment stays as it is: the engine's other memory when writing, all of it when reading.
+    The segments of one call are in order and do not overlap, and there may be gaps between them. Change nothing else:
+    not the engine's other memory when writing, and none of it when reading.
     """
 
     format: ClassVar[MemoryFormat] = MemoryFormat.KV_BLOB
@@ -48,7 +47,7 @@ class GPUConnector(Component):
     def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
         """Raise ValueError if `where` is not something this connector can read or write `num_tokens` tokens of.
 
-        So for what is missing, has too little room, is of another dtype or shape, and for a name that it does not know.
+        This includes missing arguments, too little room, another dtype or shape, and unknown names.
         """
 
     @abstractmethod

@@ -83,9 +83,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A verb that was called, told once it and all that it had written in the background is over.
+    """A finished request, reported once it and its background writes are over.
 
-    Holds keys, and no tokens: only observers with `sees_requests` are told.
+    Holds keys, and no tokens. Only observers with `sees_requests` receive it.
     """
 
     verb: str
@@ -109,10 +109,10 @@ class Request:
     """Length of the whole sequence, including the tokens that did not fill a chunk."""
     chunk_tokens: int
     sources: Mapping[str, int]
-    """The tiers that had what was given, with how many tokens."""
+    """The tiers that the delivered tokens came from, with the number of tokens."""
     steps: tuple[Step, ...]
     error: str = ""
-    """The type of what it raised."""
+    """The type of the raised error."""
 
 
 class CounterKey(NamedTuple):
@@ -152,15 +152,16 @@ class Watched(Protocol):
 
 
 class Observer(Component):
-    """Is told of events from a queue, on a thread of its own, never on the hot path. Raising or slow is contained."""
+    """Receives events from a queue, on a separate thread, never on the hot path. Errors and delays are contained."""
 
     sees_chunks: ClassVar[bool] = False
-    """It is told of chunks, too. Only engines that move KV make it: an index does not."""
+    """It also receives chunk events. Only engines that move KV make them: an index does not."""
     sees_requests: ClassVar[bool] = False
-    """It is told of requests, too."""
+    """It also receives requests."""
 
     def watch(self, engine: Watched) -> None:
-        """Called once, when the engine is open, before any event. What it raises keeps the engine from opening."""
+        """Called once, when the engine is open, before any event. An error raised here keeps the
+        engine from opening."""
 
     def caller(self) -> object:
         """On the caller's thread, as a request begins, if `sees_requests`: what to remember of where it comes from.
@@ -174,7 +175,7 @@ class Observer(Component):
 
     @abstractmethod
     def on_event(self, event: Event) -> None:
-        """Something happened. Called on a thread of the engine's own, one event after the other; what it raises is
+        """Receive an event. Called on a thread of the engine, one event after the other; an error raised here is
         counted and does no harm."""
 
     def on_chunks(self, event: ChunkEvent) -> None:

@@ -27,13 +27,13 @@ class Serializer(Component):
     """Turns chunks into blobs. Called from several threads; keeps no state between calls.
 
     The core frames every blob with checksums, key, shape, dtype and `params`: a serializer needs no header of its own
-    and is never handed bytes that fail their checksum. It must still survive any bytes: raise `CorruptBlobError`.
+    and never receives bytes that fail their checksum. It must still handle any bytes, by raising `CorruptBlobError`.
 
-    `decode` is told nothing but the buffers, and must not depend on the settings of the instance: the blob may have
-    been encoded with others. What it needs to know beside shape and dtype, `encode` puts into the blob.
+    `decode` only receives the buffers, and must not depend on the instance's settings, because the blob may have been
+    encoded with others. `encode` must put everything else that `decode` needs, beside shape and dtype, into the blob.
 
-    Chunks are contiguous and of the dtype of `spec`. A serializer that cannot take KV like that of `spec` raises
-    ValueError when it is made.
+    Chunks are contiguous and of the dtype of `spec`. A serializer that cannot encode KV of `spec` raises ValueError
+    when it is made.
     """
 
     lossless: ClassVar[bool] = True
@@ -61,8 +61,8 @@ class Serializer(Component):
     def encode(self, chunk: Chunk) -> Buffers:
         """The chunk as one or several buffers, in order; 4,096 at most.
 
-        They may be views of the chunk's memory, which stays as it is until the blob is written, and they stay as they
-        are when other chunks are encoded. A memoryview may be of any shape and format that `cast("B")` takes.
+        They may be views of the chunk's memory, which does not change until the blob is written. Encoding other chunks
+        must not change them. A memoryview may have any shape and format that `cast("B")` accepts.
         """
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Serializer(Component):
         return None
 
     def max_encoded_bytes(self, chunk: Chunk) -> int:
-        """An upper bound of the blob's size in bytes; what is longer is taken for damage. `chunk` may be on `meta`."""
+        """An upper bound of the blob's size in bytes; a longer blob counts as damaged. `chunk` may be on `meta`."""
         return chunk.nbytes * 2 + 65536
 
     def encode_many(self, chunks: Sequence[Chunk], place: Place | None = None) -> list[Buffers]:
@@ -108,11 +108,11 @@ class Serializer(Component):
         return None
 
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
-        """Optional: `decode` of some layers only, next to each other; needs `layer_buffers`, which says of what.
+        """Optional: decode some adjacent layers only. Needs `layer_buffers`.
 
         blob: the buffers that hold these layers, each once, in the order of `encode`; each passed its checksum. layers:
-        counted from 0. into: `[planes, len(layers), tokens, hidden]`, of which each layer of a plane is contiguous, but
-        not the whole. Raises CorruptBlobError as `decode` does; what it has written by then is not used.
-        NotImplementedError: it decodes whole chunks only.
+        counted from 0. into: `[planes, len(layers), tokens, hidden]`, in which each layer of a plane is contiguous, but
+        not the whole. Raises CorruptBlobError like `decode`; anything written by then is not used. NotImplementedError:
+        it decodes whole chunks only.
         """
         raise NotImplementedError(f"{type(self).__name__} does not decode single layers")

@@ -35,10 +35,9 @@ class Sink(Protocol):
 class StorageBackend(Component):
     """A store of blobs by key. Four methods make one; the rest is for speed.
 
-    Keys are strings of `[A-Za-z0-9._-]` and `/`, at most 200 characters; what is between two `/` is never empty, `.` or
+    Keys are strings of `[A-Za-z0-9._-]` and `/`, at most 200 characters; a part between two `/` is never empty, `.` or
     `..`, and one key may be the beginning of another (`a`, `a/b`). Blobs are never empty. Called from several threads
-    at once. Raise what you like when something fails: the core counts it, reports it and serves a miss. Imports no
-    torch.
+    at once. Raise any exception on failure: the core counts it, reports it and serves a miss. Imports no torch.
     """
 
     persistent: ClassVar[bool] = False
@@ -50,24 +49,24 @@ class StorageBackend(Component):
     shared: ClassVar[bool] = False
     """Other processes that open the same store see it."""
     bounded: ClassVar[bool] = False
-    """It evicts by itself."""
+    """The store evicts on its own."""
     one_by_one: ClassVar[bool] = False
-    """Each key that `contains_many` is asked about costs a request. Of a chain the core then asks about as many as it
-    takes to find where it ends, `threads` at a time, and takes what lies before for present until it is read."""
+    """Each key passed to `contains_many` costs a request. For a chain of keys the core then asks for as few as it takes
+    to find the end, `threads` at a time, and assumes that the keys before it exist until they are read."""
     threads: ClassVar[int] = 4
     """Maximum number of concurrent reads, 1 or more. Up to two writes run in addition."""
 
     @abstractmethod
     def put(self, key: str, blob: Buffers) -> None:
-        """Keep `blob` under `key`: all or nothing, the last one wins. The buffers are the caller's again on return.
+        """Store `blob` under `key`: all or nothing, the last one wins. After return the caller may reuse the buffers.
 
-        All or nothing also if the process is killed meanwhile: whoever opens a `persistent` store then finds the blob
-        whole, or the one before it, or none.
+        This also holds if the process is killed meanwhile: a `persistent` store then has the whole blob, or the one
+        before it, or none.
         """
 
     @abstractmethod
     def get(self, key: str) -> Buffer | None:
-        """The blob, or None if there is none. What is returned keeps its bytes, also after `close`."""
+        """The blob, or None if there is none. The result keeps its bytes, also after `close`."""
 
     @abstractmethod
     def contains(self, key: str) -> bool:
@@ -80,9 +79,9 @@ class StorageBackend(Component):
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         """Every blob whose key starts with `prefix`, in any order; where a store cannot list, nothing.
 
-        The prefix is text and no pattern. Everything else may be called while a listing is under way, and a listing may
-        be left before its end. One that cannot read some places in which blobs may lie goes on past them, and raises
-        IncompleteListingError at its end: the core then keeps what was listed, and lets the store grow no further.
+        The prefix is literal text. Other methods may be called while a listing is under way, and a listing may be
+        abandoned. If places that may hold blobs cannot be read, continue with the others and raise
+        IncompleteListingError at the end: the core then uses the entries, and stops writing.
         """
         return iter(())
 
@@ -167,17 +166,16 @@ class StorageBackend(Component):
     def check_writable(self) -> None:
         """Raise OSError, or ValueError with what to do about it, if nothing can be put here.
 
-        Called once the store is open, unless the tier is only read: a store that may only be read opens. It leaves
-        every blob as it was, and none behind.
+        Called once the store is open, unless the tier is only read. It changes no blob and leaves none behind.
         """
 
     # -- for stores that several processes share, or that outlive one --------------------------------------------------
 
     def touch_many(self, keys: Sequence[str]) -> None:
-        """Note that blobs were used, so that `Entry.used` of a later scan says so; by default nothing is noted.
+        """Record that blobs were used, for `Entry.used` of later scans. The default records nothing.
 
-        keys: least recently used first; a store whose times are fine enough keeps that order. What is not there is
-        passed over, and no blob is made. It must be cheap: it happens on every hit.
+        keys: least recently used first; a store with precise times keeps that order. Missing keys are skipped, and no
+        blob is made. It must be cheap, because every hit calls it.
         """
 
     def hold(self, name: str) -> bool:

@@ -58,8 +58,8 @@ def open_components(
 ) -> Components:  # fmt: skip
     """Open every component. Raises ConfigError, PluginError, or ValueError for another role.
 
-    made: closes all that was opened, also if this raises; take its callbacks out once somebody else closes the parts.
-    role: `engine` or `index`, which moves nothing.
+    made: closes everything that was opened, also if this raises; remove its callbacks once another owner closes the
+    parts. role: `engine` or `index`, which moves nothing.
     """
     if role not in ("engine", "index"):
         raise ValueError(f"role: expected 'engine' or 'index', got {role!r}")

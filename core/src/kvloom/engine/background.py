@@ -31,17 +31,16 @@ class Background:
         self._tasks: dict[Task, bool] = {}
         """Each with whether it is ahead of its use."""
         self._waiting: dict[Task, Event] = {}
-        """Saves that have not begun, with what is told if they never do."""
+        """Saves that have not begun, with the callbacks in case they never do."""
 
     def start(
         self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: RequestTrace, *,
         awaited: bool = False, ahead: bool = False,
     ) -> Task:  # fmt: skip
-        """Begin `work`, which gives a bool for each segment. awaited: somebody waits for it. ahead: it is of no
-        use once the engine is closed.
+        """Begin `work`, which returns a bool for each segment. awaited: a caller waits for it. ahead: it is useless
+        once the engine is closed.
 
-        With `MOST_TASKS` under way, or no thread to be had, it is over at once, with nothing moved, and counted as
-        dropped.
+        With `MOST_TASKS` under way, or without a thread, it ends at once with nothing moved, and counts as dropped.
         """
         task = Task(self._runtime)
         num_tokens = sum(segment.end - segment.start for segment in segments)
@@ -73,12 +72,12 @@ class Background:
         return task
 
     def after_fork_in_child(self, error: BaseException) -> None:
-        """In a forked child: nobody will do what the parent's threads had to do."""
+        """In a forked child: cancel everything, because the parent's threads do not exist here."""
         for task in tuple(self._tasks):
             task.after_fork_in_child(error)
 
     def close(self, seconds: float, error: BaseException) -> None:
-        """Do every save and wait for loads under way, so many seconds for each; the rest is given up with `error`."""
+        """Do every save, and wait for loads under way, up to so many seconds each; cancel the rest with `error`."""
         for task, ahead in tuple(self._tasks.items()):
             if ahead:
                 task.cancel()

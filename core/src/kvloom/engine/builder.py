@@ -52,7 +52,7 @@ def build_stack(
         pool = Pool(capacity, runtime, piece_bytes=chunk_bytes)
     except (OSError, OverflowError) as error:
         where = "tiers" if first is None else f"{first.path}.capacity"
-        raise ConfigError(where, f"{capacity} bytes of memory are not to be had ({error}); give less") from error
+        raise ConfigError(where, f"cannot allocate {capacity} bytes of memory ({error}); lower it") from error
     memory = MemoryTier(
         layout, pool, events, runtime, keep=first is not None, dst_device=dst_device,
         name="memory" if first is None else first.name, deadline=10.0 if first is None else first.deadline,
@@ -132,7 +132,7 @@ def _check_sizes(choices: Sequence[TierChoice], chunk_bytes: int) -> None:
 
 
 def _refuse(problems: Sequence[tuple[str, str]]) -> None:
-    """Raise one ConfigError that names all of them, each a path and what is wrong there."""
+    """Raise one ConfigError for all problems, each a path and a text."""
     if problems:
         (path, first), *rest = problems
         raise ConfigError(path, "\n".join([first, *(f"{path}: {text}" for path, text in rest)]))

@@ -128,7 +128,7 @@ class Engine(Index):
         It is closed with this one, if not before. Raises ValueError if its KV has another shape or dtype.
         """
         if (spec.dtype, spec.blob_shape(1)) != (self.spec.dtype, self.spec.blob_shape(1)):
-            raise ValueError("spec: a sibling's KV has the shape and dtype of the engine it stands beside")
+            raise ValueError("spec: a sibling must have the engine's KV shape and dtype")
         make = partial(self._sibling, spec)
         return self._runtime.uninterrupted(make, discard=Engine.close, leave=True)
 
@@ -154,7 +154,7 @@ class Engine(Index):
 
     @shielded_waiting
     def close(self) -> None:
-        """Write what was accepted, within the tiers' deadlines, and give everything back. Idempotent."""
+        """Write all accepted KV, within the tiers' deadlines, and release everything. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -252,7 +252,7 @@ class Engine(Index):
     def store(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
     ) -> int:
-        """Keep the KV of the selected tokens. Only what is missing is copied; what is there already costs a look.
+        """Store the KV of the selected tokens. Only missing chunks are copied; stored ones cost a lookup.
 
         Returns how many tokens were copied, when the caller's KV may be overwritten. Tiers below memory are written in
         the background.
@@ -284,7 +284,7 @@ class Engine(Index):
     def retrieve_layer(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
     ) -> Loading:
-        """`retrieve`, layer by layer: returns once the tiers were asked what they hold, and goes on by itself.
+        """`retrieve`, layer by layer: returns once the tiers have been looked up, and continues in the background.
 
         `Loading.wait(layer)` gives the mask of that layer. Close it, or use it as a context manager. Raises
         NotImplementedError if the connector does not move single layers.
@@ -377,8 +377,8 @@ class Engine(Index):
     def remove(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
         """Delete the chunks of `tokens` from every tier, pinned ones too.
 
-        They are gone on return, and what was being read or written at the time does not bring them back. Raises
-        BackendError, every tier having been asked, if one cannot say so.
+        They are gone on return, and reads and writes under way do not bring them back. Raises BackendError if a tier
+        cannot confirm it, after all tiers were asked.
         """
         self._stack.remove([segment.key for segment in self.segments(tokens, salt=salt)])
 

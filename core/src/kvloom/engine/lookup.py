@@ -79,9 +79,9 @@ class Index:
         opened(self)
 
     def _attach_observers(self) -> Self:
-        """Called once, when it is open: have the observers watch it. Closes it, and raises what they raise.
+        """Have the observers watch it. Called once, when it is open. Closes it and raises if they raise.
 
-        At the latest it is closed when the process ends.
+        It is closed when the process ends at the latest.
         """
         try:
             self._events.watch(_View(self))
@@ -98,7 +98,7 @@ class Index:
 
     @shielded_waiting
     def close(self) -> None:
-        """Give everything back. Idempotent. An interrupted caller leaves at once; closing goes on without it."""
+        """Release everything. Idempotent. An interrupted caller returns at once; closing continues without it."""
         if not self._closed:
             self._closed = True
             self._not_at_exit()
@@ -137,7 +137,7 @@ class Index:
 
     @shielded_waiting
     def health(self) -> Health:
-        """The state of the tiers: which are paused and why, what they hold, what hangs. Asks no backend."""
+        """The state of the tiers: paused ones with the reason, content, hanging calls. Asks no backend."""
         self._check_here()
         return self._stack.health()
 

@@ -1,7 +1,7 @@
-"""Blobs that only who holds a key can write, or read: for stores that others can write to, or look into.
+"""Signed and encrypted blobs, for stores that others can write to or read.
 
-Each blob has a key of its own, derived from one of the tier's and 24 random bytes of its header, so that no nonce is
-ever used twice. With it AES-256-GCM makes a tag of every buffer and one of the header, and encrypts if asked to.
+Each blob has its own key, derived from a key of the tier and 24 random bytes of the header, so that no nonce is ever
+used twice. With it AES-256-GCM makes a tag for every buffer and one for the header, and encrypts if configured.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_KEYS_BYTES = 1 << 20
 
 
 class Check(Protocol):
-    """Tells whether a buffer is what was written: give it all of it, in order."""
+    """Verifies a buffer: pass all of it, in order."""
 
     def update(self, part: memoryview) -> None:
         """The next bytes; those of an encrypted buffer are decrypted where they are."""
@@ -143,7 +143,7 @@ class BlobKey:
     def sealed(self, views: Sequence[memoryview]) -> tuple[list[memoryview], list[bytes]]:
         """The buffers as they are stored, and a tag for each.
 
-        What is encrypted is a copy, page-aligned, that is good until this thread encrypts the next blob.
+        Encrypted buffers are page-aligned copies, valid until this thread encrypts the next blob.
         """
         if not self.encrypted:
             return list(views), [self._tag(number, view) for number, view in enumerate(views)]

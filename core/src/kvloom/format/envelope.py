@@ -1,4 +1,4 @@
-"""The frame round every blob that leaves the process: what it is, whose it is, and a checksum of every byte.
+"""The frame of every blob that leaves the process: its description, its key, and a checksum of every byte.
 
     0   8  magic "KVLOOM\\r\\n"        40  16  header checksum (xxh3-128 of the header with this field zero)
     8   2  format version            56  16  key id              | zero, unless the blob
@@ -9,9 +9,9 @@
     24  8  payload bytes               .  .  zeros up to a whole number of 4 KiB pages
     32  8  (zero)                           then the payload: the buffers, one after the other
 
-All numbers are little-endian. The payload is page-aligned for O_DIRECT. Nothing is ever unpickled. Of a signed blob
-(flag 1) the table has tags in the place of checksums, and the header has one of its own, made while both its own places
-are zero; flag 2 says that the buffers are encrypted as well (`kvloom.format.encryption`).
+All numbers are little-endian. The payload is page-aligned for O_DIRECT. Nothing is ever unpickled. In a signed blob
+(flag 1) the table has tags in place of checksums, and the header has its own tag, computed while its checksum and tag
+fields are zero; flag 2 means that the buffers are encrypted too (`kvloom.format.encryption`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_BUFFERS = 4096
 
 
 def longest_header(buffers: int) -> int:
-    """Bytes of the longest header of a blob with up to so many buffers."""
+    """Length of the longest header of a blob with this many buffers, in bytes."""
     return -(-(_FIXED.size + MAX_DESCRIPTION_BYTES + _ROW.size * buffers) // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -59,7 +59,7 @@ _MOST_TEXT = 1024
 """Characters of one text of a description."""
 _MOST_NUMBER = 1 << 53
 _MOST_SECONDS = 1 << 37
-"""A time in the year 6325: what is later cannot be written as a date everywhere."""
+"""A time in the year 6325: later times cannot be written as dates everywhere."""
 _CHECKSUM_AT = 40
 _TAG_AT = 96
 
@@ -107,7 +107,7 @@ class Header:
 
     @property
     def exact(self) -> bool:
-        """The KV in it is what was stored, bit for bit."""
+        """The KV in it is exactly what was stored, bit for bit."""
         return self.description.fidelity == EXACT
 
 
@@ -134,7 +134,7 @@ def seal(
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     text = canonical_json({name: getattr(description, name) for name in Description.__slots__}).encode()
     if len(text) > MAX_DESCRIPTION_BYTES or _brackets(text) > MAX_BRACKETS:
-        raise ValueError(f"serializer {description.serializer}: its params make a header longer than any reader takes")
+        raise ValueError(f"serializer {description.serializer}: its params make the header too long")
     if len(views) > max_buffers:
         raise ValueError(f"serializer {description.serializer}: {len(views)} buffers; a blob has at most {max_buffers}")
     blob_key = None if protection is None else protection.begin()
@@ -227,7 +227,7 @@ def _signed(header: memoryview, protection: Protection, version: int, flags: int
         return blob_key
     if version > VERSION:  # which may sign in another way: it is not ours to delete
         raise UnreadableBlobError(f"format version {version}, and not signed as this process signs")
-    raise CorruptBlobError(f"byte {_TAG_AT}: not written by who has the key")
+    raise CorruptBlobError(f"byte {_TAG_AT}: not signed with the tier's key")
 
 
 def _describe(text: bytes) -> Description:
@@ -249,23 +249,23 @@ def _brackets(text: bytes) -> int:
 
 
 def _check_types(about: Description) -> None:
-    """Raise TypeError unless every field is what it should be: nothing else may be compared, hashed or kept."""
+    """Raise TypeError unless every field has its type: other values must not be compared, hashed or kept."""
     texts = (about.key, about.serializer, about.dtype, about.format, about.fidelity)
     numbers = (*about.shape, about.num_tokens, about.written, 0 if about.start is None else about.start)
     if not all(type(text) is str and len(text) <= _MOST_TEXT for text in texts):
-        raise TypeError("a field that is no short text")
+        raise TypeError("a field is not a short text")
     if not all(type(number) is int and 0 <= number < _MOST_NUMBER for number in numbers):
-        raise TypeError("a field that is no whole number")
+        raise TypeError("a field is not a whole number")
     if about.written >= _MOST_SECONDS:
         raise TypeError("a time that is none")
     if type(about.params) is not dict:
-        raise TypeError("params that are no mapping")
+        raise TypeError("params are not a mapping")
 
 
 class Verifier:
     """Checks a framed blob while it arrives, each part while it is still in the processor's cache.
 
-    What is encrypted is decrypted where it is, unless `decrypt` is False: then it stays as it is stored.
+    Encrypted buffers are decrypted in place, unless `decrypt` is False.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The pool: page-aligned memory of the host or of a device that is reserved, filled, sealed and handed out by lease."""
+"""The pool: page-aligned host or device memory that is reserved, filled, sealed and leased."""
 
 from kvloom.memory.origin import Origin, caller
 from kvloom.memory.pool import Block, Lease, Pool, Reservation, pages_of

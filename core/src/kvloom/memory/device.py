@@ -26,10 +26,10 @@ class DevicePages:
 
     @property
     def view(self) -> memoryview:
-        raise TypeError(f"memory of {self.bytes.device} has no bytes that Python can see; use `tensor`")
+        raise TypeError(f"Python cannot read memory of {self.bytes.device}; use `tensor`")
 
     def reach(self, end: int) -> None:
         """It is all there."""
 
     def close(self) -> None:
-        """The memory goes when nobody refers to it any more."""
+        """The memory is freed with the last reference to it."""

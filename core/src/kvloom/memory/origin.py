@@ -6,7 +6,7 @@ import sys
 from types import CodeType
 
 Origin = tuple[tuple[CodeType, int], ...]
-"""Code and the offset of the instruction in it, the innermost first. Holds no frame, so nobody's local variables."""
+"""Code objects and instruction offsets, innermost first. Holds no frames, and so no local variables."""
 
 
 def caller() -> Origin:

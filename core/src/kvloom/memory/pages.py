@@ -26,7 +26,7 @@ _AHEAD_BYTES = 128 << 20
 SLAB_BYTES = 256 << 20
 """The least that is pinned at a time."""
 _PIECES = 32
-"""A slab holds at least so many of the largest pieces: what does not fit into its last part is lost."""
+"""Minimum number of the largest pieces in a slab: the rest of its last part is lost."""
 
 
 class Pages:
@@ -80,7 +80,7 @@ class Pages:
         return self._libc is None or (self._present >= self._wanted and not self._to_pin())
 
     def close(self) -> None:
-        """Stop the background thread and unpin. The memory goes when nobody refers to it any more."""
+        """Stop the background thread and unpin. The memory is freed with the last reference to it."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -127,7 +127,7 @@ class Pages:
         else:
             self._pinning, self._pinner = False, None
             log.warning(
-                "%d of %d bytes of the pool are pinned, and no more can be: copies to and from the GPU are slower",
+                "only %d of %d bytes of the pool could be pinned: copies to and from the GPU are slower",
                 start,
                 self.size,
             )

@@ -1,8 +1,8 @@
-"""Page-locking the host pool for a GPU: copies to and from pinned memory are faster and need not be waited for.
+"""Page-locking the host pool for a GPU: copies to and from pinned memory are faster and asynchronous.
 
-CUDA is never initialised for it: that takes up to seconds and hundreds of MB of device memory, and no child forked
-afterwards could use CUDA. So `pin="auto"` waits until the process has initialised CUDA by itself, be it after the pool
-was opened, and asks nothing of the driver before; `torch.cuda.is_available()` already would.
+This never initialises CUDA, which takes up to seconds and hundreds of MB of device memory, and keeps children forked
+later from using CUDA. So `pin="auto"` waits until the process has initialised CUDA itself, even after the pool was
+opened, and does not call the driver before; `torch.cuda.is_available()` would.
 """
 
 from __future__ import annotations

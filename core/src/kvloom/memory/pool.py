@@ -1,10 +1,10 @@
-"""The pool: memory goes from *reserved* to *sealed* to *leased* and back, and nobody counts references by hand.
+"""The pool: memory goes from *reserved* to *sealed* to *leased* and back, without manual reference counts.
 
 A reservation belongs to one writer. Sealing makes it a block: from then on its bytes do not change, and readers take
 leases. The memory is free again when its owner has dropped the block and the last lease is released.
 
-Where a device copies from or to the memory while nobody waits, whoever gives it back says when that is over: record an
-event on the stream behind the last use and pass it as `after`. Until its `query()` is true, the memory is in use.
+If a device copies asynchronously from or to the memory, record an event on the stream behind the last use and pass it
+as `after` when giving the memory back. Until its `query()` is true, the memory stays in use.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Reservation:
         self.nbytes = nbytes
         """Bytes asked for."""
         self.deadline = deadline
-        """After it the reservation cannot be sealed any more: whoever fills it has taken too long."""
+        """Time after which the reservation cannot be sealed any more, because filling it has taken too long."""
         self._pool: Pool | None = pool
 
     @property
@@ -96,7 +96,7 @@ class Reservation:
 
 
 class Block:
-    """Sealed memory: owned by whoever holds this, read by whoever holds a lease."""
+    """Sealed memory: owned by the holder of this object, read through leases."""
 
     __slots__ = ("_after", "_leases", "_owned", "_pool", "origin", "size", "start")
 
@@ -294,7 +294,7 @@ class Pool:
         self.tell()
 
     def tell(self) -> None:
-        """Wake up whoever waits for room."""
+        """Wake up the threads that wait for room."""
         self.times_freed += 1
         # Whoever begins to wait from here on sees the new number first.
         if self._waiting:

@@ -1,1 +1,1 @@
-"""Discovery of plugins, the hooks that they implement, and how to install what is missing."""
+"""Discovery of plugins, their hooks, and commands that install missing ones."""

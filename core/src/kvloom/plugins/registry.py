@@ -1,8 +1,7 @@
 """Find plugins, load each on its own, and answer which class a `type:` names. The only module that touches pluggy.
 
-A plugin that fails is a state with a reason, never an exception: serving must not stop because of something that no
-configuration names. What is not named is not imported either: entry modules are loaded when plugins are discovered,
-classes when their kind is first asked for.
+A plugin that fails becomes a state with a reason, never an exception: serving must not stop because of a plugin that no
+configuration names. Entry modules are imported when plugins are discovered, classes when their kind is first requested.
 """
 
 from __future__ import annotations

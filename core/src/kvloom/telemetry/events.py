@@ -1,4 +1,4 @@
-"""Events: counted always, and told to observers from a queue, so that nobody's observer is on the hot path."""
+"""Events: always counted, and passed to observers from a queue, so that no observer is on the hot path."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class EventBus:
     def __init__(
         self, observers: Sequence[Observer], runtime: Runtime, *, blamed: Sequence[Blamed] | None = None
     ) -> None:  # fmt: skip
-        """Takes the observers over: `close` closes them. blamed: for each, within what it begins to watch."""
+        """Takes ownership of the observers: `close` closes them. blamed: for each, the context in which it begins to
+        watch."""
         self._observers = tuple(observers)
         self._blamed = tuple(blamed) if blamed is not None else (nullcontext,) * len(self._observers)
         self._runtime = runtime
@@ -63,16 +64,16 @@ class EventBus:
         self._chunks: deque[ChunkEvent] = deque()
         self._chunk_bytes = 0
         self.sees_chunks = any(observer.sees_chunks for observer in self._observers)
-        """Somebody wants to be told of chunks; ask before making a `ChunkEvent`."""
+        """An observer wants chunk events; check before making a `ChunkEvent`."""
         self.sees_requests = any(observer.sees_requests for observer in self._observers)
-        """Somebody wants to be told of requests; ask before making a record of one."""
+        """An observer wants requests; check before making a request trace."""
         self._requests: deque[tuple[Request, Callers]] = deque()
         self._failed: set[str] = set()
         self._busy = False
         self._asleep = False
         """The thread waits for something to happen."""
         self._hurried = False
-        """Somebody waits for everything to be told."""
+        """A thread waits until everything has been delivered."""
         self._closed = False
         self._thread: Thread | None = None
         opened(self)
@@ -113,7 +114,7 @@ class EventBus:
             self._wake()
 
     def watch(self, engine: Watched) -> None:
-        """Have the observers watch an engine. Raises what they raise."""
+        """Have the observers watch an engine. Raises their errors."""
         for observer, blamed in zip(self._observers, self._blamed, strict=True):
             with blamed():
                 observer.watch(engine)
@@ -175,7 +176,7 @@ class EventBus:
         return True
 
     def close(self, timeout: float = 5.0) -> None:
-        """Tell what is queued, then close the observers; one that is stuck in an event is left alone. Idempotent."""
+        """Deliver the queue, then close the observers, except one that is stuck in an event. Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -230,9 +231,9 @@ class EventBus:
                     self._blame(observer, error)
 
     def _rest(self) -> None:
-        """Everything is told: wait for more. With the lock held.
+        """Wait for more, because everything is delivered. Holds the lock.
 
-        While much happens the thread looks by itself now and then; to be woken each time would cost whoever does it.
+        While much happens the thread polls, because waking it each time would cost the caller.
         """
         self._hurried = False
         self._changed.notify_all()

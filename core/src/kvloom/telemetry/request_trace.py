@@ -1,4 +1,4 @@
-"""Records: what is noted of one request while it goes on, for observers that see requests."""
+"""Traces of requests, recorded while they run, for observers that see requests."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class RequestTrace:
         """A tier had KV that was asked for."""
 
     def hold(self) -> None:
-        """Something goes on that belongs to it, though the verb may end: `release` when that is over."""
+        """Mark that a part continues after the call has ended; call `release` when it is over."""
 
     def release(self) -> None: ...
 
     def end(self, error: BaseException | None = None) -> None:
-        """The verb, or its task, is over. Once. error: what it raised."""
+        """Mark that the call, or its task, is over. Once. error: the raised error."""
 
     @contextmanager
     def going_on(self) -> Iterator[RequestTrace]:
@@ -73,7 +73,7 @@ class OpenRequestTrace(RequestTrace):
         self, verb: str, segments: Sequence[Segment], *, first: int, num_tokens: int, chunk_tokens: int,
         events: EventBus, callers: Callers, runtime: Runtime,
     ) -> None:  # fmt: skip
-        """segments: the whole chain, of which those from `first` on are selected. callers: from the caller's thread."""
+        """segments: the whole chain; those from `first` on are selected. callers: from the caller's thread."""
         self._verb = verb
         self._segments = segments
         self._first = first

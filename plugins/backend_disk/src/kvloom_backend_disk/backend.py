@@ -1,8 +1,8 @@
 """DiskBackend: one file per blob in a directory that any number of processes may share.
 
-A blob is written to a file of its own and renamed into place, so that every reader sees one version or none, whoever
-dies when. What was written survives the process; nothing is synced, so a power cut may take the newest blobs or leave
-them unreadable, which the core's checksums turn into misses.
+A blob is written to a new file and renamed into place, so that every reader sees one version or none, also if a process
+dies. Blobs survive the process; nothing is synced, so a power cut may take the newest blobs or leave them unreadable,
+which the core's checksums turn into misses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvloom_backend_disk.transfer import Mode, Transfer, probe_direct
 logger = logging.getLogger("kvloom.backend_disk")
 
 Publish = Callable[[str, str], None]
-"""Gives a draft its place: over what is there, or only if nothing is."""
+"""Moves a draft into place: over an existing file, or only if there is none."""
 
 _PUBLISH_ATTEMPTS = 8
 # Without O_NONBLOCK, opening a FIFO that somebody put there would wait for its writer.
@@ -124,7 +124,7 @@ class DiskBackend(StorageBackend):
 
     def check_writable(self) -> None:
         if self._refusal:
-            raise ValueError(f"{self._refusal}, or set `write: never` if it is only to be read")
+            raise ValueError(f"{self._refusal}, or set `write: never` to only read it")
 
     def put(self, key: str, blob: Buffers) -> None:
         self._put(key, blob, *self._scratch.open())
@@ -189,9 +189,9 @@ class DiskBackend(StorageBackend):
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
-        """The file of `key` and its bytes: the same version to the end, whatever is put or deleted meanwhile.
+        """The file of `key` and its bytes: the same version to the end, also if it is replaced or deleted meanwhile.
 
-        Raises CorruptBlobError if something else than a file lies there.
+        Raises CorruptBlobError if there is something other than a file.
         """
         try:
             fd = _open_to_read(self._layout.path(key))
@@ -241,7 +241,8 @@ class DiskBackend(StorageBackend):
         self._holds.release()
 
     def _publish(self, draft: str, path: str, publish: Publish) -> None:
-        """Whatever else lies in the way of a blob goes. Raises CorruptBlobError if it cannot be removed."""
+        """Move a draft into place, and remove anything else that is there. Raises CorruptBlobError if it cannot be
+        removed."""
         for _ in range(_PUBLISH_ATTEMPTS):
             try:
                 publish(draft, path)
@@ -264,7 +265,7 @@ class DiskBackend(StorageBackend):
         try:
             (self._layout.remove if all_of_it else self._layout.clear_above)(path)
         except OSError as error:
-            raise CorruptBlobError(f"what lies in the way cannot be removed: {error}") from error
+            raise CorruptBlobError(f"the file in the way cannot be removed: {error}") from error
 
 
 class _Memory:
@@ -301,4 +302,4 @@ def _absolute(path: Path) -> Path:
     try:
         return Path(os.path.abspath(path.expanduser()))
     except RuntimeError as error:
-        raise ValueError(f"path: nobody's home directory: {path}; name a directory") from error
+        raise ValueError(f"path: unknown home directory: {path}; name a directory") from error

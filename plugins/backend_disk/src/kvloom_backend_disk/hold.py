@@ -1,6 +1,6 @@
 """Rights that one process at a time has in a store: locks (flock) on files in its root, which die with the process.
 
-Whoever may read a file may lock it. So only who may write to the directory may read the file of a lock.
+A user who may read a file may lock it. So only users who may write to the directory may read a lock file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Holds:
             return fd is not None and _is_still(fd, path)
 
     def release(self) -> None:
-        """Give every right back. A forked child gives back nothing: what it inherited is its parent's."""
+        """Give every right back. A forked child gives nothing back, because the rights are its parent's."""
         self._drop_inherited()
         with self._lock:
             while self._held:
@@ -89,7 +89,7 @@ class Holds:
             if error.errno not in _NO_LOCKS:
                 os.close(fd)
                 raise
-            self._warn(f"no file locks in {self._root} ({error.strerror}): every process takes itself for the only one")
+            self._warn(f"no file locks in {self._root} ({error.strerror}): every process acts as the only one")
         return fd
 
     def _warn(self, text: str) -> None:
@@ -107,7 +107,8 @@ class Holds:
 
 
 def _open(path: Path, mode: int) -> int:
-    """The file of a lock. What lies in its place, or could be locked by who may not write here, is replaced."""
+    """Open a lock file. Anything else in its place, or a file that users without write permission could lock, is
+    replaced."""
     for _ in range(_ATTEMPTS):
         try:
             fd = _opened(path, mode)
@@ -115,7 +116,7 @@ def _open(path: Path, mode: int) -> int:
             fd = _made(path, mode)
         if fd is not None:
             return fd
-    raise OSError(errno.EEXIST, f"somebody puts something else there again and again: {path}")
+    raise OSError(errno.EEXIST, f"another process keeps replacing {path}")
 
 
 def _opened(path: Path, mode: int) -> int | None:
@@ -140,7 +141,7 @@ def _opened(path: Path, mode: int) -> int | None:
 
 
 def _made(path: Path, mode: int) -> int | None:
-    """None if somebody else has made one meanwhile."""
+    """Make a lock file; None if another process has made one meanwhile."""
     os.makedirs(path.parent, exist_ok=True)
     try:
         fd = os.open(path, mode | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
@@ -163,7 +164,7 @@ def _made(path: Path, mode: int) -> int | None:
 
 
 def _writers(directory: Path) -> int:
-    """The bits by which group and others may read and write what whoever may write to `directory` may have."""
+    """Permission bits of group and others that allow reading and writing for those who may write to `directory`."""
     mode = os.stat(directory).st_mode
     return (0o060 if mode & stat.S_IWGRP else 0) | (0o006 if mode & stat.S_IWOTH else 0)
 

@@ -47,7 +47,7 @@ class Layout:
     def scan(self, prefix: str) -> Iterator[Entry]:
         """Every blob whose key starts with `prefix`. Blobs that vanish meanwhile are left out.
 
-        Goes on past what cannot be read, and raises IncompleteListingError at the end if blobs may lie there.
+        Skips places that cannot be read, and raises IncompleteListingError at the end if they may hold blobs.
         """
         above, slash, beginning = prefix.rpartition("/")
         if not slash or _KEY.fullmatch(above):
@@ -57,7 +57,7 @@ class Layout:
                 raise IncompleteListingError(f"{listing.unread} places cannot be read, the first: {listing.first}")
 
     def remove(self, path: str) -> None:
-        """Remove what lies at the path of a key, if anything: a blob, or whatever else somebody put there."""
+        """Remove the file at a key's path, if any: a blob, or anything else."""
         try:
             os.unlink(path)
         except (IsADirectoryError, PermissionError):  # POSIX says the latter of a directory, Linux the former
@@ -72,7 +72,7 @@ class Layout:
                 raise
 
     def clear_above(self, path: str) -> None:
-        """Remove what lies where a directory above `path` has to be, if it is no directory."""
+        """Remove anything that is in the place of a directory above `path`."""
         above = path
         while len(above := os.path.dirname(above)) > len(self._root):
             if os.path.lexists(above) and not os.path.isdir(above):

@@ -1,7 +1,7 @@
-"""Files that are still being written: named after the process that writes them, reclaimed when it is dead.
+"""Unfinished files: named after the process that writes them, and reclaimed when it is dead.
 
-A name is `<host>.<pid>.<start time>.<random>`. `<host>` is a digest over host name, boot and pid namespace: only where
-all three are ours does a pid mean to us what it meant to the writer.
+A name is `<host>.<pid>.<start time>.<random>`. `<host>` is a digest over host name, boot and pid namespace: a pid has
+the same meaning here only if all three are ours.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Scratch:
             os.makedirs(self._directory, exist_ok=True)
 
     def take(self, path: str) -> tuple[str, int] | None:
-        """Take a file out of its place to write over it, as `open` would give it; None if that cannot be done.
+        """Take a file out of its place to overwrite it, like a result of `open`; None if that is impossible.
 
-        None also if somebody else has it open: who reads an old blob must not see it turn into another. A reader who
-        has looked the name up and not opened it yet can still slip in; what it reads fails its checksums, and when it
-        tries again there is nothing.
+        Also None if it is open elsewhere, because a reader of the old blob must not see it change. A reader that has
+        looked up the name but not opened it yet may still get it; its checksums fail, and the second attempt finds
+        nothing.
         """
         draft = self._new_path()
         try:

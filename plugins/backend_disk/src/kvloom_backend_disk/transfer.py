@@ -1,9 +1,8 @@
 """Moves bytes between memory and open files, through the page cache or past it (O_DIRECT), whichever is faster.
 
-Reading what the page cache holds is several times faster than any disk. Of what it does not hold, large blobs are read
-faster past it, and small ones as fast through it.
-Writing goes past it: into the cache a burst is sometimes faster, but stores that go on are slowed down to less than the
-disk's speed, and the memory tier keeps what was just stored anyway.
+Reading from the page cache is several times faster than from any disk. Other data is read directly if the blob is
+large; small blobs are read as fast through the cache. Writes are direct: a burst into the cache is sometimes faster,
+but sustained writes become slower than the disk, and the memory tier has new chunks anyway.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def probe_direct(fd: int) -> None:
         os.lseek(fd, 0, os.SEEK_SET)
         os.readv(fd, [block])
         if block[:] != written:
-            raise OSError("what O_DIRECT read is not what it wrote")
+            raise OSError("O_DIRECT read other bytes than it wrote")
 
 
 def _reads_past_the_cache(fd: int) -> bool:

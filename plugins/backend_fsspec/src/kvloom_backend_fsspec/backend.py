@@ -70,7 +70,7 @@ class FsspecBackend(StorageBackend):
             self._store().delete([name])
             next(iter(self._store().list(self._names.right("none"))), None)
         except BackendError as error:
-            raise ValueError(f"url: cannot write: {error}, or set `write: never` if it is only to be read") from error
+            raise ValueError(f"url: cannot write: {error}, or set `write: never` to only read it") from error
 
     def put(self, key: str, blob: Buffers) -> None:
         self._store().put(self._names.blob(key), join(blob))
@@ -164,7 +164,7 @@ class ExclusiveFsspecBackend(FsspecBackend):
         """Raises NotImplementedError where the server takes no notice of conditions, which is tried once."""
         name, data = self._names.blob(key), join(blob)
         if not self._is_exclusive():
-            raise NotImplementedError(f"{self._settings.place.host} overwrites what should only be created")
+            raise NotImplementedError(f"{self._settings.place.host} overwrote an object in an exclusive create")
         return self._store().create(name, data)
 
     def hold(self, name: str) -> bool:
@@ -184,8 +184,8 @@ class ExclusiveFsspecBackend(FsspecBackend):
                 self._store().delete([name])
             if not self._exclusive:
                 logger.warning(
-                    "%s://%s takes no notice of conditions (If-None-Match): there is no exclusive create, and every "
-                    "process takes itself for the only one",
+                    "%s://%s ignores conditions (If-None-Match): there is no exclusive create, and every "
+                    "process acts as the only one",
                     self._settings.place.scheme,
                     self._settings.place.host,
                 )
@@ -197,7 +197,7 @@ class ExclusiveFsspecBackend(FsspecBackend):
 
 
 class ProcessFsspecBackend(FsspecBackend):
-    """`memory://`: gone with the process, and nobody else's."""
+    """`memory://`: private to the process, and gone with it."""
 
     persistent: ClassVar[bool] = False
     shared: ClassVar[bool] = False

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
     scheme: str
     host: str
-    """Bucket, container or host, with user and port where there are any; empty for what is on this machine."""
+    """Bucket, container or host, with user and port if given; empty for a place on this machine."""
     prefix: str
     """The path inside the bucket; no slash at either end."""
 
@@ -96,15 +96,13 @@ class Config(BaseConfig):
         if self.driver == "obstore" and self.place.scheme not in OBSTORE_SCHEMES:
             raise ValueError(f"driver: obstore has no {self.place.scheme}://; use `driver: auto`")
         if self.driver == "fsspec" and self.by_sftp:
-            raise ValueError(
-                "driver: fsspec's own SFTP does not come back once its connection was lost; use `driver: auto`"
-            )
+            raise ValueError("driver: fsspec's own SFTP never reconnects; use `driver: auto`")
         for name in ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "azure_endpoint", "base_url"):
             if name in self.options and not _ENDPOINT.match(str(self.options[name])):
-                raise ValueError(f"options.{name}: is no URL; write https://host:port, with its scheme")
+                raise ValueError(f"options.{name}: is not a URL; write https://host:port, with its scheme")
             if not self.allow_http and str(self.options.get(name, "")).lower().startswith("http://"):
                 raise ValueError(
-                    f"options.{name}: is without TLS; use https://, or `allow_http: true` if everybody on the network "
+                    f"options.{name}: has no TLS; use https://, or `allow_http: true` if anyone on the network "
                     "may read the KV"
                 )
         return self
@@ -126,7 +124,7 @@ class Config(BaseConfig):
 
 
 def place_of(url: str) -> Place:
-    """Split a URL. Raises ValueError that says what is wrong with it, and never quotes a password."""
+    """Split a URL. Raises ValueError with the problem; it never quotes a password."""
     scheme, separator, rest = url.strip().partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
         raise ValueError("not a URL; expected scheme://bucket/prefix, such as s3://my-bucket/kv or file:///srv/kv")

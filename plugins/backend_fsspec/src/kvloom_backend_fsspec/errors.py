@@ -63,7 +63,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def explained(error: BaseException, place: Place) -> str:
-    """One line: which store, what it said, what to do."""
+    """One line with the store, its error and the remedy."""
     text = str(error) or type(error).__name__
     said = _QUERY.sub("?...", text.partition("\n")[0])[:_MAX_CHARS].strip() or type(error).__name__
     if code := _CODE.search(text):

@@ -77,7 +77,7 @@ class FsspecStore:
             self._publish(data, self._path(self._drafts.draft()), path)
 
     def _is_shut_out(self, draft: str, error: Exception) -> bool:
-        """Return whether `error` was caused by something that lies where the directory of drafts belongs."""
+        """Return whether `error` was caused by something in the place of the directory of drafts."""
         if not (_is_not_found(error) or isinstance(error.__cause__, FileExistsError | NotADirectoryError)):
             return False
         try:
@@ -100,7 +100,7 @@ class FsspecStore:
             raise
 
     def _in_its_directory(self, path: str, act: Callable[[], None]) -> None:
-        """Act where there is a directory: it is made when it is first met, and again if somebody removed it."""
+        """Act inside a directory: it is made at first use, and again if it was removed."""
         directory = path.rpartition("/")[0]
         if directory not in self._directories:
             self._make(directory)
@@ -267,11 +267,11 @@ def _cat(
                 raise FileNotFoundError(path)
             if answer.status_code != 200 and not (ranged and answer.status_code == 206):
                 answer.raise_for_status()
-                raise BackendError(f"an answer of another kind than was asked for: {answer.status_code}")
+                raise BackendError(f"unexpected status: {answer.status_code}")
             whole = _received(answer, most)
         if _is_about(answer, len(whole), fs.info(path)):
             return whole[start:end] if ranged and answer.status_code == 200 else whole
-    raise BackendError(f"{path}: replaced each time that it was read")
+    raise BackendError(f"{path}: replaced during every read")
 
 
 def _received(answer: Any, most: int) -> bytes:
@@ -290,7 +290,7 @@ def _is_about(answer: Any, length: int, now: dict[str, Any]) -> bool:
 
 
 def _rename(fs: Any, draft: str, path: str) -> None:
-    """Over what is there, in one step."""
+    """Rename over an existing file, in one step."""
     if "webdav" in _protocols(fs):
         fs.client.move(draft, path, overwrite=True)
     else:

@@ -1,9 +1,9 @@
-"""Rights that one process at a time has in a store which creates exclusively: leases that their holder renews.
+"""Rights that one process at a time has, in a store with exclusive create: leases that their holder renews.
 
-A right is a row of numbered objects, `=hold/<name>/<n>`, of which the highest counts. Who has it writes its own number
-anew every two seconds. Others take it by creating the next number, which one of them can, once the highest one has
-not changed for six seconds by their own clock, or says that it is free. Clocks are never compared, and nobody
-overwrites what is another's.
+A right is a series of numbered objects, `=hold/<name>/<n>`; the highest number counts. The holder rewrites its own
+object every two seconds. Another process takes the right by creating the next number, which only one can, once the
+highest object has not changed for six seconds by its own clock, or is marked as free. Clocks are never compared, and no
+process overwrites another's object.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Leases:
         return now - seen.since >= LEASE_SECONDS
 
     def renew(self, name: str, held: _Held) -> None:
-        """Say that the right is still ours, unless somebody has taken it meanwhile."""
+        """Renew the right, unless another process has taken it."""
         before = time.monotonic()
         over, successor = before - held.renewed >= LEASE_SECONDS, self._object(name, held.number + 1)
         if over or self._store().size(successor) is not None:
@@ -117,7 +117,7 @@ class Leases:
         held.renewed = before
 
     def release(self) -> None:
-        """Give every right back. A forked child gives back nothing: what it inherited is its parent's."""
+        """Give every right back. A forked child gives nothing back, because the rights are its parent's."""
         if self._pid != os.getpid():
             return
         with self._lock:

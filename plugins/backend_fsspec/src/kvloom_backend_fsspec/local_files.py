@@ -1,7 +1,7 @@
-"""Local directories, past the clients where they do harm.
+"""Local directories, without the clients where they cause trouble.
 
-Both wait for the writer of a FIFO, in a thread that is lost then; obstore ends a listing at what it cannot read, and
-deletes no draft that it has left behind; fsspec lists a link as a file, and moves a file into a directory of its name.
+Both block on a FIFO, in a thread that is then lost. obstore ends a listing at an unreadable place, and never deletes
+its abandoned drafts. fsspec lists a link as a file, and moves a file into a directory of its name.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _is_special(path: str) -> bool:
 
 @contextlib.contextmanager
 def _looked_at(name: str, prefix: str) -> Iterator[None]:
-    """Raises CorruptBlobError if something below `prefix` lies in the way, which says nothing about other blobs."""
+    """Raises CorruptBlobError if something below `prefix` is in the way, which does not concern other blobs."""
     path = f"/{name}"
     if os.path.isdir(path):
         raise CorruptBlobError(f"a directory lies in the place of a blob: {path}")

@@ -72,11 +72,11 @@ class Names:
         return f"{self._prefix}{HOLDS}/{name}"
 
     def draft(self) -> str:
-        """A new name for what is not published yet."""
+        """A new name for an unpublished draft."""
         return f"{self._prefix}{self._drafts}/{uuid.uuid4().hex}"
 
     def draft_elsewhere(self) -> None:
-        """From now on: something else lies where the directory of drafts belongs."""
+        """Use another directory for drafts from now on, because something else is in its place."""
         self._drafts = f"{_DRAFTS}-{uuid.uuid4().hex}"
 
     def probe(self) -> str:

@@ -16,7 +16,7 @@ from kvloom_backend_fsspec.obstore_client import client_of
 from kvloom_backend_fsspec.store import Listed, Memory
 
 PART_BYTES = 8 << 20
-"""One request carries at most so much, so that its timeout means something for a blob of any size."""
+"""Maximum size of one request, so that its timeout is meaningful for a blob of any size."""
 _PIECE_BYTES = 256 << 10
 _PAGE = 1000
 _MOST_PAGES = 1 << 16
@@ -209,7 +209,7 @@ class ObstoreStore:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Errors of obstore become those of `ObjectStore`; what a caller tells apart passes as it is."""
+        """Turn obstore's errors into those of `ObjectStore`; errors that callers distinguish pass unchanged."""
         try:
             yield
         except FileNotFoundError as error:

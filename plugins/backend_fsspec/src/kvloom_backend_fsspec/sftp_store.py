@@ -38,7 +38,7 @@ _MOST_ENTRIES = 1 << 22
 _LOG = "kvloom.backend_fsspec.paramiko"
 _PAUSE_SECONDS = 0.1
 _WAITS = 4
-"""So many times `timeout` a caller waits until one of the connections is free."""
+"""Multiple of `timeout` that a caller waits for a free connection."""
 _OPTIONS = {
     "allow_agent", "compress", "disabled_algorithms", "gss_auth", "gss_deleg_creds", "gss_host", "gss_kex",
     "gss_trust_dns", "key_filename", "known_hosts", "look_for_keys",
@@ -119,9 +119,9 @@ class SftpStore:
             self._found(lambda sftp, path=f"/{name}": sftp.remove(path))
 
     def list(self, directory: str) -> Iterator[Listed]:
-        """Directory by directory: one that vanishes meanwhile is passed over.
+        """List directory by directory; one that vanishes meanwhile is skipped.
 
-        Goes on past those that this user may not read, and raises IncompleteListingError at the end.
+        Skips those that this user may not read, and raises IncompleteListingError at the end.
         """
         unread = Unread(self._drafts)
         pending, left = [directory], MOST_DIRECTORIES
@@ -240,7 +240,7 @@ class SftpStore:
             timer.cancel()
 
     def _forget(self) -> None:
-        """Close the connections that nobody uses."""
+        """Close unused connections."""
         while True:
             try:
                 connection = self._idle.pop()
@@ -250,7 +250,8 @@ class SftpStore:
 
 
 class _Turns:
-    """A semaphore that is fair: with Python's own, who gives one back takes the next before who waits has woken."""
+    """A fair semaphore: with Python's own, a thread that releases it can take it again before a
+    waiting one has woken."""
 
     def __init__(self, number: int) -> None:
         self._lock = threading.Lock()
@@ -370,7 +371,7 @@ def _read_range(sftp: Any, name: str, offset: int, into: memoryview) -> bool:
 
 
 def _fill(view: memoryview, file: Any, filled: Callable[[int], None]) -> None:
-    """Without paramiko's `prefetch`: its thread is the slower way, and prints what it fails of."""
+    """Read without paramiko's `prefetch`, whose thread is slower, and prints its errors."""
     file.MAX_REQUEST_SIZE = _READ_BYTES
     at = 0
     while at < len(view):

@@ -44,16 +44,16 @@ class ObjectStore(Protocol):
         """Its bytes, or None if there is no object."""
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; what is not there is passed over."""
+        """Remove objects; missing ones are skipped."""
 
     def list(self, directory: str) -> Iterator[Listed]:
         """Every object below `directory`, which is empty for all.
 
-        Goes on past single places that cannot be read, and raises IncompleteListingError at the end.
+        Skips single places that cannot be read, and raises IncompleteListingError at the end.
         """
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release everything."""
 
 
 class Memory:
@@ -65,7 +65,7 @@ class Memory:
 
     def reserve(self, num_bytes: int) -> memoryview:
         if self.max_bytes is not None and num_bytes > self.max_bytes:
-            raise CorruptBlobError(f"{num_bytes} bytes where at most {self.max_bytes} are read")
+            raise CorruptBlobError(f"{num_bytes} bytes; the limit is {self.max_bytes}")
         self._room = bytearray(num_bytes)
         return memoryview(self._room)
 

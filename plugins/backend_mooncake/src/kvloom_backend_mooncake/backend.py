@@ -1,9 +1,9 @@
-"""MooncakeBackend: blobs in the memory of whoever contributes some, found through one master.
+"""Mooncake Store as a storage backend.
 
-A blob in Mooncake is never written over: while somebody may be reading it, its memory stays as it is. So a `put` first
-removes what is under its key. What is leased to a reader is not removed so easily, and forcing that would give memory
-that is being read to the next blob. Such a blob is replaced by a stopgap first, which leaves the memory of the old one
-alone for as long as the master says (put_start_release_timeout_sec), and then the stopgap is removed.
+A blob in Mooncake is never overwritten: its memory stays unchanged while a reader may use it. So a `put` first removes
+the blob under its key. A blob that is leased to a reader cannot simply be removed; forcing it would give memory that
+is being read to another blob. Such a blob is replaced by a placeholder first, which leaves the old memory alone for as
+long as the master says (put_start_release_timeout_sec), and then the placeholder is removed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvloom_backend_mooncake.config import MooncakeConfig
 from kvloom_backend_mooncake.memories import Memories, Regions
 from kvloom_backend_mooncake.turns import Turns
 
-STOPGAPS = (b"-" * 59, b"-" * 61)
+PLACEHOLDERS = (b"-" * 59, b"-" * 61)
 """Placeholders for a blob that is being removed. Two, because a placeholder that a reader has asked for is leased
 itself, and only one of another length gets memory of its own. They are recognised by their lengths, which no blob
 may have: where two clients replace one key at once, Mooncake may show a placeholder that was not written yet."""
-_NO_BLOB = frozenset(map(len, STOPGAPS))
+_NO_BLOB = frozenset(map(len, PLACEHOLDERS))
 _READ_ATTEMPTS = 4
 """While others put and delete a blob, a read may meet a longer one each time. One whose lease ended has two."""
 _WRITE_ATTEMPTS = 4
@@ -60,7 +60,7 @@ class MooncakeBackend(StorageBackend):
     Config: ClassVar[Any] = MooncakeConfig
 
     def __init__(self, config: MooncakeConfig, spec: KVSpec | None = None) -> None:
-        """Raises ValueError that names what is missing: the client, the master."""
+        """Raises ValueError that names what is missing: the client or the master."""
         super().__init__(config, spec)
         self._settings = config
         self._memories = Memories(config.protocol)
@@ -174,7 +174,7 @@ class MooncakeBackend(StorageBackend):
                     regions = {key: regions[key] for key in failed}
 
     def _put_in_turn(self, store: Any, regions: Mapping[str, Regions]) -> dict[str, int]:
-        """Replace what is under the keys; the codes of those that may be tried again."""
+        """Replace the blobs under the keys; return the codes of those that may be tried again."""
         keys = list(regions)
         self._erase(store, keys, awaiting=True)
         starts = [[start for start, _ in one] for one in regions.values()]
@@ -218,7 +218,7 @@ class MooncakeBackend(StorageBackend):
                 self._erase(store, list(dict.fromkeys(keys)), awaiting=False)
 
     def _erase(self, store: Any, keys: list[str], *, awaiting: bool) -> None:
-        """Have nothing under `keys`. awaiting: also wait until whoever is writing one has written it, or has died."""
+        """Remove everything under `keys`. awaiting: also wait until another writer has finished, or died."""
         until = time.monotonic() + self._settings.timeout
         for turn in itertools.count():
             told = dict(zip(keys, map(int, store.batch_remove(keys)), strict=True))
@@ -228,7 +228,7 @@ class MooncakeBackend(StorageBackend):
                 if code not in ABSENT | IN_USE:
                     check(f"deleting {key}", code)
             late = time.monotonic() > until
-            replaced = [_replace(store, key, STOPGAPS[turn % 2], last=late) for key in in_use + written * late]
+            replaced = [_replace(store, key, PLACEHOLDERS[turn % 2], last=late) for key in in_use + written * late]
             keys = in_use + written
             if not keys:
                 return
@@ -258,12 +258,12 @@ class _Memory:
         self.blob = memoryview(self._room).toreadonly()  # type: ignore[assignment]
 
 
-def _replace(store: Any, key: str, stopgap: bytes, *, last: bool) -> bool:
-    """Put `stopgap` in the place of a blob, whose memory stays its readers'. Return whether it was transferred.
+def _replace(store: Any, key: str, placeholder: bytes, *, last: bool) -> bool:
+    """Put `placeholder` in the place of a blob, whose memory stays its readers'. Return whether it was transferred.
 
     last: raise if it was not.
     """
-    code = int(store.upsert(key, stopgap))
+    code = int(store.upsert(key, placeholder))
     if code == TRANSFER_FAILED and not last:
         return False
     if code not in _MEANWHILE:
@@ -275,7 +275,7 @@ def _views(blob: Buffers) -> list[memoryview]:
     """The blob's buffers as bytes, without empty ones. Raises before anything is written if one cannot be read."""
     views = [view for view in (memoryview(part).cast("B") for part in blob) if len(view)]
     if sum(map(len, views)) in _NO_BLOB:
-        raise ValueError(f"a blob of {sum(map(len, views))} bytes cannot be told from a stopgap")
+        raise ValueError(f"a blob of {sum(map(len, views))} bytes cannot be distinguished from a placeholder")
     return views
 
 

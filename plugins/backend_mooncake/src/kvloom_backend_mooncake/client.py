@@ -75,7 +75,7 @@ class Client:
             self._reach_master()
         except OSError as refused:
             raise ValueError(
-                f"master: nobody answers at {config.master} ({refused}); start mooncake_master, or correct the address"
+                f"master: no answer at {config.master} ({refused}); start mooncake_master, or correct the address"
             ) from refused
         self.replication = _replication(module, config)
         self._store = module.MooncakeDistributedStore()
@@ -184,8 +184,8 @@ def patience(config: MooncakeConfig) -> Mapping[str, str]:
 
 
 def _tell(wanted: Mapping[str, str]) -> None:
-    """Set environment variables, for good: the client reads them when it is loaded, set up, or not before the first
-    transfer, and there is no other way. What somebody else has set stays."""
+    """Set environment variables permanently: the client has no other interface, and reads some of them only at the
+    first transfer. Variables that are set already stay."""
     for name, value in wanted.items():
         if os.environ.get(name) == _told.get(name):
             os.environ[name] = _told[name] = value

@@ -20,7 +20,7 @@ LEASE_EXPIRED: Final = -707
 TRANSFER_FAILED: Final = -800
 
 ABSENT: Final = frozenset({NOT_FOUND, NOT_READY, -710, -712})
-"""Never put, still being written by somebody, or its last copy went with the process that held it: a miss."""
+"""Codes of a miss: never put, still being written, or lost with the process that held the last copy."""
 IN_USE: Final = frozenset({LEASED, -708, -714})
 """A reader holds it, or it is being copied: it may not be removed in the ordinary way."""
 

@@ -66,14 +66,14 @@ class MooncakeConfig(BaseConfig):
     def _can_be_contributed(cls, value: ByteSize) -> ByteSize:
         if 0 < value < _LEAST_SEGMENT:
             raise ValueError(
-                f"{value.human_readable()} is less than Mooncake takes; write 16MiB or more, or 0 for none"
+                f"{value.human_readable()} is below Mooncake's minimum; write 16MiB or more, or 0 for none"
             )
         return value
 
     @model_validator(mode="after")
     def _belongs_together(self) -> MooncakeConfig:
         if self.device and self.protocol == "tcp":
-            raise ValueError("device: tcp uses none; remove it, or set `protocol: rdma`")
+            raise ValueError("device: not used with tcp; remove it, or set `protocol: rdma`")
         return self
 
     @property

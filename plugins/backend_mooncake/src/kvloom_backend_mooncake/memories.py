@@ -43,7 +43,7 @@ class Memories:
         self._known.append((start, size, view))
 
     def forget(self, store: Any) -> None:
-        """Give back what was registered."""
+        """Unregister all memory."""
         for start, _, view in self._known:
             store.unregister_buffer(start)
             view.release()

@@ -1,6 +1,7 @@
 """Real masters and peers for tests, benches and examples, on free ports and in a directory of their own.
 
-Each is a context manager. Nothing outlives it, nor the process that started it: the kernel kills what is left (Linux).
+Each is a context manager. Its processes end with it, and with the process that started it (on Linux the kernel kills
+them).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ while True:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    """A free TCP port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -83,7 +84,7 @@ class _Server:
         self._process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
-        """Kill what is left and start again, on the same port; what it knew is gone."""
+        """Kill the server and start it again on the same port, empty."""
         self.kill()
         self.start()
 
@@ -121,7 +122,7 @@ class _Server:
 
 
 class MooncakeMaster(_Server):
-    """`mooncake_master`. lease: milliseconds for which what was asked for is protected; options: more of its flags.
+    """`mooncake_master`. lease: milliseconds for which a blob is protected after a lookup; options: more of its flags.
 
     host: the address to listen on.
     """

@@ -1,8 +1,8 @@
 """One change of a key at a time within one client.
 
-Mooncake tells writers apart by their client, not by their call: where two threads of one client replace a key, the end
-of one's stopgap is taken for the end of the other's blob, which is then shown before it is written, and the stopgap is
-written into its memory. Between clients the master sees to it.
+Mooncake distinguishes writers by client, not by call. If two threads of one client replace a key, the master takes the
+end of one's placeholder for the end of the other's blob, which is then shown before it is written, and the placeholder
+is written into its memory. Between clients the master prevents that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Turns:
 
     @contextlib.contextmanager
     def of(self, keys: Iterable[str]) -> Iterator[None]:
-        """Nobody else changes any of `keys` meanwhile. Raises BackendError where somebody does for too long."""
+        """Keep other threads from changing any of `keys` meanwhile. Raises BackendError if one does for too long."""
         wanted = frozenset(keys)
         with self._changed:
             if not self._changed.wait_for(lambda: self._busy.isdisjoint(wanted), self._timeout):

@@ -94,7 +94,7 @@ def _endpoint(text: str, kind: Kind) -> Endpoint:
     except ValueError:
         host = port = None
     if not host or port == 0 or (port is None and text.rpartition("]")[2].count(":")):
-        raise ValueError(f"names no server, or its port is no number from 1 to 65535; write {_FORMS[kind]}")
+        raise ValueError(f"names no server, or its port is not a number from 1 to 65535; write {_FORMS[kind]}")
     return Endpoint(host, _PORTS[kind] if port is None else port)
 
 
@@ -102,14 +102,14 @@ def _path(path: str, kind: Kind) -> tuple[str, int]:
     words = [unquote(word) for word in path.split("/")[1:] if word]
     if kind == "sentinel":
         if not words or len(words) > 2:
-            raise ValueError(f"does not say which service of the Sentinels; write {_FORMS[kind]}")
+            raise ValueError(f"names no service of the Sentinels; write {_FORMS[kind]}")
         return words[0], _db(words[1]) if len(words) == 2 else 0
     if len(words) > 1 or (kind == "cluster" and words not in ([], ["0"])):
-        raise ValueError(f"has a path that means nothing; write {_FORMS[kind]}")
+        raise ValueError(f"has an unexpected path; write {_FORMS[kind]}")
     return "", _db(words[0]) if words else 0
 
 
 def _db(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise ValueError("names a database that is no number; write the number from 0, or leave it out")
+        raise ValueError("names a database that is not a number; write the number from 0, or leave it out")
     return int(text)

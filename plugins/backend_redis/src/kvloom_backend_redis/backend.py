@@ -1,6 +1,6 @@
 """RedisBackend: one key per blob in Redis or Valkey.
 
-A server does one command at a time, so a blob is there whole or not at all, whoever dies when. Blobs go from the
+A server runs one command at a time, so a blob is stored whole or not at all, also if a process dies. Blobs go from the
 caller's buffers to the socket and from the socket to the caller's memory, without another copy in this process.
 """
 
@@ -24,7 +24,7 @@ from kvloom_backend_redis.topology import Cluster, Sentinels, Single, Topology
 _KEY = re.compile(r"[A-Za-z0-9._/-]+")
 _PAGE = 500
 _MOST_PAGES = 1 << 22
-"""A server looks at as many keys for each as a page may have, whoever's they are."""
+"""Number of keys that a server examines for a page, of any application."""
 _MOST_LISTED = 1 << 24
 _CURSOR_CHARS = 20
 _BATCH_BLOBS = 64
@@ -200,7 +200,7 @@ class RedisBackend(StorageBackend):
         size = sum(map(len, views))
         if size > self._server.most_bytes:
             most = self._server.most_bytes
-            raise BackendError(f"a blob of {size} bytes, and the server takes {most}; lower chunk_tokens")
+            raise BackendError(f"a blob of {size} bytes; the server accepts {most}; lower chunk_tokens")
         name, after = self._name(key), [*self._options, *options]
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(after), len(name), name, size)
         return [head, *views, b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in after)]
@@ -222,7 +222,7 @@ class RedisBackend(StorageBackend):
             return link.length(most)
         except ServerError as error:
             if error.word == "WRONGTYPE":
-                raise CorruptBlobError("something else than a string lies at the key") from None
+                raise CorruptBlobError("the key holds another type than a string") from None
             raise
 
 

@@ -42,7 +42,7 @@ class RedisConfig(Config):
     threads: int = Field(default=4, ge=1, le=256)
     """Maximum number of concurrent reads."""
     tls_ca: Path | None = None
-    """Certificates of who is trusted; those of the system by default."""
+    """Trusted certificates; the system's by default."""
     tls_cert: Path | None = None
     """A certificate of ours, for servers that ask for one."""
     tls_key: Path | None = None
@@ -86,11 +86,11 @@ class RedisConfig(Config):
     @model_validator(mode="after")
     def _belongs_together(self) -> RedisConfig:
         if self.username is not None and self.password is None:
-            raise ValueError("username: there is no password with it; add one, or remove the name")
+            raise ValueError("username: needs a password; add one, or remove the name")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key: one without the other; give both")
+            raise ValueError("tls_cert and tls_key: give both")
         if not self.address.tls and (self.tls_ca or self.tls_cert or not self.tls_verify):
-            raise ValueError("tls_...: the url is one without TLS; write rediss://, or remove these settings")
+            raise ValueError("tls_...: the url has no TLS; write rediss://, or remove these settings")
         if self.address.kind != "sentinel" and (self.sentinel_username or self.sentinel_password):
             raise ValueError("sentinel_...: the url names no Sentinels; write redis+sentinel://, or remove these")
         return self

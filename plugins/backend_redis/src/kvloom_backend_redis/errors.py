@@ -6,12 +6,12 @@ from kvloom import BackendError
 
 
 class ServerError(BackendError):
-    """The server said no. The connection goes on."""
+    """The server refused. The connection stays usable."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.word, _, self.rest = text.partition(" ")
-        """`OOM`, `MOVED`, `NOPERM`, ...; and what it said besides."""
+        """The error's word: `OOM`, `MOVED`, `NOPERM`, ...; and the rest of its text."""
 
 
 class ProtocolError(BackendError):

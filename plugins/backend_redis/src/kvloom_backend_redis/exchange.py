@@ -92,9 +92,9 @@ class Exchange:
         self, keys: Sequence[bytes], exchange: Callable[[Endpoint, Sequence[int]], Sequence[T | ServerError]],
         request: Callable[[int], Buffers], read: Callable[[Link], T],
     ) -> list[T]:  # fmt: skip
-        """`exchange` with each server what is about its keys; then go on, one by one, with what it has sent elsewhere.
+        """Call `exchange` for each server with its keys; then follow its redirections, one by one.
 
-        Both get places in `keys`. Raises the first refusal, when everything else has been done.
+        Both get places in `keys`. Raises the first refusal, after all others are done.
         """
         places: dict[Endpoint, list[int]] = {}
         for place, key in enumerate(keys):

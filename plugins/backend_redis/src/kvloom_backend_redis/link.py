@@ -92,7 +92,7 @@ class Link:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def send(self, *parts: Buffer, replies: int = 1) -> None:
-        """Send one or more requests, which will have so many replies."""
+        """Send one or more requests, which will have this many replies."""
         if not self._owed:
             self._waited, self._moved, self._held = 0.0, 0, 0
         self._owed += replies
@@ -245,7 +245,7 @@ class Link:
         return got
 
     def _took(self, began: float, nbytes: int) -> None:
-        """So many bytes went one way or the other, for which the network was waited for since `began`."""
+        """Account for bytes moved in either direction, while the network was waited for since `began`."""
         self._waited += time.monotonic() - began
         self._moved += nbytes
         if self._waited > self._timeout + self._moved / _SLOWEST:
@@ -275,5 +275,5 @@ def _size(size: int, most: int, line: bytes) -> int:
 
 
 def _quoted(line: bytes) -> str:
-    """The beginning only: it could be somebody's KV."""
+    """The beginning only, because it could be KV."""
     return repr(line[:16])

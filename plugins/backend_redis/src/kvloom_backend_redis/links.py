@@ -39,7 +39,7 @@ class Links:
     def link(self, endpoint: Endpoint) -> Iterator[Link]:
         """A connection for one exchange; it is kept for the next one only if it ends `clean`.
 
-        Raises Unreachable, or ServerError where the server lets nobody in.
+        Raises Unreachable, or ServerError if the server rejects the login.
         """
         link = self._waiting(endpoint) or self._connected(endpoint)
         pid = self._pid
@@ -111,7 +111,7 @@ class Links:
         for request in requests:
             link.send(request)
             if link.answer() != b"OK":
-                raise ProtocolError("what answers is no Redis server")
+                raise ProtocolError("the answer is not a Redis server's")
 
     def _dialled(self, endpoint: Endpoint) -> Any:  # redis-py leaves these untyped
         config = self._config
@@ -143,7 +143,7 @@ def _taken(dialled: Any) -> socket.socket:
     """The socket of a connection; redis-py would close it along with its own object."""
     taken: socket.socket | None = dialled._sock
     if taken is None:
-        raise Unreachable("the connection was lost as soon as it was there")
+        raise Unreachable("the connection was lost at once")
     dialled._sock = None
     return taken
 

@@ -1,4 +1,4 @@
-"""At start: is this the right kind of server, may this user do what is needed, and what is said where it is not so."""
+"""Checks at start: the kind of server, the user's rights, and the errors for both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("kvloom.backend_redis")
 
 OLDEST = (6, 0)
 MOST_BYTES = 512 << 20
-"""The largest value of a server that nobody has told otherwise (`proto-max-bulk-len`)."""
+"""The default limit on a server's values (`proto-max-bulk-len`)."""
 COMMANDS = "get getrange set strlen exists unlink touch scan eval ping hello info select"
 """Commands that a user must be allowed to run. A tier that is only read works without `set`, `unlink` and `eval`, and
 one in database 0 without `select`."""
@@ -80,7 +80,7 @@ def _check_file(path: Path) -> None:
     finally:
         os.close(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_FILE_BYTES:
-        raise OSError(errno.EINVAL, f"it is no file, or has more than {_MOST_FILE_BYTES} bytes")
+        raise OSError(errno.EINVAL, f"it is not a file, or has more than {_MOST_FILE_BYTES} bytes")
 
 
 def opened(exchange: Exchange, config: RedisConfig) -> Server:
@@ -121,10 +121,10 @@ def _looked_at(exchange: Exchange, endpoint: Endpoint, address: Address) -> dict
     hello, info = exchange.at(endpoint, packed(b"HELLO"), packed(b"INFO"))
     if isinstance(hello, ServerError) and hello.word != "NOPERM":
         if "unknown command" in str(hello):
-            raise ConfigError("url", f"the server at {endpoint} is older than Redis 6, from which on kvloom uses it")
+            raise ConfigError("url", f"the server at {endpoint} is older than Redis 6; kvloom needs 6.0 or later")
         raise hello
     if not isinstance(hello, (list, ServerError)):
-        raise ConfigError("url", f"what answers at {endpoint} is no Redis or Valkey server; name one")
+        raise ConfigError("url", f"the server at {endpoint} is not Redis or Valkey; name one")
     said = _pairs(hello)
     version = said.get("version", "")
     numbers = _VERSION.match(version)
@@ -152,12 +152,12 @@ def _warn(endpoint: Endpoint, info: dict[str, str], config: RedisConfig) -> None
     policy = info.get("maxmemory_policy", "")
     if info.get("maxmemory") == "0":
         logger.warning(
-            "%s has no maxmemory and will take all memory that there is; set it, and maxmemory-policy allkeys-lru",
+            "%s has no maxmemory and will take all available memory; set it, and maxmemory-policy allkeys-lru",
             endpoint,
         )
     elif policy == "noeviction" or (policy.startswith("volatile-") and config.expire is None):
         logger.warning(
-            "%s evicts nothing that kvloom writes (maxmemory-policy %s), and will be full; set allkeys-lru",
+            "%s never evicts kvloom's blobs (maxmemory-policy %s), and will fill up; set allkeys-lru",
             endpoint,
             policy,
         )

@@ -1,6 +1,6 @@
 """Real servers for tests, benchmarks and examples: each in a temporary directory, on free ports of 127.0.0.1.
 
-`with RedisServer() as server:` starts one that nobody outlives: it ends with its block, and with this process.
+`with RedisServer() as server:` starts one that ends with its block, and with this process.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class RedisServer:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def start(self) -> None:
-        """Start it, empty but for what it saved, and wait until it answers. Raises RuntimeError."""
+        """Start it with its saved data, and wait until it answers. Raises RuntimeError."""
         config = self.directory / "redis.conf"
         if not config.exists():
             lines = [f"{name} {value}" for name, value in self._settings.items()]
@@ -134,7 +134,7 @@ class RedisServer:
             self._process = None
 
     def restart(self) -> None:
-        """On the same port; what was not saved is lost."""
+        """Restart on the same port; unsaved data is lost."""
         self.kill()
         self.start()
 
@@ -232,7 +232,7 @@ class RedisCluster:
         return len(keys)
 
     def end_moving(self, slot: int, target: RedisServer) -> None:
-        """From then on, everybody else sends to `target` (MOVED)."""
+        """From now on, all other nodes redirect to `target` (MOVED)."""
         for node in [target, *(node for node in self.nodes if node is not target)]:
             self._say(node, "CLUSTER", "SETSLOT", slot, "NODE", self.node_id(target))
 

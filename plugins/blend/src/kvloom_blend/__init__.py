@@ -1,6 +1,6 @@
-"""kvloom's blending: KV of texts that were seen before, anywhere in a prompt.
+"""kvloom's blending: reuses KV of known texts anywhere in a prompt.
 
-Light on purpose: what is heavy is imported when it is asked for.
+Heavy modules are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvloom blend verify` and `kvloom blend demo`. What they need is imported inside them."""
+"""`kvloom blend verify` and `kvloom blend demo`. Their dependencies are imported inside them."""
 
 from __future__ import annotations
 

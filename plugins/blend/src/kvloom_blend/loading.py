@@ -1,4 +1,4 @@
-"""A model and its tokenizer, as the verbs are told to take them."""
+"""Loads a model and its tokenizer for the verbs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A figure and what it may be at most."""
+    """A figure and its limit."""
 
     what: str
     measured: float

@@ -1,4 +1,4 @@
-"""kvloom for SGLang. Light on purpose: what is heavy is imported when it is asked for, and SGLang only by `hicache`."""
+"""kvloom for SGLang. Heavy modules are imported on first use, and SGLang only by `hicache`."""
 
 from __future__ import annotations
 

@@ -62,12 +62,12 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
             self.close()
             names = ", ".join(self._other_pools)
             raise NotImplementedError(
-                f"kvloom keeps the pool kv only, and this model has {names} too; "
+                f"kvloom stores the pool kv only, but this model also has {names}; "
                 "start SGLang without --hicache-storage-backend"
             )
 
     def close(self) -> None:
-        """Write what was accepted and let go of the tiers. Twice is fine."""
+        """Write accepted pages and close the tiers. Idempotent."""
         if self._pages is not None:
             self._pages.close()
 

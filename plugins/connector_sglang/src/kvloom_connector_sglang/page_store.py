@@ -122,7 +122,7 @@ class PageStore:
         return [False] * pages
 
     def close(self) -> None:
-        """Write what was accepted, within the tiers' deadlines. Idempotent."""
+        """Write accepted pages, within the tiers' deadlines. Idempotent."""
         self._forgiving("close", self._engine.close, None)
 
     def _segments(self, keys: Sequence[str]) -> list[Segment]:
@@ -166,7 +166,7 @@ def _completed(config: EngineConfig, geometry: Geometry) -> EngineConfig:
     if config.tokens.type != EngineConfig().tokens.type:
         raise ConfigError("tokens", "SGLang's own hashes name the pages; remove this block")
     if config.blend is not None:
-        raise ConfigError("blend", "SGLang computes every token of a prompt that is no prefix; remove this block")
+        raise ConfigError("blend", "SGLang only reuses KV of prefixes; remove this block")
     block = config.connector.model_copy(update={"type": "sglang"})
     block.model_extra["geometry"] = geometry.model_dump()  # type: ignore[index]
     return config.model_copy(update={"connector": block, "chunk_tokens": geometry.page_tokens})

@@ -45,7 +45,7 @@ class HostPool:
 
 
 class PoolMemory(EngineMemory):
-    """A request whose pages lie backwards in a pool, every other page being somebody else's."""
+    """A request whose pages are in reverse order in a pool, with a foreign page between each two."""
 
     def __init__(self, spec: KVSpec, num_tokens: int, layout: str = "layer_first") -> None:
         count = num_tokens // PAGE_TOKENS

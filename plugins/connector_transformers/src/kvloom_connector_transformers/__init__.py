@@ -1,4 +1,4 @@
-"""kvloom for Hugging Face transformers. Light on purpose: what is heavy is imported when it is asked for."""
+"""kvloom for Hugging Face transformers. Heavy modules are imported on first use."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _BY_THE_WAY = ("base_model_name_or_path", "inference_mode", "revision", "task_ty
 
 
 def base_name(name: str) -> str:
-    """A tensor's name as it is without PEFT's wrappers, so that a bare and a wrapped model agree."""
+    """A tensor's name without PEFT's wrappers, so that a bare and a wrapped model agree."""
     for path in _PATHS:
         name = name.replace(path, "")
     return name

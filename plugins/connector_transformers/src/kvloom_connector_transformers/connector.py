@@ -1,10 +1,10 @@
 """`type: transformers`: the KV caches of Hugging Face transformers as KV_BLOB chunks.
 
-A cache keeps, for each layer, K and V of `[rows, kv_heads, tokens, head_size]`; a chunk is
-`[2, layers, tokens, kv_heads * head_size]`. Both ways it is one strided copy per layer and plane, nothing in between.
+A cache keeps, for each layer, K and V of `[rows, kv_heads, tokens, head_size]`; a chunk is `[2, layers, tokens,
+kv_heads * head_size]`. Both ways it is one strided copy per layer and plane, nothing in between.
 
-transformers takes over a second to import, and every engine that is opened looks at this class: it is imported where a
-cache is at hand, when it has been already.
+transformers takes over a second to import, and opening any engine loads this class. So transformers is only imported
+where there is a cache, which means that it is loaded already.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class TransformersConnector(GPUConnector):
     ) -> None:
         """Copy one layer into `cache`; done on return.
 
-        The length of a StaticCache stays as it is: only the mask of a layer says how many tokens count. Set it with
-        `set_length`.
+        It does not change the length of a StaticCache, because a layer's mask decides how many tokens count. Set the
+        length with `set_length`.
         """
         pair = _layer(cache, layer)
         for theirs, ours in self._pairs([pair], segments, chunks, row):
@@ -133,7 +133,7 @@ class TransformersConnector(GPUConnector):
 
 
 def _cache_of(where: Mapping[str, Any]) -> Any:
-    """The cache. ValueError for what is no argument of this connector."""
+    """The cache. ValueError for invalid arguments."""
     unknown = sorted(set(where) - {"cache", "row"})
     if unknown:
         raise ValueError(f"{unknown[0]}: the transformers connector takes cache= and row=")

@@ -34,7 +34,7 @@ def spec_of(model: Any) -> KVSpec:
 
 
 def describe(model: Any) -> tuple[KVSpec, PlainKV]:
-    """`spec_of`, and what was seen on the way to it."""
+    """`spec_of`, and the observations behind it."""
     base = transformers_model(model)
     at_work = adapters.active_adapters(model)
     kv = plain_kv(base)

@@ -86,7 +86,7 @@ def cached(model: Any, config: str | Path | Mapping[str, Any] | EngineConfig) ->
 class CachedModel:
     """A model whose `generate` starts from stored KV. Attributes that it lacks are the model's.
 
-    Close it, or use it as a context manager: closing writes what was accepted. One call at a time.
+    Close it, or use it as a context manager: closing writes accepted KV. One call at a time.
     """
 
     def __init__(self, model: Any, config: EngineConfig) -> None:
@@ -130,7 +130,7 @@ class CachedModel:
         return output
 
     def close(self) -> None:
-        """Write what was accepted and give everything but the model back. Idempotent."""
+        """Write accepted KV and release everything but the model. Idempotent."""
         for engine in reversed(self._by_spec.values()):
             engine.close()
 
@@ -199,7 +199,7 @@ class CachedModel:
             return _Start(DynamicCache(config=config))
 
     def _keep(self, state: _State, start: _Start, sequences: torch.Tensor, prompt_tokens: int, salt: str | None) -> str:
-        """Store what was computed. Returns why not, if not."""
+        """Store computed KV. Returns the reason if it is not stored."""
         engine = state.engine
         if engine is None:
             return state.note

@@ -77,7 +77,7 @@ def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _layer_kinds(config: Any) -> dict[int, str]:
-    """Layer number -> what it keeps, of those that don't keep plain K and V."""
+    """The kinds of layers that do not keep plain K and V, by layer number."""
     kinds = {}
     for number, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is not DynamicLayer:
@@ -184,7 +184,7 @@ def _refuse_leaks(model: PreTrainedModel, one: Sequence[_Planes], other: Sequenc
         why = "config.is_decoder is False" if getattr(model.config, "is_decoder", None) is False else "not causal"
         raise _refusal(model, f"{_numbers(leaks)}: the KV of a token depends on later tokens ({why})")
     if not seen:
-        raise _refusal(model, "different tokens have the same KV in every layer: what it depends on can't be seen")
+        raise _refusal(model, "different tokens have the same KV in every layer: its dependencies cannot be tested")
 
 
 def _rounds(model: PreTrainedModel) -> bool:

@@ -28,7 +28,7 @@ class RestoredKV:
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     lossy: set[str] = field(default_factory=set)
-    """Fidelities other than exact among the chunks that were written: what is computed on top of them is not exact."""
+    """Fidelities other than exact among the written chunks: KV computed on top of them is not exact."""
 
     @classmethod
     def allocate(

@@ -47,7 +47,7 @@ def _header(name: str, tensor: torch.Tensor) -> bytes:
 def _flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as one row. ValueError if its bytes are not in reach."""
     if tensor.device.type == "meta":
-        raise ValueError(f"{name}: its weights are offloaded, so that no digest tells them apart; load the model whole")
+        raise ValueError(f"{name}: its weights are offloaded and cannot be digested; load the model whole")
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         raise ValueError(f"{name}: weights of type {type(tensor).__name__} cannot be digested")
     return tensor.detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""kvloom for vLLM. Light on purpose: what is heavy is imported when it is asked for."""
+"""kvloom for vLLM. Heavy modules are imported on first use."""
 
 from __future__ import annotations
 

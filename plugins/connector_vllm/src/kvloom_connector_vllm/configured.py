@@ -47,7 +47,7 @@ class Settings:
         if config.tokens.type != "chunked":
             raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
         if config.blend is not None:
-            raise ConfigError("blend", "vLLM computes every token of a prompt that is no prefix; remove this block")
+            raise ConfigError("blend", "vLLM only reuses KV of prefixes; remove this block")
         return cls(config, asynchronous, _TYPES.get(word, VLLMConnector))
 
     @property

@@ -107,8 +107,8 @@ def identify(
 class Adapters:
     """LoRA adapters by their weights: vLLM's hashes cover their names and paths alone.
 
-    What an adapter's files said when it was first seen counts for as long as vLLM keeps it: it computes with what it
-    loaded then, whatever becomes of the files.
+    An adapter's files are read when it is first seen. That identity is valid as long as vLLM keeps the adapter, because
+    vLLM computes with the weights it loaded then, even if the files change.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Adapters:
                 digest = folder_digest(path) if path.is_dir() else file_digest(path)
                 self._known[key] = f"{request.lora_name}:{digest}"
             except (OSError, ValueError) as error:  # no path may have a NUL
-                log.warning("nothing is kept of requests with adapter %s: %s", shown(request.lora_name), error)
+                log.warning("KV of requests with adapter %s is not stored: %s", shown(request.lora_name), error)
                 self._known[key] = None
         return self._known[key]
 
@@ -148,7 +148,7 @@ def _refuse_parallelism(parallel: Any) -> None:
     ):
         size = getattr(parallel, name, 1)
         if size > 1:
-            raise ValueError(f"{name} {size}: {text}, and kvloom does not put them together; use tensor parallelism")
+            raise ValueError(f"{name} {size}: {text}, which kvloom does not combine; use tensor parallelism")
 
 
 def layer_spec(kv_cache_config: Any) -> Any:
@@ -157,11 +157,11 @@ def layer_spec(kv_cache_config: Any) -> Any:
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
         raise ValueError(
-            f"{len(groups)} groups of KV cache ({kinds}): kvloom keeps models whose layers all attend to everything; "
+            f"{len(groups)} groups of KV cache ({kinds}): kvloom supports models with full attention in all layers; "
             "for others use vLLM's OffloadingConnector with kvloom's spec (docs/use/vllm.md)"
         )
     if getattr(groups[0], "is_eagle_group", False):
-        raise ValueError("speculative decoding with a draft model that shares the KV cache: its KV is not kept")
+        raise ValueError("speculative decoding with a draft model that shares the KV cache: its KV is not stored")
     spec = groups[0].kv_cache_spec
     layers = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
     first = layers[0]
@@ -218,7 +218,7 @@ def revision_of(model: Any, config: Any) -> str:
     else:
         commit = place.name if place is not None else getattr(model, "revision", None)
         weights = f"revision {commit}"
-        log.warning("the weights of %s are not at hand: KV is told apart by name and revision only", model.model)
+        log.warning("the weights of %s are not available: KV is identified by name and revision only", model.model)
     fields = {key: value for key, value in _config_dict(model).items() if key not in _BY_THE_WAY}
     about = f"config {digest_of(plain_json(fields))}, quantization {getattr(model, 'quantization', None)}"
     return f"{weights}, {about}"

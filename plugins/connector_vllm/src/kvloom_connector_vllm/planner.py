@@ -21,7 +21,7 @@ class Owner(NamedTuple):
     tenant: str = "-"
     """`salt_tag` of the cache salt: clients write salts, of any length, and this is kept and sent with each step."""
     generation: str = ""
-    """Differs after each reset: what was computed before has other names."""
+    """A text that changes with each reset, so that older KV has other names."""
 
 
 class Chunks(NamedTuple):
@@ -58,7 +58,7 @@ class Step:
     fence: tuple[int, ...] = ()
     """Saves that have to be done reading, or given up, before this step computes."""
     cancelled: tuple[str, ...] = ()
-    """Requests whose loads nobody waits for any more."""
+    """Requests whose loads are no longer waited for."""
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.saves or self.touched or self.fence or self.cancelled)

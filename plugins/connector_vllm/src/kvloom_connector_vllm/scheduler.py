@@ -29,7 +29,7 @@ LATE_SECONDS = 1.0
 AGAIN_SECONDS = 0.02
 """First interval between questions to the tiers for a waiting request; later, an eighth of its waiting time."""
 STALE_SECONDS = 1.0
-"""After so long an answer is asked for again: others may have stored what was missing."""
+"""Age of an answer after which the tiers are asked again: another engine may have stored the missing chunks."""
 
 MOST_PATIENCE = 60.0
 """Seconds that a request waits at most for KV that another engine is to store."""
@@ -45,7 +45,7 @@ class Report:
     """By rank, what its memory holds now and did not before."""
     left: dict[int, list[ChunkKey]] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
-    """Ranks of which `came` is everything."""
+    """Ranks whose `came` is their complete content."""
     loaded: set[str] = field(default_factory=set)
     """Requests whose loads are over."""
     failed: set[str] = field(default_factory=set)
@@ -73,7 +73,7 @@ class Orders:
 
     step: Step
     failures: Mapping[int, int] = field(default_factory=dict)
-    """By rank, failed loads that the scheduler knows of: what was planned without knowing of one is not saved."""
+    """By rank, failed loads that the scheduler knows of: saves planned without this knowledge are skipped."""
     clear: bool = False
     """Memory is to be emptied before anything else."""
     idle: bool = False
@@ -88,7 +88,7 @@ class _Lookup:
 
     chunks: Chunks
     asked: Future[list[str | None]] | None
-    """None where nobody need be asked."""
+    """None if no tier need be asked."""
     since: float
     again: float = 0.0
     """Time of the next lookup for a request that waits for another engine; steps are more frequent."""
@@ -156,7 +156,7 @@ class Scheduler:
                 try:
                     told = lookup.asked.result()
                 except Exception as error:  # cancelled, too: it took too long before
-                    log.warning("what the tiers hold is not known: %s", error or type(error).__name__)
+                    log.warning("the tiers' content is unknown: %s", error or type(error).__name__)
         tiers = self._tiers(lookup.chunks, told)
         tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
         pause = self._pause(request.request_id, patience) if patience > 0 and not all(tiers) else 0.0
@@ -223,7 +223,7 @@ class Scheduler:
                 self._forget(request)
 
     def clear(self) -> None:
-        """Stop using what was stored before, and give new names to what is computed from now on.
+        """Stop using older KV, and give new names to KV computed from now on.
 
         Memory is emptied. Shared tiers keep their chunks, which are valid for engines with the weights in their names.
         KV from after a reset is only of use to this engine, whose weights may have changed.

@@ -1,4 +1,4 @@
-"""Memory that an engine's worker and its scheduler share: a file of slots for each rank, and who uses which slot."""
+"""Memory that an engine's worker and its scheduler share: a file of slots for each rank, and the owners of slots."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Staging:
 
     @classmethod
     def open(cls, path: Path) -> Staging:
-        """The file that a worker made. FileNotFoundError if none did; PermissionError if it is somebody else's."""
+        """Open a worker's file. FileNotFoundError if there is none; PermissionError if it belongs to another user."""
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(file).st_uid != os.getuid():
@@ -119,8 +119,7 @@ class Held:
 class Slots:
     """Assigns slots to owners. Not thread-safe.
 
-    A slot has one owner. It gets another one only when it is ready, nobody has pinned it, and it was not promised in
-    the step under way.
+    A slot has one owner. It gets another owner only if it is ready, not pinned, and not promised in the step under way.
     """
 
     def __init__(self, count: int) -> None:
@@ -170,7 +169,7 @@ class Slots:
             self._idle[held.key] = held
 
     def drop(self, held: Held) -> None:
-        """Nobody finds it any more; the slot is free when nobody uses it."""
+        """Hide the slot; it is free once it is unused."""
         if held.dropped:
             return
         held.dropped = True

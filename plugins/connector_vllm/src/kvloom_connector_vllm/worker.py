@@ -38,7 +38,7 @@ class Worker:
     def __init__(
         self, engine: Engine, names: Names, *, rank: int, block_tokens: int, asynchronous: bool = True
     ) -> None:
-        """asynchronous: no step computes with what is still being loaded."""
+        """asynchronous: no step computes with KV that is still being loaded."""
         self._asynchronous = asynchronous
         self._engine = engine
         self._names = names
@@ -72,13 +72,15 @@ class Worker:
     # -- a step, in order ----------------------------------------------------------------------------------------------
 
     def fence(self, orders: Orders) -> None:
-        """Before anything of the step is computed: whoever reads a block that is reused is waited for, or stopped."""
+        """Wait for, or stop, reads of blocks that this step reuses, before it computes anything."""
         until = time.monotonic() + FENCE_SECONDS
         for number in orders.step.fence:
             task = self._saves.get(number)
             if task is not None and not task.wait(max(0.0, until - time.monotonic())):
                 task.cancel()
-                log.warning("a save was given up: its blocks are needed, and it is not done after %s s", FENCE_SECONDS)
+                log.warning(
+                    "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
+                )
         if orders.clear:
             self._empty_memory()
 
@@ -87,7 +89,7 @@ class Worker:
         self._orders = orders
 
     def load(self, *, wait: bool) -> None:
-        """Begin the step's loads. wait: for a step that computes with what they bring."""
+        """Begin the step's loads. wait: the step computes with their KV."""
         assert self._orders is not None
         step = self._orders.step
         for move in step.loads:
@@ -102,7 +104,7 @@ class Worker:
                 self._report.loaded.add(move.request)
 
     def save(self) -> None:
-        """Begin the step's saves, once what it computes has been computed (or has been queued on the device)."""
+        """Begin the step's saves, once it has been computed (or queued on the device)."""
         assert self._orders is not None
         orders, self._orders = self._orders, None
         self._idle, self._patient = orders.idle, orders.patient
@@ -177,7 +179,7 @@ class Worker:
         return found
 
     def close(self) -> None:
-        """Cancel what is under way, write what was accepted. Idempotent."""
+        """Cancel work under way and write accepted chunks. Idempotent."""
         for load in self._loads.values():
             load.task.cancel()
         self._engine.close()
@@ -194,7 +196,7 @@ class Worker:
         self._loads[move.request] = _Load(move, segments, task)
 
     def _loaded(self, load: _Load) -> None:
-        """Note which blocks did not get their KV, if somebody still wants it."""
+        """Record the blocks that did not get their KV, if a request still wants it."""
         try:
             mask = load.task.result().tolist()
         except Exception as error:  # whatever it was, the engine computes these blocks itself

@@ -31,7 +31,7 @@ _MAX_SUBSCRIPTIONS = 256
 _PAUSE_SECONDS = 1.0
 """Pause of listening after there were too many connections."""
 _SPARE_SHARE, _MAX_SPARE = 8, 64
-"""Descriptors that are left to others: this share of what the process may have, and not more than so many."""
+"""File descriptors left for others: a share of the process's limit, and a maximum."""
 
 
 class Listener:
@@ -122,7 +122,7 @@ class Listener:
 
 
 def _check_path(endpoint: str) -> None:
-    """ZeroMQ removes whatever lies at the path of a socket, a file or one in use. Raises OSError for these."""
+    """Check the path, because ZeroMQ removes any file or socket there, even one in use. Raises OSError for these."""
     path = endpoint.removeprefix("ipc://")
     if path == endpoint or path.startswith("@"):  # no path
         return
@@ -133,7 +133,7 @@ def _check_path(endpoint: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise OSError(f"{path} is there, and no socket")
+        raise OSError(f"{path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         with contextlib.suppress(ConnectionRefusedError):  # what a process that has ended left

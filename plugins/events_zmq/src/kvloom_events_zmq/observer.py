@@ -39,7 +39,7 @@ class ZmqEventsConfig(Config):
     hashes: Literal["int", "bytes"] = "int"
     """The last 64 bits of a block's hash, or all 32 bytes."""
     salted: bool = False
-    """Publish what is stored under a salt, too."""
+    """Also publish KV that is stored under a salt."""
     data_parallel_rank: int | None = Field(default=None, ge=0)
     """Said in every batch, where an engine is one of several that share the work."""
     hwm: int = Field(default=100_000, ge=1)
@@ -82,7 +82,7 @@ class ZmqEventsObserver(Observer):
         self._settings = config
         self._names = Names(int(config.remember))
         self.unnamed = 0
-        """Chunks that came to a tier and whose tokens nobody told, so that they were not published."""
+        """Chunks that entered a tier and were not published, because their tokens are unknown."""
         self.publisher: Publisher | None = None
         if spec is None or spec.rank == 0:
             self.publisher = acquire(
@@ -143,7 +143,7 @@ class ZmqEventsObserver(Observer):
         )
 
     def _hashes(self, key: ChunkKey, named: Named | None = None) -> Sequence[Hash]:
-        """Those of a chunk's blocks; none where it is not made of whole blocks, or nobody knows of how many."""
+        """The hashes of a chunk's blocks; none if it is not made of whole blocks, or its length is unknown."""
         size = self._settings.block_tokens
         if size is None:
             return [self._hash(key)]

@@ -150,7 +150,7 @@ _sharing = threading.Lock()
 
 
 def _in_a_child() -> None:
-    """Somebody may have held the lock when the process was forked."""
+    """Replace the lock, which another thread may have held when the process was forked."""
     global _sharing
     _sharing = threading.Lock()
 
@@ -175,7 +175,7 @@ def acquire(settings: Settings) -> Publisher:
 
 
 def release(publisher: Publisher) -> None:
-    """Close it, if nobody else uses it."""
+    """Close it, if it has no other users."""
     place = os.getpid(), publisher.settings.endpoint
     with _sharing:
         if place not in _shared:  # a parent's

@@ -19,7 +19,7 @@ PAUSE_SECONDS = 0.01
 _MOST_SECONDS = 10.0
 """Time after which a subscriber that reads nothing is dropped."""
 _AT_ONCE = 64
-"""Messages for one subscriber before others have their turn, and what is published meanwhile."""
+"""Maximum number of messages for one subscriber before others, and newly published batches, have their turn."""
 
 
 class Replays:
@@ -49,7 +49,7 @@ class Replays:
         self._asked[client] = int.from_bytes(frames[1], "big"), time.monotonic()
 
     def send(self, router: zmq.Socket[bytes]) -> float | None:
-        """Send what subscribers take now; in how many seconds to be called again, None if nobody waits."""
+        """Send as much as subscribers accept now; return the seconds until the next call, None if none is waiting."""
         for client, (number, since) in tuple(self._asked.items()):
             following, over = self._send(router, client, number)
             since = since if following == number else time.monotonic()

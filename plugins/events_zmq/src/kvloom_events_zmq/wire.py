@@ -1,7 +1,7 @@
-"""vLLM's KV events as they go over the wire: `vllm/distributed/kv_events.py` of vLLM 0.32 decodes these.
+"""The wire format of vLLM's KV events: `vllm/distributed/kv_events.py` of vLLM 0.32 decodes these.
 
 A message has three frames: topic, sequence number (8 bytes, big-endian), batch (msgpack). The batch is an array, its
-events are maps with a `type`, and what is None by default is left out.
+events are maps with a `type`, and fields with their default None are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvloom top` and `kvloom serve`. What they need is imported inside them."""
+"""`kvloom top` and `kvloom serve`. Their dependencies are imported inside them."""
 
 from __future__ import annotations
 

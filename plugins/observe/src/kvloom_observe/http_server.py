@@ -32,7 +32,7 @@ _PAUSE_SECONDS = 0.5
 _LINGER_SECONDS = 1.0
 """Time that a refused body is read and dropped, so that the answer arrives."""
 _SPARE_SHARE, _MAX_SPARE = 8, 64
-"""Descriptors that are left to others: this share of what the process may have, and not more than so many."""
+"""File descriptors left for others: a share of the process's limit, and a maximum."""
 _BACKLOG = 16
 _READ_BYTES = 64 << 10
 _MAX_DIGITS = 15
@@ -209,7 +209,7 @@ class HTTPServer:
         return min(idle, key=lambda one: one.began, default=None)
 
     def _patience(self, now: float, wait: float | None) -> float | None:
-        """Seconds until something is to be done even if nobody says anything."""
+        """Seconds until the next timeout."""
         ends = [one.until for one in self._connections if one.later is None]
         if now < self._paused_until:
             ends.append(self._paused_until)
@@ -281,7 +281,7 @@ class HTTPServer:
         self._dispatch(one, one.head._replace(body=bytes(one.data[: one.length])))
 
     def _parse(self, one: _Connection, fresh: int) -> bool:
-        """Take the head off what has come, if it is all there. Raises RequestError."""
+        """Take the head off the received bytes, if it is complete. Raises RequestError."""
         end = one.data.find(b"\r\n\r\n", max(0, len(one.data) - fresh - 3))
         if (len(one.data) if end < 0 else end) > self._limits.head_bytes:
             raise RequestError(431, f"more than {self._limits.head_bytes} bytes of headers")
@@ -310,7 +310,7 @@ class HTTPServer:
         self._answer(one, answer)
 
     def _submit(self) -> None:
-        """Have answers made where threads are free. An executor's queue keeps what nobody waits for any more."""
+        """Start answers if threads are free. An executor's queue would keep requests of clients that have left."""
         for one in self._connections:
             later = one.later
             if later is None or one.answer is not None or _count(self._making, later.executor) >= later.threads:

@@ -39,7 +39,9 @@ class OpenTelemetryConfig(Config):
             parts = urlsplit(value)
             host = parts.hostname if parts.port is None or parts.port > 0 else None  # ValueError for no port at all
             if parts.scheme not in ("http", "https") or not host or not parts.path.strip("/"):
-                raise ValueError(f"{value!r} is not where OTLP goes by HTTP: write http://collector:4318/v1/traces")
+                raise ValueError(
+                    f"{value!r} is not an address for OTLP over HTTP: write http://collector:4318/v1/traces"
+                )
         return value
 
 
@@ -128,7 +130,8 @@ class _Own:
         self.provider, self._exporter = provider, exporter
 
     def finish(self, seconds: float) -> None:
-        """Send what waits, for so many seconds; what is under way then ends by itself, and the rest is dropped."""
+        """Send the queue, for at most so many seconds; a batch under way then ends on its own, and the
+        rest is dropped."""
         thread = threading.Thread(target=self.provider.shutdown, name="kvloom-spans", daemon=True)
         thread.start()
         thread.join(seconds)

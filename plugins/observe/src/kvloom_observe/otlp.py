@@ -16,7 +16,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 _CREDENTIALS = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}CREDENTIAL_PROVIDER"
-"""Names a session of the user's own, which is left as it is."""
+"""The variable with the user's own session, which is left unchanged."""
 _JITTER = 0.2
 _system = random.SystemRandom()
 
@@ -42,7 +42,7 @@ class _Session(requests.Session):
             self.mount(scheme, _Adapter(seconds))
 
     def request(self, *args: Any, **settings: Any) -> requests.Response:
-        """The body may have any length, and nobody needs it."""
+        """Send a request. The body may have any length, and is ignored."""
         response = super().request(*args, **{**settings, "stream": True})
         response.close()
         return response
@@ -64,7 +64,7 @@ class _Adapter(HTTPAdapter):
 
 
 def _pools(seconds: float) -> dict[str, Any]:
-    """Pools of connections that end after so many seconds. A timeout of requests begins anew with each byte."""
+    """Connection pools with a total time limit. A timeout of requests begins anew with each byte."""
 
     class HTTP(_Ending, HTTPConnection):
         most_seconds = seconds

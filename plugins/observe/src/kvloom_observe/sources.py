@@ -111,7 +111,8 @@ def _socket(path: Path) -> Source:
 
 
 def scrape(url: str) -> dict[str, Any]:
-    """A snapshot made of metrics: what they do not have is left empty. Raises OSError, or ValueError for others'."""
+    """A snapshot made from metrics; values that they lack are empty. Raises OSError, or ValueError for
+    other metrics."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
@@ -128,7 +129,7 @@ def scrape(url: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ValueError(f"{url}: no metrics of Prometheus") from None
     except ValueError:
-        raise ValueError(f"{url}: no URL that can be asked; check it") from None
+        raise ValueError(f"{url}: not a URL that can be fetched; check it") from None
     try:
         families = {family.name: family for family in text_string_to_metric_families(text)}
     except (ValueError, IndexError):  # the latter comes of an end where the parser looks for a name

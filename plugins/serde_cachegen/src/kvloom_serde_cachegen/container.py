@@ -20,7 +20,7 @@ MAX_BYTES = 1 << 32
 _MOST_STREAMS = 1 << 16
 """Maximum number of streams in all layers of all chunks of a prompt."""
 DESCRIBED_AT = 112
-"""The byte at which a blob says what it holds."""
+"""The byte at which a blob's description starts."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
     torch.uint8,
@@ -32,8 +32,7 @@ def to_bytes(
 ) -> bytes:
     """`kv`, `[planes, layers, tokens, hidden]`, encoded.
 
-    model: whose KV it is; who reads it must say the same. start: the position of its first token, which `mode: klt`
-    makes use of.
+    model: the model's name, which a reader must repeat. start: the position of the first token, which `mode: klt` uses.
     """
     serializer = CacheGenSerializer(config or CacheGenSerializer.Config())
     streams = serializer.encode(Chunk(kv.contiguous(), MemoryFormat.KV_BLOB, kv.shape[2], start=start))
@@ -44,12 +43,12 @@ def from_bytes(
     data: Buffer, config: CacheGenSerializer.Config | None = None, *, model: str = "",
     shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, max_bytes: int = MAX_BYTES,
 ) -> torch.Tensor:  # fmt: skip
-    """The KV that `to_bytes` was given, as it was or as near as the codec keeps it, in memory of its own.
+    """Decode the KV of `to_bytes`, exactly or as near as the codec keeps it, into new memory.
 
-    config: what it was encoded with, if that names a profile. shape, dtype: those that are wanted, if it matters.
-    Raises CorruptBlobError, which says what is wrong and at which byte (of the blob, or of a stream), for anything else
-    than such a blob, whole and unchanged, of that model, shape and dtype and of at most `max_bytes` of KV;
-    UnreadableBlobError for one in `mode: klt` by a profile that is not at hand.
+    config: the encoder's configuration, if it names a profile. shape, dtype: the expected ones, if they matter. Raises
+    CorruptBlobError, with the problem and the byte (of the blob, or of a stream), for anything but an unchanged blob of
+    that model, shape and dtype, with at most `max_bytes` of KV; UnreadableBlobError for one in `mode: klt` whose
+    profile is missing.
     """
     about, streams = unpack(data, model=model, max_bytes=max_bytes)
     own = _DTYPES[about.dtype]

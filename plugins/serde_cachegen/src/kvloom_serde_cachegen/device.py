@@ -37,7 +37,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def declared(codec: ctypes.CDLL) -> ctypes.CDLL:
-    """With the types of what it returns."""
+    """Declare the result types."""
     for name in ("kvz_cuda_encode_workspace", "kvz_cuda_decode_workspace"):
         getattr(codec, name).restype = ctypes.c_int64
     return codec
@@ -164,10 +164,10 @@ def decode(
     blobs: Sequence[Sequence[Buffer]], into: Sequence[torch.Tensor], mode: Mode, codec: ctypes.CDLL, *,
     first_layer: int = 0, profile: NativeProfile | None = None, workspace: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill each of `into`, as `encode` takes them, from streams in host memory, one for each of its layers.
+    """Fill each of `into`, in the form of `encode`, from streams in host memory, one for each of its layers.
 
-    All of one mode, one of DECODES; first_layer, profile: as `streams.decode` takes them. Raises CorruptBlobError, with
-    the first of what is wrong and where; UnreadableBlobError without the right profile. Waits for the device.
+    All have one mode, one of DECODES; first_layer, profile: as in `streams.decode`. Raises CorruptBlobError, with the
+    first problem and its place; UnreadableBlobError without the right profile. Waits for the device.
     """
     launch = decoding(blobs, into, mode, codec, workspace, first_layer=first_layer, profile=profile)
     launch.run()
@@ -175,7 +175,7 @@ def decode(
 
 
 def in_groups(kvs: Sequence[torch.Tensor], run: Callable[[list[int]], list[T] | None]) -> list[T]:
-    """`run` for the numbers of all that are alike in shape, dtype and device; what it returns, in order."""
+    """Call `run` for each group of equal shape, dtype and device; return its results in order."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, kv in enumerate(kvs):
         alike.setdefault((kv.shape, kv.stride(), kv.dtype, kv.device), []).append(number)

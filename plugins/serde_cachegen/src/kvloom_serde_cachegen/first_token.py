@@ -1,8 +1,7 @@
-"""The first token of a sequence, kept as it is: every later token attends to it, whatever it says.
+"""The first token of a sequence, stored exactly, because every later token attends to it.
 
-What quantisation does to this one token does more harm than what it does to all others. So where a chunk is known to
-begin a sequence, its streams hold the tokens behind the first, and one more buffer holds that one,
-`[layers, planes, hidden]`.
+Quantising this one token does more harm than quantising all others. So if a chunk is known to begin a sequence, its
+streams hold the tokens behind the first, and one more buffer holds the first, `[layers, planes, hidden]`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def behind(kv: torch.Tensor) -> torch.Tensor:
 
 
 def restored(blob: Buffers, kv: torch.Tensor, first_layer: int | None = None) -> tuple[Buffers, torch.Tensor]:
-    """The streams of a blob and what they are to fill, once the first token is filled in, if the blob has one.
+    """Fill in the first token, if the blob has one; return the blob's streams and the part of the KV that they fill.
 
     kv: `[planes, layers, tokens, hidden]`, of which the layers are all of the blob's, or those from `first_layer` on.
     Raises CorruptBlobError.

@@ -33,7 +33,7 @@ def check(profile: Profile | None, spec: KVSpec, codec: str) -> None:
     """Raises ValueError unless `profile` says that `codec`, `step/0.75`, does the model of `spec` no harm."""
     if profile is None:
         raise ValueError(
-            f"{codec} loses much, and nobody has measured what that does to {spec.model}: {_MEASURE} and name the file "
+            f"{codec} is lossy, and its effect on {spec.model} was not measured: {_MEASURE} and name the file "
             f"it writes in `profile`, {_OR_NOT}"
         )
     if profile.identity != identity_of(spec):

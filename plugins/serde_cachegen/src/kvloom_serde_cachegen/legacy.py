@@ -1,6 +1,6 @@
-"""LMCache's names for CacheGen, for code that comes with them: its quantiser on tensors, its outputs as our streams.
+"""LMCache's names for CacheGen, for existing code: its quantiser on tensors, its outputs as our streams.
 
-A stream holds its scales and levels and says how it is coded, so that no CDFs, maxima and buffers are handed round. KV
+A stream holds its scales, levels and coding, so that no CDFs, maxima and buffers need be passed. KV
 is `[layers, 2, tokens, heads, head_size]` here, as LMCache has it. Everything is in host memory.
 """
 
@@ -135,7 +135,7 @@ class CacheGenEncoderOutput:
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> CacheGenEncoderOutput:
-        """The inverse. Raises CorruptBlobError, which says what is wrong and at which byte."""
+        """The inverse. Raises CorruptBlobError with the problem and the byte."""
         about, parts = container.unpack(data)
         planes, layers, tokens, hidden = about.shape
         dtype = getattr(torch, about.dtype)

@@ -32,7 +32,7 @@ class Figures:
     dnll: float
     """By how much the continuation's tokens got less likely, nats a token."""
     kl: float
-    """Kullback-Leibler divergence of the next token's distribution from that with the KV as it was, nats a token."""
+    """Kullback-Leibler divergence of the next token's distribution from that with the original KV, nats a token."""
     top1: float
     """Share of tokens whose likeliest successor is the same."""
     bits_per_value: float
@@ -87,9 +87,9 @@ def measure(
 ) -> dict[str, Quality]:
     """Every codec on the same windows.
 
-    model: a causal one that keeps plain K and V. windows: token ids `[windows, context + continuation]`; predicted are
-    all tokens of the continuation but its first. dtype: of the KV, that "as it was" too. progress: gets how many
-    windows are done, and of how many. ValueError if there is nothing to predict.
+    model: a causal one that keeps plain K and V. windows: token ids `[windows, context + continuation]`; all tokens of
+    the continuation but its first are predicted. dtype: of the KV, the original one too. progress: called with the
+    number of finished windows and their total. ValueError if there is nothing to predict.
     """
     if windows.ndim != 2 or not len(windows) or not 0 < context < windows.shape[1] - 1:
         raise ValueError(f"windows {list(windows.shape)} with a context of {context} leave nothing to predict")

@@ -32,7 +32,7 @@ _known: WeakValueDictionary[bytes, NativeProfile] = WeakValueDictionary()
 
 
 def known(id: bytes) -> NativeProfile | None:
-    """The profile of this id, if this process has it open: who decodes need not be who encoded."""
+    """The profile of this id, if this process has it open: a decoder may have no profile of its own."""
     return _known.get(id)
 
 

@@ -1,4 +1,4 @@
-"""Profiles: what calibration learned about one model's KV, in a file of which every byte is checked."""
+"""Profiles: the results of calibration for one model's KV, in a file with a checksum over every byte."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ABOUT = ("model", "identity", "planes", "layers", "hidden", "head_size", "calib
 
 
 class CorruptProfileError(KVLoomError, ValueError):
-    """A file that is no profile, or not as it was saved. The message starts with its path."""
+    """A file that is not a profile, or is damaged. The message starts with its path."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -114,7 +114,7 @@ class Profile:
     weights: torch.Tensor
     """float32 `[layers, hidden]`: relative steps of the channels of K for the mode `step`; geometric mean 1."""
     rotary_size: int
-    """The first so many channels of each head are rotated by their position; even, 0 if none are."""
+    """Number of first channels of each head that are rotated by position; even, 0 if none are."""
     interleaved: bool
     """Channels 2i and 2i + 1 are rotated together; else i and i + rotary_size / 2."""
     rotations: torch.Tensor
@@ -169,7 +169,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """The profile in a file. Raises OSError, or CorruptProfileError for what is not exactly as it was saved."""
+        """Load the profile in a file. Raises OSError, or CorruptProfileError unless it is exactly as it was saved."""
         data = _content(path)
         try:
             tensors = file_of.load(data)
@@ -181,7 +181,7 @@ class Profile:
                 raise ValueError("it is not as it was saved (checksum)")
             return _unpacked(json.loads(head["about"]), tensors)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise CorruptProfileError(path, f"no profile that can be used: {error}") from error
+            raise CorruptProfileError(path, f"unusable profile: {error}") from error
 
 
 def _content(path: Path) -> bytes:
@@ -190,7 +190,7 @@ def _content(path: Path) -> bytes:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
         os.close(fd)
-        raise CorruptProfileError(path, f"no profile: not a file, or one of {status.st_size} bytes")
+        raise CorruptProfileError(path, f"not a profile: not a file, or one of {status.st_size} bytes")
     with open(fd, "rb") as file:
         return file.read(_MOST_BYTES)
 
@@ -218,7 +218,7 @@ def quantised(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _text(value: Any) -> str:
-    """JSON, the same for equal values. ValueError for what is not finite."""
+    """JSON, the same for equal values. ValueError for values that are not finite."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

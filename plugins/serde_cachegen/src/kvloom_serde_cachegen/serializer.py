@@ -187,7 +187,7 @@ class CacheGenSerializer(Serializer):
         bins = CacheGenConfig.for_layers(layers).by_layer() if self._mode is Mode.CACHEGEN else ()
         if self._mode is Mode.KLT:
             if self._native is None or not self._native.covers(kv, 0):
-                raise ValueError(f"KV of {tuple(kv.shape)} is not what the profile is of")
+                raise ValueError(f"KV of {tuple(kv.shape)} does not match the profile")
             return Settings(self._mode, min(_KLT_BAND, hidden), step=self._config.step, profile=self._native)
         latent = hidden - _ROPE_CHANNELS
         shared_from = latent if planes == 1 and latent > 0 and latent % _BAND == 0 else 0

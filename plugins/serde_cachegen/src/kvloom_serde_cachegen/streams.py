@@ -18,7 +18,7 @@ from kvloom_serde_cachegen.native_profile import NativeProfile
 TILE_TOKENS = 256
 MAX_BAND = 1024
 POSITIONS = 1 << 24
-"""`KLT` takes what is beyond as not known."""
+"""Positions from here on count as unknown in `KLT`."""
 
 DTYPES = {
     torch.bfloat16: 1,
@@ -29,7 +29,7 @@ DTYPES = {
 }
 """Dtypes that `step` and `cachegen` accept, with their numbers in a stream."""
 _BYTES = 6
-"""Elements that are coded as what they are made of."""
+"""The number of dtypes whose elements are coded byte by byte."""
 
 
 class Mode(IntEnum):
@@ -186,10 +186,10 @@ def decode(
     streams: Sequence[Buffer], into: torch.Tensor, mode: Mode, *, first_layer: int = 0,
     profile: NativeProfile | None = None, threads: int = 0, with_instructions: int = -1,
 ) -> None:  # fmt: skip
-    """Fill `into`, as `encode` takes it, from one stream for each of its layers.
+    """Fill `into`, in the form of `encode`, from one stream for each of its layers.
 
     mode: LOSSLESS or another. profile: for streams of mode `KLT`; `into` begins with its layer `first_layer`. Raises
-    CorruptBlobError, with the first of what is wrong and where; UnreadableBlobError without the right profile.
+    CorruptBlobError, with the first problem and its place; UnreadableBlobError without the right profile.
     """
     layers = into.shape[1]
     check_layout(into)
@@ -242,7 +242,7 @@ def addresses(profile: NativeProfile | None, layer: int, device: torch.device) -
 
 
 def profile_of(stream: Buffer) -> bytes:
-    """The id of the profile that a stream of mode `KLT` was encoded with; what it says, as far as it goes."""
+    """The id of the profile that a stream of mode `KLT` was encoded with, as far as the stream says."""
     return bytes(memoryview(stream).cast("B")[_HEADER_BYTES : _HEADER_BYTES + 16])
 
 
@@ -252,7 +252,7 @@ def mode_of(stream: Buffer) -> Mode:
     try:
         return Mode(head[5])
     except (IndexError, ValueError):
-        raise CorruptBlobError("byte 5: no mode that there is") from None
+        raise CorruptBlobError("byte 5: unknown mode") from None
 
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, mode: Mode) -> _Geometry:

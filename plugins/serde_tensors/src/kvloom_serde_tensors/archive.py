@@ -1,8 +1,8 @@
-"""Reads the one tensor in an archive of `torch.save`: nothing is inflated, unpickled, or taken on trust.
+"""Reads the one tensor in an archive of `torch.save`, without inflating or unpickling anything.
 
-`torch.load` inflates what is deflated, and makes a storage as long as the pickle says, whatever the archive holds. This
-takes what `torch.save` writes of a plain contiguous tensor: stored members, whose sizes are those of their bytes, and
-a pickle that says of which of them the tensor is. Raises whatever it likes at anything else.
+`torch.load` inflates compressed members, and allocates a storage of any length that the pickle names. This module
+accepts only what `torch.save` writes for a plain contiguous tensor: uncompressed members with their true sizes, and a
+pickle that names the tensor's member. Anything else raises some exception.
 """
 
 from __future__ import annotations

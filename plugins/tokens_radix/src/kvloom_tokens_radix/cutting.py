@@ -24,9 +24,10 @@ class Rules(NamedTuple):
 def planned(rules: Rules, *, reach: int, shared: int, total: int) -> list[int]:
     """The ends of the segments of a sequence behind token `reach`, ascending.
 
-    reach: what is cut already. shared: leading tokens that a known sequence has too. total: tokens of the sequence.
-    Segments end at every chunk's end, where the sequence leaves the known ones, and where it ends itself. An end
-    within a chunk moves to the left until `min_tokens` are left behind it, and is no end if that makes a short one.
+    reach: number of tokens that are cut already. shared: leading tokens in common with a known sequence. total: tokens
+    of the sequence. Segments end at every chunk's end, where the sequence leaves the known ones, and where it ends
+    itself. An end within a chunk moves to the left until `min_tokens` are left behind it, and is no end if that makes a
+    short one.
     """
     step, least, align = rules
     ends: list[int] = []

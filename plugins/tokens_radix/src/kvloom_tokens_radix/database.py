@@ -1,4 +1,4 @@
-"""RadixTokenDatabase: a token database that learns from what is stored where sequences branch."""
+"""RadixTokenDatabase: learns from stored sequences, and cuts where they branch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RadixTokenDatabase(TokenDatabase):
         memory: ByteSize = Field(ByteSize(64 << 20), ge=64 << 10)
         """Maximum memory for known sequences: about 4 bytes for each token. The least recently used are forgotten."""
         path: Path | None = None
-        """A directory to keep what is known in; made if missing, `~` is the home directory. None: a restart forgets."""
+        """The directory of the journal; made if missing, `~` is the home directory. None: a restart forgets."""
 
         @field_validator("path", mode="before")
         @classmethod
@@ -107,7 +107,7 @@ def _made(path: Path) -> Path:
     try:
         root = Path(os.path.abspath(path.expanduser()))
     except RuntimeError as error:
-        raise ValueError(f"path: nobody's home directory: {path}; name a directory") from error
+        raise ValueError(f"path: unknown home directory: {path}; name a directory") from error
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

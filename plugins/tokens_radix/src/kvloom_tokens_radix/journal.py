@@ -1,7 +1,7 @@
-"""A tree's journal: what it learns is written behind it by a thread, and is there again after a restart.
+"""A tree's journal: a thread writes new sequences in the background, so that they survive a restart.
 
-Nothing is synced: a power cut may take the newest records, which only loses hits. The same goes for whatever goes
-wrong here; it is logged, and never raised.
+Nothing is synced: a power cut may lose the newest records, which only costs hits. Errors here are also logged, and
+never raised.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Journal:
         self._tree: Tree
 
     def load(self, tree: Tree) -> None:
-        """Have in `tree`, which is empty, what was learnt before."""
+        """Load the saved sequences into `tree`, which is empty."""
         self._tree = tree
         try:
             self._slot, begin = slots.take(self._directory, self._name)
         except OSError as error:
-            logger.warning("what is learnt is not kept: %s: %s", self._directory, error)
+            logger.warning("learnt prompts are not saved: %s: %s", self._directory, error)
             return
         if begin is None:
             return
@@ -74,7 +74,7 @@ class Journal:
             self._anew, self._bytes, self._limit_bytes = False, good_bytes, _limit(tree.nbytes)
 
     def _replay(self, path: Path) -> int:
-        """Up to which byte the file is what was written; 0 if nothing of it is."""
+        """The number of leading bytes of the file that are intact; 0 if none are."""
         until = time.monotonic() + _LOAD_SECONDS
         replay, good_bytes = Replay(self._tree, go_on=lambda: time.monotonic() < until), 0
         most_bytes = 2 * self._tree.memory_bytes + _WAITING_BYTES
@@ -104,7 +104,7 @@ class Journal:
                 self._thread.start()
             except RuntimeError as error:  # the machine has no more threads
                 self._thread, self._retry_at = None, time.monotonic() + _RETRY_SECONDS
-                logger.warning("what is learnt is not kept for a while: %s: %s", self._directory, error)
+                logger.warning("learnt prompts are not saved for a while: %s: %s", self._directory, error)
         self._changed.notify()
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Journal:
             try:
                 self._write(waiting)
             except Exception as error:
-                logger.warning("what is learnt is not kept for a while: %s: %s", self._directory, error)
+                logger.warning("learnt prompts are not saved for a while: %s: %s", self._directory, error)
                 self._anew, self._retry_at = True, time.monotonic() + _RETRY_SECONDS
             if closed:
                 self._let_go()

@@ -1,4 +1,4 @@
-"""The names of segments: which tokens, after which tokens, of which model, for whom; never how the rest was cut."""
+"""The names of segments, which depend on their tokens, those before, the model and the salt; never on other cuts."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ _CUT = struct.Struct("<cQII")
 _LEAF = struct.Struct("<cQQII")
 _FORGET = struct.Struct("<cQ")
 _LOOK_EVERY = 256
-"""Changes after which what is too much is forgotten."""
+"""Number of changes after which the excess is forgotten."""
 _SLACK_BYTES = 64 << 10
 
 
 class DamagedError(ValueError):
-    """The file's content is not what was written."""
+    """The file's content was damaged."""
 
 
 def record(changes: Iterable[Change], *, before: bytes = b"") -> bytes:
@@ -49,9 +49,9 @@ def snapshot(nodes: Iterable[Node]) -> Iterator[Change]:
 
 
 def payloads(file: BinaryIO, *, most_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Each record's payload and where it ends in the file. A record that was not written to its end is the last.
+    """Each record's payload and its end in the file. An incomplete record is the last.
 
-    most_bytes: of one record. Raises DamagedError at the first that is not what was written.
+    most_bytes: maximum size of one record. Raises DamagedError at the first damaged one.
     """
     if file.read(len(MAGIC)) != MAGIC:
         raise DamagedError("not a journal")
@@ -92,8 +92,8 @@ class Replay:
         self._look(self._tree.memory_bytes)
 
     def _look(self, most_bytes: int) -> None:
-        """Stay within memory and time. Within a record there may be more for a moment, as what learns says last what it
-        has forgotten."""
+        """Stay within memory and time. Within a record the tree may be larger for a moment, because learning reports
+        last what it has forgotten."""
         if self._tree.nbytes > most_bytes:
             self._tree.shrink()
         if len(self._nodes) > 2 * len(self._tree) + _LOOK_EVERY:
@@ -187,7 +187,7 @@ def _unpacked(payload: bytes) -> Iterator[Change]:
         elif kind in kinds:
             yield kinds[kind]()
         else:
-            raise IndexError("a change of no kind")
+            raise IndexError("an unknown kind of change")
 
 
 def _ints(data: bytes, *, swapped: bool = False) -> array[int]:

@@ -43,10 +43,10 @@ _everybody: weakref.WeakSet[Slot] = weakref.WeakSet()
 
 
 def take(directory: Path, name: str) -> tuple[Slot | None, Path | None]:
-    """A slot that no living process has, and the file to begin with, which may be another's.
+    """A slot that no living process has, and the file to start from, which may be another slot's.
 
-    Of the free slots it is the one that was written last, so that what was learnt last is not left behind. No slot
-    where the file system has no locks. Raises OSError.
+    It is the most recently written of the free slots, so that the newest sequences are not lost. There is no slot if
+    the file system has no locks. Raises OSError.
     """
     written = _written(directory, name)
     numbers = [number for number, _, _ in written]
@@ -62,10 +62,10 @@ def take(directory: Path, name: str) -> tuple[Slot | None, Path | None]:
 
 
 def regular(path: Path, flags: int) -> int:
-    """A descriptor of a file. Raises OSError, without waiting, if something else lies there.
+    """A descriptor of a regular file. Raises OSError, without waiting, for anything else.
 
-    What may be written is for those alone who may write to the directory: a journal has prompts and salts in it, and
-    who may read a lock may lock it.
+    A writable file is only accessible to users who may write to the directory: a journal holds prompts and salts, and a
+    user who may read a lock file may lock it.
     """
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

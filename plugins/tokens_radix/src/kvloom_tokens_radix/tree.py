@@ -111,7 +111,7 @@ class Place(NamedTuple):
 
 
 class Tree:
-    """All salts of one fingerprint. Takes `memory_bytes` at most: what was not used for longest is forgotten."""
+    """All salts of one fingerprint. Takes `memory_bytes` at most: the least recently used are forgotten."""
 
     def __init__(self, rules: Rules, memory_bytes: int) -> None:
         self.rules = rules

@@ -3,9 +3,9 @@
     {"timestamp": 1763870000123.456, "input_length": 6955, "output_length": 0, "hash_ids": [917355, 40021],
      "chunk_tokens": 256, "verb": "retrieve", "salt": 0, "first": 0, "served": {"memory": 512}}
 
-The first four are those of Mooncake's traces; a save has `copied`, too: how many chunks were read from the engine. A
-hash id stands for a chunk and all before it: a digest with a secret that is nowhere but in memory, so that nobody can
-find out whether a text that they know was among the prompts.
+The first four are those of Mooncake's traces; a save also has `copied`, the number of chunks read from the engine. A
+hash id stands for a chunk and all before it: a digest with a secret that is only in memory, so that a known text cannot
+be recognised among the prompts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TraceObserver(Observer):
         if self.path.is_dir():
             raise ValueError(f"path: {self.path} is a directory; name a file in it")
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
-            raise ValueError(f"path: {self.path.parent} is no directory that can be written to; make it")
+            raise ValueError(f"path: {self.path.parent} is not a writable directory; make it")
         self.lines = 0
         self.lost = 0
         """Requests that came when recording had ended."""
@@ -147,7 +147,7 @@ def _names(path: Path) -> Iterator[Path]:
 
 
 def _write_all(file: int, line: bytes) -> None:
-    """All of it or, in the end, nothing: what was written of a line for which there was no room is taken back."""
+    """Write all of it or, in the end, nothing: part of a line for which there was no room is removed."""
     before = os.lseek(file, 0, os.SEEK_END)
     done = 0
     try:

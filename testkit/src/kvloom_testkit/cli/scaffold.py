@@ -198,7 +198,7 @@ def create(word: str, type_: str, into: Path) -> Path:
         raise ConfigError(
             "name",
             f"{type_!r} is no name for a type: small letters, digits and single underscores, at most {_LONGEST}, "
-            "and no word that Python or YAML has for something else",
+            "and no reserved word of Python or YAML",
         )
     start = STARTS[word]
     if type_ in Registry.discover().types(start.kind):

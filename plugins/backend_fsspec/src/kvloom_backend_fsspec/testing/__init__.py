@@ -1,7 +1,7 @@
 """Real servers for tests and benches, on free ports, in temporary directories.
 
-Ceph's S3 gateway, moto, wsgidav (WebDAV), Azurite (Azure) and OpenSSH's (SFTP). Each is a context manager. Nothing
-outlives it, nor the process that started it: the kernel kills what is left (Linux).
+Ceph's S3 gateway, moto, wsgidav (WebDAV), Azurite (Azure) and OpenSSH's (SFTP). Each is a context manager. Its
+processes end with it, and with the process that started it (on Linux the kernel kills them).
 """
 
 from kvloom_backend_fsspec.testing.ceph import CephRGW

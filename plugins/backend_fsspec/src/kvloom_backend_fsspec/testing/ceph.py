@@ -141,7 +141,7 @@ class CephRGW(Server):
         wait_until(is_up, "ceph-osd")
 
     def _tell(self, *command: str) -> str:
-        """`ceph`, again and again: a monitor that has just begun to listen refuses what it will do a moment later."""
+        """Run `ceph` until it succeeds: a monitor that has just started refuses commands for a moment."""
         until = time.monotonic() + START_SECONDS
         while True:
             try:

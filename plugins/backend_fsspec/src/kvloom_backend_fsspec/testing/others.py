@@ -91,7 +91,7 @@ Subsystem sftp internal-sftp
 
 
 class SshServer(Server):
-    """OpenSSH's server, for the user who runs it, by a key that it makes."""
+    """OpenSSH's server, for the current user, with a generated key."""
 
     main = "sshd"
 
@@ -112,7 +112,7 @@ class SshServer(Server):
         self.restart()
 
     def kill(self) -> None:
-        """SIGKILL, also to the processes of its connections, which would go on."""
+        """Send SIGKILL, also to the processes of its connections, which would continue."""
         children = Path(f"/proc/{self._running[self.main].pid}/task/{self._running[self.main].pid}/children")
         connections = [int(pid) for pid in children.read_text().split()]
         super().kill()

@@ -28,7 +28,7 @@ S = TypeVar("S", bound="Server")
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    """A free TCP port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -114,7 +114,7 @@ class Server:
         self._running[self.main].send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
-        """Start again what was killed, on the same port and the same data."""
+        """Restart a killed server, with the same port and data."""
         raise NotImplementedError
 
     def run(self, *command: str, environment: Mapping[str, str] | None = None, seconds: float = START_SECONDS) -> str:
@@ -127,7 +127,7 @@ class Server:
         return told.stdout
 
     def spawn(self, name: str, *command: str, environment: Mapping[str, str] | None = None) -> None:
-        """Start a process of this server; what it says goes to `<name>.out` in its directory."""
+        """Start a process of this server; its output goes to `<name>.out` in its directory."""
         out: IO[bytes]
         with open(self.directory / f"{name}.out", "ab") as out:
             self._running[name] = subprocess.Popen(

@@ -86,7 +86,7 @@ def measure(
     lead = [*beginning(tokenizer), *tokenizer.encode(INTRODUCTION, add_special_tokens=False), *separator]
     documents = tokenized(tokenizer, texts, most_tokens=most_tokens)
     if len(documents) < 2 or any(occurrences(one, separator) for one in documents):
-        raise ValueError(f"two documents are the least, and none of them may contain {SEPARATOR!r}")
+        raise ValueError(f"at least two documents are needed, and none may contain {SEPARATOR!r}")
     prompts = [
         torch.tensor([*lead, *_joined(order, separator), *tokenizer.encode(question, add_special_tokens=False)])
         for order, question in _asked(documents, questions, orders)
@@ -105,14 +105,14 @@ def measure(
 
 
 def check_own(out: Path) -> None:
-    """The demo writes over what is in `out` only where an earlier one made it. Raises ValueError."""
+    """Check that files in `out` were made by an earlier demo, before they are overwritten. Raises ValueError."""
     there = [out / name for name in ("blend.yaml", "blend.json", "blend.png") if (out / name).exists()]
     try:
         own = not there or (out / "blend.yaml").read_text(encoding="utf-8").startswith(_FIRST_LINE)
     except (OSError, UnicodeDecodeError):
         own = False
     if not own:
-        raise ValueError(f"{there[0]} is there already, and not from a demo; name a directory of its own")
+        raise ValueError(f"{there[0]} exists and is not from a demo; name another directory")
 
 
 def configuration(separator: Sequence[int], lead: Sequence[int]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _joined(documents: Sequence[torch.Tensor], separator: Sequence[int]) -> list
 def _check_room(model: Any, needed: int) -> None:
     room = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
     if needed > room:
-        raise ValueError(f"{needed:,} tokens with question and answer, the model takes {room:,}; pass fewer --tokens")
+        raise ValueError(f"{needed:,} tokens with question and answer; the model allows {room:,}; pass fewer --tokens")
 
 
 def _example(ours: BlendedModel, prompt: torch.Tensor, tokenizer: Any, question: str) -> Example:

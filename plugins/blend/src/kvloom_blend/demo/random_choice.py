@@ -1,4 +1,4 @@
-"""`random`: tokens to compute again are drawn by lot. A plugin like anybody's: the demo names it by an entry point."""
+"""`random`: selects tokens to compute again at random. The demo uses it through an entry point, like any plugin."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def read_texts(path: Path) -> list[str]:
 
 
 def tokenized(tokenizer: Any, texts: Sequence[str], *, most_tokens: int) -> list[torch.Tensor]:
-    """Token ids of each text, at most so many, 1-D; those without any are left out."""
+    """Token ids of each text, truncated, 1-D; texts without tokens are left out."""
     ids = [tokenizer.encode(text, add_special_tokens=False)[:most_tokens] for text in texts]
     return [torch.tensor(one) for one in ids if one]
 

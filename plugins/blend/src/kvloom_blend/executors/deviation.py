@@ -1,4 +1,4 @@
-"""Executors that choose by deviation: how far the KV of a token in its new context is from what was retrieved."""
+"""Executors that select by deviation: the distance between a token's fresh KV and its retrieved KV."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CacheBlendConfig(DeviationConfig):
 
 
 def check_layers(config: DeviationConfig, spec: KVSpec | None) -> None:
-    """Raise ConfigError if the model has not so many layers."""
+    """Raise ConfigError if the model has fewer layers."""
     if spec is not None and config.check_layers[-1] >= spec.num_layers:
         raise ConfigError(
             "check_layers", f"names layer {config.check_layers[-1]}; the model has {spec.num_layers}, from 0"
@@ -57,7 +57,7 @@ def check_layers(config: DeviationConfig, spec: KVSpec | None) -> None:
 def deviation(layer: Layer, valid: torch.Tensor, metric: Metric) -> torch.Tensor:
     """The mean square of fresh less retrieved KV for each token: float32 `[batch]`, on CPU.
 
-    It is -inf where nothing can be compared: in tokens that are not valid, or were not handed on.
+    It is -inf for tokens that cannot be compared, because they are not valid or were left out.
     """
     dim = layer.token_dim % layer.fresh_v.dim()
     going = layer.going
@@ -103,7 +103,7 @@ class CacheBlendSession(SelectingSession):
 
 
 class CacheBlendExecutor(BlendExecutor):
-    """`cacheblend`: computes the first layers for every token, and goes on with those whose KV differs most."""
+    """`cacheblend`: computes the first layers for every token, and continues with those whose KV differs most."""
 
     type = "cacheblend"
     Config = CacheBlendConfig

@@ -17,7 +17,7 @@ class Layer:
 
     number: int
     going: torch.Tensor
-    """Places in the batch of the tokens that were handed on: int64, on CPU, ascending."""
+    """Places in the batch of the tokens that reached this layer: int64, on CPU, ascending."""
     retrieved_k: torch.Tensor
     retrieved_v: torch.Tensor
     fresh_k: torch.Tensor
@@ -27,9 +27,9 @@ class Layer:
 
 
 class SelectingSession(BlendSession):
-    """A session whose subclass says, in some layers, which tokens go on. Tensors may be on any device.
+    """A session whose subclass selects, in some layers, the tokens that go on. Tensors may be on any device.
 
-    Whatever it says, invalid tokens go on, the last one of each request does, and exact ones do not.
+    In any case, invalid tokens and the last one of each request go on, and exact ones do not.
     """
 
     def __init__(self, request: BlendRequest) -> None:
@@ -46,7 +46,7 @@ class SelectingSession(BlendSession):
         self._going = torch.arange(len(self.valid))
 
     def plan(self) -> torch.Tensor | None:
-        """Everything but what is exact; a subclass that chooses without computing anything says more."""
+        """All tokens except exact ones; a subclass that selects without computing narrows it."""
         planned = self.candidates | self.always
         self._going = planned.nonzero().flatten()
         return planned

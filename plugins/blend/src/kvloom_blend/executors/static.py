@@ -30,9 +30,9 @@ class StaticSession(SelectingSession):
 
 
 class NoneExecutor(BlendExecutor):
-    """`none`: reuses all KV that was retrieved, and computes what was not.
+    """`none`: reuses all retrieved KV, and computes the rest.
 
-    For models that were trained to take passages computed alone; for others, the fastest and the least like a prefill.
+    For models trained on passages computed alone. For other models it is the fastest, and differs most from a prefill.
     """
 
     type = "none"
@@ -77,7 +77,7 @@ class EpicExecutor(BlendExecutor):
 
     class Config(RatioConfig):
         tokens_per_passage: int | None = Field(default=None, ge=0)
-        """So many of each passage, in place of a share of all tokens."""
+        """Number of tokens of each passage, instead of a share of all tokens."""
 
     def begin(self, request: BlendRequest) -> BlendSession:
         config = cast(EpicExecutor.Config, self.config)
@@ -93,7 +93,8 @@ class EpicExecutor(BlendExecutor):
 def offsets_in_passages(request: BlendRequest) -> torch.Tensor:
     """Number of tokens of its passage before each token: int64, on CPU.
 
-    A passage begins with a request, behind a token that is not valid, and where original positions do not go on by one.
+    A passage begins with a request, behind a token that is not valid, and where original positions do not increase by
+    one.
     """
     valid = request.valid_mask.bool().cpu()
     begins = torch.zeros_like(valid)
@@ -109,14 +110,16 @@ def offsets_in_passages(request: BlendRequest) -> torch.Tensor:
 def attention_of(request: BlendRequest, executor: str) -> torch.Tensor:
     """The attention of the question to each token. ValueError where the engine cannot tell."""
     if request.attention is None:
-        raise ValueError(f"blend executor {executor!r} needs to know what the question attends to, and nobody can tell")
+        raise ValueError(
+            f"blend executor {executor!r} needs the question's attention, which this engine does not provide"
+        )
     return request.attention().float().cpu()
 
 
 class QuestionAttentionExecutor(BlendExecutor):
-    """`question_attention`: computes those tokens again that the question attends to most, in a pass over what was
-    retrieved (as ProphetKV and A3 do). Alone it fails where the question finds its tokens by what is not in them yet.
-    """
+    """`question_attention`: computes the tokens again that the question attends to most, in a pass over the retrieved
+    KV (as ProphetKV and A3 do). Alone it fails if the question finds its tokens by information that their retrieved
+    KV lacks."""
 
     type = "question_attention"
     Config = RatioConfig

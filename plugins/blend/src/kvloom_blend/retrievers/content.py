@@ -22,8 +22,8 @@ _BASES = (1_000_003, 998_244_353)
 class ContentRetriever(PieceRetriever):
     """Cuts a prompt where the last 16 tokens hash to a multiple, and looks each piece up.
 
-    What is inserted or taken out moves no cut but those beside it, so an edited text has its other pieces as before.
-    Nothing needs to be known to cut a prompt: what any process stored is found by all.
+    An insertion or removal only moves the cuts beside it, so the other pieces of an edited text stay the same. Cutting
+    a prompt needs no knowledge, so pieces stored by any process are found by all.
     """
 
     type = "content"

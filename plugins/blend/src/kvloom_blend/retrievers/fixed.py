@@ -15,10 +15,10 @@ from .rolling import RollingHash
 
 
 class FixedRetriever(PieceRetriever):
-    """Cuts what is kept into pieces of `piece_tokens`, and looks for them at every offset of a prompt.
+    """Cuts stored text into pieces of `piece_tokens`, and looks for them at every offset of a prompt.
 
-    A run of twice the length holds a whole piece wherever it was cut. Which pieces are known is each process's own
-    knowledge: what other processes stored is found once this one has seen it (`learn`).
+    A run of twice the length holds a whole piece wherever it was cut. Each process has its own list of known pieces:
+    those of other processes are found once this one has seen their text (`learn`).
     """
 
     type = "fixed"

@@ -21,7 +21,7 @@ from kvloom import (
 )
 
 _MOST_LOST = 8
-"""After so many segments that were found and could not be had, the rest is computed."""
+"""Number of found segments that could not be read, after which the rest is computed."""
 
 
 class Landing(GPUConnector):
@@ -104,7 +104,7 @@ class LandingTask(BlendRetrieverTask):
         return BlendRetrieverResult(buffers[0, layer_id], buffers[-1, layer_id], mask.clone(), positions)
 
     def close(self) -> None:
-        """Stop what is on its way. Idempotent."""
+        """Stop reads under way. Idempotent."""
         for loading in self._loadings:
             loading.close()
 

@@ -32,7 +32,7 @@ class PassageConfig(Config):
     """Token ids that are put before a passage when it is computed alone: the BOS, or a prefix that all prompts share.
     Without one, each passage begins like a prompt, and its first tokens draw attention that they should not."""
     prefix: bool = True
-    """Take what is stored of the prompt's own beginning, which is exact."""
+    """Use the stored prefix of the prompt, which is exact."""
     in_context: bool = True
     """Keep passages of prompts that were computed as a whole, and prefer them to passages that were computed alone:
     first what stood behind the same passage as now, then what stood behind any other."""
@@ -63,7 +63,7 @@ class PassageRetriever(BlendRetriever):
         """Raise ValueError for tokens that would never be met as one passage."""
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise ConfigError for a token id of the settings that a model with so many tokens does not have."""
+        """Raise ConfigError for a token id in the settings that is outside of the model's vocabulary."""
         for token in self.lead:
             self._check_token("lead", token, size)
 

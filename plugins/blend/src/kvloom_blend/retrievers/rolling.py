@@ -1,7 +1,7 @@
 """Finds blocks of known texts anywhere in a prompt, by a rolling hash at every offset.
 
 A block's hash is `sum(token[j] * base**j)` modulo two primes below 2**31, the bases secret and drawn for each process:
-nobody can prepare texts that collide. The hash only finds candidates: a block is confirmed by its key, a SHA-256 of its
+colliding texts cannot be prepared. The hash only finds candidates: a block is confirmed by its key, a SHA-256 of its
 tokens.
 """
 

@@ -10,10 +10,10 @@ from .rotation import Rotation
 
 
 def gate(model: nn.Module, rotations: Rotations) -> None:
-    """Compute K of single tokens in four positions, in every layer, and turn the first to the other three.
+    """Compute K of single tokens at four positions, in every layer, and rotate the first to the other three.
 
-    ValueError, with the layer and how far it is off, unless each is what the model computed there. K is taken from the
-    model's cache, so that everything between its rope and what is stored is part of the test.
+    ValueError, with the layer and the error, unless each equals the model's own K. K is taken from the model's cache,
+    so that everything between its rope and the stored KV is part of the test.
     """
     model, decoder = unwrapped(model)
     found = probe(model, decoder, longest=rotations.max_length)

@@ -100,7 +100,7 @@ def _refuse(model: Any, decoder: Any) -> None:
     tables = [part for part, module in decoder.named_modules() if isinstance(module, nn.Embedding)]
     learned = [part for part in tables if part.rsplit(".", 1)[-1] in ("wpe", "embed_positions", "position_embeddings")]
     if learned:
-        raise ValueError(f"model: {name} has learned positions ({learned[0]}), which K cannot be rid of")
+        raise ValueError(f"model: {name} has learned positions ({learned[0]}), which cannot be removed from K")
     raise ValueError(f"model: {name} has no rotary embedding with frequencies (inv_freq): its positions are unknown")
 
 
@@ -161,7 +161,7 @@ def _detected(found: Probe, number: int, layer: Layer, frequencies: Sequence[Ten
             return rotation
         least = min(least, worst)
     raise ValueError(
-        f"layer {number}: K at other positions is none of the rotations by the model's frequencies, in halves or "
+        f"layer {number}: K at other positions is not a rotation by the model's frequencies, in halves or "
         f"interleaved (the nearest one is {least:.1e} off): a rope of an unknown kind"
     )
 

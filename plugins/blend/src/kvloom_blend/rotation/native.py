@@ -91,9 +91,9 @@ def kernels() -> Kernels | None:
 
 
 def rotate(rotation: RotatedDims, turn: Turn, ks: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
-    """Turn K of layers `[tokens, heads * head_size]`, of one shape and dtype, into `outs`, which may be they.
+    """Rotate K of layers `[tokens, heads * head_size]`, of one shape and dtype, into `outs`, which may be the same.
 
-    False, and nothing done, where there is no library for them: then torch does it. What is on a GPU is queued.
+    Returns False, with nothing done, if there is no library for them; then torch does it. Work on a GPU is queued.
     """
     first = ks[0]
     contiguous = all(each.stride(1) == 1 or each.shape[1] == 1 for each in (*ks, *outs))

@@ -70,8 +70,9 @@ class Rotation:
     def turn(self, old: Tensor, new: Tensor) -> Turn:
         """From `old` positions to `new` ones: int `[tokens]`, or `[sections, tokens]` for MRoPE. On their device.
 
-        The model rounds the angle of a position to float32 before it takes its cosine. Each of the two angles is
-        rounded as it was, and their difference is exact: one angle of the difference is 5e-3 off after 30,000 tokens.
+        The model rounds a position's angle to float32 before it takes the cosine. Here both angles are rounded in the
+        same way, and their difference is exact; a single angle for the difference would be 5e-3 off after 30,000
+        tokens.
         """
         if old.shape != new.shape or old.device != new.device:
             raise ValueError(f"new: {list(new.shape)} on {new.device}, but old: {list(old.shape)} on {old.device}")

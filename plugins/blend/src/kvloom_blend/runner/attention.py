@@ -1,8 +1,8 @@
 """Attention of some rows of a batch over all of its keys, each row up to its own position.
 
-transformers hands the mask that it is given on to the attention function that is set. Here the mask is a `Rows`, and
-the function is `attend`. The rows are in ascending order, so that a block of them needs no key behind its last one: a
-mask over rows and all keys would cost what the keys that nobody may see cost too.
+transformers passes its mask to the configured attention function. Here the mask is a `Rows`, and the function is
+`attend`. The rows are in ascending order, so a block of them needs no key behind its last one; a mask over rows and all
+keys would also cost time for keys that are masked out.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _own_of(module: Any) -> Any:
 
 
 def _mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
-    """The mask of who calls the model in another thread: a pass brings its own."""
+    """The mask of a caller in another thread: a pass brings its own."""
     make = ALL_MASK_ATTENTION_FUNCTIONS[_own[id(config)]]
     return make(*args, config=config, **kwargs)
 
@@ -154,7 +154,7 @@ def _plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, *, scaling: float | None, softcap: float | None,
     summed: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention with its weights at hand; float32 inside."""
+    """Plain attention that returns its weights; float32 inside."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q.float() @ k.float().transpose(2, 3)) * (q.shape[3] ** -0.5 if scaling is None else scaling)

@@ -1,7 +1,7 @@
-"""One forward pass of a transformers model over a batch of which some KV was retrieved.
+"""One forward pass of a transformers model over a batch with some retrieved KV.
 
-The model's own code runs, with hooks: a cache whose `update` merges what was computed into what was retrieved, and a
-hook before each decoder layer that leaves out the rows which go no further.
+The model's own code runs, with hooks: a cache whose `update` merges computed into retrieved KV, and a hook before each
+decoder layer that drops the rows which go no further.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class BlendPass:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _select_early(self, module: Any, layer: int, hidden: torch.Tensor, more: Any) -> torch.Tensor | None:
-        """Compute K and V of the layer and no more, and ask who goes on: a whole layer of the others is saved."""
+        """Compute only K and V of the layer, and select the rows that go on: the other rows skip the
+        rest of the layer."""
         rest, kwargs = more
         self._projecting = True
         try:
@@ -112,7 +113,8 @@ class BlendPass:
         raise ValueError(f"{type(module).__name__} has no KV: its cache was not updated")
 
     def _blend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-        """Hand a layer to the session; which of the rows go on, by their place among them, if not all do."""
+        """Pass a layer to the session; return the rows that go on, by their place among the present ones, if not all
+        do."""
         k, v = self._retrieved(layer)
         going = self.going.to(self._device)
         output = self._session.blend(
@@ -123,7 +125,7 @@ class BlendPass:
         return output.local_indices.cpu() if len(output.local_indices) < len(going) else None
 
     def _only_wanted(self, local: torch.Tensor | None) -> torch.Tensor:
-        """In the last layer K and V are all that is kept of the rows whose logits nobody asked for."""
+        """In the last layer, keep only K and V of the rows whose logits are not wanted."""
         going = self.going if local is None else self.going[local]
         places = torch.searchsorted(going, self._wanted)
         return places if local is None else local[places]

@@ -1,4 +1,4 @@
-"""KV that is handed over as it is: to try a model with, and to measure with."""
+"""KV that is passed in directly: to test a model, and to measure."""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ def blended(model: Any, config: str | Path | Mapping[str, Any] | EngineConfig) -
 
 
 class BlendedModel:
-    """Prefills prompts with KV of texts that were seen before. The model's code is not changed; one pass at a time.
+    """Prefills prompts with KV of known texts. The model's code is not changed; one pass at a time.
 
-    Blended KV is approximate: it is handed to the caller and stored nowhere. What was computed without blending is
-    kept, as a prefix and by its passages.
+    Blended KV is approximate: it is returned to the caller and never stored. KV computed without blending is stored, as
+    a prefix and by its passages.
     """
 
     def __init__(self, model: Any, engine: Engine, *, owner: bool = False) -> None:
@@ -59,7 +59,7 @@ class BlendedModel:
         _check(engine.config)
         assert engine.blending is not None
         if engine.spec != spec_of(model):
-            raise ValueError("engine: was opened for other KV than this model's: other weights, or another state of it")
+            raise ValueError("engine: was opened for the KV of another model, or of another state of this one")
         self.model = model
         self.engine = engine
         self.executor = engine.blending.executor
@@ -74,15 +74,15 @@ class BlendedModel:
             self.retriever.check_vocabulary(self._vocabulary)
 
     def remember(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
-        """Compute a passage alone, behind the retriever's `lead`, and keep its KV; how many tokens that are.
+        """Compute a passage alone, behind the retriever's `lead`, and store its KV; return its number of tokens.
 
-        tokens: 1-D, of the passage. Nothing is computed, and 0 returned, if it is kept already. Raises ValueError if
-        the model is not what it was when it was opened: its KV would be another model's.
+        tokens: 1-D, of the passage. If it is stored already, nothing is computed, and 0 returned. Raises ValueError if
+        the model has changed since it was opened, because its KV would be another model's.
         """
         if self._has_changed():
             raise ValueError(f"model: {_CHANGED}")
         if not isinstance(self.retriever, PassageRetriever):
-            raise TypeError(f"retriever {self.retriever.type!r} does not say how a passage is kept")
+            raise TypeError(f"retriever {self.retriever.type!r} cannot remember passages")
         tokens = self._checked(tokens, "tokens")
         self.retriever.check_passage(tokens)
         segments = self.retriever.alone(tokens, salt=salt)
@@ -101,15 +101,15 @@ class BlendedModel:
     ) -> Prefilled:  # fmt: skip
         """KV and logits of one prompt (1-D token ids) or of several, in one pass.
 
-        boundaries: of each prompt, where its passages begin, for the `explicit` retriever. keep_logits: of how many
-        last tokens logits are returned; these are computed, not reused. store: keep what was computed without blending.
-        blend: False computes everything, so that what is known in other contexts is kept in this one too.
-        Tiers that fail are misses, and KV that is lost on the way is computed.
+        boundaries: the beginnings of each prompt's passages, for the `explicit` retriever. keep_logits: number of last
+        tokens whose logits are returned; these are computed, not reused. store: store KV computed without blending.
+        blend: False computes everything, so that passages known in other contexts are stored in this one too. Tiers
+        that fail are misses, and KV that is lost on the way is computed.
         """
         one = isinstance(prompts, torch.Tensor)
         rows = [self._checked(row, "prompts") for row in ([prompts] if one else prompts)]
         if keep_logits < 1:
-            raise ValueError(f"keep_logits: {keep_logits}, and the last token's are needed")
+            raise ValueError(f"keep_logits: {keep_logits}; the last token's are needed")
         if not rows or any(len(row) < keep_logits for row in rows):
             raise ValueError(f"prompts: expected 1-D token ids of at least {keep_logits} tokens each (keep_logits)")
         if self._has_changed():

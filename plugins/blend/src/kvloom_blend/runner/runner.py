@@ -57,7 +57,7 @@ _locks: WeakKeyDictionary[torch.nn.Module, threading.Lock] = WeakKeyDictionary()
 
 
 def _lock_of(model: torch.nn.Module) -> threading.Lock:
-    """The hooks and the attention function are the model's, and so everybody's who runs it."""
+    """The lock of a model: its hooks and attention function are shared by all who run it."""
     return _locks.setdefault(model, threading.Lock())
 
 
@@ -147,11 +147,11 @@ class Runner:
             task = GivenTask(kv_of(whole.caches[0]), valid, torch.where(valid, torch.arange(_TRIED), 0))
             done = self.blend([prompt], task, NoneExecutor(Config()))
         except Exception as error:
-            raise ValueError(f"model: {name} cannot be run on some of its tokens: {error}") from error
+            raise ValueError(f"model: {name} cannot run on a subset of tokens: {error}") from error
         here, there = done.logits[0].float(), whole.logits[0].float()
         apart = float((here - there).abs().max())
         if not self.model.training and not apart <= _ROUNDING * float(there.abs().max()):
-            raise ValueError(f"model: {name} computes something else on some of its tokens: logits are {apart:.2g} off")
+            raise ValueError(f"model: {name} gives other results for a subset of tokens: logits differ by {apart:.2g}")
 
     def _request(self, batch: _Batch, **more: Any) -> BlendRequest:
         return BlendRequest(
@@ -201,7 +201,7 @@ def _blamed(executor: BlendExecutor) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Prompts one behind the other, and what was found of them; all on CPU."""
+    """Prompts one behind the other, with the KV found for them; all on CPU."""
 
     tokens: torch.Tensor
     starts: torch.Tensor
@@ -270,5 +270,5 @@ def _decoder_layers(model: Any, count: int) -> list[torch.nn.Module]:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList) or len(layers) < count:
-        raise ValueError(f"model: {type(model).__name__} has no list of decoder layers to be run by")
+        raise ValueError(f"model: {type(model).__name__} has no list of decoder layers")
     return list(layers)[:count]

@@ -1,4 +1,4 @@
-"""`KVLoomBlendConnector`: the class that vLLM is told to load. A thin skin over `scheduler` and `worker`."""
+"""`KVLoomBlendConnector`: the class that vLLM loads. A thin layer over `scheduler` and `worker`."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class KVLoomBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Prompts of which passages are stored, wherever in them: blended by a twin of the model, in vLLM's own pages.
+    """Blends prompts with stored passages anywhere in them, with a twin of the model, into vLLM's own pages.
 
     `kv_connector_extra_config`: `config`, the path of a YAML file (or a mapping of the same shape) as
-    `kvloom_blend.blended` takes it; `least_found`, the share of a prompt that has to be stored, 0.5 unless given.
+    `kvloom_blend.blended` takes it; `least_found`, the minimum share of a prompt that must be stored, default 0.5.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -87,7 +87,7 @@ class KVLoomBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @classmethod
     def check_settings(cls, extra: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a `kv_connector_extra_config` that cannot work, as far as it can be told by itself."""
+        """Raise ConfigError for a `kv_connector_extra_config` that cannot work, as far as it shows by itself."""
         check_config(Settings.read(extra).engine)
 
     # -- the scheduler's half ------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class KVLoomBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert self._worker is not None
         if get_kv_transfer_group() is not self:
             raise ValueError(
-                "KVLoomBlendConnector: within another connector; its neighbours would store blended KV under exact "
+                "KVLoomBlendConnector: inside another connector, which would store blended KV under exact "
                 "keys. Make it the only one"
             )
         identity = self._identity
@@ -211,7 +211,8 @@ class KVLoomBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
 
 def _can_be_blended(request: Any, min_tokens: int) -> bool:
-    """A prompt of plain tokens, for the model as it is, of which nothing but what comes next is asked."""
+    """Return whether this is a prompt of plain tokens, for the unmodified model, of which only the continuation is
+    wanted."""
     sampling = request.sampling_params
     return (
         request.prompt_token_ids is not None

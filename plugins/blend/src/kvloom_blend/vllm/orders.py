@@ -33,7 +33,7 @@ class Orders:
     blends: list[Blend] = field(default_factory=list)
     """Prompts to blend, which were asked about before."""
     over: list[str] = field(default_factory=list)
-    """Requests of which nothing is wanted any more."""
+    """Requests that are finished or dropped."""
     idle: bool = False
     """Nothing is computed in this step."""
 

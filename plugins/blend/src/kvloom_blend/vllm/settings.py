@@ -20,7 +20,7 @@ class Settings:
 
     engine: EngineConfig
     least_found: float
-    """Prompts of which a smaller share is stored are vLLM's own to compute."""
+    """Minimum share of a prompt that must be stored; below it vLLM computes the prompt."""
     min_tokens: int
 
     @classmethod

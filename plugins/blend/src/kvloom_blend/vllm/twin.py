@@ -85,7 +85,7 @@ class Twin:
 
 
 class Pages:
-    """vLLM's memory: where what was blended is written to."""
+    """vLLM's memory, which blended KV is written to."""
 
     def __init__(self, views: Sequence[torch.Tensor], order: torch.Tensor, spec: KVSpec, geometry: Geometry) -> None:
         """views: `[num_blocks, page_elements]` of each layer. order: see `VLLMBlobConnector`."""
@@ -97,9 +97,9 @@ class Pages:
 
     @torch.inference_mode()
     def write(self, cache: Any, blocks: Sequence[int], num_tokens: int) -> None:
-        """The first `num_tokens` tokens of a DynamicCache, into blocks that belong to one request; done on return.
+        """Write the first `num_tokens` tokens of a DynamicCache to blocks of one request; done on return.
 
-        What is behind them in the last block is zero: vLLM writes there before it reads.
+        The rest of the last block becomes zero: vLLM writes there before it reads.
         """
         needed = -(-num_tokens // self._block_tokens)
         if len(blocks) < needed:

@@ -58,7 +58,7 @@ class Worker:
     # -- a step, in order ----------------------------------------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
-        """Begin what was ordered."""
+        """Begin the ordered work."""
         self._idle = orders.idle
         for prompt in orders.asked:
             self._jobs[prompt.request] = _Job(prompt, self._looking.submit(self._enough, prompt))
@@ -112,7 +112,7 @@ class Worker:
         return counts
 
     def close(self) -> None:
-        """Wait for what is under way, and close the twin. Idempotent."""
+        """Wait for work under way, and close the twin. Idempotent."""
         for pool in (self._looking, self._blending):
             pool.shutdown(wait=True, cancel_futures=True)
         self.twin.close()
@@ -141,12 +141,12 @@ class Worker:
         return self.twin.stored(prompt) >= self._least * len(prompt.tokens)
 
     def _fill(self, job: _Job) -> None:
-        """Blend a prompt into its blocks, which are nobody else's until `finished` names it."""
+        """Blend a prompt into its blocks, which belong to this thread until `finished` names it."""
         if not job.wanted:
             return
         prompt, began = job.prompt, time.monotonic()
         if not self._enough(prompt):
-            raise NotBlended("what was stored of it is gone")
+            raise NotBlended("its stored KV is gone")
         done = self.twin.blend(prompt)
         if not job.wanted:
             return

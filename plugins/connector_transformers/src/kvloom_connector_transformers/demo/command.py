@@ -1,4 +1,4 @@
-"""The verb itself: two fresh processes, one after the other, and what they said."""
+"""The demo's verb: runs two fresh processes, one after the other, and shows their results."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _run(console: Console, job: Job, out: Path, *, as_json: bool) -> bool:
 
 
 def _process(console: Console, role: str, job: Job, out: Path) -> dict[str, Any]:
-    """Run one of the two; show what it does while it does it. typer.Exit if it fails."""
+    """Run one of the two, and show its progress. typer.Exit if it fails."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if not job.model or Path(job.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
@@ -183,7 +183,7 @@ def _check_own(out: Path) -> None:
     try:
         Job.load(out / "job.json")
     except (OSError, ValueError, TypeError):
-        text = f"{out / there[0]} is there already, and not from a demo; name a directory of its own"
+        text = f"{out / there[0]} exists and is not from a demo; name another directory"
         raise typer.BadParameter(text, param_hint="--out") from None
 
 

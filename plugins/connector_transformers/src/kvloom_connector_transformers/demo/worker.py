@@ -1,6 +1,6 @@
 """One of the demo's two processes: `python -m kvloom_connector_transformers.demo.worker store|answer JOB`.
 
-Says what it does on standard output, one JSON object per line: `{"doing": ...}`, then `{"result": {...}}` or
+Reports on standard output, one JSON object per line: `{"doing": ...}`, then `{"result": {...}}` or
 `{"error": ...}`.
 """
 
@@ -180,7 +180,7 @@ def read_document(job: Job, model: Any, tokenizer: Any) -> torch.Tensor:
     room = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
     needed = len(ids) + len(tokenizer.encode(job.question)) + ANSWER_TOKENS
     if needed > room:
-        raise ValueError(f"--tokens: {needed:,} tokens with question and answer, the model takes {room:,}")
+        raise ValueError(f"--tokens: {needed:,} tokens with question and answer; the model allows {room:,}")
     return torch.tensor([ids])
 
 

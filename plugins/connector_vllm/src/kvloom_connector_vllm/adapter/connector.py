@@ -1,4 +1,4 @@
-"""`KVLoomConnector`: the class that vLLM is told to load. A thin skin over `scheduler` and `worker`."""
+"""`KVLoomConnector`: the class that vLLM loads. A thin layer over `scheduler` and `worker`."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False  # what is not saved is computed again
 
     def has_pending_push_work(self) -> bool:
-        """Steps go on until the scheduler knows what has been saved: the next request finds it."""
+        """Keep steps running until the scheduler knows about finished saves, so that the next request finds them."""
         return self._scheduler is not None and self._scheduler.busy
 
     def reset_cache(self) -> bool:
@@ -248,7 +248,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def check_settings(cls, extra: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a `kv_connector_extra_config` that cannot work, as far as it can be told by itself."""
+        """Raise ConfigError for a `kv_connector_extra_config` that cannot work, as far as it shows by itself."""
         check_config(Settings.read(extra, ranks=1).engine)
 
     def get_kv_connector_stats(self) -> Stats | None:

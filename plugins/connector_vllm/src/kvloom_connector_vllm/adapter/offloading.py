@@ -135,7 +135,7 @@ class KVLoomOffloadingSpec(OffloadingSpec):
 
 
 class KVLoomManager(OffloadingManager):
-    """In the scheduler. Nothing raises, but for a load of what was never a hit."""
+    """The scheduler's half. Nothing raises, except a load of a chunk that was never a hit."""
 
     def __init__(self, store: OffloadStore) -> None:
         self.store = store

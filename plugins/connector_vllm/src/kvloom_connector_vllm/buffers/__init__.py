@@ -1,6 +1,6 @@
 """vLLM's two buffer interfaces over a storage backend: entries that are taken once, and tensors by name.
 
-What they hold is framed and verified like every blob of kvloom, and never unpickled.
+Their content is framed and verified like every blob of kvloom, and never unpickled.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class BufferOnBackend:
         return uninterrupted(copied, leave=True)
 
     def close(self) -> None:
-        """Let go of the store and of whoever waits. What is in the buffer stays there. Idempotent."""
+        """Release the store and all waiting threads. The content stays. Idempotent."""
         uninterrupted(self._close, leave=True)
 
     def _close(self) -> None:

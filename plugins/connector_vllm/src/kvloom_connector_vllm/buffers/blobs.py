@@ -43,7 +43,7 @@ def seal(key: str, tensors: Sequence[torch.Tensor | None], *, params: Mapping[st
 
 
 def unseal(blob: Buffer, *, key: str) -> tuple[list[torch.Tensor | None], Mapping[str, Any]]:
-    """The tensors of a framed blob, in memory of their own, and what was kept with them.
+    """The tensors of a framed blob, in new memory, and the values stored with them.
 
     Raises CorruptBlobError, or UnreadableBlobError if it is intact and not a blob of this module.
     """

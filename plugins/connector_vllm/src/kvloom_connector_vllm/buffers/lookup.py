@@ -1,9 +1,9 @@
-"""KVLookupBuffer: entries found by their tokens, each of which is taken once, whoever asks from wherever.
+"""KVLookupBuffer: entries found by their tokens, each taken only once, by any thread or process.
 
-An entry is one blob. To take it is to create a claim with the entry's id, which only one can; the taker then reads the
-entry, deletes it, and deletes the claim last. An id is never used again, so a claim made from an old listing finds
-nothing and is worth nothing. A taker that dies leaves its claim: nobody can tell whether it had handed the entry on, so
-nobody else gets it. Once the claim is `abandoned` seconds old, entry and claim are deleted, in that order.
+An entry is one blob. To take it, a reader creates a claim with the entry's id, which only one reader can; it then reads
+the entry, deletes it, and deletes the claim last. Ids are never reused, so a claim made from an old listing finds
+nothing. A reader that dies leaves its claim: it may have passed the entry on, so no other reader gets it. Once the
+claim is `abandoned` seconds old, entry and claim are deleted, in that order.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
         """
         prefix = _prefix(input_tokens, roi)
         if not prefix.covered:
-            raise ValueError("roi: selects no token, so that nobody could ask for this entry")
+            raise ValueError("roi: selects no token, so this entry could never be found")
         for name, tensor in (*prefix._asdict().items(), ("key", key), ("value", value), ("hidden", hidden)):
             if tensor is not None:
                 blobs.check(name, tensor)
@@ -107,18 +107,18 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
     def drop_select(self, input_tokens: torch.Tensor | None, roi: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Take an entry out: `[input_tokens, roi, key, value, hidden]` as it was put in, in host memory.
 
-        input_tokens, roi: as for `insert`; roi may be None for all tokens. An entry fits if its KV is that of a
-        beginning of what is asked for, or the other way round: same tokens up to the last one that both have, same
-        places. The one with the most tokens in common is taken, of several the one with the fewest others, then the
-        oldest. None and None: the oldest entry, whatever it is.
+        input_tokens, roi: as for `insert`; roi may be None for all tokens. An entry fits if its KV is that of a prefix
+        of the wanted tokens, or the reverse: the same tokens at the same places up to the last one that both have. The
+        entry with the most common tokens is taken; among several the one with the fewest others, then the oldest. None
+        and None: the oldest entry.
 
-        Waits for one; five times None if none came in time. A signal handler that raises may cost the entry that was
-        being taken. Nobody else gets what was returned. Damaged entries
-        (counted as `corrupt`) are deleted; those of later versions (`unreadable`) stay. What the store refuses to do is
-        `failed`, and tried again until the time is over.
+        Waits for one; returns five times None if there is none in time. A signal handler that raises may lose the entry
+        that is being taken. No other caller gets the same entry. Damaged entries (counted as `corrupt`) are deleted;
+        those of later versions (`unreadable`) stay. Errors of the store are counted as `failed`, and retried until the
+        time is over.
         """
         if input_tokens is None and roi is not None:
-            raise ValueError("input_tokens: None takes any entry, and then roi is None too")
+            raise ValueError("input_tokens: None takes any entry; pass roi=None too")
         query = None if input_tokens is None else _prefix(input_tokens, roi)
         until = Until(self.timeout)
         return uninterrupted(partial(self._drop_select, query, until), cancel=until.end)
@@ -141,7 +141,7 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def _candidates(self, query: Prefix | None) -> list[str]:
-        """The ids of entries that fit and that nobody has claimed, best first."""
+        """The ids of unclaimed entries that fit, best first."""
         try:
             claimed = set(self._ids("claim"))
             ids = sorted(self._ids("entry"))
@@ -250,7 +250,7 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
             return False
 
     def _delete(self, id: str) -> None:
-        """Delete an entry whose claim is ours. If that fails the claim stays, so that nobody else gets it."""
+        """Delete an entry whose claim is ours. If that fails the claim stays, so that no other reader gets it."""
         try:
             self._backend.delete(f"{self._name}/entry/{id}")
         except Exception:

@@ -1,8 +1,8 @@
-"""Room in a buffer that several processes fill: what is about to be put is announced before it is put.
+"""Capacity of a buffer that several processes fill: every put is reserved first.
 
-Whoever wants to put something writes a reservation, then adds up all reservations and, after that, all that is kept.
-Of two who do so at once, the one who looks last sees the other; so the sum never goes over the capacity. Both may see
-each other and give way: they try again after times that differ.
+A writer stores a reservation, then adds up all reservations and, after that, all entries. Of two concurrent writers,
+the one that looks last sees the other's reservation, so the sum never exceeds the capacity. If both see each other and
+give way, they retry after different times.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Until:
 
 
 def new_id() -> str:
-    """48 hex digits that nobody else makes, in the order of time as this machine's clock tells it."""
+    """48 hex digits that are unique, in the order of time by this machine's clock."""
     return f"{time.time_ns():016x}{os.urandom(16).hex()}"
 
 
@@ -100,7 +100,7 @@ class Room:
         raise DeadlineExceeded(self._full(needed))
 
     def _used(self, replacing: str) -> int:
-        """Bytes reserved and kept. Reservations are listed first: what is put meanwhile is then seen as kept."""
+        """Bytes reserved and stored. Reservations are listed first: an entry put meanwhile then counts as stored."""
         total = 0
         for entry in list(self._backend.scan(self._prefix)):
             id, _, nbytes = entry.key.removeprefix(self._prefix).rpartition("-")

@@ -27,7 +27,8 @@ class KVStoreBuffer(BufferOnBackend, vllm_base("KVStoreBufferBase")):  # type: i
         super().__init__(backend, capacity=capacity, timeout=timeout, name=name, abandoned=abandoned)
 
     def put(self, key: str, value: torch.Tensor | None) -> None:
-        """Keep `value` under `key` in place of what was there; None deletes it. The tensor is the caller's on return.
+        """Store `value` under `key`, replacing an older one; None deletes it. After return the caller may reuse the
+        tensor.
 
         Waits until there is room. Raises DeadlineExceeded if there was none in time, ValueError if there can never be,
         BackendError if the store fails.
@@ -43,10 +44,10 @@ class KVStoreBuffer(BufferOnBackend, vllm_base("KVStoreBufferBase")):  # type: i
         uninterrupted(partial(self._put, place, blob, until=until), cancel=until.end)
 
     def get(self, key: str) -> torch.Tensor | None:
-        """The tensor under `key`, verified, in host memory of its own; None if there is none that can be had.
+        """The tensor under `key`, verified, in new host memory; None if there is none.
 
-        What is damaged (counted as `corrupt`), what a later version wrote (`unreadable`) and what the store does not
-        hand out (`failed`) is not there. Never waits for a value.
+        Damaged values (counted as `corrupt`), values of a later version (`unreadable`) and errors of the store
+        (`failed`) count as missing. Never waits for a value.
         """
         place = self._place(key)
         self._check_open()

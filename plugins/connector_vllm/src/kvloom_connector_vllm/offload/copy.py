@@ -100,9 +100,10 @@ class Copier:
 
     @torch.inference_mode()
     def load(self, order: Order, blocks: Blocks) -> int:
-        """Slots into pages; how many bytes. Raises if that cannot be: the engine must not go on with such pages."""
+        """Copy slots to pages; return the number of bytes. Raises if it cannot, because the engine must not use such
+        pages."""
         if order.nonces[self._rank] != self._staging.nonce:
-            raise RuntimeError("the scheduler speaks of slots that are not this worker's")
+            raise RuntimeError("the scheduler names slots of another worker")
         copied = 0
         for group, slots, ids in self._parts(order, blocks):
             skip = blocks.first[group] % self._chunk_blocks

@@ -104,12 +104,12 @@ class RowStore:
         wait(running)
 
     def flush(self, timeout: float = CLOSING_SECONDS) -> bool:
-        """Wait until what was stored is in its tier; False if `timeout` seconds were not enough."""
+        """Wait until stored chunks are in their tier; False if `timeout` seconds were not enough."""
         self.drain()
         return self._tiers.engine.flush(timeout)
 
     def close(self) -> None:
-        """Write what was accepted, within half a minute, and let go of rows and tiers. Idempotent."""
+        """Write accepted chunks, within half a minute, and release rows and tiers. Idempotent."""
         with self._lock:
             if self._closed:
                 return

@@ -107,7 +107,7 @@ def described_from_outside(
     folder = Path(str(offloading.model.name)).expanduser()
     weights = f"weights {folder_digest(folder)}" if folder.is_dir() else ""
     if not weights and not revision:
-        log.warning("%s is not a local folder: KV is told apart by its name only; set `revision`", folder)
+        log.warning("%s is not a local folder: KV is identified by its name only; set `revision`", folder)
     spec = KVSpec(
         model=folder.name if weights else str(offloading.model.name),
         revision=", ".join(filter(None, (weights, revision))),

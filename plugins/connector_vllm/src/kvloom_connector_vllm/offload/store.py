@@ -1,6 +1,6 @@
-"""Keys to slots to tiers, for vLLM's own offloading: what it is told is there has been verified, and stays.
+"""Keys to slots to tiers, for vLLM's own offloading: every hit has been verified, and stays.
 
-vLLM cannot be told that a load failed. So nothing is a hit before its bytes are in a slot, every one of them verified.
+vLLM cannot handle a failed load. So a chunk is a hit only once its bytes are in a slot, all verified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tiers import CLOSING_SECONDS, Asking, Found, Pace, Tiers
 log = logging.getLogger(__name__)
 
 _PIECES = 32
-"""So many are asked for at once: the first ones can be used while the next ones come."""
+"""Number of chunks per request to the tiers: the first ones can be used while the next ones arrive."""
 
 
 class OffloadStore:
@@ -97,7 +97,7 @@ class OffloadStore:
         with self._lock:
             found = [self._slots.get(key) for key in keys]
             if not all(held is not None and held.ready for held in found):
-                raise RuntimeError("vLLM loads what it was not told is there")
+                raise RuntimeError("vLLM loads chunks that were not reported as hits")
             self._ticket += 1
             for held in found:
                 assert held is not None
@@ -114,7 +114,7 @@ class OffloadStore:
                     self._slots.unpin(held)
 
     def end_step(self) -> None:
-        """The engine's step has been planned: what was asked for in it is fetched now, and hits are over."""
+        """Finish the planning of the engine's step: fetch the chunks that it asked for, and end its hits."""
         with self._lock:
             self._slots.step += 1
             self._find_lost()
@@ -254,7 +254,7 @@ class OffloadStore:
             return dict(self._counts)
 
     def close(self) -> None:
-        """Write what was accepted, within half a minute, and let go of slots and tiers. Idempotent."""
+        """Write accepted chunks, within half a minute, and release slots and tiers. Idempotent."""
         with self._lock:
             if self._closed:
                 return

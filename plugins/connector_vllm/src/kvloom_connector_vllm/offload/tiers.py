@@ -19,11 +19,11 @@ from .pages import OffloadPagesConnector, PieceGeometry
 log = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 30.0
-"""So long is what was accepted written when the engine ends."""
+"""Time to write accepted chunks when the engine ends."""
 
 IDLE_SECONDS = 0.005
-"""A step takes so long at least while something is under way. vLLM goes on with empty steps then, hundreds for a load:
-they would keep the interpreter from the threads that load."""
+"""Minimum time of a step while something is under way. Otherwise vLLM runs hundreds of empty steps for a load, which
+keep the interpreter from the threads that load."""
 
 _T = TypeVar("_T")
 
@@ -139,6 +139,6 @@ def _completed(config: EngineConfig, geometry: PieceGeometry) -> EngineConfig:
     if config.tokens.type != default.tokens.type:
         raise ConfigError("tokens", "vLLM's own block hashes name the chunks; remove this block")
     if config.blend is not None:
-        raise ConfigError("blend", "vLLM computes every token of a prompt that is no prefix; remove this block")
+        raise ConfigError("blend", "vLLM only reuses KV of prefixes; remove this block")
     block = type(config.connector)(type=OffloadPagesConnector.type, geometry=geometry.model_dump())
     return config.model_copy(update={"connector": block, "chunk_tokens": 1})

@@ -39,9 +39,9 @@ class VLLMConnector(GPUConnector):
     """Pages as opaque bytes (KV_PAGES), `[layers, blocks, page_elements]` for a chunk: only the engine can read them.
 
     `where`: `pages`, for each layer a view `[num_blocks, page_elements]` of the engine's memory, the elements of a page
-    next to each other; `blocks`, ids in the order of the sequence, -1 for a block that is left alone (reading needs
-    every block); `first_block`, where in the sequence they begin, in blocks.
-    `ready`: optional, an event of the device (with `synchronize`) after which the pages hold what is to be read.
+    next to each other; `blocks`, ids in the order of the sequence, -1 for a block to skip (reading needs every block);
+    `first_block`, the place in the sequence of the first one, in blocks. `ready`: optional, an event of the device
+    (with `synchronize`) after which the pages are ready to be read.
     """
 
     type = "vllm"

@@ -19,25 +19,26 @@ from .table import PageTable, PageTables
 
 
 class PagedConnector(GPUConnector):
-    """Reads and writes the pages of vLLM's GPU backends without quantization, and of engines like it. vLLM's attention
-    for processors orders its pages in a way of its own, which their shape does not tell: they are not for this.
+    """Reads and writes the pages of vLLM's GPU backends without quantization, and of engines like it. It does not
+    support vLLM's attention for processors, whose page order does not show in their shape.
 
     `where`:
 
     - `kvcaches`: for each layer a pair (K, V) or one tensor; or one tensor for all layers. See `PagedLayout.of`.
-    - `slot_mapping`: `[tokens]` int32 or int64, the slot of each token of the sequence from its beginning. A token with
-      a negative one is left alone when writing, and cannot be read: so for what the engine had cached by itself.
-    - or `block_table`: `[blocks]`, the blocks of the sequence in order. `block_size`: the tokens of an entry, if that
-      is a multiple of what a block of `kvcaches` holds.
+    - `slot_mapping`: `[tokens]` int32 or int64, the slot of each token of the sequence from its beginning. A token
+      with a negative slot is skipped when writing, and cannot be read; use it for tokens that the engine has
+      cached.
+    - or `block_table`: `[blocks]`, the blocks of the sequence in order. `block_size`: the tokens of an entry, if
+      that is a multiple of the block size of `kvcaches`.
 
-    Page tables best lie in host memory: one on a device is waited for, in each call. If two tokens have one slot,
-    either may be in it after writing.
+    Keep page tables in host memory: each call waits for a table on a device. If two tokens have one slot, either may be
+    in it after writing.
     """
 
     type = "paged"
     format = MemoryFormat.KV_BLOB
     takes = frozenset({"kvcaches", "slot_mapping", "block_table", "block_size"})
-    """The names of what it takes."""
+    """The names of its arguments."""
 
     class Config(kvloom.Config):
         layout: LayoutName = "auto"
@@ -68,7 +69,7 @@ class PagedConnector(GPUConnector):
     def read_layer(
         self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any
     ) -> Fence | None:
-        """Copy one layer from its pages, of which alone `kvcaches` need have tensors yet; the others may be None."""
+        """Copy one layer from its pages. Only this layer's tensors are needed in `kvcaches`; the others may be None."""
         return self._move(segments, chunks, where, to_pages=False, layer=layer)
 
     @torch.inference_mode()
@@ -79,7 +80,7 @@ class PagedConnector(GPUConnector):
         return self._move(segments, chunks, where, to_pages=True, layer=layer)
 
     def _pages(self, where: Mapping[str, Any], layer: int | None = None) -> PageTable:
-        """ValueError for what is no argument of this connector, and for what is not KV of this model."""
+        """The pages. ValueError for invalid arguments, and for KV of another model."""
         unknown = sorted(set(where) - self.takes)
         if unknown:
             raise ValueError(f"{unknown[0]}: the {self.type} connector takes {', '.join(sorted(self.takes))}")

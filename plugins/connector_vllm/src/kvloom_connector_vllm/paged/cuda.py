@@ -26,7 +26,7 @@ _ALIGN = 16
 
 
 class Queued:
-    """The fence of what was queued on a stream; without an event it is done."""
+    """The fence of work queued on a stream; without an event it is done."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
@@ -37,10 +37,10 @@ class Queued:
 
 
 class PagedCudaConnector(PagedConnector):
-    """`PagedConnector` for KV in the memory of a GPU, which asks nothing of the processor but the launch.
+    """`PagedConnector` for KV in the memory of a GPU; the processor only launches kernels.
 
     `where`: that of `paged`, and `stream`: the torch stream on which the engine computes, if it is not the calling
-    thread's current one. What is on it when a call is made is done before KV is moved.
+    thread's current one. Work queued on it before a call is done before KV is moved.
 
     Chunks in pinned memory are read and written by the kernel itself; with `use_gpu`, and for chunks elsewhere, KV is
     gathered in a buffer on the device, and copied from there.
@@ -146,7 +146,7 @@ class PagedCudaConnector(PagedConnector):
 
 
 def _parts(move: Move, most_bytes: int) -> Iterator[Move]:
-    """The move in parts, of one chunk at least and of at most so many bytes."""
+    """The move in parts of at least one chunk, up to a maximum size."""
     first, at, taken, nbytes = 0, 0, 0, 0
     for number, chunk in enumerate([*move.chunks, None]):
         size = 0 if chunk is None else chunk.numel() * chunk.element_size()
@@ -158,7 +158,7 @@ def _parts(move: Move, most_bytes: int) -> Iterator[Move]:
 
 
 def _copy_runs(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Queue copies of what is contiguous in both: torch would copy what is not twice."""
+    """Queue copies of parts that are contiguous in both, because torch would copy other parts twice."""
     if to.is_contiguous() and source.is_contiguous():
         to.copy_(source, non_blocking=True)
     else:

@@ -17,8 +17,9 @@ import torch
 from kvloom import KVSpec
 
 LayoutName = Literal["auto", "nhd", "hnd", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-"""`auto`: heads are told from tokens by their number. `nhd`, `hnd`: which of them comes first in the shape. The others
-are vLLM's: each layer is `[B, H, N, C]`, with strides in this order, or all layers are one tensor of this shape."""
+"""`auto`: heads and tokens are distinguished by their numbers. `nhd`, `hnd`: the order of tokens and heads in the
+shape. The others are vLLM's: each layer is `[B, H, N, C]`, with strides in the named order, or all layers are one
+tensor of this shape."""
 ORDERS = tuple(name for name in get_args(LayoutName) if name.isupper())
 
 
@@ -46,8 +47,8 @@ class PagedLayout:
     def of(cls, kvcaches: Any, spec: KVSpec, name: LayoutName = "auto", *, layer: int | None = None) -> PagedLayout:
         """The layout of an engine's tensors; of one layer only, if `layer` is given. Nothing is copied.
 
-        kvcaches: for each layer a pair (K, V), or one tensor; or one tensor for all layers, where the layout is one of
-        vLLM's. Raises ValueError for what is not KV of this model, or could be read in two ways.
+        kvcaches: for each layer a pair (K, V), or one tensor; or one tensor for all layers, if the layout is one of
+        vLLM's. Raises ValueError for KV of another model, or an ambiguous layout.
         """
         if kvcaches is None:
             raise ValueError("kvcaches: missing; pass kvcaches=, for each layer a pair (K, V) or one tensor")

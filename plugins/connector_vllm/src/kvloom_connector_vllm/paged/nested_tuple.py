@@ -15,7 +15,7 @@ from .move import tensor_of
 
 
 class NestedTupleConnector(GPUConnector):
-    """Reads and writes KV that lies by tokens, for research code and engines without pages.
+    """Reads and writes KV in the order of tokens, for research code and engines without pages.
 
     `where`: `kvcaches`, for each layer `(K, V)`, or one tensor where the model keeps one plane (MLA). The axis
     `token_dim` of each tensor is that of the whole sequence's tokens; the others, in order and but for those of size 1,

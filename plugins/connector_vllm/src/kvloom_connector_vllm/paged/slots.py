@@ -15,9 +15,9 @@ Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def slots_of(where: Mapping[str, Any], num_tokens: int, pages: PageTable) -> Slots:
-    """The slots of the first `num_tokens` tokens, below `pages.num_slots`. ValueError by the name of what is wrong.
+    """The slots of the first `num_tokens` tokens, below `pages.num_slots`. ValueError that names the argument.
 
-    Entries of a `slot_mapping` may be negative, those of a `block_table` may not. A tensor on a device is waited for.
+    Entries of a `slot_mapping` may be negative, those of a `block_table` may not. Waits for a tensor on a device.
     """
     mapping, table = where.get("slot_mapping"), where.get("block_table")
     if (mapping is None) == (table is None):

@@ -84,7 +84,7 @@ class PageTables:
 
 
 def _signature(kvcaches: Any, layer: int | None) -> Hashable | None:
-    """All that a table depends on; None for what it cannot be told from."""
+    """Everything that a table depends on; None if that is unknown."""
     try:
         if isinstance(kvcaches, torch.Tensor):
             return layer, _about(kvcaches)

@@ -69,6 +69,6 @@ def order_of(write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], identi
     order = torch.argsort(found)
     if not torch.equal(found[order], numbers.flatten()):
         raise ValueError(
-            "connector: K and V cannot be told from the engine's pages; write vllm, which keeps them whole"
+            "connector: K and V cannot be separated in the engine's pages; write vllm, which keeps them whole"
         )
     return order

@@ -1,4 +1,4 @@
-"""The prefixes that saved the most tokens: a bounded number of counts, of which the smallest make room."""
+"""The prefixes that saved the most tokens: a bounded number of counts, of which the smallest are replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvloom import ChunkKey
 
 MOST = 1024
-"""So many prefixes are counted at most; a new one takes the place of the one with the fewest tokens saved."""
+"""Maximum number of counted prefixes; a new one replaces the one with the fewest saved tokens."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from .series import Series
 
 VERSION = 1
 _GIVING = ("retrieve", "retrieve_layer", "load", "load_layers")
-"""Verbs that hand KV to an engine: what they ask for and get is the hit rate."""
+"""Verbs that deliver KV to an engine: their requested and served tokens are the hit rate."""
 _LATENCIES = 512
 _ERRORS = 20
 

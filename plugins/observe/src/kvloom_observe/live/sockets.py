@@ -24,7 +24,7 @@ log = logging.getLogger("kvloom.observe")
 
 SUFFIX = ".sock"
 LOCK_SUFFIX = ".lock"
-"""Behind a socket's name. Who holds this file's lock has the socket; the lock ends with the process."""
+"""Suffix of the lock file of a socket. The holder of its lock owns the socket; the lock ends with the process."""
 _MAX_PATH_BYTES = 100
 """A Unix socket's path has 108 bytes at most, 104 on macOS."""
 _BACKLOG = 16
@@ -57,8 +57,8 @@ class _Unix(Ending, UnixHTTPConnection):
 def directory(name: str) -> Path:
     """Return the directory for a socket of this name by default, made for the user alone.
 
-    Where the usual one is somebody else's, or cannot be made, that is another one, and a warning says so. Raises
-    OSError if there is none.
+    If the usual one belongs to another user, or cannot be made, it is another one, with a warning. Raises OSError if
+    there is none.
     """
     usual = _usual()
     with contextlib.suppress(OSError):
@@ -66,7 +66,9 @@ def directory(name: str) -> Path:
     if _is_own(usual) and len(os.fsencode(usual / name)) <= _MAX_PATH_BYTES:
         return usual
     other = next(_others(), None) or Path(tempfile.mkdtemp(prefix=_prefix() + "-"))
-    log.warning("%s is not this user's alone, or too long for a socket; %s is used, and `top` finds it", usual, other)
+    log.warning(
+        "%s is not private to this user, or too long for a socket; %s is used, and `top` finds it", usual, other
+    )
     return other
 
 
@@ -115,7 +117,7 @@ class Bound:
         _unlock(self.path, self._lock)
 
     def leave(self) -> None:
-        """In a forked child: let go of the lock, which else would outlive the parent."""
+        """In a forked child: release the lock, which would otherwise outlive the parent."""
         _bound.discard(self)
         os.close(self._lock)
 
@@ -140,7 +142,7 @@ def bind(path: Path) -> Bound:
         raise OSError(f"{path}: too long for a socket ({_MAX_PATH_BYTES} bytes at most); set a shorter `path`")
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise OSError(f"{path} is there, and no socket; set another `path`")
+            raise OSError(f"{path} exists and is not a socket; set another `path`")
     lock = _locked(path)
     if lock is None:
         raise OSError(f"{path} is another engine's; set another `path`")
@@ -193,14 +195,15 @@ def _lock_path(path: Path) -> Path:
 
 
 def _locked(path: Path) -> int | None:
-    """Take the lock of a socket; None if it is held. Raises OSError if it cannot be made, or is somebody else's."""
+    """Take the lock of a socket; None if it is held. Raises OSError if it cannot be made, or belongs
+    to another user."""
     file = _lock_path(path)
     for _ in range(_LOCK_ATTEMPTS):
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         found = os.fstat(lock)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             os.close(lock)
-            raise OSError(f"{file} is somebody else's; set another `path`")
+            raise OSError(f"{file} belongs to another user; set another `path`")
         if _try_lock(lock):
             with contextlib.suppress(OSError):
                 if file.lstat().st_ino == found.st_ino:

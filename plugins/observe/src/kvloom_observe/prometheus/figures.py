@@ -61,7 +61,7 @@ class Figures:
         self._time(m.REQUEST_SECONDS, verb, request.seconds)
 
     def samples(self) -> Iterator[Sample]:
-        """Everything, as it is now. Asks no store."""
+        """All present values. Asks no store."""
         engine = self.engine
         if engine is None:
             return

@@ -1,4 +1,4 @@
-"""Every metric: its name, what it counts, and its labels beside `engine`. docs/use/observe.md has this table."""
+"""Every metric: its name, its help, and its labels beside `engine`. docs/use/observe.md has this table."""
 
 from __future__ import annotations
 

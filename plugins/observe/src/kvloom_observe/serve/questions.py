@@ -38,7 +38,7 @@ class Questions:
         return Later(self._executor, partial(self._looked, tokens, salts, answered), _MAX_WAITING)
 
     def close(self) -> None:
-        """Nobody waits for the answers any more."""
+        """Stop: the answers are not waited for any more."""
         if self._running is not None:
             self._running.kill()
         self._executor.shutdown(cancel_futures=True)
@@ -91,7 +91,7 @@ def parsed(body: bytes) -> tuple[list[int], list[str]]:
         try:
             num_bytes = len(salt.encode())
         except UnicodeEncodeError:
-            raise RequestError(400, "salts: not text that UTF-8 can say") from None
+            raise RequestError(400, "salts: not valid UTF-8") from None
         if num_bytes > _MAX_SALT_BYTES:
             raise RequestError(400, f"salts: one of {num_bytes} bytes; {_MAX_SALT_BYTES} at most")
     return tokens, salts

@@ -68,7 +68,7 @@ class Page:
             self._check_origin(request)
             path = urlsplit(request.target).path
         except ValueError:
-            raise RequestError(400, "its target or Origin is no URL") from None
+            raise RequestError(400, "its target or Origin is not a URL") from None
         if request.method == "POST":
             return self._asked(path, request)
         if request.method not in ("GET", "HEAD"):

@@ -14,14 +14,14 @@ _STYLES = {"ok": "green", "paused": "red", "stuck": "red", **dict.fromkeys(_UNWE
 
 
 def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: str = "") -> RenderableType:
-    """before: an earlier snapshot, to tell rates from where the snapshot itself has none. note: a last line.
+    """before: an earlier snapshot, to compute rates that the snapshot lacks. note: a last line.
 
-    Raises ValueError for what is no snapshot.
+    Raises ValueError for anything but a snapshot.
     """
     try:
         return _screen(_printable(told), before, note)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
-        raise ValueError("what answers there is no engine of kvloom") from None
+        raise ValueError("the answer there is not from an engine of kvloom") from None
 
 
 def _printable(told: Any) -> Any:

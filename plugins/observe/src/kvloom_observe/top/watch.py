@@ -21,7 +21,7 @@ _HINT = "q quits"
 
 
 def watch(source: Source, told: dict[str, Any], console: Console, *, every: float) -> None:
-    """Until q or Ctrl-C. An engine that goes away is waited for. told: what it says now."""
+    """Run until q or Ctrl-C. If an engine ends, wait for it to come back. told: the first snapshot."""
     from rich.live import Live
 
     hint = _HINT if _keyboard() is not None else ""
@@ -55,7 +55,7 @@ def _keyboard() -> int | None:
 
 @contextlib.contextmanager
 def keys() -> Iterator[int | None]:
-    """A terminal that gives each key as it is pressed, and shows none; afterwards it is as before."""
+    """A terminal that returns each key as it is pressed, without echo; restored afterwards."""
     import termios
     import tty
 
@@ -72,7 +72,7 @@ def keys() -> Iterator[int | None]:
 
 
 def quits(keyboard: int | None, seconds: float) -> bool:
-    """Return whether a key that ends it is pressed within so many seconds."""
+    """Return whether a key that ends it is pressed in the given time."""
     if keyboard is None:
         time.sleep(seconds)
         return False

@@ -78,9 +78,7 @@ def calibrate(
     name = Path(model).resolve().name if Path(model).is_dir() else model
     out = out or Path(f"{name.replace('/', '--')}.kvprofile")
     if out.exists() and not force:
-        raise typer.BadParameter(
-            f"{out} is there already; name another, or write over it with --force", param_hint="--out"
-        )
+        raise typer.BadParameter(f"{out} exists; name another, or overwrite it with --force", param_hint="--out")
     wanted = _Wanted(
         model, name, [*text, *(more or ())], out, tokens, device, klt,
         _codecs(codec, klt=klt) if verify else [], Limits(max_kl, max_dnll, min_top1), as_json,
@@ -115,7 +113,7 @@ def _codecs(given: Sequence[str] | None, *, klt: bool) -> list[str]:
     for codec in given or [each for each in JUDGED if klt or not each.startswith("klt/")]:
         match = re.fullmatch(r"(step|klt)/(\d*\.?\d+)", codec)
         if match is None:
-            raise typer.BadParameter(f"{codec!r} is no mode and step, such as step/0.6", param_hint="--codec")
+            raise typer.BadParameter(f"{codec!r} is not a mode and step, such as step/0.6", param_hint="--codec")
         if match[1] == "klt" and not klt:
             raise typer.BadParameter(f"{codec} needs --klt", param_hint="--codec")
         found.append(f"{match[1]}/{float(match[2]):g}")

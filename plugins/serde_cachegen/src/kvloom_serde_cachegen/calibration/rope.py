@@ -75,7 +75,7 @@ def rope_of(model: PreTrainedModel) -> Rope:
     if len(best.unique()) > 1:
         raise UnknownRopeError("its layers rotate their keys in several ways, or some of them do not")
     if movements[best[0], 0] > _STILL:
-        raise UnknownRopeError("its keys are rotated in a way that is not known here")
+        raise UnknownRopeError("its keys are rotated in an unknown way")
     return ways[int(best[0])]
 
 

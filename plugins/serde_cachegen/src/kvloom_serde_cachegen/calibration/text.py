@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _HELD_OUT = 0.2
-"""The last part of each file: what is judged on it was not calibrated on it."""
+"""The last part of each file, which is used for judging only."""
 _CHARACTERS_PER_TOKEN = 64
 """Maximum number of characters read of a file for each token that is wanted of it."""
 
