@@ -113,19 +113,19 @@ def double_free() -> AbstractContextManager[Any]:
 @contextmanager
 def abandoned_memory_reused_at_once() -> Iterator[None]:
     """Whoever gives up waiting for a read gives its memory back, though the read may still arrive."""
-    rooms: dict[str, Any] = {}
+    reserved: dict[str, Any] = {}
     reserve, leave = reader._Landing.reserve, inflight.InflightReads.leave
 
     def remember(self: Any, num_bytes: int) -> memoryview:
         view = reserve(self, num_bytes)
-        rooms[self._key] = self._room
+        reserved[self._key] = self._reservation
         return view
 
     def give_back(self: inflight.InflightReads, read: inflight.InflightRead) -> None:
         leave(self, read)
-        room = rooms.pop(str(read.key), None)
-        if room is not None and room._pool is not None and not read.shares:
-            room._pool.free(room.start, room.size)
+        reservation = reserved.pop(str(read.key), None)
+        if reservation is not None and reservation._pool is not None and not read.shares:
+            reservation._pool.free(reservation.start, reservation.size)
 
     with patch.object(inflight.InflightReads, "leave", give_back), patch.object(reader._Landing, "reserve", remember):
         yield

@@ -13,9 +13,8 @@ from kvloom.pipeline.readahead import Incoming, Prefix, ReadAhead
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.tiers.memory.staging import layer_bytes
 from kvloom.tiers.request_context import RequestContext
-from kvloom.tiers.stored.layer_ranges import WHOLE_BYTES, groups, reads_ranges
+from kvloom.tiers.stored.layer_ranges import WHOLE_BYTES, groups, layer_bytes, reads_ranges
 from kvloom.tiers.tier import Loaded, Shape
 from kvloom.types import Chunk, Hit, Segment
 

@@ -10,10 +10,9 @@ from kvloom.errors import BackendError
 from kvloom.memory import Block, Lease
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.invalidation import Invalidations
-from kvloom.tiers.memory.staging import StagingPlace
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
-from kvloom.tiers.stored.layer_ranges import LayeredBlob
+from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
 
@@ -21,7 +20,7 @@ T = TypeVar("T")
 
 Arrived = tuple[LayeredBlob | None, int]
 """How a blob's layers lie in it, and how many of those that were asked for are right."""
-ReadLayers = Callable[[ChunkKey, LayeredBlob | None, StagingPlace, int, range], Arrived | None]
+ReadLayers = Callable[[ChunkKey, LayeredBlob | None, LayerBuffer, int, range], Arrived | None]
 """`Loads.read_layers`."""
 
 
@@ -55,7 +54,7 @@ class InflightRead:
 
     def __init__(
         self, home: InflightReads, key: ChunkKey, since: int, *, groups: Sequence[range] = (),
-        place: StagingPlace | None = None, num_tokens: int = 0,
+        place: LayerBuffer | None = None, num_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.home = home
         self.key = key
@@ -158,12 +157,12 @@ class InflightReads:
         return Read(inflight, context)
 
     def join(
-        self, key: ChunkKey, groups: Sequence[range], context: RequestContext, *, place: StagingPlace | None = None,
+        self, key: ChunkKey, groups: Sequence[range], context: RequestContext, *, place: LayerBuffer | None = None,
         num_tokens: int = 0,
     ) -> InflightRead | None:  # fmt: skip
         """A share in what is under way, whole or by layers. Otherwise it begins in `place`; without a place, None.
 
-        What begins holds the place's room from then on. None too if it comes in other groups of layers.
+        What begins holds the reservation of `place` from then on. None too if it comes in other groups of layers.
         """
         with self._lock:
             inflight = self._joinable(key)
@@ -280,7 +279,7 @@ class InflightReads:
         block = None
         with self._lock:
             if inflight.lease is None:
-                block = inflight.place.room.seal()
+                block = inflight.place.reservation.seal()
                 assert block is not None, "these reservations have no deadline"
                 inflight.lease = block.lease()
             lease = inflight.lease.again()
@@ -335,7 +334,7 @@ class InflightReads:
         if inflight.lease is not None:
             inflight.lease.release()
         elif inflight.place is not None:
-            inflight.place.room.release()
+            inflight.place.reservation.abandon()
 
     def _forget(self, inflight: InflightRead) -> None:
         if self._open.get(inflight.key) is inflight:

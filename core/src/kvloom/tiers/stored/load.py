@@ -15,14 +15,13 @@ from kvloom.errors import BackendError, CorruptBlobError, LaterVersionError, Unr
 from kvloom.runtime import Call, Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.index.ledger import Fidelity, Ledger
-from kvloom.tiers.memory.staging import StagingPlace
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls, NoRoomError
 from kvloom.tiers.stored.decode import DecodeFailedError
 from kvloom.tiers.stored.existence import Existence
 from kvloom.tiers.stored.inflight import Arrived, InflightRead, InflightReads, Read, release
-from kvloom.tiers.stored.layer_ranges import LayeredBlob, layered, read_layers
+from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob, layered, read_layers
 from kvloom.tiers.stored.read import BlobReader, ExpiredBlobError
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
@@ -114,7 +113,7 @@ class Loads:
         return kept, True
 
     def begin(
-        self, key: ChunkKey, blob: LayeredBlob | None, place: StagingPlace, num_tokens: int, layers: range
+        self, key: ChunkKey, blob: LayeredBlob | None, place: LayerBuffer, num_tokens: int, layers: range
     ) -> Call[Arrived | None] | None:
         """Have a thread for reads run `read_layers`, for one load alone; None if the tier cannot take the call."""
         if self._calls.paused:
@@ -128,13 +127,13 @@ class Loads:
             return None
 
     def read_layers(
-        self, key: ChunkKey, blob: LayeredBlob | None, place: StagingPlace, num_tokens: int, layers: range
+        self, key: ChunkKey, blob: LayeredBlob | None, place: LayerBuffer, num_tokens: int, layers: range
     ) -> Arrived | None:
         """On the tier's thread: read some layers of a blob (None: what it is, is to be found out first) into `place`.
 
         0 layers if there is nothing that can be read by layers; None if nobody waits any more.
         """
-        if not place.room.enter():
+        if not place.reservation.hold():
             return None
         try:
             blob = blob or self._open_layers(key, place.chunk_shape, num_tokens)
@@ -143,7 +142,7 @@ class Loads:
             self._blame_serializer(error)
             return blob, 0
         finally:
-            place.room.release()
+            place.reservation.abandon()
 
     def _open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> LayeredBlob | None:
         known_since = self._ledger.mark()
