@@ -81,7 +81,7 @@ def settled(engine: Engine) -> bool:
     until = time.monotonic() + 20
     while time.monotonic() < until:
         if kept(engine) == (pool.used_bytes, True):
-            return engine._stack.rooms._left == pool.capacity // 2 and not pool.leaked
+            return pool.staged_bytes == 0 and not pool.leaked
         time.sleep(0.001)
     return False
 

@@ -11,7 +11,6 @@ from kvloom.pipeline.key_locks import Holder, KeyLocks, LongKeyLocks
 from kvloom.pipeline.locate import HURRIED_SHARE
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.tiers.memory.staging import StagingBuffer
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.existence import Inquiry
@@ -161,9 +160,9 @@ class Storer:
         done: list[Segment] = []
         if not any(tiers for _, tiers in todo):
             # Memory is all there is: a tail that would push out its own head is not worth copying.
-            room, fits = self.memory.pool.capacity, 0
+            left, fits = self.memory.pool.capacity, 0
             while (
-                fits < len(todo) and (room := room - self.memory.pool.taken_by(self._nbytes(todo[fits][0], shape))) >= 0
+                fits < len(todo) and (left := left - self.memory.pool.taken_by(self._nbytes(todo[fits][0], shape))) >= 0
             ):
                 fits += 1
             todo = todo[:fits]
@@ -175,13 +174,13 @@ class Storer:
                 break
             chunks = [
                 Chunk(
-                    room.tensor(shape(segment.end - segment.start), self.layout.dtype),
+                    reservation.tensor(shape(segment.end - segment.start), self.layout.dtype),
                     self.layout.format,
                     segment.end - segment.start,
                     EXACT,
                     segment.start,
                 )
-                for (segment, _), room in zip(todo, batch, strict=False)
+                for (segment, _), reservation in zip(todo, batch, strict=False)
             ]
             now, todo = todo[: len(batch)], todo[len(batch) :]
             began = self._runtime.now()
@@ -201,12 +200,12 @@ class Storer:
 
     def insert(
         self, now: Sequence[tuple[Segment, list[Lacking]]], chunks: Sequence[Chunk],
-        rooms: Sequence[Reservation | StagingBuffer], context: RequestContext, *, seconds: float,
+        reservations: Sequence[Reservation], context: RequestContext, *, seconds: float,
     ) -> None:  # fmt: skip
         """Take chunks that were filled into memory, and write them to the stored tiers that lack them."""
         written = self._runtime.wall()
-        for (segment, tiers), chunk, room in zip(now, chunks, rooms, strict=True):
-            block = room.seal()
+        for (segment, tiers), chunk, reservation in zip(now, chunks, reservations, strict=True):
+            block = reservation.seal()
             assert block is not None, "these reservations have no deadline"
             loaded = self.memory.insert(
                 segment.key, chunk, block, written=written, since=context.since, chain=context.chain
@@ -225,16 +224,16 @@ class Storer:
 
     def _reserve(self, todo: Todo, shape: Shape, until: float) -> list[Reservation]:
         """Memory for as many leading segments as there is room for now; for one, waiting if need be."""
-        rooms: list[Reservation] = []
+        reservations: list[Reservation] = []
         for segment, _ in todo:
             nbytes = self._nbytes(segment, shape)
-            room = self.memory.reserve(nbytes)
-            if room is None and not rooms:
-                room = self.memory.reserve_by(nbytes, until)
-            if room is None:
+            reservation = self.memory.reserve(nbytes)
+            if reservation is None and not reservations:
+                reservation = self.memory.reserve_by(nbytes, until)
+            if reservation is None:
                 break
-            rooms.append(room)
-        return rooms
+            reservations.append(reservation)
+        return reservations
 
     def _nbytes(self, segment: Segment, shape: Shape) -> int:
         return self.layout.nbytes(shape(segment.end - segment.start))

@@ -18,7 +18,7 @@ from kvloom.telemetry.events import EventBus
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
-from kvloom.tiers.stored.inflight import InflightReads
+from kvloom.tiers.stored.inflight import InflightRead, InflightReads
 from kvloom.tiers.tier import Layout, Loaded
 
 PAGE = 4096
@@ -31,7 +31,7 @@ class Clock(SystemRuntime):
 
     time = 100.0
 
-    def now(self) -> float:  # type: ignore[override]
+    def now(self) -> float:
         return self.time
 
 
@@ -45,8 +45,12 @@ def test_all_that_an_operation_waits_for_takes_one_deadline_together() -> None:
     assert context.patience(10.0) == 117.0
 
 
-class Airport:
-    """The flights of one tier into a memory tier with room for `pages` chunks of one page."""
+def by_layer(*args: object) -> None:
+    raise AssertionError("nothing here is read by layers")
+
+
+class Store:
+    """The reads of one tier into a memory tier with room for `pages` chunks of one page."""
 
     def __init__(self, pages: int) -> None:
         runtime = SystemRuntime()
@@ -55,7 +59,7 @@ class Airport:
         self.pool = Pool(pages * PAGE, runtime)
         self.memory = MemoryTier(layout, self.pool, events, runtime)
         self.calls = Calls("dict", DictBackend(Config()), events, runtime, deadline=20.0)
-        self.inflight = InflightReads(self.calls, runtime)
+        self.inflight = InflightReads(self.calls, self.memory.invalidations, layout, runtime, by_layer)
         self.gate = threading.Event()
         self.loads = 0
         self._runtime = runtime
@@ -63,7 +67,7 @@ class Airport:
     def context(self) -> RequestContext:
         return RequestContext(self._runtime, 20.0, since=self.memory.invalidations.mark())
 
-    def load(self) -> Loaded:
+    def load(self, inflight: InflightRead) -> Loaded:
         """A chunk of sevens, once the gate is open."""
         self.gate.wait(20)
         self.loads += 1
@@ -76,56 +80,56 @@ class Airport:
 
 
 @pytest.fixture
-def airport() -> Iterator[Airport]:
-    airport = Airport(pages=1)
-    yield airport
-    airport.gate.set()
-    airport.calls.close()
-    airport.memory.close()
-    airport.pool.close()
-    assert airport.pool.leaked == 0
+def store() -> Iterator[Store]:
+    store = Store(pages=1)
+    yield store
+    store.gate.set()
+    store.calls.close()
+    store.memory.close()
+    store.pool.close()
+    assert store.pool.leaked == 0
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(airport: Airport, first: int) -> None:
-    reads = [airport.inflight.board(KEY, airport.load, airport.context()) for _ in range(3)]
-    airport.gate.set()
+def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(store: Store, first: int) -> None:
+    reads = [store.inflight.board(KEY, store.load, store.context()) for _ in range(3)]
+    store.gate.set()
     shares = []
     for read in reads:
         assert read is not None
-        shares.append(airport.inflight.leave(read))
-    assert airport.loads == 1
+        shares.append(store.inflight.collect(read))
+    assert store.loads == 1
     while shares:
         got = shares.pop(first if first < len(shares) else 0)
         assert got is not None and bool((got.chunk.tensor == 7).all())
-        assert airport.memory.reserve(PAGE) is None, "nobody else is given memory that is being read"
+        assert store.memory.reserve(PAGE) is None, "nobody else is given memory that is being read"
         got.release()
-    room = airport.memory.reserve(PAGE)
+    room = store.memory.reserve(PAGE)
     assert room is not None, "and all of it is given back"
     room.abandon()
 
 
-def test_who_gives_up_leaves_the_lease_to_the_others(airport: Airport) -> None:
-    one, other = (airport.inflight.board(KEY, airport.load, airport.context()) for _ in range(2))
+def test_who_gives_up_leaves_the_lease_to_the_others(store: Store) -> None:
+    one, other = (store.inflight.board(KEY, store.load, store.context()) for _ in range(2))
     assert one is not None and other is not None
-    airport.inflight.give_up(one)
-    airport.gate.set()
-    got = airport.inflight.leave(other)
-    assert got is not None and airport.memory.reserve(PAGE) is None
+    store.inflight.leave(one.inflight)
+    store.gate.set()
+    got = store.inflight.collect(other)
+    assert got is not None and store.memory.reserve(PAGE) is None
     got.release()
-    room = airport.memory.reserve(PAGE)
+    room = store.memory.reserve(PAGE)
     assert room is not None
     room.abandon()
 
 
-def test_what_nobody_collects_is_given_back(airport: Airport) -> None:
-    reads = [airport.inflight.board(KEY, airport.load, airport.context()) for _ in range(2)]
-    airport.gate.set()
+def test_what_nobody_collects_is_given_back(store: Store) -> None:
+    reads = [store.inflight.board(KEY, store.load, store.context()) for _ in range(2)]
+    store.gate.set()
     for read in reads:
         assert read is not None
-        airport.inflight.give_up(read)
+        store.inflight.leave(read.inflight)
     until = time.monotonic() + 20
-    while (room := airport.memory.reserve(PAGE)) is None and time.monotonic() < until:
+    while (room := store.memory.reserve(PAGE)) is None and time.monotonic() < until:
         time.sleep(0.001)
     assert room is not None
     room.abandon()
