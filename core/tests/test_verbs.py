@@ -117,7 +117,7 @@ def test_a_shell_completes_verbs(
 
 
 def test_the_completion_of_a_shell_can_be_shown() -> None:
-    shown = CliRunner().invoke(main.app(listing=True), ["--help"]).output
+    shown = CliRunner().invoke(main.app(""), ["--help"]).output
     assert "--install-completion" in shown and "--show-completion" in shown
 
 
