@@ -70,6 +70,13 @@ def test_a_group_that_is_there_takes_a_plugins_verbs() -> None:
     assert set(get_group(commands).commands) == {"config", "polish"}, "nothing of it is added"
 
 
+@pytest.fixture
+def as_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is named `kvloom` in its texts, also where the tests run as a module of Python's."""
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
+
+
+@pytest.mark.usefixtures("as_script")
 @pytest.mark.parametrize("words", [[], ["config"], ["config", "check"], ["plan"], ["top"]])
 def test_h_is_help(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = []
@@ -103,6 +110,7 @@ def test_verbs_have_the_same_words_for_the_same_things() -> None:
     assert not any("model" in there for there in options.values()), "a model is an option, not an argument"
 
 
+@pytest.mark.usefixtures("as_script")
 @pytest.mark.parametrize(("line", "found"), [("kvloom wh", {"why"}), ("kvloom config i", {"import"})])
 def test_a_shell_completes_verbs(
     line: str, found: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
