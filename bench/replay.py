@@ -21,10 +21,9 @@ from pathlib import Path
 
 from table import SPEC, Rows
 
-from kvloom.cli import sweep
 from kvloom.config import EngineConfig, resolve
 from kvloom.plugins.registry import Registry
-from kvloom.replay import Replay, Trace, plan_tiers
+from kvloom_tools.replay import Replay, Trace, plan_tiers, sweep
 
 BLOCKS, BLOCK_TOKENS = 16, 512
 TENANTS, CONVERSATIONS = 20, 50_000

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvloom.cli import output
+from kvloom import output
 from kvloom_testkit import mutants
 from kvloom_testkit.cli.check import check
 from kvloom_testkit.kinds import CLASSES

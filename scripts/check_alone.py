@@ -92,7 +92,8 @@ def looked_at(python: str, name: str) -> str | None:
     importing = [python, "-I", "-c", IMPORTING, word, *OPTIONAL.get(name, "").split()]
     if fault := run(importing) or run(pip(python, "check")):
         return fault
-    listed = subprocess.run([python, "-I", "-c", LISTING, "plugins", "--json"], capture_output=True, text=True)
+    listing = [python, "-I", "-c", LISTING, "plugins", "--check", "--json"]
+    listed = subprocess.run(listing, capture_output=True, text=True)
     if listed.returncode:
         return listed.stderr.strip()
     states = {row["name"]: row["state"] for row in json.loads(listed.stdout)}

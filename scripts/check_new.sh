@@ -12,7 +12,7 @@ for kind in $kinds; do
     "$bin/python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels "./kvloom-$kind-fresh"
 done
 "$bin/python" -m pip install --quiet --no-deps wheels/*.whl
-"$bin/kvloom" plugins --json >new.json
+"$bin/kvloom" plugins --check --json >new.json
 "$bin/python" - $kinds <<'PY'
 import json
 import sys

@@ -23,7 +23,7 @@ echo "Installing every package with every extra ..."
 cd "$place" # away from the sources
 "$bin/kvloom" --help
 "$bin/kvloom" plugins
-"$bin/kvloom" plugins --json >listing.json
+"$bin/kvloom" plugins --check --json >listing.json
 "$bin/python" - $plugins <<'PY'
 import json
 import sys

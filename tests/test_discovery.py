@@ -71,7 +71,6 @@ def test_the_core_comes_in_by_its_own_entry_point() -> None:
         ("serializer", "raw"),
         ("backend", "dict"),
         ("observer", "log"),
-        ("observer", "trace"),
     }
 
 

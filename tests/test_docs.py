@@ -95,7 +95,7 @@ def test_yaml_block_is_a_configuration(block: Block, place: Path) -> None:
     check_yaml(block.text, place)
 
 
-# What is imported is LMCache's; core/tests/test_import.py holds it to the file that it becomes.
+# What is imported is LMCache's; plugins/lmcache/tests/test_import.py holds it to the file that it becomes.
 OURS = sorted(path for path in (ROOT / "examples").glob("*.yaml") if path.name != "lmcache.yaml")
 
 

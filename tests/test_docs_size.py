@@ -96,7 +96,7 @@ def test_a_miss_is_explained(shell: Shell, tmp_path: Path) -> None:
     verdicts = [chunk["verdict"] for chunk in json.loads(shell(second))["chunks"]]
     assert verdicts == ["hit", "hit", "never stored"]
     mentioned = re.findall(r"^\| `([a-z ]+)` \|", (DOCS / "why.md").read_text(), re.MULTILINE)
-    from kvloom.cli import fates
+    from kvloom_tools import fates
 
     known = [fates.HIT, *fates._TELLING, fates.OTHER_SALT, fates.OTHER_FINGERPRINT, fates.NEVER, fates.GONE]
     assert sorted(mentioned) == sorted(known)

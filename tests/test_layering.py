@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -22,6 +23,8 @@ PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 LAYERS: list[list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["kvloom"]["layers"]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+PUBLIC_MODULES = {"kvloom.inspection"}
+"""Modules of core, besides `kvloom` itself, whose `__all__` other packages may import from."""
 HOME = {name: home.split(".")[0] for name, home in {**kvloom._HOME, **kvloom._MODULES}.items()}
 
 NONDETERMINISTIC = {"threading", "time", "random", "queue", "concurrent", "asyncio", "multiprocessing", "secrets"}
@@ -103,11 +106,13 @@ def plugin_violations(source: str, module: str) -> list[str]:
     """Imports of names that are not public, in a plugin's module or one of `kvloom.builtin`."""
     package = module.rpartition(".")[0] or module
     own = "kvloom.builtin" if module.startswith("kvloom.") else module.split(".")[0]
-    public = set(kvloom.__all__)
+    public = {*kvloom.__all__, "__all__"}
     problems = []
     for found in imports(source, package):
         parts = found.module.split(".")
         if parts[0] != "kvloom" or f"{found.module}.".startswith(f"{own}."):
+            continue
+        if found.module in PUBLIC_MODULES and found.name in importlib.import_module(found.module).__all__:
             continue
         if len(parts) > 1 or (found.name and found.name not in public):
             what = ".".join([*parts, found.name]).rstrip(".")
@@ -116,6 +121,17 @@ def plugin_violations(source: str, module: str) -> list[str]:
         match node:
             case ast.Attribute(value=ast.Name(id="kvloom"), attr=name) if name not in public:
                 problems.append(f"{module}:{node.lineno} uses kvloom.{name}, which is not public")
+    return problems
+
+
+def sibling_violations(source: str, module: str) -> list[str]:
+    """Return a line for each import from inside of another distribution of this repository."""
+    own = module.split(".")[0]
+    problems = []
+    for found in imports(source, module.rpartition(".")[0]):
+        top, *below = found.module.split(".")
+        if top.startswith("kvloom_") and top != own and (below or list(ROOT.glob(f"*/*/src/{top}/{found.name}*"))):
+            problems.append(f"{module}:{found.line} imports {found.module}.{found.name}, which is not public")
     return problems
 
 
@@ -176,11 +192,12 @@ def test_builtin_uses_only_public_names() -> None:
     assert [problem for name, source in found for problem in plugin_violations(source, name)] == []
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
-def test_plugins_use_only_public_names(plugin: Path) -> None:
-    found = list(modules(plugin / "src"))
+@pytest.mark.parametrize("package", [*PLUGINS, ROOT / "testkit"], ids=lambda path: path.name)
+def test_packages_use_only_public_names_of_each_other(package: Path) -> None:
+    found = list(modules(package / "src"))
     assert found
     assert [problem for name, source in found for problem in plugin_violations(source, name)] == []
+    assert [problem for name, source in found for problem in sibling_violations(source, name)] == []
 
 
 @pytest.mark.parametrize("plugin", [path for path in PLUGINS if path.name.startswith("backend_")], ids=lambda p: p.name)
@@ -197,17 +214,21 @@ def test_importing_kvloom_loads_no_torch() -> None:
     assert run("-c", "import kvloom, sys; print('torch' in sys.modules)").strip() == "False"
 
 
-def test_help_loads_no_torch() -> None:
+def test_verbs_that_move_no_kv_load_no_torch(tmp_path: Path) -> None:
+    config = tmp_path / "kv.yaml"
+    config.write_text(f"tiers: [memory, {{type: disk, path: {tmp_path}}}]")
+    verbs = [["--help"], ["plugins"], ["config", "check", str(config)], ["config", "show", str(config)]]
+    verbs += [["stat", str(config)], ["config", "schema", "--help"]]
     script = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print('torch loaded:', 'torch' in sys.modules))\n"
-        "sys.argv = ['kvloom', '--help']\n"
+        "import contextlib, sys\n"
         "from kvloom.cli.main import main\n"
-        "main()\n"
+        f"for verb in {verbs}:\n"
+        "    sys.argv = ['kvloom', *verb]\n"
+        "    try: main()\n"
+        "    except SystemExit as left: assert not left.code, (verb, left.code)\n"
+        "    assert 'torch' not in sys.modules, verb\n"
     )
-    output = run("-c", script)
-    assert "plugins" in output
-    assert "torch loaded: False" in output
+    assert "kvloom-backend-disk" in run("-c", script)
 
 
 # -- the rules themselves ----------------------------------------------------------------------------------------------
@@ -264,6 +285,7 @@ def test_core_rule_allows(module: str, source: str) -> None:
         "import kvloom.engine.engine",
         "from kvloom import runtime",
         "from kvloom import _HOME",
+        "from kvloom.inspection import _parsed",
         "import kvloom\nkvloom.keys",
         "if TYPE_CHECKING:\n    from kvloom.types import Chunk",
     ],
@@ -273,7 +295,20 @@ def test_plugin_rule_reports(source: str) -> None:
     assert len(plugin_violations(source, "kvloom.builtin.store")) == 1
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from kvloom_observe.live.observer import LiveObserver",
+        "import kvloom_observe.live",
+        "from kvloom_observe import sources",
+    ],
+)
+def test_sibling_rule_reports(source: str) -> None:
+    assert len(sibling_violations(source, "kvloom_blend.x")) == 1
+    assert sibling_violations(source, "kvloom_observe.x") == []
+
+
 def test_plugin_rule_allows() -> None:
-    source = "import kvloom\nfrom kvloom import StorageBackend, hookimpl\nkvloom.join"
+    source = "import kvloom\nfrom kvloom import hookimpl, output\nfrom kvloom.inspection import Store\nkvloom.join"
     assert plugin_violations(source + "\nfrom .store import Store", "kvloom_backend_x.__init__") == []
     assert plugin_violations(source + "\nfrom kvloom.builtin.x import Y", "kvloom.builtin.__init__") == []

@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 
 from kvloom import ConfigError, EngineConfig
-from kvloom.migration import import_config
-from kvloom.migration.fields import MAPPED, NOT_MAPPED
+from kvloom_lmcache import import_config
+from kvloom_lmcache.fields import MAPPED, NOT_MAPPED
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/coming-from-lmcache.md"

@@ -21,8 +21,8 @@ CHANGES = re.compile(
 ALLOWED = {
     "core/src/kvloom/runtime.py": "the priority of a thread alone, on Linux",
     "core/src/kvloom/memory/pages.py": "torch in a forked child, whose threads of OpenMP are not there",
-    "core/src/kvloom/cli/sweep.py": "a verb",
-    "core/src/kvloom/cli/trace.py": "a verb; it puts the handlers back",
+    "plugins/tools/src/kvloom_tools/replay/sweep.py": "a verb",
+    "plugins/tools/src/kvloom_tools/verbs/trace.py": "a verb; it puts the handlers back",
     "plugins/backend_mooncake/src/kvloom_backend_mooncake/client.py": "Mooncake's client reads variables, at any time",
     "plugins/blend/src/kvloom_blend/loading.py": "a verb",
     "plugins/blend/src/kvloom_blend/demo/report.py": "a verb",

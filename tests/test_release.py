@@ -46,6 +46,14 @@ def entries() -> list[tuple[Version, str]]:
     return [(Version(version), date) for version, date in found]
 
 
+# -- extras ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_extra_all_brings_every_plugin() -> None:
+    extras = project(ROOT / "core")["optional-dependencies"]
+    assert sorted(Requirement(need).name for need in extras["all"]) == sorted(project(one)["name"] for one in PLUGINS)
+
+
 # -- versions ----------------------------------------------------------------------------------------------------------
 
 

@@ -81,7 +81,7 @@ def settled(engine: Engine) -> bool:
     until = time.monotonic() + 20
     while time.monotonic() < until:
         if kept(engine) == (pool.used_bytes, True):
-            return engine._stack.rooms._left == pool.capacity // 2 and not pool.leaked
+            return pool.staged_bytes == 0 and not pool.leaked
         time.sleep(0.001)
     return False
 
@@ -113,11 +113,11 @@ def right(got: torch.Tensor, want: torch.Tensor, masks: list[torch.Tensor]) -> b
     )
 
 
-def store_layers(engine: Engine, tokens: torch.Tensor, kv: torch.Tensor, layers: Any = range(LAYERS)) -> None:
+def store_layers(engine: Engine, tokens: torch.Tensor, kv: torch.Tensor, layers: Any = range(LAYERS)) -> int:
     with engine.store_layer(tokens, kv=kv) as storing:
         for layer in layers:
             storing.layer(layer)
-        storing.finish()
+        return storing.finish()
 
 
 def slow_writes(engine: Engine, gate: Gate, *, layer: int) -> None:

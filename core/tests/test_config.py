@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from typing import Any
 
 import pytest
 import yaml
 from config_support import SPEC, GiB, Shelf, lines, plugins_made_here, refused, unresolved
+from pydantic import TypeAdapter, ValidationError
 
-from kvloom import ConfigError, Engine, EngineConfig, Registry
+from kvloom import Config, ConfigError, Duration, Engine, EngineConfig, Registry
 from kvloom.config import Choice, json_schema, resolve
 
 
@@ -334,3 +336,14 @@ def test_every_key_of_the_schema_says_what_it_means() -> None:
         if key != "type" and not about.get("description")
     ]
     assert silent == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "nan", "inf", "9" * 400 + "d"])
+def test_a_setting_of_a_plugin_is_a_finite_number(value: Any) -> None:
+    class Settings(Config):
+        share: float = 0.5
+        wait: Duration = 1.0
+
+    for kind, name in ((Settings, "share"), (Settings, "wait"), (None, "")):
+        with pytest.raises(ValidationError):
+            TypeAdapter(Duration).validate_python(value) if kind is None else kind(**{name: value})

@@ -42,6 +42,29 @@ def test_what_was_stored_comes_back(open_engine: Open, tiers: tuple[dict[str, ob
     assert engine.lookup(tokens).tokens == 20
 
 
+def test_a_store_says_how_many_tokens_were_copied(open_engine: Open) -> None:
+    engine = open_engine({"type": "memory", "capacity": "12KiB"})  # three chunks
+    tokens, kv = tokens_of(16), kv_of(16)
+    engine.save(engine.segments(tokens)[:1], kv=kv).result(20)
+    assert engine.store(tokens[: 2 * CHUNK], kv=kv) == CHUNK
+    assert engine.store(tokens[: 2 * CHUNK], kv=kv) == 0
+    assert engine.store(tokens[: 3 * CHUNK], kv=kv) == CHUNK == engine.pin(tokens[: 3 * CHUNK]) - 2 * CHUNK
+    assert engine.store(tokens, kv=kv) == 0, "there is no room"
+
+
+def test_an_engine_shows_its_model_and_what_its_tiers_hold(open_engine: Open) -> None:
+    engine = open_engine(MEMORY, SHELF)
+    engine.store(tokens_of(8), kv=kv_of(8))
+    assert engine.flush(20)
+    assert repr(engine) == (
+        f"<Engine {SPEC.model!r}, {CHUNK} tokens a chunk; "
+        + "; ".join(f"{tier.name} 2 chunks {tier.bytes:,} bytes ok" for tier in engine.health().tiers)
+        + ">"
+    )
+    engine.close()
+    assert repr(engine) == f"<Engine {SPEC.model!r}, {CHUNK} tokens a chunk, closed>"
+
+
 @pytest.mark.parametrize("tiers", [LAYOUTS["memory"], LAYOUTS["memory and stored"]], ids=["memory", "both"])
 @given(data=st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -122,7 +122,7 @@ def test_two_who_load_what_is_encoded_read_and_decode_it_once(
     gets = gets_of(Shelf.shelves["default"])
     first, second = torch.zeros_like(KV), torch.zeros_like(KV)
     with engine.retrieve_layer(TOKENS, kv=first) as one, engine.retrieve_layer(TOKENS, kv=second) as two:
-        until(lambda: len(engine._stack.stored[0].loads.arrivals._open) == 4)
+        until(lambda: len(engine._stack.stored[0].loads.inflight._open) == 4)
         task = engine.prefetch(TOKENS)
         gate.open()
         assert one.result().all() and two.result().all() and task.result(20).all()

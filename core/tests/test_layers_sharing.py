@@ -77,8 +77,8 @@ def once(reads: Reads, blobs: int = 4) -> bool:
 
 def shared(engine: Engine) -> bool:
     """Two have a share in every chunk on its way."""
-    arrivals = engine.tiers["shelf"].loads.arrivals._open
-    return len(arrivals) == 4 and all(arrival.shares == 2 for arrival in tuple(arrivals.values()))
+    reads = tuple(engine.tiers["shelf"].loads.inflight._open.values())
+    return len(reads) == 4 and all(read.shares == 2 for read in reads)
 
 
 # -- two by layers -----------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_what_all_give_up_is_given_back(open_engine: Open, ranges: Ranges, gate:
         assert loading.wait(2).all()
     for loading in loadings:
         loading.close()
-    assert not engine._stack.stored[0].loads.arrivals._open
+    assert not engine._stack.stored[0].loads.inflight._open
     gate.open()
     assert settled(engine) and not len(engine._stack.memory)
     got, masks = by_layers(engine)
@@ -210,7 +210,7 @@ def test_a_whole_load_shares_what_is_arriving_by_layers(
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
         until(lambda: gate.waiting == 4)
         wait = whole_verb(engine, verb, other)
-        arriving = engine._stack.stored[0].loads.arrivals._open
+        arriving = engine._stack.stored[0].loads.inflight._open
         until(lambda: [arrival.hurried for arrival in tuple(arriving.values())] == [True] * 4)
         gate.open()
         assert wait()
@@ -306,7 +306,7 @@ def test_what_came_to_memory_a_moment_ago_is_not_read_again(open_engine: Open, r
     fill(open_engine)
     engine = open_engine(MEMORY, SHELF, spec=DEEP)
     tier, came = engine._stack.stored[0], False
-    at = tier.loads.arrivals if verb == "by layers" else tier.loads.inflight
+    at = tier.loads.inflight
     name = "join" if verb == "by layers" else "board"
     ask = getattr(at, name)
 
@@ -324,4 +324,4 @@ def test_what_came_to_memory_a_moment_ago_is_not_read_again(open_engine: Open, r
             finish(loading, got)
     else:
         assert engine.retrieve(TOKENS, kv=got).all() and torch.equal(got, KV)
-    assert came and settled(engine) and once(reads) and not tier.loads.arrivals._open
+    assert came and settled(engine) and once(reads) and not tier.loads.inflight._open

@@ -60,7 +60,7 @@ def test_a_damaged_layer_is_nobodys(open_engine: Open, ranges: Ranges, gate: Gat
     assert task.result(20).tolist() == [True, False, True, True]
     assert torch.equal(other[:, :, :4], KV[:, :, :4]) and not other[:, :, 4:8].any()
     assert settled(engine) and count(engine, "corrupt") == 1
-    assert not engine._stack.stored[0].loads.arrivals._open
+    assert not engine._stack.stored[0].loads.inflight._open
 
 
 def test_a_whole_load_reads_again_what_arrived_badly(open_engine: Open, ranges: Ranges, gate: Gate) -> None:
@@ -85,7 +85,7 @@ def test_a_whole_load_reads_again_what_arrived_badly(open_engine: Open, ranges: 
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
         assert loading.wait(2).all()
         task = engine.load(engine.segments(TOKENS), kv=other)
-        until(lambda: any(one.hurried for one in tuple(engine._stack.stored[0].loads.arrivals._open.values())))
+        until(lambda: any(one.hurried for one in tuple(engine._stack.stored[0].loads.inflight._open.values())))
         gate.open()
         assert task.result(20).all() and torch.equal(other, KV)
         finish(loading, got)
@@ -150,7 +150,7 @@ def test_a_removal_ends_what_a_whole_load_shares(open_engine: Open, ranges: Rang
     with engine.retrieve_layer(TOKENS, kv=got) as loading:
         assert loading.wait(2).all()
         task = engine.prefetch(TOKENS)
-        until(lambda: any(one.hurried for one in tuple(engine._stack.stored[0].loads.arrivals._open.values())))
+        until(lambda: any(one.hurried for one in tuple(engine._stack.stored[0].loads.inflight._open.values())))
         engine.remove(TOKENS)
         gate.open()
         task.result(20)
@@ -163,15 +163,15 @@ def test_a_whole_load_gives_nothing_that_was_removed_meanwhile(open_engine: Open
     fill(open_engine)
     engine = open_engine(MEMORY, SHELF, spec=DEEP)
     slow_writes(engine, gate, layer=3)
-    arrivals = engine._stack.stored[0].loads.arrivals
-    collect = arrivals.collect
+    inflight = engine._stack.stored[0].loads.inflight
+    await_all = inflight.await_all
 
     def remove_after(read: Any) -> Any:
-        outcome = collect(read)
+        outcome = await_all(read)
         engine.remove(TOKENS)
         return outcome
 
-    arrivals.collect = remove_after  # type: ignore[method-assign]
+    inflight.await_all = remove_after  # type: ignore[method-assign]
     got = torch.zeros_like(KV)
     with engine.retrieve_layer(TOKENS, kv=torch.zeros_like(KV)) as loading:
         assert loading.wait(2).all()
@@ -240,9 +240,7 @@ def mixed_load(open_engine: Open, *, seconds: float, capacity: str) -> None:
     assert not failures
     assert engine.flush(20) and settled(engine)
     tier = engine._stack.stored[0]
-    assert (
-        not tier.loads.arrivals._open and not tier.loads.inflight._open and not engine._stack.storer._by_layer._holders
-    )
+    assert not tier.loads.inflight._open and not engine._stack.storer._by_layer._holders
     assert engine._stack.memory.pool.leaked == count(engine, "corrupt") == 0
 
 

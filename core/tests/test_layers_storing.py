@@ -50,10 +50,10 @@ def test_only_what_is_missing_is_copied(open_engine: Open) -> None:
         read_layer(layer, some, chunks, **where)
 
     engine.connector.read_layer = spy  # type: ignore[method-assign]
-    store_layers(engine, TOKENS, KV, reversed(range(LAYERS)))
+    assert store_layers(engine, TOKENS, KV, reversed(range(LAYERS))) == 2 * CHUNK
     assert read == [(layer, [segments[1], segments[3]]) for layer in reversed(range(LAYERS))]
     read.clear()
-    store_layers(engine, TOKENS, KV)
+    assert store_layers(engine, TOKENS, KV) == 0
     assert not read
     assert engine.flush(20)
     got, masks = by_layers(open_engine(SHELF, spec=DEEP))
@@ -347,27 +347,26 @@ def test_layers_are_stored_while_the_claim_lasts(open_engine: Open, monkeypatch:
 def test_memory_that_is_rounded_up_is_given_back_as_it_was_counted(open_engine: Open) -> None:
     deep = KVSpec(model="deep", num_layers=66, num_kv_heads=2, head_size=2048, dtype="bfloat16")
     engine = open_engine({"type": "memory", "capacity": "256MiB"}, spec=deep)
-    rooms, pool = engine._stack.rooms, engine._stack.memory.pool
+    pool = engine._stack.memory.pool
     kv = torch.zeros(deep.blob_shape(16), dtype=deep.torch_dtype)
     nbytes = kv[:, :, :CHUNK].nbytes
     assert pool.taken_by(nbytes) > pages_of(nbytes), "too small to be rounded up"
     for _ in range(3):
         with engine.store_layer(TOKENS, kv=kv) as storing:
             assert storing.mask.all()
-            assert rooms._left < pool.capacity // 2
-        assert rooms._left == pool.capacity // 2
+            assert pool.staged_bytes > 0
+        assert pool.staged_bytes == 0
 
 
 def test_a_forgotten_storing_does_not_use_up_what_may_be_filled_by_layers(open_engine: Open) -> None:
     engine = open_engine(MEMORY, spec=DEEP)
-    rooms, half = engine._stack.rooms, engine._stack.memory.pool.capacity // 2
     storing = engine.store_layer(TOKENS, kv=KV)
     assert storing.mask.all()
     del storing
     gc.collect()
     with engine.store_layer(TOKENS + 1, kv=KV) as storing:
         assert storing.mask.all()
-    assert rooms._left == half
     pool = engine._stack.memory.pool
+    assert pool.staged_bytes == 0
     assert pool.leaked == len(engine.segments(TOKENS))
     pool.leaked = 0  # it was told of: the fixture need not

@@ -86,3 +86,36 @@ def test_layers_in_memory_are_loaded_before_the_caller_goes_on(
     assert loading._ended and loading.result().all() and matches(got, KV, loading.result())
     loading.close()
     engine.close()
+
+
+def test_a_tier_without_a_thread_for_its_upkeep_does_not_open_and_leaves_nothing(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Shelf] = []
+    spawned: list[str] = []
+    spawn = SystemRuntime.spawn
+
+    def no_upkeep(self: SystemRuntime, run: Callable[[], None], *, name: str, low_priority: bool = False) -> object:
+        if name.endswith("-upkeep"):
+            raise RuntimeError("can't start new thread")
+        spawned.append(name)
+        return spawn(self, run, name=name, low_priority=low_priority)
+
+    monkeypatch.setattr(SystemRuntime, "spawn", no_upkeep)
+    monkeypatch.setattr(Shelf, "close", lambda shelf: closed.append(shelf))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        open_engine({**SHELF, "capacity": "1MiB"})
+    assert len(closed) == 1 and not [name for name in spawned if "shelf" in name]
+
+
+def test_a_delete_that_is_owed_is_not_lost_for_want_of_a_thread(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine("dict")
+    upkeep, (segment, *_) = engine.tiers["dict"].maintenance, engine.segments(TOKENS)  # type: ignore[attr-defined]
+    with monkeypatch.context() as full:
+        full.setattr(SystemRuntime, "spawn", none_left)
+        upkeep.owes(segment.key)
+        assert upkeep._thread is None and segment.key in upkeep._owed
+    upkeep.owes(segment.key)
+    assert upkeep._thread is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from clock_support import SkippingClock
-from core_support import CHUNK, Shelf, kv_of, tokens_of
+from core_support import CHUNK, Shelf, Witness, kv_of, tokens_of
 
 from kvloom import ConfigError, Engine
 
@@ -73,3 +73,19 @@ def test_serving_goes_on(open_engine: Open, skipping: SkippingClock, verb: str) 
         engine.store(TOKENS, kv=KV)
         engine.flush()
         time.sleep(0.005)
+
+
+def test_an_observer_that_panics_as_a_request_begins_is_counted(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine("memory", observers=["witness"])
+    monkeypatch.setattr(Witness, "caller", panics)
+    assert not engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).any()
+    assert [count.reason for count in engine.counters() if count.name == "observer_error"] == ["witness"]
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Witness, "caller", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.retrieve(TOKENS, kv=torch.zeros_like(KV))

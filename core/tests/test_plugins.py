@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
+from unittest import mock
 from urllib.parse import quote
 
 import pytest
@@ -98,10 +99,39 @@ def test_one_bad_class_withdraws_what_its_hook_returned(install: Install) -> Non
         registry.get("backend", "good")
 
 
-def test_a_type_given_twice_by_one_plugin_is_a_duplicate(install: Install) -> None:
+def test_a_type_given_twice_by_one_plugin_is_refused(install: Install) -> None:
     registry = discover(install("twice", kvloom_storage_backends=lambda: [backend("one"), backend("one")]))
-    with pytest.raises(PluginError, match="2 plugins provide a backend of type 'one'"):
+    with pytest.raises(PluginError, match="broken: kvloom_storage_backends returned two classes of type 'one'"):
         registry.get("backend", "one")
+
+
+def test_a_class_that_a_hook_names_is_imported_when_its_type_is_asked_for(install: Install) -> None:
+    named = {"one": "a_module_of_shelves:One", "two": "a_module_of_shelves:Two", "odd": "a_module_of_shelves:One"}
+    registry = discover(install("naming", kvloom_storage_backends=lambda: named))
+    (status,) = registry.statuses(imported=False)
+    assert (status.state, status.provides) == ("ok", (("backend", "one"), ("backend", "two"), ("backend", "odd")))
+    module = ModuleType("a_module_of_shelves")
+    module.One, module.Two = backend("one"), backend("two")  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {"a_module_of_shelves": module}):
+        assert registry.get("backend", "two") is module.Two
+        with pytest.raises(PluginError, match="Made has the type 'one', and kvloom_storage_backends calls it 'odd'"):
+            registry.get("backend", "odd")
+    (status,) = registry.statuses()
+    assert (status.state, status.provides) == ("broken", ()), "one bad class withdraws all"
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ({"one": "no_such_module_at_all:One"}, "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ({"one": 3}, "returned 'one': 3; name it as 'type': 'module:class'"),
+        ({"memory": "kvloom:Engine"}, "the type 'memory' is the core's own"),
+        ({"one": "kvloom:Engine"}, "which is not a subclass of kvloom.StorageBackend"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_a_fault(install: Install, named: dict[str, object], reason: str) -> None:
+    (status,) = discover(install("naming", kvloom_storage_backends=lambda: named)).statuses()
+    assert status.state == "broken" and reason in status.reason
 
 
 def test_plugins_with_one_name_do_not_hide_each_other(install: Install) -> None:

@@ -153,3 +153,25 @@ def test_what_is_late_is_lost_once_and_keeps_its_memory_until_it_returns(desk: D
     desk.gate.set()
     desk.workers.close(20)
     assert desk.lost == ["deadline"] and chunk.releases == 1
+
+
+def test_what_is_queued_behind_a_write_that_hangs_is_lost_where_there_is_no_other_thread(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.workers.threads = 2
+    chunks = [Chunk(), Chunk(), Chunk()]
+    first = desk.submit(A, chunks[0])
+    assert eventually(lambda: first.began is not None)
+
+    def none_left(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(desk.clock, "spawn", none_left)
+    desk.clock.time += 5
+    behind = [desk.submit(key, chunk) for key, chunk in ((B, chunks[1]), (C, chunks[2]))]
+    desk.clock.time += 6
+    assert not desk.queue.stuck and first.outcome is False and behind[0].outcome is None, "it may still begin"
+    desk.clock.time += 5
+    assert not desk.queue.stuck
+    assert [write.outcome for write in behind] == [False, False] and desk.queue.waiting_bytes == 0
+    assert desk.lost == ["deadline"] * 3 and [chunk.releases for chunk in chunks] == [0, 1, 1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import kvloom
 
 VERBS = (
-    "plugins", "doctor", "config check", "config show", "config schema", "config import", "plan", "stat", "why",
+    "init", "plugins", "doctor", "config check", "config show", "config schema", "config import", "plan", "stat", "why",
     "scrub", "warm", "trace record", "trace replay", "top", "serve", "demo", "blend verify", "blend demo", "new",
     "check",
 )  # fmt: skip
@@ -22,7 +22,10 @@ def made() -> dict[str, str]:
 def api() -> str:
     """Each public name, for mkdocstrings to fill in."""
     names = sorted(kvloom._HOME, key=lambda name: (kvloom._HOME[name], name))
-    parts = ["# Public names\n", "What `kvloom.__all__` names: plugins and applications use these and nothing else.\n"]
+    parts = [
+        "# Public names\n",
+        "`kvloom.__all__` and `kvloom.inspection`: plugins and applications use nothing else.\n",
+    ]
     home = ""
     for name in names:
         if kvloom._HOME[name] != home:
@@ -33,6 +36,7 @@ def api() -> str:
             parts.append(f"### {name}\n\nFrom {others.partition('.')[0]}.\n")
             continue
         parts.append(f"::: kvloom.{home}.{name}\n    options:\n      heading_level: 3\n      show_root_heading: true\n")
+    parts.append("## kvloom.inspection\n\n::: kvloom.inspection\n    options:\n      heading_level: 3\n")
     return "\n".join(parts)
 
 

@@ -62,7 +62,7 @@ class Backwards(DirectoryBackend):
 
 
 class TestBackwards(BackendConformance):
-    slow = ("B23", "B24", "B26", "B36", "B37", "B45", "B46")
+    slow = ("B23", "B24", "B26", "B36", "B37", "B45", "B46", "B47", "B48", "B49")
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], StorageBackend]:

@@ -12,7 +12,7 @@ from kvloom_testkit.requirements import requirements_of
 
 SETTINGS: dict[str, dict[str, object]] = {"backend": {"path": "{tmp}"}}
 """Settings of mutants and oddities, by kind."""
-PROCESSES = {"B23", "B24", "B26", "B36", "B37", "B45", "B46", "S11", "T09"}
+PROCESSES = {"B23", "B24", "B26", "B36", "B37", "B45", "B46", "B47", "B48", "B49", "S11", "T09"}
 """Requirements that start processes."""
 RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "S09", "X14"}
 """Requirements that are about threads which meet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import pkgutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from sessions import Sessions
+from typer.testing import CliRunner
 
 from kvloom import ConfigError, EngineConfig
+from kvloom.cli.main import app
 from kvloom.plugins.registry import KINDS
 from kvloom_testkit import effort
 from kvloom_testkit.cli import scaffold
@@ -118,3 +121,9 @@ def test_a_class_does_not_have_the_name_of_its_base(word: str, type_: str, tmp_p
     with pytest.raises(ConfigError, match="kvloom has a class of this name"):
         scaffold.create(word, type_, tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_verb_prints_where_the_package_is(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app(), ["new", "backend", "mine_too", "--into", str(tmp_path), "--json"])
+    place = Path(json.loads(done.stdout)["package"])
+    assert place.parent == tmp_path and (place / "pyproject.toml").is_file()

@@ -16,14 +16,14 @@ _HOME = {
     "Index": "engine.lookup",
     "open_tier": "engine.builder",
     "Task": "pipeline.task",
-    "warm": "engine.warming",
-    "Warmed": "engine.warming",
     "Loading": "pipeline.layer_load",
     "Storing": "pipeline.layer_store",
     "Changes": "tiers.memory.index",
     "EngineConfig": "config",
+    "validated": "config.validation_errors",
     "check_config": "config",
-    "Registry": "plugins.registry",
+    "load_yaml": "config.sources",
+    **dict.fromkeys(["KINDS", "Registry"], "plugins.registry"),
     "pip_install": "plugins.installing",
     "Tier": "tiers.tier",
     **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
@@ -32,7 +32,8 @@ _HOME = {
     **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
     **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
     **dict.fromkeys(
-        ["Observer", "Event", "ChunkEvent", "Request", "Step", "Watched", "CounterKey", "Totals"], "contracts.observer"
+        ["Observer", "Event", "ChunkEvent", "Request", "Step", "Watched", "CounterKey", "Totals", "EventName"],
+        "contracts.observer",
     ),
     **dict.fromkeys(
         [
@@ -62,10 +63,12 @@ _HOME = {
             "MemoryFormat",
             "Segment",
             "TierHealth",
+            "canonical_json",
         ],
         "types",
     ),
-    "get_at_most": "bounded",
+    **dict.fromkeys(["get_at_most", "text_of"], "bounded"),
+    "is_secret": "redaction",
     "uninterrupted": "interrupts",
     **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
     **dict.fromkeys(
@@ -84,7 +87,7 @@ _HOME = {
     ),
 }
 
-_MODULES = {"envelope": "format.envelope", "native": "native"}
+_MODULES = {"envelope": "format.envelope", "inspection": "inspection", "native": "native", "output": "cli.output"}
 
 __all__ = sorted([*_HOME, *_MODULES, "__version__"])  # noqa: PLE0605
 
@@ -104,10 +107,15 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from kvloom import inspection as inspection
     from kvloom import native as native
     from kvloom.bounded import get_at_most as get_at_most
+    from kvloom.bounded import text_of as text_of
+    from kvloom.cli import output as output
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.config import check_config as check_config
+    from kvloom.config.sources import load_yaml as load_yaml
+    from kvloom.config.validation_errors import validated as validated
     from kvloom.contracts.blend import BlendEngine as BlendEngine
     from kvloom.contracts.blend import BlendExecutor as BlendExecutor
     from kvloom.contracts.blend import BlendLoading as BlendLoading
@@ -126,6 +134,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.observer import ChunkEvent as ChunkEvent
     from kvloom.contracts.observer import CounterKey as CounterKey
     from kvloom.contracts.observer import Event as Event
+    from kvloom.contracts.observer import EventName as EventName
     from kvloom.contracts.observer import Observer as Observer
     from kvloom.contracts.observer import Request as Request
     from kvloom.contracts.observer import Step as Step
@@ -140,8 +149,6 @@ if TYPE_CHECKING:
     from kvloom.engine.builder import open_tier as open_tier
     from kvloom.engine.engine import Engine as Engine
     from kvloom.engine.lookup import Index as Index
-    from kvloom.engine.warming import Warmed as Warmed
-    from kvloom.engine.warming import warm as warm
     from kvloom.errors import BackendError as BackendError
     from kvloom.errors import ConfigError as ConfigError
     from kvloom.errors import CorruptBlobError as CorruptBlobError
@@ -163,7 +170,9 @@ if TYPE_CHECKING:
     from kvloom.pipeline.task import Task as Task
     from kvloom.plugins.hookspecs import hookimpl as hookimpl
     from kvloom.plugins.installing import pip_install as pip_install
+    from kvloom.plugins.registry import KINDS as KINDS
     from kvloom.plugins.registry import Registry as Registry
+    from kvloom.redaction import is_secret as is_secret
     from kvloom.tiers.memory.index import Changes as Changes
     from kvloom.tiers.tier import Tier as Tier
     from kvloom.types import EXACT as EXACT
@@ -178,3 +187,4 @@ if TYPE_CHECKING:
     from kvloom.types import MemoryFormat as MemoryFormat
     from kvloom.types import Segment as Segment
     from kvloom.types import TierHealth as TierHealth
+    from kvloom.types import canonical_json as canonical_json

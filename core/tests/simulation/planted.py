@@ -113,21 +113,21 @@ def double_free() -> AbstractContextManager[Any]:
 @contextmanager
 def abandoned_memory_reused_at_once() -> Iterator[None]:
     """Whoever gives up waiting for a read gives its memory back, though the read may still arrive."""
-    rooms: dict[str, Any] = {}
-    reserve, give_up = reader._Landing.reserve, inflight.InflightReads.give_up
+    reserved: dict[str, Any] = {}
+    reserve, leave = reader._Landing.reserve, inflight.InflightReads.leave
 
     def remember(self: Any, num_bytes: int) -> memoryview:
         view = reserve(self, num_bytes)
-        rooms[self._key] = self._room
+        reserved[self._key] = self._reservation
         return view
 
-    def give_back(self: inflight.InflightReads, read: inflight.Read) -> None:
-        give_up(self, read)
-        room = rooms.pop(str(read.flight.key), None)
-        if room is not None and room._pool is not None and not read.flight.shares:
-            room._pool.free(room.start, room.size)
+    def give_back(self: inflight.InflightReads, read: inflight.InflightRead) -> None:
+        leave(self, read)
+        reservation = reserved.pop(str(read.key), None)
+        if reservation is not None and reservation._pool is not None and not read.shares:
+            reservation._pool.free(reservation.start, reservation.size)
 
-    with patch.object(inflight.InflightReads, "give_up", give_back), patch.object(reader._Landing, "reserve", remember):
+    with patch.object(inflight.InflightReads, "leave", give_back), patch.object(reader._Landing, "reserve", remember):
         yield
 
 
@@ -190,17 +190,17 @@ def pinned_is_evicted() -> AbstractContextManager[Any]:
 
 def lease_forgotten() -> AbstractContextManager[Any]:
     """The first of two readers that wait for one read gives no lease back."""
-    real = inflight.InflightReads._share
+    real = inflight.InflightReads._take
 
-    def share(
-        self: inflight.InflightReads, flight: inflight.InflightRead, wants: request_context.RequestContext
+    def take(
+        self: inflight.InflightReads, read: inflight.InflightRead, context: request_context.RequestContext
     ) -> Loaded | None:
-        loaded = real(self, flight, wants)
-        if loaded is not None and flight.shares:
+        loaded = real(self, read, context)
+        if loaded is not None and read.shares:
             loaded.again().lease.block = None
         return loaded
 
-    return patch.object(inflight.InflightReads, "_share", share)
+    return patch.object(inflight.InflightReads, "_take", take)
 
 
 def restart_forgets() -> AbstractContextManager[Any]:

@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ KEY = f"{'0a' * 16}/-/7-{'3f' * 32}"
 
 
 def test_it_is_found_by_its_entry_point() -> None:
-    (entry,) = (entry for entry in entry_points(group="kvloom.v1") if entry.name == "backend_disk")
-    assert list(entry.load().kvloom_storage_backends()) == [DiskBackend]
+    assert Registry.discover().get("backend", DiskBackend.type) is DiskBackend
     assert (DiskBackend.type, DiskBackend.persistent, DiskBackend.shared, DiskBackend.bounded) == (
         "disk",
         True,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import threading
 import uuid
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from kvloom import BackendError, CorruptBlobError, get_at_most
+from kvloom_backend_fsspec import pace
 from kvloom_backend_fsspec.backend import FsspecBackend
 
 
@@ -51,12 +54,109 @@ def test_a_server_that_sends_more_than_it_said_is_not_listened_to(packed: bool, 
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"webdav://127.0.0.1:{server.server_port}/kv"
-        backend = FsspecBackend(FsspecBackend.Config(url=url, allow_http=True, retries=0))
+    with serving(Server) as port:
+        backend = FsspecBackend(FsspecBackend.Config(url=f"webdav://127.0.0.1:{port}/kv", allow_http=True, retries=0))
         with pytest.raises(BackendError, match=problem):
             get_at_most(backend, "a", 1000)
         assert len(sent) == 1
         backend.close()
+
+
+@contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_port
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("long", "more than 1000 bytes"),
+        ("packed", "packs what it sends"),
+        ("header", "timed out"),
+        ("body", "timed out"),
+    ],
+)
+def test_a_server_whose_listing_does_not_end_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, kind: str, problem: str
+) -> None:
+    """header, body: it sends a byte at a time of these, and each in time."""
+    pytest.importorskip("webdav4")
+    over = threading.Event()
+
+    class Server(BaseHTTPRequestHandler):
+        def do_PROPFIND(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            if kind != "header":
+                self.send_response(207)
+                if kind == "packed":
+                    self.send_header("Content-Encoding", "gzip")
+                self.end_headers()
+            if kind in ("header", "body"):
+                self.wfile.write(b"HTTP/1.1 207 Multi-Status\r\nX: " if kind == "header" else b"<")
+                while not over.wait(0.02):
+                    self.wfile.write(b" ")
+            else:
+                self.wfile.write(gzip.compress(_PROPERTIES) if kind == "packed" else _PROPERTIES + b" " * 1001)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(pace, "_MOST_ANSWER_BYTES", 1000)
+    with serving(Server) as port:
+        config = FsspecBackend.Config(
+            url=f"webdav://127.0.0.1:{port}/kv", allow_http=True, retries=0, timeout="5s" if kind == "long" else "300ms"
+        )
+        backend = FsspecBackend(config)
+        threading.Timer(20, over.set).start()
+        with pytest.raises(BackendError, match=problem):
+            list(backend.scan())
+        assert not over.is_set()
+        over.set()
+        backend.close()
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_bucket_whose_listing_begins_again_for_ever_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, repeats: bool
+) -> None:
+    """repeats: the same page each time; else the pages are new ones."""
+    pytest.importorskip("obstore")
+    from kvloom_backend_fsspec import obstore_store
+
+    asked: list[str] = []
+
+    class Server(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            name = f"{0 if repeats else len(asked):08d}=kv"
+            one = (
+                f"<Contents><Key>kv/{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                "<ETag>&quot;1&quot;</ETag><Size>4</Size></Contents>"
+            )
+            token = "<NextContinuationToken>t</NextContinuationToken>"
+            body = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}{one}</ListBucketResult>".encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(obstore_store, "_PAGE", 1)
+    monkeypatch.setattr(obstore_store, "_MOST_PAGES", 5)
+    with serving(Server) as port:
+        options = {"endpoint": f"http://127.0.0.1:{port}", "region": "x", "skip_signature": "true"}
+        config = FsspecBackend.Config(url="s3://bucket/kv", options=options, allow_http=True)
+        backend = FsspecBackend(config)
+        found: list[str] = []
+        with pytest.raises(BackendError, match=f"does not end: it is at page {1 if repeats else 5}"):
+            found.extend(entry.key for entry in backend.scan())
+        assert len(found) == (1 if repeats else 5)
+        backend.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ def problem(**settings: Any) -> str:
 
 
 def test_it_is_found_by_its_entry_point() -> None:
-    (entry,) = (entry for entry in entry_points(group="kvloom.v1") if entry.name == "backend_fsspec")
-    assert list(entry.load().kvloom_storage_backends()) == [FsspecBackend]
+    assert Registry.discover().get("backend", FsspecBackend.type) is FsspecBackend
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,10 @@ def test_a_local_listing_goes_past_links_that_lead_nowhere(tmp_path: Path) -> No
     (above / "gone").symlink_to("nowhere")
     (above / "again=kv").symlink_to(f"{CHUNK.rpartition('/')[2]}=kv")
     assert sorted(entry.key for entry in backend.scan()) == sorted([CHUNK, f"{'0a' * 16}/-/again"])
-    assert not [*FsspecBackend(FsspecBackend.Config(url=f"file://{tmp_path}/none")).scan()]
+    for driver in ("auto", "fsspec"):
+        for nothing in (f"{tmp_path}/none", f"{above}/loop", f"{tmp_path}/{CHUNK}=kv"):
+            assert not [*FsspecBackend(FsspecBackend.Config(url=f"file://{nothing}", driver=driver)).scan()]
+    assert not [*backend.scan(f"{'0a' * 16}/-/loop/")]
 
 
 def test_a_local_listing_goes_past_what_it_cannot_read_and_says_so(
@@ -174,7 +177,7 @@ def test_a_server_that_goes_away_ends_a_listing(backend: FsspecBackend, monkeypa
 class SftpServer:
     """Answers of paramiko's client for a directory that partly belongs to another user."""
 
-    def listdir_attr(self, path: str) -> list[Any]:
+    def listdir_iter(self, path: str, read_aheads: int) -> Any:
         if path == "/srv/theirs":
             raise PermissionError(errno.EACCES, "Permission denied")
         mode = stat.S_IFDIR if path == "/srv" else stat.S_IFREG
@@ -209,7 +212,7 @@ def test_a_listing_of_a_server_that_follows_links_in_a_circle_ends(
         ]
 
     monkeypatch.setattr(fs, "ls", following)
-    monkeypatch.setattr(fsspec_store, "_MOST_DIRECTORIES", 100)
+    monkeypatch.setattr(fsspec_store, "MOST_DIRECTORIES", 100)
     found: list[Any] = []
     with pytest.raises(IncompleteListingError, match="behind 100 directories: a link loop"):
         found.extend(backend.scan())

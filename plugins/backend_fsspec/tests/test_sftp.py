@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import stat
+import threading
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from kvloom import BackendError, IncompleteListingError
+from kvloom_backend_fsspec import pace, sftp_store
 from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_backend_fsspec.pace import Pace, PacedChannel
 from kvloom_backend_fsspec.store import Memory
 
 pytest.importorskip("paramiko")
@@ -30,7 +33,7 @@ class Server:
             raise FileNotFoundError(errno.ENOENT, path)
         return SimpleNamespace(st_mode=self.tree[path], st_size=4)
 
-    def listdir_attr(self, path: str) -> list[Any]:
+    def listdir_iter(self, path: str, read_aheads: int) -> Any:
         inside = self.tree.get(path)
         if isinstance(inside, Exception):
             raise inside
@@ -67,7 +70,7 @@ class Server:
 
 def backend(monkeypatch: pytest.MonkeyPatch, tree: dict[str, int | Exception]) -> FsspecBackend:
     found = FsspecBackend(FsspecBackend.Config(url="sftp://host/kv"))
-    connection = SimpleNamespace(sftp=Server({"/kv": DIRECTORY, **tree}), close=lambda: None)
+    connection = SimpleNamespace(sftp=Server({"/kv": DIRECTORY, **tree}), begin=lambda: None, close=lambda: None)
     monkeypatch.setattr(found._store(), "_connect", lambda: connection)
     return found
 
@@ -121,3 +124,60 @@ def test_what_lies_where_drafts_belong_keeps_nobody_from_writing(
     with it._store()._connection() as connection:  # type: ignore[attr-defined]
         names = [path for path in connection.sftp.tree if path.startswith("/kv/=tmp")]
     assert len(names) == (1 if there is None else 2)
+
+
+class SilentClient:
+    """paramiko's `SSHClient` of a server that never starts the subsystem; closing it ends whoever waits."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        transport = SimpleNamespace(
+            sock=SimpleNamespace(setsockopt=lambda *_: None), open_session=lambda timeout: transport,
+            invoke_subsystem=self._wait,
+        )  # fmt: skip
+        self.get_transport = lambda: transport
+        self.set_log_channel = self.load_system_host_keys = lambda _: None
+        self.connect = lambda **_: None
+        self.close = self.over.set
+
+    def _wait(self, name: str) -> None:
+        assert self.over.wait(20), "nobody has closed the connection"
+        raise EOFError("Channel closed.")
+
+
+def test_a_server_that_never_starts_sftp_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = FsspecBackend(FsspecBackend.Config(url="sftp://host/kv", timeout="50ms", retries=0))
+    monkeypatch.setattr(it._store()._paramiko, "SSHClient", SilentClient)  # type: ignore[attr-defined]
+    with pytest.raises(BackendError, match="Channel closed"):
+        it.get("a")
+
+
+def test_a_server_that_sends_byte_by_byte_is_not_listened_to_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def recv(most: int) -> bytes:
+        clock.now += 0.9
+        return bytes(min(most, speed))
+
+    channel = PacedChannel(SimpleNamespace(recv=recv, settimeout=lambda seconds: None), Pace(1.0))
+    speed = 256 << 10
+    assert all(channel.recv(speed) for _ in range(100))
+    channel.pace.begin()
+    speed = 1
+    with pytest.raises(TimeoutError, match="too slowly"):
+        [channel.recv(100) for _ in range(3)]
+    with pytest.raises(OSError, match="announces a message of 4294967295 bytes"):
+        channel.recv((1 << 32) - 1)
+
+
+def test_a_directory_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = backend(monkeypatch, {f"/kv/{number}=kv": FILE for number in range(11)})
+    monkeypatch.setattr(sftp_store, "_MOST_ENTRIES", 10)
+    with pytest.raises(BackendError, match="more than 10 files"):
+        list(it.scan())
+    it = backend(monkeypatch, {f"/kv/{number}": DIRECTORY for number in range(11)})
+    monkeypatch.setattr(sftp_store, "_MOST_ENTRIES", 100)
+    monkeypatch.setattr(sftp_store, "MOST_DIRECTORIES", 10)
+    with pytest.raises(IncompleteListingError, match="behind 10 directories"):
+        list(it.scan())

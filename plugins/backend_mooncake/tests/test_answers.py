@@ -58,6 +58,13 @@ class Store:
     def batch_put_from_multi_buffers(self, keys: Any, starts: Any, sizes: Any, config: Any) -> list[int]:
         return list(self._answer("put", [0] * len(keys)))
 
+    def register_buffer(self, start: int, size: int) -> int:
+        return int(self._answer("register_buffer", 0))
+
+    def unregister_buffer(self, start: int) -> int:
+        assert not self.closed
+        return int(self._answer("unregister_buffer", 0))
+
     def close(self) -> None:
         self.closed = True
 
@@ -225,11 +232,24 @@ def test_a_closed_client_is_not_called(backend: MooncakeBackend, store: Store) -
         backend.get(KEY)
 
 
-def test_closing_waits_for_a_call_and_never_closes_under_it(backend: MooncakeBackend, store: Store) -> None:
+def test_closing_waits_for_a_call_and_never_closes_under_it(
+    backend: MooncakeBackend, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[Any] = []
+    monkeypatch.setattr(client, "_left", left)
+    memory = memoryview(bytearray(64))
+    backend.register(memory)
     with contextlib.ExitStack() as call:
         call.enter_context(backend._client.using())
-        backend._client.close()
+        backend.close()
         assert not store.closed, "the client would crash"
+        assert store.calls == ["register_buffer"] and left, "the call may still use the memory"
+
+
+def test_memory_is_given_back_before_the_client_closes(backend: MooncakeBackend, store: Store) -> None:
+    backend.register(memoryview(bytearray(64)))
+    backend.close()
+    assert store.calls == ["register_buffer", "unregister_buffer"] and store.closed
 
 
 def test_a_child_of_a_fork_is_told_at_once(backend: MooncakeBackend, store: Store) -> None:

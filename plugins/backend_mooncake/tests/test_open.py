@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -20,8 +20,7 @@ from kvloom_backend_mooncake.config import MooncakeConfig
 
 
 def test_it_is_found_by_its_entry_point() -> None:
-    (entry,) = (entry for entry in entry_points(group="kvloom.v1") if entry.name == "backend_mooncake")
-    assert list(entry.load().kvloom_storage_backends()) == [MooncakeBackend]
+    assert Registry.discover().get("backend", MooncakeBackend.type) is MooncakeBackend
     told = MooncakeBackend.type, MooncakeBackend.persistent, MooncakeBackend.shared, MooncakeBackend.bounded
     assert told == ("mooncake", False, True, True)
 
@@ -83,10 +82,13 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
             MooncakeBackend(MooncakeConfig(master=address))
 
 
-def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["nowhere.invalid", "no..where"])
+def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr(client, "load", lambda: None)
-    with pytest.raises(ValueError, match=r"^master: no answer at nowhere\.invalid:1"):
-        MooncakeBackend(MooncakeConfig(master="nowhere.invalid:1"))
+    with pytest.raises(ValueError, match=rf"^master: no answer at {re.escape(host)}:1"):
+        MooncakeBackend(MooncakeConfig(master=f"{host}:1"))
+    with pytest.raises(ValueError, match=r"^local_host: .* is no address of this machine"):
+        MooncakeBackend(MooncakeConfig(master="127.0.0.1:1", local_host=host))
 
 
 def test_the_client_is_told_how_long_to_wait_and_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from kvloom import BackendError, ConfigError
 from kvloom_backend_redis import leases
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.backend import RedisBackend
+from kvloom_backend_redis.config import RedisConfig
 from kvloom_backend_redis.errors import ProtocolError, ServerError
 from kvloom_backend_redis.links import Links
 from kvloom_backend_redis.opening import MOST_BYTES
@@ -209,6 +210,20 @@ def test_a_redirection_leads_to_a_port_only(port: bytes) -> None:
     cluster = Cluster([answered], cast(Links, None))
     with pytest.raises(ProtocolError, match="no address"):
         cluster.redirected(ServerError(f"MOVED 1 /run/other.sock:{port.decode()}"), answered)
+
+
+@pytest.mark.parametrize("host", [b"a\0b", b"a b", b"h\xc3\xb6st", b"\xff", b"x" * 254, b"a..b"])
+def test_a_cluster_whose_table_names_no_host_is_an_error_of_the_store(scripted: Any, host: bytes) -> None:
+    """The last one is refused where it is looked up."""
+    table = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$%d\r\n%b\r\n:6379\r\n" % (len(host), host)
+    scripted.replies[b"CLUSTER"] = table
+    config = RedisConfig(url=f"redis+cluster://127.0.0.1:{scripted.port}")
+    links = Links(config, db=0)
+    cluster = Cluster(config.address.endpoints, links)
+    problem = "no connection to" if host == b"a..b" else "no address"
+    with pytest.raises(BackendError, match=problem), links.link(cluster.endpoint(b"key")):
+        pass
+    links.close()
 
 
 def test_many_replies_of_which_one_is_a_refusal(scripted: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import pydantic
@@ -21,8 +20,7 @@ LOCAL = "redis://localhost"
 
 
 def test_it_is_found_by_its_entry_point() -> None:
-    (entry,) = (entry for entry in entry_points(group="kvloom.v1") if entry.name == "backend_redis")
-    assert list(entry.load().kvloom_storage_backends()) == [RedisBackend]
+    assert Registry.discover().get("backend", RedisBackend.type) is RedisBackend
     assert (RedisBackend.type, RedisBackend.persistent, RedisBackend.shared, RedisBackend.bounded) == (
         "redis",
         True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from kvloom.cli.main import main
 from kvloom_blend import verify
+from kvloom_blend.demo import measure, report
 from kvloom_blend.loading import default_model
 
 torch.set_num_threads(1)
@@ -58,7 +60,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_verify(
     llama: str, documents: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["verify", llama, "--prompts", documents, "--tokens", "40"]
+    arguments = ["verify", "--model", llama, "--prompts", documents, "--tokens", "40"]
     assert run(monkeypatch, *arguments) == 0
     said = capsys.readouterr().out
     for what in ("float32", "bfloat16", "rotation by 131,071", "garbage", "true KV", "top-1", "30%", "can be blended"):
@@ -74,16 +76,33 @@ def test_verify_fails_where_a_limit_is_missed(
     llama: str, documents: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(verify.LOGITS, torch.float32, -1.0)
-    assert run(monkeypatch, "verify", llama, "--prompts", documents, "--tokens", "40", "--dtype", "float32") == 1
+    assert (
+        run(monkeypatch, "verify", "--model", llama, "--prompts", documents, "--tokens", "40", "--dtype", "float32")
+        == 1
+    )
     said = capsys.readouterr().out
     assert said.count("FAILED float32: ") == 4 and "can be blended" not in said
+
+
+def test_verify_prints_json(
+    llama: str, documents: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(verify.LOGITS, torch.float32, -1.0)
+    arguments = ["verify", "--model", llama, "--prompts", documents, "--tokens", "40", "--dtype", "float32", "--json"]
+    assert run(monkeypatch, *arguments) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["failed"]) == 4 and all(one.startswith("float32: ") for one in said["failed"])
+    assert sorted(one["what"] for one in said["findings"]["float32"] if not one["holds"]) == sorted(
+        one.removeprefix("float32: ") for one in said["failed"]
+    )
+    assert [one["ratio"] for one in said["ratios"]] == list(verify.RATIOS)
 
 
 def test_a_model_that_cannot_be_moved_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = saved(GPT2Config(vocab_size=4096, n_embd=32, n_layer=2, n_head=2), tmp_path / "gpt2")
-    assert run(monkeypatch, "verify", name) == 2
+    assert run(monkeypatch, "verify", "--model", name) == 2
     captured = capsys.readouterr()
     assert "learned positions" in captured.err and captured.err.strip().count("\n") == 0
     assert captured.out == ""
@@ -103,11 +122,11 @@ def test_arguments_that_cannot_work(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("one.txt").write_text("a document\nand no other\n")
-    assert run(monkeypatch, "verify", llama, "--dtype", "float32", *more) == 2
+    assert run(monkeypatch, "verify", "--model", llama, "--dtype", "float32", *more) == 2
     assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", [["verify", "./nowhere"], ["demo", "--model", "./nowhere"]])
+@pytest.mark.parametrize("verb", [["verify", "--model", "./nowhere"], ["demo", "--model", "./nowhere"]])
 def test_a_model_that_is_not_there(
     verb: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +159,19 @@ def test_the_demo_end_to_end(
     assert f"chart: {out / 'blend.png'}" in said
     assert (out / "blend.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "blend.json").is_file() and (out / "blend.yaml").is_file()
+
+
+def test_the_demo_prints_json(
+    llama: str, documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = measure.Result(1, 10, (5, 5), 0.1, (), True, 0.0, 1e-3)
+    monkeypatch.setattr(measure, "measure", lambda *arguments, **more: result)
+    monkeypatch.setattr(report, "draw_chart", lambda result, file: None)
+    arguments = ["demo", "--model", llama, "--documents", documents, "--out", str(tmp_path / "out"), "--json"]
+    assert run(monkeypatch, *arguments) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["model"], said["prompt_tokens"]) == (llama, 10)
+    assert [one["holds"] for one in said["checks"]] == [True, True]
 
 
 def test_the_verbs_are_light() -> None:

@@ -126,6 +126,6 @@ def test_who_chose_is_named_when_a_third_partys_executor_fails() -> None:
 
 def test_verify_wants_an_executor_with_a_budget() -> None:
     said = CliRunner().invoke(
-        app(), ["blend", "verify", "evals/pylm/weights", "--executor", "none", "--dtype", "float32"]
+        app(), ["blend", "verify", "--model", "evals/pylm/weights", "--executor", "none", "--dtype", "float32"]
     )
     assert isinstance(said.exception, ConfigError) and "no recompute_ratio" in str(said.exception)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -246,7 +247,10 @@ def test_models_with_other_pools_are_refused_by_name(sglang: types.ModuleType, t
     [
         ({"config": None}, r"^hicache_storage_backend_extra_config\.config: missing"),
         ({"revision": 3}, r"^hicache_storage_backend_extra_config\.revision: expected text"),
-        ({"timeout": 0}, r"^hicache_storage_backend_extra_config\.timeout: expected seconds"),
+        *(
+            ({"timeout": seconds}, r"^hicache_storage_backend_extra_config\.timeout: expected seconds")
+            for seconds in (0, math.nan, math.inf, 10**400)
+        ),
     ],
 )
 def test_settings_that_cannot_work(

@@ -131,6 +131,15 @@ class Forked:
         os.waitpid(self._process, 0)
 
 
+def test_json_is_all_that_is_on_stdout(app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    canned(monkeypatch)
+    done = CliRunner().invoke(app, ["--size", "small", "--out", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said == json.loads((tmp_path / "result.json").read_text())
+    assert said["answered"]["report"]["hit_tokens"] == 512 and [one["holds"] for one in said["checks"]] == [True] * 3
+
+
 def test_it_passes_when_all_holds(app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     canned(monkeypatch)
     done = CliRunner().invoke(app, ["--size", "small", "--out", str(tmp_path)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +115,36 @@ def test_few_descriptors_count_as_too_many(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(resource, "getrlimit", lambda _: (number + 1, number + 1))
             assert one.attend() is not None, "it does not listen for a while"
         one.close()
+
+
+@pytest.mark.parametrize("fails", ["endpoint", "replay_endpoint", "socket", "pair", "thread"])
+def test_a_publisher_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
+    made, sockets = zmq.Context, [0]
+
+    def context() -> zmq.Context[zmq.Socket[bytes]]:
+        contexts.append(one := made())
+        return one
+
+    def refuse(*_: object) -> None:
+        raise OSError(24, "Too many open files") if fails == "pair" else RuntimeError("can't start new thread")
+
+    def counted(self: zmq.Context[zmq.Socket[bytes]], kind: int, *args: object, **settings: object) -> object:
+        sockets[0] += 1
+        if sockets[0] == 3:
+            raise zmq.ZMQError(24)
+        return usual(self, kind, *args, **settings)  # type: ignore[arg-type]
+
+    usual = made.socket
+    monkeypatch.setattr(zmq, "Context", context)
+    if fails == "socket":
+        monkeypatch.setattr(made, "socket", counted)
+    elif fails == "pair":
+        monkeypatch.setattr(socket, "socketpair", refuse)
+    elif fails == "thread":
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    wrong, fine = "tcp://192.0.2.1:1", "tcp://127.0.0.1:*"
+    endpoints = (wrong if fails == "endpoint" else fine, wrong if fails == "replay_endpoint" else fine)
+    with pytest.raises((ValueError, zmq.ZMQError, OSError, RuntimeError)):
+        Publisher(Settings(*endpoints, "", 10, 10, 10, 10, None))
+    assert len(contexts) == 1 and contexts[0].closed

@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from observe_support import SPEC, busy, opened, own_sockets, tokens_of
@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 
 from kvloom import ConfigError, Engine
 from kvloom.cli.main import app
-from kvloom_observe.http_server import Response
+from kvloom_observe.http_server import Request, RequestError, Response, listening
 from kvloom_observe.serve import questions as questions_module
+from kvloom_observe.serve import server
 from kvloom_observe.serve.questions import Questions
 from kvloom_observe.serve.server import Page
-from kvloom_observe.sources import find
+from kvloom_observe.sources import Source, find
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -96,6 +97,26 @@ def test_pages_of_others_get_no_answer(tmp_path: Path) -> None:
         assert ask(page, "/snapshot.json", Origin=f"http://127.0.0.1:{page.port}")[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("host", "named", "answered"),
+    [
+        ("2001:db8::1", "[2001:db8::1]:80", True), ("2001:DB8:0::1", "[2001:db8::1]", True), ("::1", "[::1]:80", True),
+        ("0:0:0:0:0:0:0:1", "[::1]", True), ("::1", "a..b", False), ("2001:db8::1", "[::1]", False),
+        ("2001:db8::1", "[2001:db8::2]:80", False), ("2001:db8::1", "[", False),
+    ],
+)  # fmt: skip
+def test_an_address_of_six_is_a_name_too(
+    monkeypatch: pytest.MonkeyPatch, host: str, named: str, answered: bool
+) -> None:
+    monkeypatch.setattr(server, "listening", lambda *_: listening("127.0.0.1", 0))
+    page = Page(cast(Source, None), host, 0, config=None, spec=None)
+    headers = http.client.HTTPMessage()
+    headers["Host"] = named
+    with nullcontext() if answered else pytest.raises(RequestError, match="by the name that it listens on"):
+        page._check_origin(Request("GET", "/", headers))
+    page.close()
+
+
 def in_process(self: Questions, command: list[str]) -> tuple[int, str, str]:
     """A process of Python takes seconds to start."""
     assert command[:4] == [sys.executable, "-P", "-m", "kvloom"], "nothing is imported from the working directory"
@@ -155,10 +176,20 @@ def test_an_engine_that_goes_away_is_said(tmp_path: Path, short_path: Path) -> N
         assert status == 503 and str(short_path) in told["error"] and "start one with" in told["error"]
 
 
+def test_json_says_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Page, "run", lambda page: None)
+    with opened(tmp_path, "live"):
+        said = json.loads(CliRunner().invoke(app(), ["serve", "--port", "0", "--json"]).stdout)
+    assert said["url"].startswith("http://127.0.0.1:")
+
+
 def test_a_port_in_use_and_half_of_a_question(tmp_path: Path) -> None:
     with opened(tmp_path, "live") as engine, served(engine, tmp_path) as page:
         said = CliRunner().invoke(app(), ["serve", "--port", str(page.port)])
         assert f"port {page.port}" in str(said.exception) and "--port" in str(said.exception)
+        for host in ("a..b", "nowhere.invalid"):
+            said = CliRunner().invoke(app(), ["serve", "--port", "0", "--host", host])
+            assert host in str(said.exception) and "--host" in str(said.exception)
         half = CliRunner().invoke(app(), ["serve", "--config", str(tmp_path / "kv.yaml")]).exception
         assert isinstance(half, ConfigError)
         there, gone = str(tmp_path / "kv.yaml"), str(tmp_path / "gone")

@@ -123,7 +123,10 @@ def test_who_stops_reading_is_not_blamed_on_the_engine(
 
 class Else(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(404 if "404" in self.path else 200)
+        to = self.path.partition("?to=")[2]
+        self.send_response(404 if "404" in self.path else 302 if to else 200)
+        if to:
+            self.send_header("Location", to)
         self.end_headers()
         if "binary" in self.path:
             self.wfile.write(b"\xff\xfe")
@@ -145,6 +148,9 @@ def test_what_is_no_engine_of_kvloom(tmp_path: Path) -> None:
             ("", "no metrics of"),
             ("404", "status 404"),
             ("binary", "no metrics"),
+            ("?to=/metrics", "no metrics of kvloom"),
+            ("?to=ftp://127.0.0.1:1/metrics", "unknown url type: ftp"),
+            ("?to=file:///etc/passwd", "status 302"),
         ):
             error = top(f"http://127.0.0.1:{server.server_port}/{path}", "--once").exception
             assert isinstance(error, BackendError) and words in str(error)

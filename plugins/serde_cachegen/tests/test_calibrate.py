@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -52,7 +53,7 @@ def calibrate(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     kvloom_add_commands(commands)
 
     def run(*arguments: Any, of: Path | str = model) -> Result:
-        return CliRunner().invoke(commands, ["calibrate", str(of), *map(str, arguments)])
+        return CliRunner().invoke(commands, ["calibrate", "--model", str(of), *map(str, arguments)])
 
     return run
 
@@ -103,8 +104,12 @@ def test_a_codec_that_fails_is_written_down_as_such(calibrate: Callable[..., Res
 
 @needs_transformers
 def test_steps_may_be_chosen(calibrate: Callable[..., Result]) -> None:
-    done = calibrate("--text", __file__, "--tokens", 500, "--verify", "--codec", "step/.60", "--codec", "klt/1")
+    done = calibrate("--text", __file__, "--tokens", 500, "--verify", "--codec", "step/.60", "--codec", "klt/1",
+                     "--json")  # fmt: skip
     assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["profile"] == "little.kvprofile" and said["bytes"] == Path("little.kvprofile").stat().st_size
+    assert set(said["verdicts"]) == {"step/0.6", "klt/1"} and said["klt_saves_bytes_per_token"] is not None
     assert set(Profile.load(Path("little.kvprofile")).verdicts) == {"step/0.6", "klt/1"}
     for wrong in ("step", "step/x", "step/-1", "lossless/0.5", "klt/0.5"):
         done = calibrate("--text", __file__, "--tokens", 500, "--verify", "--no-klt", "--codec", wrong, "--force")

@@ -44,7 +44,7 @@ def test_what_loses_little_or_takes_the_risk_needs_no_verdict(settings: dict[str
 
 @pytest.mark.parametrize("settings", [{"quality": "small"}, {"quality": 0.75}, {"quality": 2.0}, {"codec_gate": "on"}])
 def test_what_loses_much_needs_a_profile(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"kvloom calibrate MODEL --text FILE --verify.*codec_gate: off"):
+    with pytest.raises(ValueError, match=r"kvloom calibrate --model MODEL --text FILE --verify.*codec_gate: off"):
         serializer(**settings)
 
 
@@ -93,7 +93,9 @@ def test_other_modes_have_no_such_settings(setting: dict[str, Any]) -> None:
 
 def test_an_engine_says_where_and_what_to_do() -> None:
     tier = {"type": "dict", "serializer": {"type": "cachegen", "quality": "small"}}
-    with pytest.raises(ConfigError, match=r"^tiers\.0\.serializer: .*kvloom calibrate MODEL --text FILE --verify"):
+    with pytest.raises(
+        ConfigError, match=r"^tiers\.0\.serializer: .*kvloom calibrate --model MODEL --text FILE --verify"
+    ):
         Engine.open({"tiers": [tier]}, SPEC)
 
 

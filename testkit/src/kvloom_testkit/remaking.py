@@ -88,6 +88,13 @@ def by_another_path(component: Any, folder: Path) -> Iterator[Any]:
             yield type(component)(other, component.spec)
 
 
+def directories_of(component: Any) -> list[Path]:
+    """The directories that the settings name."""
+    config = getattr(component, "config", None)
+    names = type(config).model_fields if isinstance(config, BaseModel) else ()
+    return [path for name in names if (path := _directory_in(getattr(config, name))[1]) is not None]
+
+
 def _directory_in(value: Any) -> tuple[str, Path | None]:
     """The prefix before the path, and the path itself if the setting is an existing directory."""
     text = str(value) if isinstance(value, str | Path) else ""

@@ -32,7 +32,7 @@ def together(*functions: Callable[[], object], seconds: float = SECONDS, restles
         try:
             start.wait(seconds)
             if restless:
-                sys.setprofile(_pauses(number))
+                sys.setprofile(pauses(number))
             function()
         except BaseException as error:
             errors.append(error)
@@ -86,15 +86,15 @@ def comes_true(told: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _pauses(seed: int) -> Callable[..., None]:
-    """For `sys.setprofile`."""
+def pauses(seed: int) -> Callable[..., None]:
+    """For `sys.setprofile`: now and then a thread pauses between calls."""
     chance, pause = random.Random(seed).random, time.sleep
 
-    def pauses(frame: object, event: str, arg: object) -> None:
+    def now_and_then(frame: object, event: str, arg: object) -> None:
         if chance() * _PAUSE_OF < 1:
             pause(1e-6)
 
-    return pauses
+    return now_and_then
 
 
 def in_fresh_process(

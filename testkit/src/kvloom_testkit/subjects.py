@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
-from kvloom import ConfigError, KVSpec, PluginError, Registry
-from kvloom.config.validation_errors import dotted, problems, unknown
+from kvloom import ConfigError, KVSpec, PluginError, Registry, validated
 from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.kinds import conformance_of, kind_of
 
@@ -59,13 +57,7 @@ class Subject:
 
     def config(self, tmp_path: Path) -> Any:
         """Its typed settings. Raises ConfigError."""
-        try:
-            return self.cls.Config.model_validate(_filled(self.settings, tmp_path))
-        except ValidationError as error:
-            known = self.cls.Config.model_fields
-            found = problems(error, stray=lambda path: unknown(str(path[-1]), known))
-            said = [": ".join(filter(None, (dotted(path), text))) for path, text in found]
-            raise ConfigError(f"{self.kind} {self.type}", "; ".join(said)) from None
+        return validated(self.cls.Config, _filled(self.settings, tmp_path), at=f"{self.kind} {self.type}")
 
     def tests(self) -> type[Conformance]:
         """The conformance class of its kind, with `make`."""

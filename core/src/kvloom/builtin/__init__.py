@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvloom import hookimpl
 
-if TYPE_CHECKING:
-    from kvloom import GPUConnector, Observer, Serializer, StorageBackend, TokenDatabase
+
+@hookimpl
+def kvloom_token_databases() -> Mapping[str, str]:
+    return {"chunked": "kvloom.builtin.chunked:ChunkedTokenDatabase"}
 
 
 @hookimpl
-def kvloom_token_databases() -> list[type[TokenDatabase]]:
-    from kvloom.builtin.chunked import ChunkedTokenDatabase
-
-    return [ChunkedTokenDatabase]
+def kvloom_gpu_connectors() -> Mapping[str, str]:
+    return {"plain": "kvloom.builtin.plain:PlainConnector"}
 
 
 @hookimpl
-def kvloom_gpu_connectors() -> list[type[GPUConnector]]:
-    from kvloom.builtin.plain import PlainConnector
-
-    return [PlainConnector]
+def kvloom_serializers() -> Mapping[str, str]:
+    return {"raw": "kvloom.builtin.raw:RawSerializer"}
 
 
 @hookimpl
-def kvloom_serializers() -> list[type[Serializer]]:
-    from kvloom.builtin.raw import RawSerializer
-
-    return [RawSerializer]
+def kvloom_storage_backends() -> Mapping[str, str]:
+    return {"dict": "kvloom.builtin.dict_backend:DictBackend"}
 
 
 @hookimpl
-def kvloom_storage_backends() -> list[type[StorageBackend]]:
-    from kvloom.builtin.dict_backend import DictBackend
-
-    return [DictBackend]
-
-
-@hookimpl
-def kvloom_observers() -> list[type[Observer]]:
-    from kvloom.builtin.log import LogObserver
-    from kvloom.builtin.trace import TraceObserver
-
-    return [LogObserver, TraceObserver]
+def kvloom_observers() -> Mapping[str, str]:
+    return {"log": "kvloom.builtin.log:LogObserver"}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from kvloom import Segment, TokenDatabase, chain, select
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ChunkedTokenDatabase(TokenDatabase):

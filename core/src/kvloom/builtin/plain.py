@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PlainConnector(GPUConnector):
@@ -17,6 +18,8 @@ class PlainConnector(GPUConnector):
     format = MemoryFormat.KV_BLOB
 
     def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
+        import torch
+
         assert self.spec is not None
         unknown = set(where) - {"kv"}
         if unknown or "kv" not in where:
@@ -34,27 +37,35 @@ class PlainConnector(GPUConnector):
                 f"got {list(kv.shape)} of {kv.dtype}"
             )
 
-    @torch.inference_mode()
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
-        kv: torch.Tensor = where["kv"]
-        for segment, chunk in zip(segments, chunks, strict=True):
-            chunk.tensor.copy_(kv[:, :, segment.start : segment.end])
+        import torch
 
-    @torch.inference_mode()
+        with torch.inference_mode():
+            kv: torch.Tensor = where["kv"]
+            for segment, chunk in zip(segments, chunks, strict=True):
+                chunk.tensor.copy_(kv[:, :, segment.start : segment.end])
+
     def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
-        kv: torch.Tensor = where["kv"]
-        for segment, chunk in zip(segments, chunks, strict=True):
-            kv[:, :, segment.start : segment.end].copy_(chunk.tensor)
+        import torch
 
-    @torch.inference_mode()
+        with torch.inference_mode():
+            kv: torch.Tensor = where["kv"]
+            for segment, chunk in zip(segments, chunks, strict=True):
+                kv[:, :, segment.start : segment.end].copy_(chunk.tensor)
+
     def read_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
-        self.check(where, max(segment.end for segment in segments))
-        kv: torch.Tensor = where["kv"]
-        for segment, chunk in zip(segments, chunks, strict=True):
-            chunk.tensor.copy_(kv[:, layer : layer + 1, segment.start : segment.end])
+        import torch
 
-    @torch.inference_mode()
+        with torch.inference_mode():
+            self.check(where, max(segment.end for segment in segments))
+            kv: torch.Tensor = where["kv"]
+            for segment, chunk in zip(segments, chunks, strict=True):
+                chunk.tensor.copy_(kv[:, layer : layer + 1, segment.start : segment.end])
+
     def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
-        kv: torch.Tensor = where["kv"]
-        for segment, chunk in zip(segments, chunks, strict=True):
-            kv[:, layer : layer + 1, segment.start : segment.end].copy_(chunk.tensor)
+        import torch
+
+        with torch.inference_mode():
+            kv: torch.Tensor = where["kv"]
+            for segment, chunk in zip(segments, chunks, strict=True):
+                kv[:, layer : layer + 1, segment.start : segment.end].copy_(chunk.tensor)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvloom import Buffers, Chunk, CorruptBlobError, MemoryFormat, Serializer
 
@@ -21,6 +20,8 @@ class RawSerializer(Serializer):
     by_layer = True
 
     def encode(self, chunk: Chunk) -> Buffers:
+        import torch
+
         data = memoryview(chunk.tensor.detach().contiguous().view(torch.uint8).numpy().data).cast("B")
         if chunk.format is not MemoryFormat.KV_BLOB or len(data) <= _SMALL_BYTES:
             return [data]
@@ -28,6 +29,8 @@ class RawSerializer(Serializer):
         return [data[start : start + step] for start in range(0, len(data), step)]
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
+        import torch
+
         flat = into.tensor.view(torch.uint8).view(-1).numpy()
         parts = [np.frombuffer(buffer, dtype=np.uint8) for buffer in blob]
         if sum(part.size for part in parts) != flat.size:
@@ -48,6 +51,8 @@ class RawSerializer(Serializer):
         return [range(layer, planes * layers, layers) for layer in range(layers)]
 
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        import torch
+
         rows = [layer.view(torch.uint8).view(-1) for plane in into.tensor for layer in plane]
         if [row.numel() for row in rows] != [memoryview(buffer).nbytes for buffer in blob]:
             raise CorruptBlobError("the buffers are not as long as their layers")
@@ -55,6 +60,8 @@ class RawSerializer(Serializer):
             row.numpy()[:] = np.frombuffer(buffer, dtype=np.uint8)
 
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
+        import torch
+
         if len(blob) != like.nbytes:
             raise CorruptBlobError("the blob is not as long as its chunk")
         tensor = torch.frombuffer(blob, dtype=torch.uint8).view(like.tensor.dtype).view(like.tensor.shape)

@@ -1,4 +1,4 @@
-"""`kvloom config check | show | schema | import`."""
+"""`kvloom config check | show | schema`; packages add verbs of their own, such as `import` of kvloom-lmcache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvloom.cli import config_import, output
+from kvloom.cli import output
 from kvloom.plugins.registry import Registry
 from kvloom.redaction import masked, masked_template
 
@@ -17,27 +17,37 @@ if TYPE_CHECKING:
     from kvloom.config.validation_errors import KeyPath
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def add(commands: typer.Typer, registry: Registry) -> None:
-    verbs = typer.Typer(help="Check, show or bring over a configuration.", no_args_is_help=True)
+    verbs = typer.Typer(help="Check, show or import a configuration.", no_args_is_help=True)
     commands.add_typer(verbs, name="config")
 
     @verbs.command("check")
-    def check(file: File) -> None:
+    def check(file: File, as_json: AsJson = False) -> None:
         """Check a configuration against the installed plugins, without opening anything."""
         config, resolved = load(file)
+        if as_json:
+            found = [{"name": tier.name, "capacity": tier.capacity} for tier in resolved.tiers]
+            words = {"connector": config.connector.type, "tokens": config.tokens.type}
+            about = {"file": str(file), **words, "chunk_tokens": config.chunk_tokens, "tiers": found}
+            print(json.dumps(about, indent=2))
+            return
         tiers = " > ".join(f"{tier.name} ({output.size(tier.capacity)})" for tier in resolved.tiers)
         print(f"{file}: ok: {config.connector.type}, {config.tokens.type} of {config.chunk_tokens} tokens, {tiers}")
         print("paths and servers were not tried")
 
     @verbs.command("show")
-    def show(file: File) -> None:
+    def show(file: File, as_json: AsJson = False) -> None:
         """Print the configuration in effect: defaults and KVLOOM_ variables included, values from ${env:...} not."""
         import yaml
 
-        config, resolved = load(file)
-        print(yaml.safe_dump(_effective(config, resolved), sort_keys=False, allow_unicode=True), end="")
+        effective = _effective(*load(file))
+        if as_json:
+            print(json.dumps(effective, indent=2))
+        else:
+            print(yaml.safe_dump(effective, sort_keys=False, allow_unicode=True), end="")
 
     @verbs.command("schema")
     def schema() -> None:
@@ -45,8 +55,6 @@ def add(commands: typer.Typer, registry: Registry) -> None:
         from kvloom.config import json_schema
 
         print(json.dumps(json_schema(registry), indent=2))
-
-    config_import.add(verbs)
 
 
 def load(file: Path) -> tuple[EngineConfig, Resolved]:

@@ -19,18 +19,12 @@ from kvloom.plugins.registry import Registry
 
 VERBS = {
     "plugins": "List the installed plugins.",
-    "doctor": "Say what is wrong with the machine or a configuration.",
-    "config": "Check, show or bring over a configuration.",
-    "plan": "Measure what the tiers hold and how fast they are.",
-    "stat": "Show whether the stored tiers answer, and what they hold.",
-    "why": "Say where each chunk of a prompt is, or why nowhere.",
-    "trace": "Record shapes of requests; replay them elsewhere.",
-    "scrub": "Verify every blob of the stored tiers.",
-    "warm": "Copy prompts into a faster tier.",
+    "config": "Check, show or import a configuration.",
 }
-"""The core's own, each a module of `kvloom.cli`, and a line for the list of them, which imports none."""
+"""The core's own verbs: each is a module of `kvloom.cli`, with its line in the list of verbs."""
 
 ELSEWHERE = {
+    **dict.fromkeys(["init", "doctor", "plan", "stat", "why", "trace", "scrub", "warm"], "kvloom-tools"),
     "top": "kvloom-observe",
     "serve": "kvloom-observe",
     "check": "kvloom-testkit",
@@ -38,53 +32,62 @@ ELSEWHERE = {
     "demo": "kvloom-connector-transformers",
     "calibrate": "kvloom-serde-cachegen",
     "blend": "kvloom-blend",
+    "config import": "kvloom-lmcache",
 }
-"""Verbs that other packages of kvloom bring, and which ones."""
+"""Verbs of other packages of kvloom, and the package of each."""
 
 
-def app(*, listing: bool = False) -> typer.Typer:
-    """The command with every verb that is installed. listing: to list them only; none can be called."""
+def app(verb: str | None = None) -> typer.Typer:
+    """The command with every installed verb.
+
+    verb: work out the options of this one only, and leave out the others; "" for a list, in which none can be called.
+    """
     commands = typer.Typer(
         name="kvloom",
         help="Keep the KV cache of a language model, so that no prompt is prefilled twice.",
         rich_markup_mode=None,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         no_args_is_help=True,
     )
     commands.callback()(_options)
     registry = Registry.discover()
     for name, line in VERBS.items():
-        if listing:
-            command_outline.outline(commands, name, line)
-        else:
+        if verb in (None, name):
             importlib.import_module(f"kvloom.cli.{name}").add(commands, registry)
-    registry.add_commands(commands, resolve=not listing)
-    for name in sorted(ELSEWHERE.keys() - command_outline.names(commands)):
-        _add_missing(commands, name, registry)
-    return command_outline.outlined(commands) if listing else commands
+        else:
+            command_outline.outline(commands, name, line)
+    registry.add_commands(commands, verb)
+    for missing in sorted(ELSEWHERE):
+        *above, name = missing.split()
+        there = command_outline.group(commands, above[0]) if above else commands
+        if there is not None and name not in command_outline.names(there):
+            _add_missing(there, missing, registry)
+    return commands if verb is None else command_outline.only(commands, verb) or command_outline.outlined(commands)
 
 
-def _add_missing(commands: typer.Typer, name: str, registry: Registry) -> None:
-    """A verb that is not listed, and says what it needs."""
-    dist = ELSEWHERE[name]
+def _add_missing(commands: typer.Typer, verb: str, registry: Registry) -> None:
+    """Add a verb that is not listed, and says what it needs."""
+    dist = ELSEWHERE[verb]
 
     @commands.command(
-        name, hidden=True, add_help_option=False,
+        verb.split()[-1], hidden=True, add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )  # fmt: skip
     def missing() -> None:
-        if any(status.dist == dist for status in registry.statuses()):
-            raise ConfigError(f"kvloom {name}", f"{dist} is installed and does not work; `kvloom plugins` says why")
-        raise ConfigError(f"kvloom {name}", f"comes with {dist}: {pip_install(dist)}")
+        for status in registry.statuses():
+            if status.dist == dist:
+                raise ConfigError(f"kvloom {verb}", f"{dist} is installed and does not work: {status.reason}")
+        raise ConfigError(f"kvloom {verb}", f"comes with {dist}: {pip_install(dist)}")
 
 
 def main() -> None:
     """Run it. Exit status: 1 for an error, 2 for one in the configuration or the command line."""
     _open_streams()
+    completing = "_KVLOOM_COMPLETE" in os.environ  # by the shell, for words that are not in sys.argv
     try:
         try:
-            app(listing=all(word.startswith("-") for word in sys.argv[1:]))()
+            app(None if completing else next((word for word in sys.argv[1:] if not word.startswith("-")), ""))()
         finally:
             sys.stdout.flush()
     except KVLoomError as error:

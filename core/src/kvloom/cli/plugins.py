@@ -1,4 +1,4 @@
-"""`kvloom plugins`: what is installed, in which state, and what it provides or why it does not."""
+"""`kvloom plugins`: the installed plugins, their states, and the types that each provides."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from kvloom.plugins.registry import PluginStatus, Registry
 
 def add(commands: typer.Typer, registry: Registry) -> None:
     @commands.command("plugins")
-    def plugins(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    def plugins(
+        check: Annotated[bool, typer.Option("--check", help="Import every class, and work out every verb.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ) -> None:
         """List the installed plugins."""
-        statuses = registry.statuses()
+        if check:
+            registry.add_commands(typer.Typer())
+        statuses = registry.statuses(imported=check)
         if as_json:
             print(json.dumps([asdict(status) for status in statuses], indent=2))
             return

@@ -35,13 +35,13 @@ _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     """The mapping in a YAML file, and which keys it gives twice. ConfigError if it cannot be read or is no mapping."""
     try:
-        tree, twice = loaded(text := text_of(path, MOST_BYTES))
+        tree, twice = load_yaml(text := text_of(path, MOST_BYTES))
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except RecursionError:
         raise ConfigError(str(path), "nested too deeply") from None
-    except TooLargeError as error:
-        raise ConfigError(str(path), f"{error}; write the values out") from None
+    except ConfigError as error:
+        raise ConfigError(str(path), f"{error}; write out what is meant") from None
     except yaml.YAMLError as error:
         raise ConfigError(str(path), f"not YAML: {_not_yaml(error, text)}") from None
     except UnicodeDecodeError as error:
@@ -57,18 +57,15 @@ def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     return tree, twice
 
 
-class TooLargeError(yaml.YAMLError):
-    """A document that is larger than any configuration, with its aliases written out."""
+def load_yaml(text: str) -> tuple[Any, list[Problem]]:
+    """Return the content of a YAML document, and a problem for each key that it gives twice.
 
-
-def loaded(text: str) -> tuple[Any, list[Problem]]:
-    """Parse a YAML document; return it with a problem for each duplicate key.
-
-    Raises YAMLError, RecursionError or ValueError. An alias counts as much as what it stands for: a few lines of
-    aliases can stand for more than there is memory.
+    Raises ConfigError for a document larger than any configuration, and YAMLError, RecursionError or ValueError for
+    text that is no YAML. An alias costs as much as what it stands for: a few lines of them can stand for more than
+    there is memory.
     """
     if len(text) > MOST_TEXT:
-        raise TooLargeError(f"{len(text)} characters; a configuration may have {MOST_TEXT}")
+        raise ConfigError("", f"{len(text)} characters, and a configuration has {MOST_TEXT} at most")
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     if node is None:
         return None, []
@@ -89,7 +86,7 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
         for child in children:
             total += _written_out(child, known)
             if total > MOST_NODES:
-                raise TooLargeError(f"its aliases stand for more than {MOST_NODES} values")
+                raise ConfigError("", f"its aliases stand for more than {MOST_NODES} values")
     known[id(node)] = total
     return total
 
@@ -194,9 +191,9 @@ def _no_setting(word: str, known: Mapping[str, Any]) -> str:
 
 def _parsed(text: str, name: str) -> Any:
     try:
-        return loaded(text)[0]
-    except TooLargeError as error:
-        raise ConfigError(name, f"{error}; write the values out") from None
+        return load_yaml(text)[0]
+    except ConfigError as error:
+        raise ConfigError(name, f"{error}; write out what is meant") from None
     except RecursionError:
         raise ConfigError(name, "nested too deeply") from None
     except (yaml.YAMLError, ValueError):  # the latter of a date that there is not

@@ -6,13 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError
 from kvloom.redaction import is_secret, masked
+
+C = TypeVar("C", bound=Config)
 
 KeyPath = tuple[str | int, ...]
 """The place of a setting: `("tiers", 1, "path")` is written `tiers.1.path`."""
@@ -116,6 +119,16 @@ def problems(error: ValidationError, *, at: KeyPath = (), stray: Callable[[KeyPa
             text = stray(path) if details["type"] == "extra_forbidden" else _wording(details, path)
             found.append((path, text))
     return found
+
+
+def validated(settings_class: type[C], settings: Mapping[str, Any], *, at: str) -> C:
+    """Validate the settings of a component as those in YAML. Raises ConfigError with the path `at`."""
+    try:
+        return settings_class.model_validate(settings)
+    except ValidationError as error:
+        found = problems(error, stray=lambda path: unknown(str(path[-1]), settings_class.model_fields))
+        said = [": ".join(filter(None, (dotted(path), text))) for path, text in found]
+        raise ConfigError(at, "; ".join(said)) from None
 
 
 def _wording(details: ErrorDetails, path: KeyPath) -> str:

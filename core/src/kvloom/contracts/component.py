@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic import ByteSize as ByteSize
 
 from kvloom.redaction import masked
@@ -28,14 +28,14 @@ def _parse_duration(value: Any) -> Any:
     return float(match[1]) * _UNITS[match[2].lower()]
 
 
-Duration = Annotated[float, BeforeValidator(_parse_duration)]
+Duration = Annotated[float, BeforeValidator(_parse_duration), Field(allow_inf_nan=False)]
 """Seconds; YAML may say `250ms`, `30s`, `5m`, `6h`, `7d`. `ByteSize` does the same for `20GiB`."""
 
 
 class Config(BaseModel):
-    """The base of every component's settings: unknown keys are errors, values are frozen."""
+    """The base of every component's settings: unknown keys are errors, values are frozen, numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():

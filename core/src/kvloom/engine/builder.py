@@ -74,12 +74,15 @@ def build_stack(
             except ConfigError as error:  # the other tiers may have mistakes too
                 wrong.append(error)
                 continue
-            stored.append(
-                StoredTier(
+            try:
+                tier = StoredTier(
                     choice.name, layout, backend, serializers, memory, events, runtime,
                     policy=policy, dst_device=dst_device,
-                )
-            )  # fmt: skip
+                )  # fmt: skip
+            except BaseException:
+                backend.close()
+                raise
+            stored.append(tier)
         if len(wrong) == 1:
             raise wrong[0]
         _refuse([(error.path, error.problem) for error in wrong])

@@ -251,13 +251,14 @@ class Engine(Index):
 
     def store(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
-    ) -> None:
+    ) -> int:
         """Store the KV of the selected tokens. Only missing chunks are copied; stored ones cost a lookup.
 
-        Returns when the caller's KV may be overwritten; tiers below memory are written in the background.
+        Returns how many tokens were copied, when the caller's KV may be overwritten. Tiers below memory are written in
+        the background.
         """
         task = Task(self._runtime)
-        self._runtime.uninterrupted(
+        return self._runtime.uninterrupted(
             partial(self._store, task, self._callers(), tokens, mask, salt, where), cancel=task.cancel
         )
 
@@ -269,15 +270,16 @@ class Engine(Index):
         mask: torch.Tensor | None,
         salt: str | None,
         where: Mapping[str, Any],
-    ) -> None:
+    ) -> int:
         whole, first = self._selected(tokens, mask, salt)
         keys = [segment.key for segment in whole]
         self._stack.touch(keys, count=False)  # before, so that room is not made at its own cost
         record = self._record("store", whole, first, tokens, callers=callers)
         task.run(lambda task: self._transfer.save(task, whole[first:], where, chain=Chain(keys), record=record))
-        task.result()
+        copied = task.result()
         self._stack.touch([segment.key for segment in whole])
         self._tokens.learn(tokens, salt=self._salt(salt))
+        return sum(segment.end - segment.start for segment, new in zip(whole[first:], copied, strict=True) if new)
 
     def retrieve_layer(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
@@ -450,7 +452,10 @@ class Engine(Index):
         return self._runtime.uninterrupted(begun, discard=Loading.close)
 
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
-        """Keep the KV of segments, in the background; done when the caller's KV may be overwritten."""
+        """Keep the KV of segments, in the background; done when the caller's KV may be overwritten.
+
+        The task's mask is of the segments that were copied: False where the tiers had the KV, or had no room.
+        """
         callers = self._callers()
 
         def begun() -> Task:

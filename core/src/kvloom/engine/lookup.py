@@ -105,6 +105,14 @@ class Index:
             others = [database.close for database in self._others]
             close_all(self.connector.close, self._tokens.close, *others, self._stack.close, self._events.close)
 
+    def __repr__(self) -> str:
+        """The model, and the chunks, bytes and state of each tier."""
+        about = f"<{type(self).__name__} {self.spec.model!r}, {self.chunk_tokens} tokens a chunk"
+        if self._closed:
+            return f"{about}, closed>"
+        tiers = [f"{one.name} {one.blobs:,} chunks {one.bytes:,} bytes {one.state}" for one in self.health().tiers]
+        return f"{about}; {'; '.join(tiers)}>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -48,9 +48,12 @@ def taken_by(nbytes: int, capacity: int, *, largest_bytes: int) -> int:
 
 
 class Reservation:
-    """Memory that one writer may fill. Seal it or abandon it; it does so itself when it is forgotten."""
+    """Memory to be filled. Seal it or abandon it; it does so itself when it is forgotten.
 
-    __slots__ = ("_pool", "deadline", "nbytes", "origin", "size", "start")
+    It has one holder, and one more for each `hold`: whoever asked for it, and each call that still may write to it.
+    """
+
+    __slots__ = ("_holders", "_pool", "deadline", "nbytes", "origin", "size", "staged", "start")
 
     def __init__(self, pool: Pool, start: int, size: int, nbytes: int, deadline: float, origin: Origin) -> None:
         self.origin = origin
@@ -61,6 +64,9 @@ class Reservation:
         """Bytes asked for."""
         self.deadline = deadline
         """Time after which the reservation cannot be sealed any more, because filling it has taken too long."""
+        self.staged = 0
+        """Bytes that count as staged, see `Pool.stage`."""
+        self._holders = 1
         self._pool: Pool | None = pool
 
     @property
@@ -74,24 +80,50 @@ class Reservation:
         assert self._pool is not None, "used after seal or abandon"
         return self._pool.tensor(self.start + offset, shape, dtype)
 
+    def hold(self) -> bool:
+        """Become another holder; False if there is none left, and the memory is somebody else's."""
+        pool = self._pool
+        if pool is None:
+            return False
+        with pool.lock:
+            held = self._holders > 0
+            self._holders += held
+        return held
+
     def seal(self) -> Block | None:
-        """The filled memory as a block, or None (and the memory is given back) if the deadline has passed."""
+        """The filled memory as a block, or None (and the memory is given back) if the deadline has passed.
+
+        The caller is the only holder.
+        """
         pool, self._pool = self._pool, None
         assert pool is not None, "sealed twice"
+        assert self._holders == 1, "sealed while a call may still write to it"
+        self._holders = 0
+        if self.staged:
+            pool.stage(-self.staged)
         if pool.now() > self.deadline:
             pool.free(self.start, self.size)
             return None
         return Block(pool, self.start, self.size, self.origin)
 
     def abandon(self, after: Done | None = None) -> None:
-        """Give the memory back (once `after` is over). Twice is fine."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
+        """Hold it no longer: the last one gives the memory back (once `after` is over). Without a holder, nothing."""
+        pool = self._pool
+        if pool is None:
+            return
+        with pool.lock:
+            self._holders -= 1
+            last = self._holders == 0
+        if last:
+            self._pool = None
+            if self.staged:
+                pool.stage(-self.staged)
             pool.free(self.start, self.size, () if after is None else (after,))
 
     def __del__(self) -> None:
         pool: Pool | None = getattr(self, "_pool", None)  # its making may have been interrupted
         if pool is not None:
+            self._holders = 1
             pool.forgotten.append((self.abandon, "a reservation", self.size, self.origin))
 
 
@@ -208,6 +240,8 @@ class Pool:
         self.largest_bytes = max(end - start for start, end in zip((0, *ends), ends, strict=False))
         """The most that can be reserved in one piece."""
         self.now = runtime.now
+        self.staged_bytes = 0
+        """Held by reservations for longer than a copy takes."""
         self._runtime = runtime
         # Held for a few dictionary operations, never across I/O, a copy or a foreign call.
         self.lock = runtime.lock()
@@ -268,6 +302,16 @@ class Pool:
             return None
         self.pages.reach(start + size)
         return Reservation(self, start, size, nbytes, deadline, caller())
+
+    def stage(self, nbytes: int) -> bool:
+        """Count so many bytes as staged, if at most half of the pool is then: the other half goes round. Negative: give
+        them back.
+        """
+        self._collect()
+        with self.lock:
+            fits = nbytes < 0 or self.staged_bytes + nbytes <= self.capacity // 2
+            self.staged_bytes += nbytes if fits else 0
+        return fits
 
     def wait_for_room(self, until: float, freed: int) -> None:
         """Block until `times_freed` is no longer `freed`, a moment has passed, or `until`."""

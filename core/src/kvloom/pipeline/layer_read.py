@@ -13,9 +13,8 @@ from kvloom.pipeline.readahead import Incoming, Prefix, ReadAhead
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.tiers.memory.staging import layer_bytes
 from kvloom.tiers.request_context import RequestContext
-from kvloom.tiers.stored.layer_ranges import WHOLE_BYTES, groups, reads_ranges
+from kvloom.tiers.stored.layer_ranges import WHOLE_BYTES, groups, layer_bytes, reads_ranges
 from kvloom.tiers.tier import Loaded, Shape
 from kvloom.types import Chunk, Hit, Segment
 
@@ -212,17 +211,17 @@ class LayerRead:
 
     def _complete(self, chunk: Incoming) -> None:
         """All layers of a chunk have come by ranges, and were verified: keep it in memory, if it was put together."""
-        tier, arrival, blob = chunk.tiers[0], chunk.arrival, chunk.blob
+        tier, inflight, blob = chunk.tiers[0], chunk.inflight, chunk.blob
         assert blob is not None
-        if arrival is None:
+        if inflight is None:
             nbytes = blob.header.header_bytes + blob.header.payload_bytes
             ended = self._runtime.now()
             self._context.record.note("read", tier.name, chunk.began, ended, nbytes=nbytes)
             self._events.emit(Event("retrieved", tier.name, chunk.num_tokens, 1, nbytes, ended - chunk.began))
             return
-        chunk.arrival = None
-        loaded, first = tier.loads.complete(arrival, self._context)
-        if first and not self._stack.memory.invalidations.hit(arrival.key, arrival.since):
+        chunk.inflight = None
+        loaded, first = tier.loads.complete(inflight, self._context)
+        if first and not self._stack.memory.invalidations.hit(inflight.key, inflight.since):
             self._stack.loader.promote(chunk.segment, loaded, self._context, below=tier)
         loaded.release()
-        tier.loads.arrivals.leave(arrival)
+        inflight.home.leave(inflight)

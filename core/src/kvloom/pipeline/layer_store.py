@@ -12,6 +12,7 @@ from kvloom.contracts.connector import GPUConnector
 from kvloom.contracts.observer import Event
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded
+from kvloom.memory import Reservation
 from kvloom.pipeline.layer_read import layer_of
 from kvloom.pipeline.stack import Stack
 from kvloom.pipeline.store import Todo
@@ -19,7 +20,6 @@ from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import Chain
-from kvloom.tiers.memory.staging import StagingBuffer
 from kvloom.types import EXACT, Chunk, Segment
 
 
@@ -55,14 +55,17 @@ class Storing:
         self.num_layers = int(connector.shape(1)[1])
         self._context = stack.context(chain, record)
         self._claims = stack.storer.claim(segments)
-        self._rooms: list[StagingBuffer] = []
+        self._reservations: list[Reservation] = []
         try:
             self._todo = self._plan([segment for segment in segments if segment.key in self._claims.keys], events)
         except BaseException as error:
             self._let_go(error)
             raise
         self._segments = [segment for segment, _ in self._todo]
-        self._chunks = [self._chunk(segment, room) for segment, room in zip(self._segments, self._rooms, strict=True)]
+        self._chunks = [
+            self._chunk(segment, reservation)
+            for segment, reservation in zip(self._segments, self._reservations, strict=True)
+        ]
         self.mask = torch.zeros(num_tokens, dtype=torch.bool)
         """Over the tokens: whose KV is copied. The others are stored, or being stored, or there is no room for them."""
         for segment in self._segments:
@@ -74,24 +77,24 @@ class Storing:
         todo = stack.storer.missing(segments, context)
         for segment, _ in todo:
             nbytes = stack.layout.nbytes(self._connector.shape(segment.end - segment.start))
-            room = stack.rooms.take(nbytes, until=None if self._rooms else context.until)
-            if room is None:
+            reservation = stack.memory.stage(nbytes, until=None if self._reservations else context.until)
+            if reservation is None:
                 break
-            self._rooms.append(room)
-        dropped = todo[len(self._rooms) :]
+            self._reservations.append(reservation)
+        dropped = todo[len(self._reservations) :]
         if dropped:
             tokens = sum(segment.end - segment.start for segment, _ in dropped)
             events.emit(Event("dropped", tokens=tokens, chunks=len(dropped), reason="no room in memory"))
-        todo = todo[: len(self._rooms)]
+        todo = todo[: len(self._reservations)]
         mine = {segment.key for segment, _ in todo}
         there = [segment for segment in segments if segment.key not in mine]
         if there:
             stack.storer.settle(self._claims, there, stored=True)
         return todo
 
-    def _chunk(self, segment: Segment, room: StagingBuffer) -> Chunk:
+    def _chunk(self, segment: Segment, reservation: Reservation) -> Chunk:
         num_tokens = segment.end - segment.start
-        tensor = room.reservation.tensor(self._connector.shape(num_tokens), self._stack.layout.dtype)
+        tensor = reservation.tensor(self._connector.shape(num_tokens), self._stack.layout.dtype)
         return Chunk(tensor, self._stack.layout.format, num_tokens, EXACT, segment.start)
 
     def layer(self, layer: int, **where: Any) -> None:
@@ -122,10 +125,11 @@ class Storing:
             self._stack.storer.go_on(self._claims)
 
     @shielded
-    def finish(self) -> None:
+    def finish(self) -> int:
         """Keep what was copied: in memory now, in the tiers below in the background, as `Engine.store` does.
 
-        Raises ValueError, nothing being stored, if a layer is lacking; BackendError if this is closed.
+        Returns how many tokens were new. Raises ValueError, nothing being stored, if a layer is lacking; BackendError
+        if this is closed.
         """
         with self._reading:
             if not self._open:
@@ -138,13 +142,13 @@ class Storing:
             raise ValueError(f"layer: {absent[0]} was never stored ({len(absent)} of {self.num_layers} are lacking)")
         try:
             with self._context.record.going_on() as record:
-                if self._todo:
-                    self._keep()
+                num_tokens = self._keep() if self._todo else 0
                 record.served_tokens = self._num_tokens
             self._finished()
         finally:
             self._stack.storer.settle(self._claims, stored=True)
             self._on_end(self)
+        return num_tokens
 
     @shielded
     def close(self) -> None:
@@ -155,22 +159,24 @@ class Storing:
             self._let_go()
             self._on_end(self)
 
-    def _keep(self) -> None:
+    def _keep(self) -> int:
         self._context.progress()  # the time since it began was the caller's
         kept = []
-        for (segment, tiers), chunk, room in zip(self._todo, self._chunks, self._rooms, strict=True):
+        for (segment, tiers), chunk, reservation in zip(self._todo, self._chunks, self._reservations, strict=True):
             lacking = self._stack.storer.still_lacking(segment.key, tiers)
             if lacking is None:
-                room.release()
+                reservation.abandon()
             else:
-                kept.append(((segment, lacking), chunk, room))
+                kept.append(((segment, lacking), chunk, reservation))
         if kept:
-            todo, chunks, rooms = zip(*kept, strict=True)
-            self._stack.storer.insert(todo, chunks, rooms, self._context, seconds=self._runtime.now() - self._began)
+            todo, chunks, reservations = zip(*kept, strict=True)
+            seconds = self._runtime.now() - self._began
+            self._stack.storer.insert(todo, chunks, reservations, self._context, seconds=seconds)
+        return sum(segment.end - segment.start for (segment, _), _, _ in kept)
 
     def _let_go(self, error: BaseException | None = None) -> None:
-        for room in self._rooms:
-            room.release()
+        for reservation in self._reservations:
+            reservation.abandon()
         self._stack.storer.settle(self._claims, stored=False)
         self._context.record.end(error)
 

@@ -15,7 +15,6 @@ from kvloom.telemetry.request_trace import NO_TRACE
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.inflight import Read
-from kvloom.tiers.stored.layer_inflight import WholeRead
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Layout, Loaded, Shape
 from kvloom.types import ChunkKey, Segment
@@ -34,7 +33,7 @@ class _Arrival:
     tiers: list[StoredTier] = field(default_factory=list)
     """Stored tiers from which it may be read, fastest first; those tried already are gone. Set before it is started."""
     loaded: Loaded | None = None
-    read: Read | WholeRead | None = None
+    read: Read | None = None
     source: StoredTier | None = None
     """The tier that it is being read from."""
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from kvloom.errors import DeadlineExceeded
 from kvloom.format import envelope
+from kvloom.memory import Reservation
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Call, Runtime
-from kvloom.tiers.memory.staging import StagingBuffer, StagingPlace, layer_bytes
 from kvloom.tiers.request_context import RequestContext
-from kvloom.tiers.stored.inflight import Read
-from kvloom.tiers.stored.layer_inflight import InflightLayerRead, Piece, WholeRead
-from kvloom.tiers.stored.layer_ranges import LayeredBlob
+from kvloom.tiers.stored.inflight import InflightRead, Piece, Read
+from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob, layer_bytes
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Loaded
 from kvloom.types import Segment
@@ -64,9 +63,9 @@ class Incoming:
     alone: bool = False
     """And that came to nothing: it is read by layers after all."""
     blob: LayeredBlob | None = None
-    arrival: InflightLayerRead | None = None
+    inflight: InflightRead | None = None
     """Where all of its layers are put together, for whoever wants it, if there is room for that."""
-    passing: StagingPlace | None = None
+    passing: LayerBuffer | None = None
     """Else: where the layers that have just arrived are."""
     began: float = 0.0
     over: bool = False
@@ -81,7 +80,7 @@ class Incoming:
 class _Part:
     tier: StoredTier
     piece: Piece
-    place: StagingPlace
+    place: LayerBuffer
 
 
 class ReadAhead:
@@ -104,13 +103,13 @@ class ReadAhead:
         self._positions = self._all_positions()
         self._next: tuple[range, Incoming] | None = None
         self._parts: dict[tuple[int, int], _Part] = {}
-        self._wholes: dict[int, Read | WholeRead] = {}
-        self._spare: list[StagingBuffer] = []
+        self._wholes: dict[int, Read] = {}
+        self._spare: list[Reservation] = []
         # For what others were to read, if that comes to nothing; and the same while it is in use.
-        self._aside: StagingBuffer | None = None
-        self._lent: StagingBuffer | None = None
-        self._rooms = 0
-        self._room_bytes = 0
+        self._aside: Reservation | None = None
+        self._lent: Reservation | None = None
+        self._reserved = 0
+        self._group_bytes = 0
 
     def prepare(self) -> None:
         """Get the memory that reading by layers takes at least: while nothing is held, so that waiting is safe."""
@@ -118,12 +117,12 @@ class ReadAhead:
         if not streamed:
             return
         longest, dtype = max(map(len, self._groups)), self._stack.layout.dtype
-        self._room_bytes = max(one.shape[0] * longest * layer_bytes(one.shape, dtype) for one in streamed)
+        self._group_bytes = max(one.shape[0] * longest * layer_bytes(one.shape, dtype) for one in streamed)
         context = self._context
-        room = self._stack.rooms.await_passing(self._room_bytes, context.until, stopped=lambda: context.given_up)
-        if room is not None:
-            self._spare.append(room)
-            self._rooms = 1
+        reservation = self._stack.memory.reserve_by(self._group_bytes, context.until, stopped=lambda: context.given_up)
+        if reservation is not None:
+            self._spare.append(reservation)
+            self._reserved = 1
 
     def ready(self, chunk: Incoming, group: range) -> bool:
         """Whether taking this needs no waiting."""
@@ -135,7 +134,7 @@ class ReadAhead:
         part = self._parts.get((group.start, chunk.index))
         return chunk.loaded is not None if part is None else part.piece.call.done
 
-    def part(self, chunk: Incoming, group: range) -> tuple[StagingPlace, int] | None:
+    def part(self, chunk: Incoming, group: range) -> tuple[LayerBuffer, int] | None:
         """Where the layers of `group` are, and how many of them are right; None if they are not to be had so.
 
         Asked for by `fill` before, and by none in between: that may find the chunk elsewhere.
@@ -158,10 +157,10 @@ class ReadAhead:
         self._context.progress()
         chunk.blob = arrived[0] or chunk.blob
         right = part.piece.right(group)
-        if chunk.arrival is None:
+        if chunk.inflight is None:
             chunk.passing = part.place
         elif right < len(group):
-            part.tier.loads.arrivals.close(chunk.arrival)
+            chunk.inflight.home.close(chunk.inflight)
         self.fill()
         return part.place, right
 
@@ -181,19 +180,19 @@ class ReadAhead:
         """What somebody else was reading, whole; None if it is better, or necessary, to read it by layers after all."""
         read, chunk.elsewhere = chunk.elsewhere, None
         assert read is not None
-        tier, flight = chunk.tiers[0], read.flight
+        tier, inflight = chunk.tiers[0], read.inflight
         chunk.alone = True
 
         def stopped() -> bool:
             # What this load holds may be what the other waits for.
-            return not self._wanted(chunk, group) or (flight.starved and self._holds_memory())
+            return not self._wanted(chunk, group) or (inflight.starved and self._holds_memory())
 
         if not read.wait(self._context.patience(tier.deadline), stopped=stopped) and stopped():
             tier.loads.give_up(read)
             return None
         return self._landed(tier, read)
 
-    def _landed(self, tier: StoredTier, read: Read | WholeRead) -> Loaded | None:
+    def _landed(self, tier: StoredTier, read: Read) -> Loaded | None:
         loaded = tier.loads.collect(read)
         if loaded is not None:
             self._context.progress()
@@ -201,7 +200,7 @@ class ReadAhead:
         return loaded
 
     def _holds_memory(self) -> bool:
-        return any(chunk.loaded is not None or chunk.arrival is not None for chunk in self._chunks)
+        return any(chunk.loaded is not None or chunk.inflight is not None for chunk in self._chunks)
 
     def _wait(self, call: Call[Any], tier: StoredTier, chunk: Incoming, group: range) -> bool:
         """Whether the call was done in time, and while anybody wanted it."""
@@ -212,21 +211,21 @@ class ReadAhead:
         place, chunk.passing = chunk.passing, None
         if place is None:
             return
-        if place.room is self._lent:
-            self._aside, self._lent = place.room, None
+        if place.reservation is self._lent:
+            self._aside, self._lent = place.reservation, None
         else:
-            self._spare.append(place.room)
+            self._spare.append(place.reservation)
 
     def forget(self, chunk: Incoming) -> None:
         """Nothing more of this chunk is wanted by layers: give up what is under way, and its memory."""
         self.done_with(chunk)
-        arrival, chunk.arrival = chunk.arrival, None
+        inflight, chunk.inflight = chunk.inflight, None
         for key in [key for key in self._parts if key[1] == chunk.index]:
             part = self._parts.pop(key)
-            if arrival is None:
+            if inflight is None:
                 self._lose(part, chunk, key[0])
-        if arrival is not None:
-            arrival.home.leave(arrival)
+        if inflight is not None:
+            inflight.home.leave(inflight)
 
     def close(self) -> None:
         """Give everything up."""
@@ -237,8 +236,8 @@ class ReadAhead:
                 chunk.elsewhere = None
         for index, read in self._wholes.items():
             self._chunks[index].tiers[0].loads.give_up(read)
-        for room in (*self._spare, *filter(None, [self._aside])):
-            room.release()
+        for reservation in (*self._spare, *filter(None, [self._aside])):
+            reservation.abandon()
         self._wholes, self._spare, self._aside = {}, [], None
 
     def fill(self) -> None:
@@ -271,7 +270,7 @@ class ReadAhead:
 
     def _ask(self, chunk: Incoming, group: range) -> bool:
         """Begin to read; False if there is no room for it now, or not everything known that it takes."""
-        if not group.start and chunk.arrival is None and self._is_in_memory(chunk):
+        if not group.start and chunk.inflight is None and self._is_in_memory(chunk):
             return True
         if chunk.by_layer:
             under_way = len(self._parts) >= 2 * chunk.tiers[0].backend.threads
@@ -287,23 +286,24 @@ class ReadAhead:
 
     def _ask_by_layer(self, chunk: Incoming, group: range) -> bool:
         tier, start = chunk.tiers[0], group.start
-        if not start and chunk.arrival is None and not chunk.alone:
+        if not start and chunk.inflight is None and not chunk.alone:
             self._join(chunk)
             if chunk.elsewhere is not None:
                 return True
             if self._is_in_memory(chunk):
                 self.forget(chunk)
                 return True
-        arrival = chunk.arrival
-        if arrival is not None:
-            chunk.blob = chunk.blob or arrival.blob
+        inflight = chunk.inflight
+        if inflight is not None:
+            chunk.blob = chunk.blob or inflight.blob
         if start and chunk.blob is None:
             return False
         chunk.began = chunk.began or self._runtime.now()
-        if arrival is not None:
-            piece = tier.loads.arrivals.ask(arrival, group)
+        if inflight is not None:
+            assert inflight.place is not None
+            piece = tier.loads.inflight.ask(inflight, group)
             if piece is not None:
-                self._parts[start, chunk.index] = _Part(tier, piece, arrival.place)
+                self._parts[start, chunk.index] = _Part(tier, piece, inflight.place)
             return True
         place = self._passing(chunk, group)
         if place is None:
@@ -326,59 +326,59 @@ class ReadAhead:
         What others read until a moment ago is in memory: look there afterwards.
         """
         tier, key, groups, context = chunk.tiers[0], chunk.segment.key, self._groups, self._context
-        found = tier.loads.arrivals.join(key, groups, context)
+        found = tier.loads.inflight.join(key, groups, context)
         if found is None:
-            room = self._stack.rooms.take(self._stack.layout.nbytes(chunk.shape))
-            if room is None:
+            reservation = self._stack.memory.stage(self._stack.layout.nbytes(chunk.shape))
+            if reservation is None:
                 return
-            place = StagingPlace.of(room, chunk.shape, self._stack.layout.dtype)
-            found = tier.loads.arrivals.join(key, groups, context, place=place, num_tokens=chunk.num_tokens)
-            if not isinstance(found, InflightLayerRead) or found.place is not place:
-                room.release()
-        if isinstance(found, InflightLayerRead):
-            chunk.arrival = found
+            place = LayerBuffer.of(reservation, chunk.shape, self._stack.layout.dtype)
+            found = tier.loads.inflight.join(key, groups, context, place=place, num_tokens=chunk.num_tokens)
+            if found is None or found.place is not place:
+                reservation.abandon()
+        if found is not None and found.call is None:
+            chunk.inflight = found
         elif found is not None and self._has_a_way_out():
-            chunk.elsewhere = found
+            chunk.elsewhere = Read(found, context)
         elif found is not None:
-            tier.loads.give_up(found)
+            found.home.leave(found)
 
     def _has_a_way_out(self) -> bool:
         """Whether this can go on if it waits for somebody who, in turn, waits for what is held here."""
         if self._aside is None and self._lent is None and self._holds_memory():
-            self._aside = self._stack.rooms.passing(self._room_bytes)
+            self._aside = self._stack.memory.reserve(self._group_bytes)
             return self._aside is not None
         return True
 
-    def _read_whole(self, chunk: Incoming) -> Read | WholeRead | None:
+    def _read_whole(self, chunk: Incoming) -> Read | None:
         chunk.asked = True
         return chunk.tiers[0].loads.read(chunk.segment.key, chunk.shape, chunk.num_tokens, self._context)
 
-    def _passing(self, chunk: Incoming, group: range) -> StagingPlace | None:
+    def _passing(self, chunk: Incoming, group: range) -> LayerBuffer | None:
         """Memory for these layers only, until they are handed on."""
-        if not self._spare and self._rooms < 2 * chunk.tiers[0].backend.threads:
-            room = self._stack.rooms.passing(self._room_bytes)
-            if room is not None:
-                self._rooms += 1
-                self._spare.append(room)
+        if not self._spare and self._reserved < 2 * chunk.tiers[0].backend.threads:
+            reservation = self._stack.memory.reserve(self._group_bytes)
+            if reservation is not None:
+                self._reserved += 1
+                self._spare.append(reservation)
         if not self._spare and chunk.alone and self._aside is not None:
             self._spare.append(self._aside)
             self._aside, self._lent = None, self._aside
         if not self._spare:
             return None
-        return StagingPlace.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
+        return LayerBuffer.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
 
     def _lose(self, part: _Part, chunk: Incoming, start: int) -> None:
         """Give up what may still be under way; it keeps its memory until it returns."""
-        if chunk.arrival is not None:
+        if chunk.inflight is not None:
             group = next(group for group in self._groups if group.start == start)
-            part.tier.loads.arrivals.give_up(chunk.arrival, group)
+            chunk.inflight.home.give_up(chunk.inflight, group)
             return
         part.piece.call.cancel()
         self._let_go(part.place)
 
-    def _let_go(self, place: StagingPlace) -> None:
-        place.room.release()
-        if place.room is self._lent:
+    def _let_go(self, place: LayerBuffer) -> None:
+        place.reservation.abandon()
+        if place.reservation is self._lent:
             self._lent = None
         else:
-            self._rooms -= 1
+            self._reserved -= 1

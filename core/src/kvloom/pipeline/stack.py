@@ -18,7 +18,6 @@ from kvloom.runtime import Runtime, close_all
 from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import NO_CHAIN, Chain
-from kvloom.tiers.memory.staging import StagingBuffers
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.tier import StoredTier
@@ -38,7 +37,6 @@ class Stack:
         self.tiers = {tier.name: tier for tier in [*kept, *stored]}
         """The tiers of the config by name, in its order."""
         self.layout = layout
-        self.rooms = StagingBuffers(memory, runtime)
         self._events = events
         self._runtime = runtime
         self.loader = Loader(memory, stored, layout, events, runtime)

@@ -11,7 +11,6 @@ from kvloom.pipeline.key_locks import Holder, KeyLocks, LongKeyLocks
 from kvloom.pipeline.locate import HURRIED_SHARE
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.tiers.memory.staging import StagingBuffer
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.existence import Inquiry
@@ -56,25 +55,23 @@ class Storer:
         if self._behind:
             memory.write_back = self._write_back
 
-    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> None:
+    def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> set[Segment]:
         """Keep the exact KV of `segments` in every tier that lacks it; `copy` reads it from the engine.
 
         Only what no tier can give is copied, and what somebody else is copying at the time is not copied twice.
-        Returns when nothing more is read from the engine.
+        Returns the segments that were copied, when nothing more is read from the engine.
         """
+        copied: set[Segment] = set()
         left = list(segments)
         while left and not context.given_up:
             keys = [segment.key for segment in left]
             with self._claims.of(keys) as mine:
-                self._keep([segment for segment in left if segment.key in mine], shape, copy, context)
+                todo = self.missing([segment for segment in left if segment.key in mine], context)
+                copied.update(self._copy_in(todo, shape, copy, context))
             left = [segment for segment in left if segment.key not in mine]
             if left and not self._claims.wait([segment.key for segment in left], context.until):
-                return
-
-    def _keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> None:
-        todo = self.missing(segments, context)
-        if todo:
-            self._copy_in(todo, shape, copy, context)
+                break
+        return copied
 
     def missing(self, segments: Sequence[Segment], context: RequestContext) -> Todo:
         """Those segments whose KV must be read from the engine, each with the stored tiers to write it to.
@@ -158,12 +155,14 @@ class Storer:
                     )  # fmt: skip
             loaded.release()
 
-    def _copy_in(self, todo: Todo, shape: Shape, copy: Copy, context: RequestContext) -> None:
+    def _copy_in(self, todo: Todo, shape: Shape, copy: Copy, context: RequestContext) -> list[Segment]:
+        """Copy as many leading segments as there is room for; returns them."""
+        done: list[Segment] = []
         if not any(tiers for _, tiers in todo):
             # Memory is all there is: a tail that would push out its own head is not worth copying.
-            room, fits = self.memory.pool.capacity, 0
+            left, fits = self.memory.pool.capacity, 0
             while (
-                fits < len(todo) and (room := room - self.memory.pool.taken_by(self._nbytes(todo[fits][0], shape))) >= 0
+                fits < len(todo) and (left := left - self.memory.pool.taken_by(self._nbytes(todo[fits][0], shape))) >= 0
             ):
                 fits += 1
             todo = todo[:fits]
@@ -172,16 +171,16 @@ class Storer:
             if not batch:
                 num_tokens = sum(segment.end - segment.start for segment, _ in todo)
                 self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(todo), reason="no room in memory"))
-                return
+                break
             chunks = [
                 Chunk(
-                    room.tensor(shape(segment.end - segment.start), self.layout.dtype),
+                    reservation.tensor(shape(segment.end - segment.start), self.layout.dtype),
                     self.layout.format,
                     segment.end - segment.start,
                     EXACT,
                     segment.start,
                 )
-                for (segment, _), room in zip(todo, batch, strict=False)
+                for (segment, _), reservation in zip(todo, batch, strict=False)
             ]
             now, todo = todo[: len(batch)], todo[len(batch) :]
             began = self._runtime.now()
@@ -193,18 +192,20 @@ class Storer:
                     for reservation in batch:
                         reservation.abandon()
             if not copied:
-                return
+                break
             context.progress()
             self.insert(now, chunks, batch, context, seconds=self._runtime.now() - began)
+            done += [segment for segment, _ in now]
+        return done
 
     def insert(
         self, now: Sequence[tuple[Segment, list[Lacking]]], chunks: Sequence[Chunk],
-        rooms: Sequence[Reservation | StagingBuffer], context: RequestContext, *, seconds: float,
+        reservations: Sequence[Reservation], context: RequestContext, *, seconds: float,
     ) -> None:  # fmt: skip
         """Take chunks that were filled into memory, and write them to the stored tiers that lack them."""
         written = self._runtime.wall()
-        for (segment, tiers), chunk, room in zip(now, chunks, rooms, strict=True):
-            block = room.seal()
+        for (segment, tiers), chunk, reservation in zip(now, chunks, reservations, strict=True):
+            block = reservation.seal()
             assert block is not None, "these reservations have no deadline"
             loaded = self.memory.insert(
                 segment.key, chunk, block, written=written, since=context.since, chain=context.chain
@@ -223,16 +224,16 @@ class Storer:
 
     def _reserve(self, todo: Todo, shape: Shape, until: float) -> list[Reservation]:
         """Memory for as many leading segments as there is room for now; for one, waiting if need be."""
-        rooms: list[Reservation] = []
+        reservations: list[Reservation] = []
         for segment, _ in todo:
             nbytes = self._nbytes(segment, shape)
-            room = self.memory.reserve(nbytes)
-            if room is None and not rooms:
-                room = self.memory.reserve_by(nbytes, until)
-            if room is None:
+            reservation = self.memory.reserve(nbytes)
+            if reservation is None and not reservations:
+                reservation = self.memory.reserve_by(nbytes, until)
+            if reservation is None:
                 break
-            rooms.append(room)
-        return rooms
+            reservations.append(reservation)
+        return reservations
 
     def _nbytes(self, segment: Segment, shape: Shape) -> int:
         return self.layout.nbytes(shape(segment.end - segment.start))

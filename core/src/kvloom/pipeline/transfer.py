@@ -64,16 +64,16 @@ class Transfer:
     def save(
         self, task: Task, segments: Sequence[Segment], where: Where, *, chain: Chain, record: RequestTrace
     ) -> torch.Tensor:
-        """From the engine's KV into the tiers that lack it."""
+        """From the engine's KV into the tiers that lack it. The mask is of the segments that were copied."""
 
         def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
             return task.touch(lambda: _read(self._connector, some, chunks, where, record))
 
         with record.going_on():
             check_where(self._connector, segments, where)
-            self._stack.storer.keep(segments, self._connector.shape, copy, self._context(task, chain, record))
+            copied = self._stack.storer.keep(segments, self._connector.shape, copy, self._context(task, chain, record))
             record.served_tokens = sum(segment.end - segment.start for segment in segments)
-        return torch.ones(len(segments), dtype=torch.bool)
+        return torch.tensor([segment in copied for segment in segments], dtype=torch.bool)
 
     def warm(self, task: Task, segments: Sequence[Segment], *, chain: Chain, record: RequestTrace) -> torch.Tensor:
         """From the lower tiers into memory."""

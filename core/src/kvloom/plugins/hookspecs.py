@@ -1,9 +1,13 @@
-"""Every hook. Hooks register classes at start-up; a token, a tensor or a blob never passes through one."""
+"""Every hook. Hooks register classes at start-up; a token, a tensor or a blob never passes through one.
+
+A hook that provides components returns classes or, so that none is imported before its type is asked for, a mapping
+from type to `module:class`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import pluggy
 
@@ -17,45 +21,51 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import StorageBackend
     from kvloom.contracts.tokens import TokenDatabase
 
+T = TypeVar("T")
+Provided: TypeAlias = "Iterable[type[T]] | Mapping[str, str]"
+
 hookspec = pluggy.HookspecMarker("kvloom")
 hookimpl = pluggy.HookimplMarker("kvloom")
 
 
 @hookspec
-def kvloom_token_databases() -> Iterable[type[TokenDatabase]]:  # type: ignore[empty-body]
+def kvloom_token_databases() -> Provided[TokenDatabase]:  # type: ignore[empty-body]
     """Classes that cut tokens into segments with keys."""
 
 
 @hookspec
-def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:  # type: ignore[empty-body]
+def kvloom_gpu_connectors() -> Provided[GPUConnector]:  # type: ignore[empty-body]
     """Classes that read and write an engine's KV."""
 
 
 @hookspec
-def kvloom_serializers() -> Iterable[type[Serializer]]:  # type: ignore[empty-body]
+def kvloom_serializers() -> Provided[Serializer]:  # type: ignore[empty-body]
     """Classes that turn chunks into blobs."""
 
 
 @hookspec
-def kvloom_storage_backends() -> Iterable[type[StorageBackend]]:  # type: ignore[empty-body]
+def kvloom_storage_backends() -> Provided[StorageBackend]:  # type: ignore[empty-body]
     """Classes that keep blobs."""
 
 
 @hookspec
-def kvloom_blend_retrievers() -> Iterable[type[BlendRetriever]]:  # type: ignore[empty-body]
+def kvloom_blend_retrievers() -> Provided[BlendRetriever]:  # type: ignore[empty-body]
     """Classes that find stored KV anywhere in a prompt."""
 
 
 @hookspec
-def kvloom_blend_executors() -> Iterable[type[BlendExecutor]]:  # type: ignore[empty-body]
+def kvloom_blend_executors() -> Provided[BlendExecutor]:  # type: ignore[empty-body]
     """Classes that merge stored and fresh KV."""
 
 
 @hookspec
-def kvloom_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
-    """Classes of observers."""
+def kvloom_observers() -> Provided[Observer]:  # type: ignore[empty-body]
+    """Classes that are told of events."""
 
 
 @hookspec
 def kvloom_add_commands(commands: typer.Typer) -> None:
-    """Add verbs to the `kvloom` command; import their dependencies inside them."""
+    """Add verbs to the `kvloom` command; import what they need inside them.
+
+    A group with the name of one that is there, such as `config`, adds its verbs to that one.
+    """

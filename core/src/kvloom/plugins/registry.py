@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -23,8 +24,6 @@ from kvloom.plugins.installing import pip_install
 
 if TYPE_CHECKING:
     import typer
-
-    from kvloom.contracts.component import Component
 
 API = "kvloom.v1"
 """The entry-point group: the version of the plugin interface, readable without importing a plugin."""
@@ -75,6 +74,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "observer": Kind("kvloom_observers", "kvloom.contracts.observer:Observer"),
 }
+"""The kinds of components by name."""
 
 RESERVED = frozenset({("backend", "memory")})
 """Types that are the core's own."""
@@ -110,6 +110,7 @@ _FIRST_PARTY = {
     ("observer", "live"): "kvloom-observe",
     ("observer", "opentelemetry"): "kvloom-observe",
     ("observer", "prometheus"): "kvloom-observe",
+    ("observer", "trace"): "kvloom-tools",
 }
 
 
@@ -168,55 +169,57 @@ class Registry:
         """The entry points that were found, in whatever state."""
         return tuple(plugin.entry.name for plugin in self._plugins)
 
-    def statuses(self) -> tuple[PluginStatus, ...]:
-        """The state of every plugin. Imports every class that a plugin provides."""
-        return tuple(plugin.status() for plugin in self._plugins)
+    def statuses(self, *, imported: bool = True) -> tuple[PluginStatus, ...]:
+        """The state of every plugin. Imports every class that a plugin provides, unless `imported` is False."""
+        return tuple(plugin.status(imported=imported) for plugin in self._plugins)
 
     def get(self, kind: str, type: str) -> type[Any]:
         """The class of `kind` that calls itself `type`. PluginError if there is none, or more than one."""
-        providers = [(plugin, cls) for plugin, cls in self._provided(kind) if cls.type == type]
-        if not providers:
+        plugin = self._provider(kind, type)
+        cls = None if plugin is None else plugin.get(kind, type)
+        if cls is None:
             raise PluginError(self._missing(kind, type))
-        if len(providers) > 1:
-            names = ", ".join(f"{plugin.entry.name} (from {plugin.origin})" for plugin, _ in providers)
-            raise PluginError(
-                f"{len(providers)} plugins provide a {kind} of type {type!r}: {names}; "
-                "uninstall all but one, or name them in plugins.block"
-            )
-        return providers[0][1]
+        return cls
 
     def lacks(self, kind: str, type: str) -> str:
-        """Text on a missing optional dependency of this class, with the remedy; empty if none is missing."""
-        for plugin, cls in self._provided(kind):
-            for module, extra in getattr(cls, "extras", {}).items() if cls.type == type else ():
+        """Text on a missing optional dependency of this class, with the remedy; empty if none is missing.
+
+        Raises PluginError if several plugins provide the type.
+        """
+        plugin = self._provider(kind, type)
+        if plugin is not None:
+            for module, extra in getattr(plugin.get(kind, type), "extras", {}).items():
                 if not _is_there(module):
                     return f"needs {module}: {pip_install(plugin.dist, extra)}"
         return ""
 
     def types(self, kind: str) -> dict[str, type[Any]]:
-        """Every class of `kind` that can be used, by type, sorted."""
-        provided = [cls for _, cls in self._provided(kind)]
+        """Every class of `kind` that can be used, by type, sorted. Imports all of them."""
+        provided = [cls for plugin in self._plugins for cls in plugin.classes(kind)]
         names = [cls.type for cls in provided]
         return {cls.type: cls for cls in sorted(provided, key=lambda cls: cls.type) if names.count(cls.type) == 1}
 
-    def add_commands(self, commands: typer.Typer, *, resolve: bool = True) -> None:
+    def add_commands(self, commands: typer.Typer, verb: str | None = None) -> None:
         """Let every plugin add its verbs to the `kvloom` command. A plugin whose verbs do not work adds none.
 
-        resolve: whether their options are looked at, too; a list of the verbs does without.
+        verb: work out the options of this one only, "" of none; default: of all.
         """
-        from kvloom.plugins import command_outline
-
-        taken = command_outline.names(commands)
         for plugin in self._plugins:
-            taken |= plugin.add_commands(commands, taken=taken, resolve=resolve)
+            plugin.add_commands(commands, verb)
 
-    def _provided(self, kind: str) -> Iterator[tuple[_Plugin, type[Component]]]:
-        for plugin in self._plugins:
-            for cls in plugin.classes(kind):
-                yield plugin, cls
+    def _provider(self, kind: str, type: str) -> _Plugin | None:
+        """The plugin that provides the type. PluginError if there are several."""
+        providers = [plugin for plugin in self._plugins if type in plugin.types(kind)]
+        if len(providers) > 1:
+            names = ", ".join(f"{plugin.entry.name} (from {plugin.origin})" for plugin in providers)
+            raise PluginError(
+                f"{len(providers)} plugins provide a {kind} of type {type!r}: {names}; "
+                "uninstall all but one, or name them in plugins.block"
+            )
+        return providers[0] if providers else None
 
     def _missing(self, kind: str, type: str) -> str:
-        known = sorted({cls.type for _, cls in self._provided(kind)})
+        known = sorted({known for plugin in self._plugins for known in plugin.types(kind)})
         parts = [f"no {kind} of type {type!r}", f"known: {', '.join(known) or 'none'}"]
         absent = [f"{plugin.entry.name} ({why})" for plugin in self._plugins if (why := plugin.why_not(kind))]
         if absent:
@@ -230,7 +233,7 @@ class Registry:
 
 
 class _Plugin:
-    """One entry point: its state and, once asked for, the classes that each of its hooks returned."""
+    """One entry point: its state and, once asked for, what each of its hooks returned."""
 
     def __init__(self, entry: metadata.EntryPoint) -> None:
         self.entry = entry
@@ -239,7 +242,8 @@ class _Plugin:
         self.reason = ""
         self._hooks: Any = None
         self._faults: dict[str, str] = {}
-        self._classes: dict[str, tuple[type[Component], ...]] = {}
+        self._found: dict[str, dict[str, type[Any] | str]] = {}
+        """By kind and type: a class, or `module:class` until that is asked for."""
 
     @property
     def version(self) -> str:
@@ -274,22 +278,43 @@ class _Plugin:
         else:
             self._hooks = manager.hook
 
-    def classes(self, kind: str) -> tuple[type[Component], ...]:
-        """The classes of `kind` from this plugin: all that its hook returned, or none if any of them is unfit."""
+    def types(self, kind: str) -> tuple[str, ...]:
+        """The types of `kind` from this plugin: all that its hook returned, or none if any of them is unfit."""
         if self._hooks is None:
             return ()
-        if kind not in self._classes:
+        if kind not in self._found:
             try:
-                self._classes[kind] = tuple(_checked(kind, self._call(KINDS[kind].hook)))
+                self._found[kind] = _by_type(kind, getattr(self._hooks, KINDS[kind].hook)())
             except (Exception, SystemExit) as error:
-                self._classes[kind] = ()
-                self._faults[kind] = _brief(error)
-        return self._classes[kind]
+                self._fail(kind, error)
+        return tuple(self._found[kind])
 
-    def add_commands(self, commands: typer.Typer, *, taken: Collection[str], resolve: bool) -> set[str]:
-        """Add this plugin's verbs; return their names. resolve: also verify their declared options."""
+    def get(self, kind: str, type: str) -> type[Any] | None:
+        """The class of this type; None if it has none that can be used."""
+        if type not in self.types(kind):
+            return None
+        found = self._found[kind][type]
+        if isinstance(found, str):
+            try:
+                found = self._found[kind][type] = _checked(kind, pkgutil.resolve_name(found), type)
+            except (Exception, SystemExit) as error:
+                self._fail(kind, error)
+                return None
+        return found
+
+    def classes(self, kind: str) -> tuple[type[Any], ...]:
+        """The classes of all its types, or none if any of them is unfit."""
+        found = [self.get(kind, type) for type in self.types(kind)]
+        return tuple(cls for cls in found if cls is not None and self._found[kind])
+
+    def _fail(self, kind: str, error: BaseException) -> None:
+        self._found[kind] = {}
+        self._faults[kind] = _brief(error)
+
+    def add_commands(self, commands: typer.Typer, verb: str | None) -> None:
+        """Add this plugin's verbs. verb: as `Registry.add_commands` takes it."""
         if self._hooks is None or not self._hooks.kvloom_add_commands.get_hookimpls():
-            return set()
+            return
         import typer
         from typer.main import get_group
 
@@ -298,17 +323,12 @@ class _Plugin:
         apart = typer.Typer()
         try:
             self._hooks.kvloom_add_commands(commands=apart)
-            names = command_outline.names(apart)
-            if resolve:
-                get_group(apart)
-            if names & set(taken):
-                raise PluginError(f"the verb {min(names & set(taken))!r} is taken")
+            tried = apart if verb is None else command_outline.only(apart, verb)
+            if tried is not None:
+                get_group(tried)
+            command_outline.merge(commands, apart)
         except (Exception, SystemExit) as error:
             self._faults["commands"] = _brief(error)
-            return set()
-        commands.registered_commands.extend(apart.registered_commands)
-        commands.registered_groups.extend(apart.registered_groups)
-        return names
 
     def why_not(self, kind: str) -> str:
         """Why nothing of `kind` comes from this plugin; "" if that is how it should be."""
@@ -316,42 +336,57 @@ class _Plugin:
             return f"{self.state}: {self.reason}"
         return f"broken: {self._faults[kind]}" if kind in self._faults else ""
 
-    def status(self) -> PluginStatus:
-        provides = tuple((kind, cls.type) for kind in KINDS for cls in self.classes(kind))
+    def status(self, *, imported: bool) -> PluginStatus:
+        for kind in KINDS if imported else ():
+            self.classes(kind)
+        provides = tuple((kind, type) for kind in KINDS for type in self.types(kind))
         state, reason = self.state, self.reason
         if self._faults:
             state, reason = "broken", "; ".join(f"{kind}: {fault}" for kind, fault in self._faults.items())
         return PluginStatus(self.entry.name, self.dist, self.version, state, reason, provides)
 
-    def _call(self, hook: str) -> list[Any]:
-        found: list[Any] = []
-        for classes in getattr(self._hooks, hook)():
-            if isinstance(classes, str) or not isinstance(classes, Iterable):
-                raise PluginError(f"{hook} returned {classes!r}; return a list of classes")
-            found.extend(classes)
-        return found
+
+def _by_type(kind: str, answers: Iterable[Any]) -> dict[str, type[Any] | str]:
+    """What the implementations of a hook returned: classes, or `module:class` by type. PluginError if it is unfit."""
+    found: dict[str, type[Any] | str] = {}
+    for answer in answers:
+        if isinstance(answer, str) or not isinstance(answer, Iterable):
+            raise PluginError(f"{KINDS[kind].hook} returned {answer!r}; return a list of classes")
+        named = answer.items() if isinstance(answer, Mapping) else ((None, cls) for cls in answer)
+        for type, item in named:
+            if type is None:
+                item = _checked(kind, item)
+                type = item.type
+            elif not (isinstance(type, str) and isinstance(item, str)):
+                raise PluginError(f"{KINDS[kind].hook} returned {type!r}: {item!r}; name it as 'type': 'module:class'")
+            if (kind, type) in RESERVED:
+                raise PluginError(f"{getattr(item, '__name__', item)}: the type {type!r} is the core's own")
+            if type in found:
+                raise PluginError(f"{KINDS[kind].hook} returned two classes of type {type!r}")
+            found[type] = item
+    return found
 
 
-def _checked(kind: str, candidates: Iterable[Any]) -> Iterator[type[Any]]:
-    """The candidates, or PluginError for the first that is not a class of `kind`."""
+def _checked(kind: str, cls: Any, named: str = "") -> type[Any]:
+    """The class, or PluginError if it is not one of `kind`. named: the type that its hook says it has."""
     module, _, name = KINDS[kind].abc.partition(":")
     base = getattr(importlib.import_module(module), name)
     config_base = importlib.import_module("kvloom.contracts.component").Config
-    for cls in candidates:
-        if not _is_subclass(cls, base):
-            raise PluginError(f"{KINDS[kind].hook} returned {cls!r}, which is not a subclass of kvloom.{name}")
-        if inspect.isabstract(cls):
-            raise PluginError(f"{cls.__name__} lacks {', '.join(sorted(cls.__abstractmethods__))}")
-        if not isinstance(getattr(cls, "type", None), str) or not cls.type:
-            raise PluginError(f"{cls.__name__} has no `type`, the word that users write in YAML")
-        if (kind, cls.type) in RESERVED:
-            raise PluginError(f"{cls.__name__}: the type {cls.type!r} is the core's own")
-        if not _is_subclass(cls.Config, config_base):
-            raise PluginError(f"{cls.__name__}.Config is not a subclass of kvloom.Config")
-        names = {word for key, field in cls.Config.model_fields.items() for word in (key, field.alias)}
-        if owned := [key for key in KINDS[kind].owned if key in names]:
-            raise PluginError(f"{cls.__name__}.Config uses the key {owned[0]!r}, which belongs to the core")
-        yield cls
+    if not _is_subclass(cls, base):
+        raise PluginError(f"{KINDS[kind].hook} returned {cls!r}, which is not a subclass of kvloom.{name}")
+    if inspect.isabstract(cls):
+        raise PluginError(f"{cls.__name__} lacks {', '.join(sorted(cls.__abstractmethods__))}")
+    if not isinstance(getattr(cls, "type", None), str) or not cls.type:
+        raise PluginError(f"{cls.__name__} has no `type`, the word that users write in YAML")
+    if named and cls.type != named:
+        raise PluginError(f"{cls.__name__} has the type {cls.type!r}, and {KINDS[kind].hook} calls it {named!r}")
+    if not _is_subclass(cls.Config, config_base):
+        raise PluginError(f"{cls.__name__}.Config is not a subclass of kvloom.Config")
+    names = {word for key, field in cls.Config.model_fields.items() for word in (key, field.alias)}
+    if owned := [key for key in KINDS[kind].owned if key in names]:
+        raise PluginError(f"{cls.__name__}.Config uses the key {owned[0]!r}, which belongs to the core")
+    checked: type[Any] = cls
+    return checked
 
 
 def _is_subclass(value: Any, base: type) -> bool:

@@ -126,7 +126,9 @@ class EventBus:
             if observer.sees_requests:
                 try:
                     said.append((observer, observer.caller()))
-                except Exception as error:
+                except (KeyboardInterrupt, SystemExit):  # of a signal handler: this is the caller's thread
+                    raise
+                except BaseException as error:
                     self._runtime.uninterrupted(partial(self._blame, observer, error), leave=True)
         return said
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvloom import hookimpl
 
-if TYPE_CHECKING:
-    from kvloom import StorageBackend
-
 
 @hookimpl
-def kvloom_storage_backends() -> Iterable[type[StorageBackend]]:
-    from kvloom_backend_disk.backend import DiskBackend
-
-    return [DiskBackend]
+def kvloom_storage_backends() -> Mapping[str, str]:
+    return {"disk": "kvloom_backend_disk.backend:DiskBackend"}

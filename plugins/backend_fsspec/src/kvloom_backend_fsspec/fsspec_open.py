@@ -9,6 +9,7 @@ from typing import Any
 
 from kvloom import pip_install
 from kvloom_backend_fsspec.config import Config, Place
+from kvloom_backend_fsspec.pace import bound_http
 
 _EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az",
@@ -33,7 +34,9 @@ def open_fs(place: Place, config: Config) -> tuple[Any, str]:
     try:
         settings = {"skip_instance_cache": True, **_defaults(place, config), **config.options}
         if place.scheme in _WEBDAV:
-            return fsspec.filesystem("webdav", **settings), ""
+            fs = fsspec.filesystem("webdav", **settings)
+            bound_http(fs.client.http, config.timeout)
+            return fs, ""
         fs, path = fsspec.core.url_to_fs(config.url, **settings)
     except ImportError as error:
         extra = _EXTRAS.get(place.scheme)
@@ -62,6 +65,7 @@ def _defaults(place: Place, config: Config) -> dict[str, Any]:
         return {
             "base_url": f"{'http' if config.allow_http else 'https'}://{place.host}",
             "timeout": httpx.Timeout(config.timeout, connect=config.connect_timeout),
+            "headers": {"Accept-Encoding": "identity"},
             "retry": False,
             "auth": _from_netrc(place.host),
         }

@@ -16,7 +16,7 @@ from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained, says_no_bucket
 from kvloom_backend_fsspec.fsspec_open import close_fs, open_fs
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.store import Listed
+from kvloom_backend_fsspec.store import MOST_DIRECTORIES, Listed
 from kvloom_backend_fsspec.unread import Unread, is_refused
 
 _WHOLE_AT_ONCE = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2", "hf"}
@@ -35,8 +35,6 @@ _READS = 8
 """Maximum number of reads of a file that is replaced each time."""
 _PAUSE_SECONDS = 0.1
 _LISTING_PAUSE_SECONDS = 0.05
-_MOST_DIRECTORIES = 1 << 16
-"""In one listing: a server that follows links shows two that lead back as more directories than can be listed."""
 _LISTINGS = 100
 """Maximum number of listings of a directory that changes each time. WsgiDAV answers 500 if a file
 vanishes meanwhile."""
@@ -175,12 +173,12 @@ class FsspecStore:
         """Directory by directory: one that vanishes meanwhile is passed over."""
         unread = Unread(self._drafts)
         pending = deque([start := self._path(directory)])
-        left = _MOST_DIRECTORIES
+        left = MOST_DIRECTORIES
         while pending:
             inside = pending.popleft()  # the nearest first: blobs before what a loop of links repeats
             left -= 1
             if left < 0:
-                unread.note(self._name(inside), BackendError(f"behind {_MOST_DIRECTORIES} directories: a link loop?"))
+                unread.note(self._name(inside), BackendError(f"behind {MOST_DIRECTORIES} directories: a link loop?"))
                 break
             try:
                 entries = self._entries(inside)
@@ -261,10 +259,8 @@ def _cat(
     # webdav4's own reading asks for the file's properties first: it may be another file by then, or gone. So may it be
     # within a server: some say the length of one file and send another, so it is asked afterwards what there is.
     url = fs.client.join_url(path)
-    wanted = {"Accept-Encoding": "identity"}  # a compressed answer has no known length
     ranged = start is not None and end is not None
-    if ranged:
-        wanted["Range"] = f"bytes={start}-{end - 1}"  # type: ignore[operator]
+    wanted = {"Range": f"bytes={start}-{end - 1}"} if ranged else {}  # type: ignore[operator]
     for _ in range(_READS):
         with fs.client.http.stream("GET", url, headers=wanted) as answer:
             if answer.status_code == 404:
@@ -279,8 +275,6 @@ def _cat(
 
 
 def _received(answer: Any, most: int) -> bytes:
-    if answer.headers.get("Content-Encoding", "identity") != "identity":
-        raise BackendError("the server compresses its answer, although it was asked not to")
     content = bytearray()
     for piece in answer.iter_raw():
         content += piece

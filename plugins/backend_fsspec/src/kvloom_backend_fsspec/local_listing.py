@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from kvloom_backend_fsspec.store import Listed
-from kvloom_backend_fsspec.unread import Unread
+from kvloom_backend_fsspec.unread import NOTHING_THERE, Unread
 
 
 class LocalListing:
@@ -38,10 +38,8 @@ class LocalListing:
         try:
             with os.scandir(directory) as entries:  # one at a time: all blobs of a tenant are in one directory
                 yield from entries
-        except (FileNotFoundError, NotADirectoryError):
-            return
         except OSError as error:
-            if directory == self._root:
+            if directory == self._root and error.errno not in NOTHING_THERE:
                 raise
             self._unread.note(directory.lstrip("/"), error)
 

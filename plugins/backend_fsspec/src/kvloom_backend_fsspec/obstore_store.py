@@ -19,6 +19,8 @@ PART_BYTES = 8 << 20
 """Maximum size of one request, so that its timeout is meaningful for a blob of any size."""
 _PIECE_BYTES = 256 << 10
 _PAGE = 1000
+_MOST_PAGES = 1 << 16
+"""Of one listing, which a server may repeat for ever."""
 _PARTS_AT_ONCE = 4
 _MOST_WHOLE_BYTES = 1 << 30
 """Maximum size of an object that is read whole for a part of it."""
@@ -186,8 +188,15 @@ class ObstoreStore:
             self._ask(lambda: self._native.delete(self._client, names))
 
     def list(self, directory: str) -> Iterator[Listed]:
+        began: str | None = None
         with self._explaining():
-            for page in self._native.list(self._client, prefix=directory or None, chunk_size=_PAGE):
+            pages = self._native.list(self._client, prefix=directory or None, chunk_size=_PAGE)
+            for number, page in enumerate(pages):
+                if number == _MOST_PAGES or page[0]["path"] == began:
+                    raise BackendError(
+                        f"the listing of {directory or 'the bucket'} does not end: it is at page {number}"
+                    )
+                began = page[0]["path"]
                 for found in page:
                     yield Listed(found["path"], found["size"], found["last_modified"].timestamp(), found["e_tag"] or "")
 

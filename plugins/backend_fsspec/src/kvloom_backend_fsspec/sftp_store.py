@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -24,13 +25,16 @@ from kvloom import BackendError, CorruptBlobError, KVLoomError, Sink, pip_instal
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.store import Listed, Memory
+from kvloom_backend_fsspec.pace import Pace, PacedChannel
+from kvloom_backend_fsspec.store import MOST_DIRECTORIES, Listed, Memory
 from kvloom_backend_fsspec.unread import Unread, is_refused
 
 _CONNECTIONS = 4
 """Per process: OpenSSH begins to refuse at ten that have not logged in yet."""
 _READ_BYTES = 128 << 10
 """Asked for at once. Servers give at least 32 KiB of it, OpenSSH's 64 or all: fewer round trips."""
+_MOST_ENTRIES = 1 << 22
+"""Of one directory."""
 _LOG = "kvloom.backend_fsspec.paramiko"
 _PAUSE_SECONDS = 0.1
 _WAITS = 4
@@ -120,9 +124,13 @@ class SftpStore:
         Skips those that this user may not read, and raises IncompleteListingError at the end.
         """
         unread = Unread(self._drafts)
-        pending = [directory]
+        pending, left = [directory], MOST_DIRECTORIES
         while pending:
             inside = pending.pop()
+            left -= 1
+            if left < 0:
+                unread.note(inside, BackendError(f"behind {MOST_DIRECTORIES} directories: a link loop?"))
+                break
             try:
                 entries = self._found(partial(_entries, path=f"/{inside}")) or ()
             except BackendError as error:
@@ -184,6 +192,7 @@ class SftpStore:
             raise BackendError(f"{self._place.scheme}://{self._place.host}: timed out: all connections are busy")
         try:
             connection = self._idle.pop() if self._idle else self._connect()
+            connection.begin()
             try:
                 yield connection
             except KVLoomError:  # of who has no room, or verifies: no answer is outstanding
@@ -209,15 +218,26 @@ class SftpStore:
             client.connect(**self._login)
             # Without it every request waits 40 ms for the acknowledgement of the one before.
             client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sftp = client.open_sftp()
+            sftp = self._open_sftp(client)
         except FileNotFoundError as error:  # of this machine, such as a key's file: no miss
             client.close()
             raise BackendError(explained(error, self._place)) from error
         except BaseException:
             client.close()
             raise
-        sftp.get_channel().settimeout(self._timeout)
         return _Connection(client, sftp)
+
+    def _open_sftp(self, client: Any) -> Any:
+        """paramiko's own `open_sftp` waits for the server without a bound."""
+        timer = threading.Timer(self._timeout, client.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            channel = client.get_transport().open_session(timeout=self._timeout)
+            channel.invoke_subsystem("sftp")
+            return self._paramiko.SFTPClient(PacedChannel(channel, Pace(self._timeout)))
+        finally:
+            timer.cancel()
 
     def _forget(self) -> None:
         """Close unused connections."""
@@ -263,6 +283,10 @@ class _Turns:
 class _Connection:
     def __init__(self, client: Any, sftp: Any) -> None:
         self._client, self.sftp = client, sftp
+
+    def begin(self) -> None:
+        """The next request begins."""
+        self.sftp.get_channel().pace.begin()
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
@@ -374,4 +398,8 @@ def _is_file(sftp: Any, name: str) -> bool:
 
 
 def _entries(sftp: Any, path: str) -> Sequence[Any]:
-    return list(sftp.listdir_attr(path))
+    """Raises BackendError for a directory that does not end."""
+    found = list(islice(sftp.listdir_iter(path, read_aheads=1), _MOST_ENTRIES + 1))
+    if len(found) > _MOST_ENTRIES:
+        raise BackendError(f"more than {_MOST_ENTRIES} files are listed in {path}")
+    return found

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 from kvloom import CorruptBlobError, Sink
 
+MOST_DIRECTORIES = 1 << 16
+"""In one listing: a server that follows links shows two that lead back as more directories than can be listed."""
+
 
 class Listed(NamedTuple):
     """One object in a listing."""

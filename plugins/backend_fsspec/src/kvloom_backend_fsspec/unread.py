@@ -8,7 +8,7 @@ from kvloom import IncompleteListingError
 from kvloom_backend_fsspec.names import Names
 
 # A link to itself, or to too long a name, cannot have a blob below it.
-_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -22,7 +22,7 @@ class Unread:
 
     def note(self, place: str, error: BaseException) -> None:
         """A directory or an object could not be read. Where no key leads there is no blob: that does not count."""
-        if getattr(error.__cause__ or error, "errno", None) in _NOTHING_THERE or not self._names.may_hold(place):
+        if getattr(error.__cause__ or error, "errno", None) in NOTHING_THERE or not self._names.may_hold(place):
             return
         self._count += 1
         self._first = self._first or f"{place} ({getattr(error, 'strerror', None) or error})"

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvloom import hookimpl
 
-if TYPE_CHECKING:
-    from kvloom import StorageBackend
-
 
 @hookimpl
-def kvloom_storage_backends() -> Iterable[type[StorageBackend]]:
-    from kvloom_backend_mooncake.backend import MooncakeBackend
-
-    return [MooncakeBackend]
+def kvloom_storage_backends() -> Mapping[str, str]:
+    return {"mooncake": "kvloom_backend_mooncake.backend:MooncakeBackend"}

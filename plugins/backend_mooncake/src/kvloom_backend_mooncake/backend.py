@@ -239,9 +239,7 @@ class MooncakeBackend(StorageBackend):
                 time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        with contextlib.suppress(BackendError), self._client.using() as store:
-            self._memories.forget(store)
-        self._client.close()
+        self._client.close(self._memories.forget)
 
 
 class _Memory:

@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvloom import BackendError
@@ -26,6 +26,8 @@ INSTALL = (
 _SETUP_ATTEMPTS = 2
 _told: dict[str, str] = {}
 """Environment variables that were set here."""
+_left: list[Callable[[Any], object]] = []
+"""Of clients under which a call hangs: what keeps the memory that it uses."""
 
 
 def _check_local(host: str) -> None:
@@ -35,7 +37,7 @@ def _check_local(host: str) -> None:
         family, kind, number, _, address = found[0]
         with socket.socket(family, kind, number) as probe:
             probe.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         text = (
             f"local_host: {host!r} is no address of this machine ({error}); name one that others reach, or leave it out"
         )
@@ -134,10 +136,16 @@ class Client:
         self._silent = False
 
     def _reach_master(self) -> None:
-        socket.create_connection(self._config.address, timeout=self._config.connect_timeout).close()
+        try:
+            socket.create_connection(self._config.address, timeout=self._config.connect_timeout).close()
+        except UnicodeError as error:  # a name that there cannot be
+            raise OSError(str(error)) from None
 
-    def close(self) -> None:
-        """Wait for calls that are under way, but not for ever: a client that is closed under them crashes."""
+    def close(self, forget: Callable[[Any], object]) -> None:
+        """Wait for calls that are under way, but not for ever: a client that is closed under them crashes.
+
+        forget: called with the store once no call is under way; it gives back what calls use, such as memory.
+        """
         if os.getpid() != self._pid:
             return
         with self._idle:
@@ -146,9 +154,13 @@ class Client:
             self._closed = True
             quiet = self._idle.wait_for(lambda: not self._calls, timeout=2 * self._config.timeout)
         if quiet:
-            self._store.close()
-            self._release()
+            try:
+                forget(self._store)
+            finally:
+                self._store.close()
+                self._release()
         else:
+            _left.append(forget)
             logger.warning("a call of Mooncake's client hangs; the client is left open until the process ends")
 
     def _release(self) -> None:

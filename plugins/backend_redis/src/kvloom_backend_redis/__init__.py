@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvloom import hookimpl
 
-if TYPE_CHECKING:
-    from kvloom import StorageBackend
-
 
 @hookimpl
-def kvloom_storage_backends() -> Iterable[type[StorageBackend]]:
-    from kvloom_backend_redis.backend import RedisBackend
-
-    return [RedisBackend]
+def kvloom_storage_backends() -> Mapping[str, str]:
+    return {"redis": "kvloom_backend_redis.backend:RedisBackend"}

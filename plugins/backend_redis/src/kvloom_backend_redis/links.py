@@ -88,7 +88,7 @@ class Links:
         dialled = self._dialled(endpoint)
         try:
             dialled.connect()
-        except (exceptions.RedisError, OSError) as error:
+        except (exceptions.RedisError, OSError, ValueError) as error:  # the last of a name that there cannot be
             raise Unreachable(f"no connection to {endpoint}: {error}") from None
         link = Link(_taken(dialled), timeout=self._config.connect_timeout)
         try:

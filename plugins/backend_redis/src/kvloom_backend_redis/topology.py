@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from kvloom_backend_redis.link import Reply, packed
 from kvloom_backend_redis.links import Links
 
 SLOTS = 16384
+_HOST = re.compile(rb"[!-~]{1,253}")
 _FRESH_SECONDS = 0.5
 """Minimum age of a topology before it is asked for again, unless a server says that it has changed."""
 
@@ -174,9 +176,10 @@ def _endpoint(row: Reply, answered: Endpoint) -> Endpoint:
     match row:
         case [bytes() | None as host, int() | bytes() as said, *_]:
             number = said if isinstance(said, int) else int(said) if said.isdigit() and len(said) < 6 else 0
-            if 0 < number < 65536:
-                name = answered.host if host in (None, b"", b"?") else host.decode("utf-8", "replace")
-                return Endpoint(name, number)
+            if 0 < number < 65536 and host in (None, b"", b"?"):
+                return Endpoint(answered.host, number)
+            if 0 < number < 65536 and _HOST.fullmatch(host):
+                return Endpoint(host.decode(), number)
     raise ProtocolError("no address of a server")
 
 

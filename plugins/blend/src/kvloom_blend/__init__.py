@@ -6,15 +6,13 @@ Heavy modules are imported on first use.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvloom import hookimpl
 
 if TYPE_CHECKING:
     import typer
-
-    from kvloom import BlendExecutor, BlendRetriever
 
 _HOME = {
     "BlendedModel": "runner.model",
@@ -37,17 +35,25 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 @hookimpl
-def kvloom_blend_executors() -> Iterable[type[BlendExecutor]]:
-    from .executors import EXECUTORS
-
-    return EXECUTORS
+def kvloom_blend_executors() -> Mapping[str, str]:
+    return {
+        "cacheblend": "kvloom_blend.executors:CacheBlendExecutor",
+        "hybrid": "kvloom_blend.executors:HybridExecutor",
+        "question_attention": "kvloom_blend.executors:QuestionAttentionExecutor",
+        "epic": "kvloom_blend.executors:EpicExecutor",
+        "none": "kvloom_blend.executors:NoneExecutor",
+        "full": "kvloom_blend.executors:FullExecutor",
+    }
 
 
 @hookimpl
-def kvloom_blend_retrievers() -> Iterable[type[BlendRetriever]]:
-    from .retrievers import RETRIEVERS
-
-    return RETRIEVERS
+def kvloom_blend_retrievers() -> Mapping[str, str]:
+    return {
+        "separator": "kvloom_blend.retrievers:SeparatorRetriever",
+        "explicit": "kvloom_blend.retrievers:ExplicitRetriever",
+        "fixed": "kvloom_blend.retrievers:FixedRetriever",
+        "content": "kvloom_blend.retrievers:ContentRetriever",
+    }
 
 
 @hookimpl

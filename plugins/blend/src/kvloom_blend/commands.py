@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,7 +38,7 @@ def add(commands: typer.Typer) -> None:
 
 
 def verify(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A transformers model: a path, or a name on a hub.")],
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A transformers model: a directory, or a name on a hub.")],
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Documents, separated by blank lines (default: texts of Python's).", **_FILE),
@@ -51,6 +53,7 @@ def verify(
     max_kl: Annotated[
         float | None, typer.Option(min=0, help="Maximum KL at 15 %, in nats a token (default: no limit).")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether a model can be blended, and measure the loss at each recompute ratio.
 
@@ -65,25 +68,32 @@ def verify(
         name = each.value
         findings[name], found = _tried(model, name, prompts, executor, tokens, measure=number == 0)
         measured = measured or found
-    _print_findings(findings)
-    screen.print_table(
-        f"{executor}, {dtypes[0].value}: what blending costs", ("computed again", "KL", "top-1", "of all rows"),
-        [
-            (f"{one.ratio:.0%}", f"{one.agreement.kl:.2g}", f"{one.agreement.top1:.1%}", f"{one.computed_share:.0%}")
-            for one in measured
-        ],
-    )  # fmt: skip
     missed = [f"{name}: {one.what}" for name, several in findings.items() for one in several if not one.holds]
     missed += [
         f"KL of {one.agreement.kl:.2g} at {one.ratio:.0%}, at most {max_kl:g}"
         for one in measured
         if max_kl is not None and one.ratio == _LIMITED_RATIO and not one.agreement.kl <= max_kl
     ]
-    for what in missed:
-        typer.echo(f"FAILED {what}")
+    if as_json:
+        found = {name: [{**asdict(one), "holds": one.holds} for one in several] for name, several in findings.items()}
+        ratios = [asdict(one) for one in measured]
+        made = {"model": model, "executor": executor, "failed": missed, "findings": found, "ratios": ratios}
+        print(json.dumps(made, indent=2))
+    else:
+        _print_findings(findings)
+        screen.print_table(
+            f"{executor}, {dtypes[0].value}: what blending costs", ("computed again", "KL", "top-1", "of all rows"),
+            [
+                (
+                    f"{one.ratio:.0%}", f"{one.agreement.kl:.2g}", f"{one.agreement.top1:.1%}",
+                    f"{one.computed_share:.0%}",
+                )
+                for one in measured
+            ],
+        )  # fmt: skip
+        typer.echo("\n".join(f"FAILED {what}" for what in missed) or "ok     it can be blended")
     if missed:
         raise typer.Exit(1)
-    typer.echo("ok     it can be blended")
 
 
 _LIMITED_RATIO = 0.15
@@ -107,7 +117,7 @@ def _tried(
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError("MODEL" if prompts is None else "MODEL or --prompts", str(error)) from None
+        raise ConfigError("--model" if prompts is None else "--model or --prompts", str(error)) from None
     try:
         chosen = subject.budgeted(executor, recompute_ratio=1.0)
         steps = len(checks.DELTAS) + len(subject.prompts) * (4 + measure * len(checks.RATIOS))
@@ -139,7 +149,7 @@ def _print_findings(findings: dict[str, list[Finding]]) -> None:
 
 def demo(
     model: Annotated[
-        str, typer.Option(metavar="NAME_OR_PATH", help="Any plain decoder (default: evals/pylm of the repository).")
+        str, typer.Option(metavar="MODEL", help="A transformers model (default: evals/pylm of the repository).")
     ] = "",
     documents: Annotated[
         Path | None,
@@ -153,6 +163,7 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for chart, figures and configuration.")] = Path(
         "demo-out"
     ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Ask questions about documents in new orders; show the time to first token, and agreement."""
     from kvloom import ConfigError
@@ -180,16 +191,19 @@ def demo(
         raise
     except ValueError as error:
         raise ConfigError("demo", str(error)) from None
-    print_results(name, result)
+    verdicts = checks(result)
     try:
         draw_chart(result, out / "blend.png")
-        typer.echo(f"chart: {out / 'blend.png'}")
+        chart = f"chart: {out / 'blend.png'}"
     except ImportError:
-        typer.echo(sparklines(result))
-        typer.echo("no chart: pip install matplotlib")
-    typer.echo(f"figures: {out / 'blend.json'}, configuration: {out / 'blend.yaml'}")
-    verdicts = checks(result)
-    for holds, text in verdicts:
-        screen.console().print(f"{'ok    ' if holds else 'FAILED'} {text}", soft_wrap=True)
+        chart = f"{sparklines(result)}\nno chart: pip install matplotlib"
+    if as_json:
+        judged = [{"holds": holds, "text": text} for holds, text in verdicts]
+        print(json.dumps({"model": name, **asdict(result), "checks": judged}, indent=2))
+    else:
+        print_results(name, result)
+        typer.echo(f"{chart}\nfigures: {out / 'blend.json'}, configuration: {out / 'blend.yaml'}")
+        for holds, text in verdicts:
+            screen.console().print(f"{'ok    ' if holds else 'FAILED'} {text}", soft_wrap=True)
     if not all(holds for holds, _ in verdicts):
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from kvloom import ConfigError
 def loaded(name: str, dtype: str | None) -> tuple[Any, Any]:
     """dtype: of torch, by name; None: that of the model's files. Raises ConfigError if it cannot be loaded."""
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ConfigError("MODEL", f"there is no directory {name!r}")
+        raise ConfigError("--model", f"there is no directory {name!r}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -22,7 +22,7 @@ def loaded(name: str, dtype: str | None) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError("MODEL", f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ConfigError("--model", f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
     return model.eval(), tokenizer
 
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvloom import hookimpl
 
-if TYPE_CHECKING:
-    from kvloom import GPUConnector
-
 
 @hookimpl
-def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
-    from kvloom_connector_sglang.connector import SGLangConnector
-
-    return [SGLangConnector]
+def kvloom_gpu_connectors() -> Mapping[str, str]:
+    return {"sglang": "kvloom_connector_sglang.connector:SGLangConnector"}

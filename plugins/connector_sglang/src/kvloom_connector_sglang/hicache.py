@@ -14,6 +14,8 @@ from .identity import described
 from .page_store import Moved, PageStore
 
 _WHERE = "hicache_storage_backend_extra_config"
+_MOST_SECONDS = 86_400
+"""Of one call."""
 
 
 class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
@@ -31,8 +33,9 @@ class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]
         if not isinstance(extra.get("revision", ""), str):
             raise ConfigError(f"{_WHERE}.revision", "expected text: the commit of the weights, or any name for them")
         timeout = extra.get("timeout", 30.0)
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
-            raise ConfigError(f"{_WHERE}.timeout", f"expected seconds, more than 0, got {timeout!r}")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _MOST_SECONDS:
+            text = f"expected seconds, more than 0 and at most {_MOST_SECONDS}, got {timeout!r}"
+            raise ConfigError(f"{_WHERE}.timeout", text)
         self._storage = storage_config
         self._config = EngineConfig.load(extra["config"])
         self._revision, self._timeout = extra.get("revision", ""), float(timeout)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from kvloom import GPUConnector, KVSpec
-from kvloom_testkit import ConnectorHarness, EngineMemory
-from kvloom_testkit.subjects import SPEC
+from kvloom_testkit import SPEC, ConnectorHarness, EngineMemory
 
 from .connector import Geometry, SGLangConfig, SGLangConnector
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvloom import hookimpl
@@ -11,10 +11,11 @@ from kvloom import hookimpl
 if TYPE_CHECKING:
     import typer
 
-    from kvloom import GPUConnector
-
+    from .calls import check_call as check_call
     from .connector import TransformersConnector as TransformersConnector
+    from .identity import signature as signature
     from .identity import spec_of as spec_of
+    from .identity import transformers_model as transformers_model
     from .model import CachedModel as CachedModel
     from .model import Report as Report
     from .model import cached as cached
@@ -27,18 +28,19 @@ _HOME = {
     "RestoredKV": "restored",
     "TransformersConnector": "connector",
     "cached": "model",
+    "check_call": "calls",
     "set_length": "restored",
+    "signature": "identity",
     "spec_of": "identity",
+    "transformers_model": "identity",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 @hookimpl
-def kvloom_gpu_connectors() -> Iterable[type[GPUConnector]]:
-    from .connector import TransformersConnector
-
-    return [TransformersConnector]
+def kvloom_gpu_connectors() -> Mapping[str, str]:
+    return {"transformers": "kvloom_connector_transformers.connector:TransformersConnector"}
 
 
 @hookimpl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,8 +11,10 @@ from kvloom import ChunkKey
 
 from .planner import Chunks
 
-_MOST = 1 << 17
+_MOST_CHUNKS = 1 << 17
 """Chunks that are remembered with their tokens: a removal names the blocks that a chunk was."""
+_MOST_TOKENS = 1 << 24
+"""Of those chunks together, four bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class Blocks:
 
     hashes: tuple[bytes, ...]
     parent: bytes | None
-    tokens: tuple[int, ...]
+    tokens: array[int]
     adapter: Any = None
     """The engine's own request for a LoRA adapter, if there was one."""
 
@@ -42,6 +45,7 @@ class Announcer:
         self._chunk_tokens = chunk_tokens
         self._hash_tokens = hash_tokens
         self._known: dict[bytes, Blocks] = {}
+        self._tokens = 0
         self._pending: list[Announcement] = []
 
     def learn(self, request: Any, chunks: Chunks) -> None:
@@ -53,10 +57,11 @@ class Announcer:
             first, last = number * step, (number + 1) * step
             hashes = tuple(map(bytes, request.block_hashes[first:last]))
             parent = bytes(request.block_hashes[first - 1]) if first else None
-            tokens = tuple(request.all_token_ids[number * self._chunk_tokens : (number + 1) * self._chunk_tokens])
+            tokens = array("i", request.all_token_ids[number * self._chunk_tokens : (number + 1) * self._chunk_tokens])
             self._known[digest] = Blocks(hashes, parent, tokens, request.lora_request)
-        while len(self._known) > _MOST:
-            del self._known[next(iter(self._known))]
+            self._tokens += len(tokens)
+        while len(self._known) > _MOST_CHUNKS or self._tokens > _MOST_TOKENS:
+            self._tokens -= len(self._known.pop(next(iter(self._known))).tokens)
 
     def came(self, keys: Iterable[ChunkKey], medium: str) -> None:
         self._note("stored", [key.digest for key in keys], medium)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvloom import hookimpl
 
-if TYPE_CHECKING:
-    from kvloom import Observer
-
 
 @hookimpl
-def kvloom_observers() -> Iterable[type[Observer]]:
-    from kvloom_events_zmq.observer import ZmqEventsObserver
-
-    return [ZmqEventsObserver]
+def kvloom_observers() -> Mapping[str, str]:
+    return {"events_zmq": "kvloom_events_zmq.observer:ZmqEventsObserver"}

@@ -52,20 +52,20 @@ class Publisher:
         self._number = 0
         self._replays = Replays(settings.topic.encode(), most_batches=settings.replay_batches)
         self._context = zmq.Context()
-        try:
+        with contextlib.ExitStack() as made:
+            made.callback(self._context.destroy, linger=0)
             self._pub = self._bound(zmq.XPUB, "endpoint", settings.endpoint, settings.hwm)
             self._router = None
             if settings.replay_endpoint is not None:
                 self._router = self._bound(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, replays.WAITING)
                 self._router.socket.router_mandatory = 1  # slow and gone subscribers can be distinguished
-        except ValueError:
-            self._context.destroy(linger=0)
-            raise
-        self._bell, self._ear = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ear.setblocking(False)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="kvloom-events-zmq")
-        self._thread.start()
+            self._bell, self._ear = socket.socketpair()
+            for end in (self._bell, self._ear):
+                made.callback(end.close)
+                end.setblocking(False)
+            self._thread = threading.Thread(target=self._run, daemon=True, name="kvloom-events-zmq")
+            self._thread.start()
+            made.pop_all()
 
     def _bound(self, kind: int, name: str, endpoint: str, hwm: int) -> Listener:
         return Listener(self._context, kind, name, endpoint, hwm=hwm, max_connections=self.settings.max_connections)

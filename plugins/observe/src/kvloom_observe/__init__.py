@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvloom import hookimpl
@@ -10,16 +10,14 @@ from kvloom import hookimpl
 if TYPE_CHECKING:
     import typer
 
-    from kvloom import Observer
-
 
 @hookimpl
-def kvloom_observers() -> Iterable[type[Observer]]:
-    from .live.observer import LiveObserver
-    from .otel import OpenTelemetryObserver
-    from .prometheus.observer import PrometheusObserver
-
-    return [PrometheusObserver, OpenTelemetryObserver, LiveObserver]
+def kvloom_observers() -> Mapping[str, str]:
+    return {
+        "prometheus": "kvloom_observe.prometheus.observer:PrometheusObserver",
+        "opentelemetry": "kvloom_observe.otel:OpenTelemetryObserver",
+        "live": "kvloom_observe.live.observer:LiveObserver",
+    }
 
 
 @hookimpl

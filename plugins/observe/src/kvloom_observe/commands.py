@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,6 @@ def top(
 
     q or Ctrl-C ends it.
     """
-    import json
     import sys
 
     from rich.console import Console
@@ -64,7 +64,10 @@ def serve(
     config: Annotated[
         Path | None, typer.Option(metavar="KV.yaml", help="With --spec: also explain why a prompt was a miss.")
     ] = None,
-    spec: Annotated[Path | None, typer.Option(metavar="SPEC.json", help="The model, as `kvloom why` takes it.")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(metavar="SPEC", help="The shape of the KV, as `kvloom why` takes it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print where it listens as JSON.")] = False,
 ) -> None:
     """Serve a page that shows an engine, with plots over time; on this machine only, unless --host is set."""
     from kvloom import BackendError, ConfigError, EngineConfig, check_config
@@ -86,8 +89,10 @@ def serve(
     try:
         page = Page(source, host, port, config=config, spec=spec)
     except OSError as error:
-        raise BackendError(f"port {port} of {host}: {error.strerror or error}; choose another with --port") from None
-    typer.echo(f"http://{host}:{page.port}/  (Ctrl-C ends it)")
+        text = f"port {port} of {host}: {error.strerror or error}; choose another with --port or --host"
+        raise BackendError(text) from None
+    url = f"http://{f'[{host}]' if ':' in host else host}:{page.port}/"
+    typer.echo(json.dumps({"url": url}) if as_json else f"{url}  (Ctrl-C ends it)")
     try:
         page.run()
     except KeyboardInterrupt:

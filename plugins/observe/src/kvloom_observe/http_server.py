@@ -6,6 +6,7 @@ It answers one request for each connection. It leaves descriptors to the process
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import io
 import logging
@@ -366,7 +367,10 @@ def _count(connections: list[_Connection], executor: Executor) -> int:
 
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens at an address. Raises OSError."""
-    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    try:
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "this is no name of a host") from None
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 

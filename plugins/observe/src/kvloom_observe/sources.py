@@ -45,10 +45,21 @@ class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
 
 def _answer(url: str) -> bytes:
-    """Raises OSError or HTTPException."""
-    with in_time() as timers, urllib.request.build_opener(_Handler(timers)).open(url, timeout=5.0) as answer:
+    """Raises OSError or HTTPException, also where it is redirected to what is not HTTP."""
+    with in_time() as timers, _opener(timers).open(url, timeout=5.0) as answer:
         content: bytes = answer.read(_MAX_METRICS_BYTES)
     return content
+
+
+def _opener(timers: list[threading.Timer]) -> urllib.request.OpenerDirector:
+    """Return one of HTTP alone: `build_opener` adds FTP, files and data."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        _Handler(timers), urllib.request.ProxyHandler(), urllib.request.HTTPErrorProcessor(),
+        urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPRedirectHandler(), urllib.request.UnknownHandler(),
+    ):  # fmt: skip
+        opener.add_handler(handler)
+    return opener
 
 
 class Source:

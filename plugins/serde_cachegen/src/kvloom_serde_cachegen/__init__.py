@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvloom import hookimpl
 
 if TYPE_CHECKING:
     import typer
 
-    from kvloom import Serializer
-
 
 @hookimpl
-def kvloom_serializers() -> Iterable[type[Serializer]]:
-    from kvloom_serde_cachegen import streams
-    from kvloom_serde_cachegen.serializer import CacheGenSerializer
-
-    streams.library()  # without it the plugin is broken, and says why
-    return [CacheGenSerializer]
+def kvloom_serializers() -> Mapping[str, str]:
+    return {"cachegen": "kvloom_serde_cachegen:CacheGenSerializer"}
 
 
 @hookimpl
@@ -27,3 +21,13 @@ def kvloom_add_commands(commands: typer.Typer) -> None:
     from kvloom_serde_cachegen.calibration.command import calibrate
 
     commands.command("calibrate")(calibrate)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "CacheGenSerializer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvloom_serde_cachegen import streams
+    from kvloom_serde_cachegen.serializer import CacheGenSerializer
+
+    streams.library()  # without it the plugin is broken, and says why
+    return CacheGenSerializer

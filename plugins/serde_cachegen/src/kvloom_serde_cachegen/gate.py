@@ -7,7 +7,7 @@ from pathlib import Path
 from kvloom import KVSpec
 from kvloom_serde_cachegen.profile import Profile, identity_of
 
-_MEASURE = "run `kvloom calibrate MODEL --text FILE --verify`"
+_MEASURE = "run `kvloom calibrate --model MODEL --text FILE --verify`"
 _OR_NOT = "or take the risk with `codec_gate: off`"
 
 

@@ -60,7 +60,7 @@ class CacheGenSerializer(Serializer):
                 if self.mode not in ("step", "klt") and getattr(self, name) != unset:
                     raise ValueError(f"{name} is a setting of mode: step and mode: klt, not of {self.mode}")
             if self.mode == "klt" and self.profile is None:
-                raise ValueError("mode: klt needs a profile: run `kvloom calibrate MODEL --text FILE --verify`")
+                raise ValueError("mode: klt needs a profile: run `kvloom calibrate --model MODEL --text FILE --verify`")
             return self
 
         @property

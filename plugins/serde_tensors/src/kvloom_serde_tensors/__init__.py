@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvloom import hookimpl
 
-if TYPE_CHECKING:
-    from kvloom import Serializer
-
 
 @hookimpl
-def kvloom_serializers() -> Iterable[type[Serializer]]:
-    from kvloom_serde_tensors.serializers import SafetensorsSerializer, TorchSerializer
-
-    return [TorchSerializer, SafetensorsSerializer]
+def kvloom_serializers() -> Mapping[str, str]:
+    return {
+        "torch": "kvloom_serde_tensors.serializers:TorchSerializer",
+        "safetensors": "kvloom_serde_tensors.serializers:SafetensorsSerializer",
+    }

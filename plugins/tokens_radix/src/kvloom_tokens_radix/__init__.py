@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvloom import hookimpl
 
-if TYPE_CHECKING:
-    from kvloom import TokenDatabase
-
 
 @hookimpl
-def kvloom_token_databases() -> Iterable[type[TokenDatabase]]:
-    from kvloom_tokens_radix.database import RadixTokenDatabase
-
-    return [RadixTokenDatabase]
+def kvloom_token_databases() -> Mapping[str, str]:
+    return {"radix": "kvloom_tokens_radix.database:RadixTokenDatabase"}

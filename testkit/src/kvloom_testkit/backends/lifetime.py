@@ -123,12 +123,14 @@ class LifetimeRequirements(BackendRequirements):
     def test_B28_one_at_a_time_has_a_right(self, names: Namespace, opened: Open) -> None:
         """One of two instances is told True by `hold`, each time, until it is closed; the other one never waits.
 
-        The right's record in the store is not a blob: it is not listed, and no key reads it.
+        The right belongs to the instance, whatever thread asks. Its record in the store is not a blob: it is not
+        listed, and no key reads it.
 
         Why: only one of the processes that share a store evicts.
 
-        Usually: a lock that belongs to the process, so that two instances in it both have it; a lock that waits, or
-        refuses its own holder; a right that is not given back; or a lock file among the blobs' files.
+        Usually: a lock that belongs to the process, so that two instances in it both have it, or to the thread that
+        asked; a lock that waits, or refuses its own holder; a right that is not given back; or a lock file among the
+        blobs' files.
         """
         first, right = opened(), f"kit-{names.fingerprint[:8]}"
         if not type(first).shared:
@@ -138,6 +140,7 @@ class LifetimeRequirements(BackendRequirements):
         other = f"{right}-2"
         together(lambda: told.append((first.hold(right), second.hold(right), first.hold(right))), seconds=10)
         assert told == [(True, False, True)]
+        assert (first.hold(right), second.hold(right)) == (True, False), "asked on another thread than it was got on"
         assert second.hold(other) is True and first.hold(other) is False, "another right"
         assert not second.contains(right) and second.get(right) is None, "a blob by the name of the right"
         assert [entry.key for entry in second.scan() if right in entry.key] == [], "listed as blobs"

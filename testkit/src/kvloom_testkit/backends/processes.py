@@ -31,7 +31,26 @@ print("torch" in sys.modules)
 """
 
 FORK = """
+from kvloom_testkit.running import pauses
+
+ROUNDS = 100
+blobs = {key: bytes([number]) * (5000 + number) for number, key in enumerate(keys[2:])}
+
+
+def read_all(seed):
+    # The parent and the child at the same time, with a pause now and then between any two calls.
+    sys.setprofile(pauses(seed))
+    try:
+        for _ in range(ROUNDS):
+            for key, blob in blobs.items():
+                assert bytes(backend.get(key)) == blob, "beside the other process"
+    finally:
+        sys.setprofile(None)
+
+
 backend = opened()
+for key, blob in blobs.items():
+    backend.put(key, [blob])
 backend.put(keys[0], [b"parent's"])
 assert bytes(backend.get(keys[0])) == b"parent's" and backend.contains(keys[0])
 child = os.fork()
@@ -40,11 +59,17 @@ if not child:
     try:
         got = bytes(backend.get(keys[0]))
         backend.put(keys[1], [b"child's"])
+        read_all(1)
         code = 0 if got == b"parent's" and bytes(backend.get(keys[1])) == b"child's" else 2
         backend.close()
     except BaseException as error:
         print(f"in the child: {error!r}", file=sys.stderr, flush=True)
     os._exit(code)
+failed = None
+try:
+    read_all(2)
+except BaseException as error:
+    failed = error
 deadline = time.monotonic() + 10
 while True:
     pid, status = os.waitpid(child, os.WNOHANG)
@@ -57,6 +82,8 @@ while True:
     time.sleep(0.005)
 if os.waitstatus_to_exitcode(status) != 0:
     sys.exit(f"the child ended with {os.waitstatus_to_exitcode(status)}")
+if failed is not None:
+    raise failed
 assert bytes(backend.get(keys[0])) == b"parent's", "in the parent, after the fork"
 assert bytes(backend.get(keys[1])) == b"child's", "in the parent, what the child put"
 backend.put(keys[0], [b"again"])
@@ -130,15 +157,17 @@ class ProcessRequirements(BackendRequirements):
     def test_B23_an_instance_survives_a_fork(self, names: Namespace, opened: Open) -> None:
         """A child process can use the instance that it inherits, and close it, and the parent goes on with it.
 
+        Both may read at the same time.
+
         Why: servers fork workers, and not always before the first request.
 
         Usually: a thread or connection is made in `__init__`; the child inherits a queue that nobody reads, talks over
-        its parent's socket, or says goodbye on it.
+        its parent's socket, or says goodbye on it; or an open file, whose place to read from the two have in common.
         """
         if not hasattr(os, "fork"):
             pytest.skip("this system has no fork")
-        backend, (one, other) = opened(), names.keys(2)
-        run(FORK, backend, [one, other])
+        backend, (one, other, *more) = opened(), names.keys(5)
+        run(FORK, backend, [one, other, *more])
         assert [content(backend.get(key)) for key in (one, other)] == [b"again", b"child's"]
 
     @needs("shared")

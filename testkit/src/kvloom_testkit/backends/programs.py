@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from kvloom import KVSpec, StorageBackend
-from kvloom.contracts.component import Config
+from kvloom import Config, KVSpec, StorageBackend
 from kvloom_testkit.running import in_fresh_process
 
 OPEN = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvloom.plugins.hookspecs import hookimpl
+from kvloom import hookimpl
 
 if TYPE_CHECKING:
     import typer

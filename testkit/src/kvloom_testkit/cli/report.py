@@ -8,8 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from kvloom import ConfigError
-from kvloom.cli import output
+from kvloom import ConfigError, output
 from kvloom_testkit import subjects
 from kvloom_testkit.cli.check import Result, check
 from kvloom_testkit.kinds import conformance_of

@@ -16,8 +16,7 @@ from string import Template
 import yaml
 
 import kvloom
-from kvloom import ConfigError, Registry
-from kvloom.plugins.registry import KINDS
+from kvloom import KINDS, ConfigError, Registry
 from kvloom_testkit.kinds import CLASSES, kind_of
 from kvloom_testkit.subjects import HARNESSES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -44,9 +45,13 @@ def add(commands: typer.Typer) -> None:
         kind: Annotated[str, typer.Argument(help=_KINDS)],
         name: Annotated[str, typer.Argument(help="The word in YAML.")],
         into: Annotated[Path, typer.Option("--into", help="Parent directory of the package.")] = Path(),
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Write the package of a new plugin."""
         from kvloom_testkit.cli import scaffold
 
         place = scaffold.create(kind, name, into)
+        if as_json:
+            print(json.dumps({"package": str(place)}))
+            return
         print(f"{place} is a package; go on with\n\n    cd {place}\n    pip install -e '.[test]'\n    pytest\n")

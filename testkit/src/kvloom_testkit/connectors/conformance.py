@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom import GPUConnector, MemoryFormat
-from kvloom.keys import fingerprint
-from kvloom.types import canonical_json
+from kvloom import GPUConnector, MemoryFormat, canonical_json, fingerprint
 from kvloom_testkit.chunks import POISONS
 from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.connectors.layers import LayerRequirements

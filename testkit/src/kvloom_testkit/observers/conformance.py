@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from typing import get_args
 
-from kvloom import Event, Observer
-from kvloom.contracts.observer import EventName
+from kvloom import Event, EventName, Observer
 from kvloom_testkit.conformance import Conformance
 from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.running import together

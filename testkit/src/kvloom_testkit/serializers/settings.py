@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvloom import EXACT, Chunk, CorruptBlobError, MemoryFormat, Serializer
-from kvloom.types import canonical_json
+from kvloom import EXACT, Chunk, CorruptBlobError, MemoryFormat, Serializer, canonical_json
 from kvloom_testkit.chunks import bits, outline, room_for
 from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.remaking import with_other_settings

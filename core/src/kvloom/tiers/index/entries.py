@@ -12,13 +12,16 @@ from functools import partial
 from typing import NamedTuple
 
 from kvloom.tiers.chain import Chain
-from kvloom.tiers.index.change_log import KEPT, ChangeLog
+from kvloom.tiers.change_log import ChangeLog
 from kvloom.tiers.index.columns import PENDING, WRITING, Columns
 from kvloom.tiers.index.expiry import Expiry
 from kvloom.tiers.index.freshness import Freshness
 from kvloom.tiers.index.lru import Links, Ring
 from kvloom.tiers.index.quotas import Quotas, Tenant
 from kvloom.types import ChunkKey
+
+_KEPT = 4096
+"""So many blobs that were forgotten or written are remembered."""
 
 
 class Victim(NamedTuple):
@@ -55,9 +58,9 @@ class Entries:
         self.listing = 1
         """The number of the last listing, from 1 to 255 and again."""
         self.listing_now = False
-        self.moment = 0
-        """How many blobs have been forgotten or written so far."""
-        self._forgotten, self._written = ChangeLog(), ChangeLog()
+        self._log = ChangeLog(_KEPT)
+        self.mark = self._log.mark
+        """Now, for `may_be_forgotten` and `may_be_written`."""
         self.leaving: set[bytes] = set()
         """Victims that may still be there: until they are deleted nothing is learnt of them, and nothing written."""
         self.gone: OrderedDict[bytes, float] = OrderedDict()
@@ -163,7 +166,7 @@ class Entries:
         key = self.remove(row)
         self.went(key.digest)
         self.gone[key.digest] = self.wall()
-        if len(self.gone) > KEPT and not self.listing_now:
+        if len(self.gone) > _KEPT and not self.listing_now:
             self.gone.popitem(last=False)
         return key
 
@@ -171,21 +174,19 @@ class Entries:
         """Whoever began to look at this blob before now, or to list it, may have seen what is not there any more."""
         if self.listing_now:
             self.gone[digest] = self.wall()
-        self.moment += 1
-        self._forgotten.note(digest, self.moment)
+        self._log.note(("forgotten", digest))
 
     def came(self, digest: bytes) -> None:
         """Whoever began to look for this blob before now may have seen nothing yet."""
-        self.moment += 1
-        self._written.note(digest, self.moment)
+        self._log.note(("written", digest))
 
     def may_be_forgotten(self, key: ChunkKey, since: int) -> bool:
         """Whether the blob was, or if that was long ago may have been, forgotten after the moment `since`."""
-        return self._forgotten.after(key.digest, since)
+        return self._log.after(since, ("forgotten", key.digest))
 
     def may_be_written(self, key: ChunkKey, since: int) -> bool:
         """The same of writing."""
-        return self._written.after(key.digest, since)
+        return self._log.after(since, ("written", key.digest))
 
     def evict(self, row: int, reason: str) -> Victim:
         nbytes = self.rows.bytes[row]

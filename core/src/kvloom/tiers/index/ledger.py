@@ -74,6 +74,8 @@ class Ledger:
         self._lock = runtime.lock()
         self._wall = runtime.wall
         self._held = Entries(runtime.wall, capacity=capacity, ttl=ttl, quota=quota)
+        self.mark = self._held.mark
+        """Now, for `note` and `forget_absent`."""
         self._rows = self._held.rows
         self._sketch = Sketch() if policy == "tiny_lfu" else None
         self._access_times = AccessTimeSync()
@@ -231,10 +233,6 @@ class Ledger:
         for victim in victims:
             self.deleted([victim])
             self.note(victim.key, Fidelity.UNKNOWN, nbytes=victim.bytes)
-
-    def mark(self) -> int:
-        """Now, for `note` and `forget_absent`."""
-        return self._held.moment
 
     def excess(self, key: ChunkKey, chain: Chain = NO_CHAIN) -> list[Victim]:
         """Forget what is too much now that the write of `key` is over, to be deleted: so far it was nobody's victim.

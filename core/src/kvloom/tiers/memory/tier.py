@@ -11,7 +11,7 @@ import torch
 
 from kvloom.contracts.observer import Event, EventName
 from kvloom.interrupts import shielded_waiting
-from kvloom.memory import Block, Pool, Reservation, caller
+from kvloom.memory import Block, Pool, Reservation, caller, pages_of
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.chain import NO_CHAIN, Chain
@@ -257,14 +257,32 @@ class MemoryTier(Tier):
             evicted += 1
         return reservation
 
-    def reserve_by(self, nbytes: int, until: float, *, deadline: float = math.inf) -> Reservation | None:
-        """`reserve`, waiting until `until` for what is in use to be given back.
+    def stage(self, nbytes: int, *, until: float | None = None) -> Reservation | None:
+        """Memory that is held for longer than a copy takes: `reserve`, as far as `Pool.stage` allows.
+
+        until: as `reserve_by`; but nobody waits for others to hold less.
+        """
+        size = pages_of(nbytes)
+        if not self.pool.stage(size):
+            return None
+        reservation = self.reserve(nbytes) if until is None else self.reserve_by(nbytes, until)
+        if reservation is None:
+            self.pool.stage(-size)
+        else:
+            reservation.staged = size
+        return reservation
+
+    def reserve_by(
+        self, nbytes: int, until: float, *, deadline: float = math.inf, stopped: Callable[[], bool] = lambda: False
+    ) -> Reservation | None:
+        """`reserve`, waiting until `until`, or until `stopped()`, for what is in use to be given back.
 
         Then chunks go that should have been written before, and are counted as dropped.
         """
         while True:
             freed = self.pool.times_freed
-            if (reservation := self.reserve(nbytes, deadline=deadline)) is not None or not self.may_get(nbytes):
+            reservation = self.reserve(nbytes, deadline=deadline)
+            if reservation is not None or stopped() or not self._may_get(nbytes):
                 return reservation
             if self._runtime.now() >= until:
                 break
@@ -274,7 +292,7 @@ class MemoryTier(Tier):
                 return None
         return reservation
 
-    def may_get(self, nbytes: int) -> bool:
+    def _may_get(self, nbytes: int) -> bool:
         """Whether waiting can help: something in use, other than what is pinned, is still to be given back."""
         pinned = self._held.pinned_bytes
         return nbytes <= min(self.pool.capacity - pinned, self.pool.largest_bytes) and self.pool.used_bytes > pinned

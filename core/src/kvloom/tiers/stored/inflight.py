@@ -1,151 +1,344 @@
-"""Reads under way: two that want one chunk at one time share one call of the backend."""
+"""Reads under way: all who want one chunk at one time share the calls that read it, and the memory it comes to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvloom.errors import BackendError
+from kvloom.memory import Block, Lease
 from kvloom.runtime import Call, Runtime
+from kvloom.tiers.invalidation import Invalidations
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
-from kvloom.tiers.tier import Loaded
-from kvloom.types import ChunkKey
+from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob
+from kvloom.tiers.tier import Layout, Loaded
+from kvloom.types import Chunk, ChunkKey
 
-R = TypeVar("R")
+T = TypeVar("T")
+
+Arrived = tuple[LayeredBlob | None, int]
+"""How a blob's layers lie in it, and how many of those that were asked for are right."""
+ReadLayers = Callable[[ChunkKey, LayeredBlob | None, LayerBuffer, int, range], Arrived | None]
+"""`Loads.read_layers`."""
+
+
+class Piece:
+    """A call that reads some layers of a chunk; more than one group of them, if somebody wants the whole chunk."""
+
+    __slots__ = ("call", "layers")
+
+    def __init__(self, call: Call[Arrived | None], layers: range) -> None:
+        self.call = call
+        self.layers = layers
+
+    def right(self, group: range) -> int:
+        """Once it is done: how many layers of `group`, from the first on, are right."""
+        arrived = self.call.peek()
+        right = 0 if arrived is None else arrived[1]
+        return max(0, min(len(group), right - (group.start - self.layers.start)))
 
 
 class InflightRead:
-    """One call that reads one chunk."""
+    """A chunk that is being read: whole, by one call, or put together by layers in `place`.
 
-    __slots__ = ("call", "failed", "key", "shares", "starved")
+    By layers, each group is asked for once, by whoever wants it first; what has come stays for the others. Whoever has
+    a share gives it to `InflightReads.leave`, once.
+    """
 
-    call: Call[Loaded | None]
+    __slots__ = (
+        "began", "blob", "call", "failed", "groups", "home", "hurried", "key", "lease", "num_tokens", "pieces", "place",
+        "shares", "since", "starved",
+    )  # fmt: skip
 
-    def __init__(self, key: ChunkKey) -> None:
+    def __init__(
+        self, home: InflightReads, key: ChunkKey, since: int, *, groups: Sequence[range] = (),
+        place: LayerBuffer | None = None, num_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        self.home = home
         self.key = key
+        self.since = since
+        """A mark of the removals from before anything of it was read."""
         self.shares = 1
+        self.call: Call[Loaded | None] | None = None
+        """Reads it whole."""
         self.failed = False
-        """It raised: the tier is not to be asked again by those who waited."""
+        """That raised: the tier is not to be asked again by those who waited."""
         self.starved = False
-        """It waits for memory: who has some of it in use should not wait for this."""
+        """That waits for memory: who has some of it in use should not wait for this."""
+        self.groups = groups
+        self.place = place
+        self.num_tokens = num_tokens
+        self.pieces: dict[int, Piece] = {}
+        """By the first layer of each group. A piece is never asked for again: its call may still write to its place."""
+        self.blob: LayeredBlob | None = None
+        """Known once the first layers are there."""
+        self.hurried = False
+        """Somebody waits for all of it."""
+        self.began = 0.0
+        self.lease: Lease | None = None
+        """Of its memory, once it is complete."""
+
+    @property
+    def calls(self) -> list[Call[Any]]:
+        """The calls so far. Where the rest is still to be asked for, the last asks for it before it is done."""
+        pieces = [piece.call for piece in tuple(self.pieces.values())]
+        return pieces if self.call is None else [self.call]
 
 
 class Read:
-    """One reader's share of a flight. Give it to `leave` or to `give_up`, once."""
+    """The share of one who wants the whole chunk. Give it to `Loads.collect` or `Loads.give_up`, once."""
 
-    __slots__ = ("context", "flight")
+    __slots__ = ("context", "inflight")
 
-    def __init__(self, flight: InflightRead, context: RequestContext) -> None:
-        self.flight = flight
+    def __init__(self, inflight: InflightRead, context: RequestContext) -> None:
+        self.inflight = inflight
         self.context = context
 
     @property
     def done(self) -> bool:
         """There is nothing to wait for."""
-        return self.flight.call.done
+        call = self.inflight.call
+        return call.done if call is not None else all(each.done for each in self.inflight.calls)
 
     def wait(self, until: float, *, stopped: Callable[[], bool]) -> bool:
         """Whether it was done by `until`, unless `stopped()` came first."""
-        return self.flight.call.wait(until, stopped=stopped)
+        return all(call.wait(until, stopped=stopped) for call in self.inflight.calls)
 
 
 class InflightReads:
-    """The reads of one tier."""
+    """The reads of one tier that are not over: at most one of each chunk that others can join."""
 
-    def __init__(self, calls: Calls, runtime: Runtime) -> None:
+    def __init__(
+        self, calls: Calls, invalidations: Invalidations, layout: Layout, runtime: Runtime, read: ReadLayers
+    ) -> None:
         self._calls = calls
-        self.lock = runtime.lock()
+        self._invalidations = invalidations
+        self._layout = layout
+        self._now = runtime.now
+        self._read = read
+        self._lock = runtime.lock()
         """Held while a read begins or ends, so that nobody begins another of the same chunk."""
         self._open: dict[ChunkKey, InflightRead] = {}
 
-    def board(
-        self, key: ChunkKey, load: Callable[[], Loaded | None], context: RequestContext, *,
-        instead: Callable[[], R | None] = lambda: None,
-    ) -> Read | R | None:  # fmt: skip
-        """Share the call that reads `key`, or begin one; None if the tier cannot take it.
+    # -- getting a share -----------------------------------------------------------------------------------------------
 
-        instead: asked under the lock for another way to get it, which goes before.
+    def board(
+        self, key: ChunkKey, load: Callable[[InflightRead], Loaded | None], context: RequestContext, *,
+        instead: Callable[[], T | None] = lambda: None, anew: bool = False,
+    ) -> Read | T | None:  # fmt: skip
+        """Share what reads `key`, or have `load` read it whole; None if the tier cannot take that.
+
+        instead: asked under the lock for another way to get it, if nobody reads it. anew: do not share what reads it by
+        layers.
         """
-        judged = self._calls.judged("read", load, self._calls.reading)
         try:
-            with self.lock:
-                other = instead() or self.share(key, context)
-                if other is None:
-                    flight = InflightRead(key)
-                    run = partial(self._land, flight, judged)
-                    flight.call = self._calls.reads.submit(run, seconds=self._calls.deadline, discard=release)
-                    self._open[key] = flight
-                    other = Read(flight, context)
+            with self._lock:
+                inflight = self._joinable(key)
+                if inflight is not None and not (anew and inflight.call is None):
+                    inflight.shares += 1
+                else:
+                    other = instead()
+                    if other is not None:
+                        return other
+                    inflight = InflightRead(self, key, context.since)
+                    run = partial(
+                        self._run, inflight, self._calls.judged("read", partial(load, inflight), self._calls.reading)
+                    )
+                    inflight.call = self._calls.reads.submit(run, seconds=self._calls.deadline, discard=release)
+                    self._open[key] = inflight
         except BackendError as error:
             self._calls.failed("read", error, self._calls.reading)
             context.lost.add(self._calls.name)
             return None
-        return other
+        if inflight.call is None:
+            self._hurry(inflight)
+        return Read(inflight, context)
 
-    def share(self, key: ChunkKey, context: RequestContext) -> Read | None:
-        """Share the call that reads `key`, if there is one. Under the lock."""
-        flight = self._open.get(key)
-        if flight is None:
+    def join(
+        self, key: ChunkKey, groups: Sequence[range], context: RequestContext, *, place: LayerBuffer | None = None,
+        num_tokens: int = 0,
+    ) -> InflightRead | None:  # fmt: skip
+        """A share in what is under way, whole or by layers. Otherwise it begins in `place`; without a place, None.
+
+        What begins holds the reservation of `place` from then on. None too if it comes in other groups of layers.
+        """
+        with self._lock:
+            inflight = self._joinable(key)
+            if inflight is not None:
+                if inflight.call is None and inflight.groups != groups:
+                    return None
+                inflight.shares += 1
+            elif place is not None:
+                inflight = InflightRead(self, key, context.since, groups=groups, place=place, num_tokens=num_tokens)
+                inflight.began = self._now()
+                self._open[key] = inflight
+            return inflight
+
+    def _joinable(self, key: ChunkKey) -> InflightRead | None:
+        inflight = self._open.get(key)
+        if inflight is not None and self._invalidations.hit(key, inflight.since):
+            self._forget(inflight)  # those who have it already go on
             return None
-        flight.shares += 1
-        return Read(flight, context)
+        return inflight
 
-    def under_way(self, key: ChunkKey) -> bool:
-        """Whether some call reads `key`. Under the lock."""
-        return key in self._open
+    # -- whole ---------------------------------------------------------------------------------------------------------
 
-    def starve(self, key: ChunkKey) -> None:
-        """The call that reads `key` waits for memory."""
-        with self.lock:
-            flight = self._open.get(key)
-            if flight is not None:
-                flight.starved = True
-        self._calls.reads.wake()
-
-    def leave(self, read: Read) -> Loaded | None:
-        """Wait for what the call reads: a lease of its own, or None. A tier that is late is lost to the visit."""
-        flight, context = read.flight, read.context
-        if not self._calls.in_time(flight.call, context):
-            self.give_up(read)
-            return None
-        return self._share(flight, context)
-
-    def give_up(self, read: Read) -> None:
-        """Do not wait. The call is given up with its last share."""
-        flight = read.flight
-        with self.lock:
-            flight.shares -= 1
-            last = not flight.shares
-            if last:
-                self._forget(flight)
-        if last:
-            flight.call.cancel()
-
-    def _land(self, flight: InflightRead, load: Callable[[], Loaded | None]) -> Loaded | None:
+    def _run(self, inflight: InflightRead, load: Callable[[], Loaded | None]) -> Loaded | None:
+        """On the tier's thread."""
         try:
             return load()
         except Exception:  # judged and told of already
-            flight.failed = True
+            inflight.failed = True
             return None
         finally:
-            with self.lock:  # from now on it is in memory, or not to be had
-                self._forget(flight)
+            with self._lock:  # from now on it is in memory, or not to be had
+                self._forget(inflight)
 
-    def _share(self, flight: InflightRead, context: RequestContext) -> Loaded | None:
-        loaded = flight.call.peek()
-        if flight.failed:
+    def starve(self, inflight: InflightRead) -> None:
+        """The call that reads it whole waits for memory."""
+        inflight.starved = True
+        self._calls.reads.wake()
+
+    def collect(self, read: Read) -> Loaded | None:
+        """Wait for what is read whole: a lease of its own, or None. A tier that is late is lost to the operation."""
+        inflight, context = read.inflight, read.context
+        assert inflight.call is not None
+        if not self._calls.in_time(inflight.call, context):
+            self.leave(inflight)
+            return None
+        return self._take(inflight, context)
+
+    def _take(self, inflight: InflightRead, context: RequestContext) -> Loaded | None:
+        assert inflight.call is not None
+        loaded = inflight.call.peek()
+        if inflight.failed:
             context.lost.add(self._calls.name)
-        with self.lock:
-            flight.shares -= 1
-            last = not flight.shares
-            mine = loaded if last or loaded is None else loaded.again()
-        return mine
+        with self._lock:
+            inflight.shares -= 1
+            return loaded if loaded is None or not inflight.shares else loaded.again()
 
-    def _forget(self, flight: InflightRead) -> None:
-        if self._open.get(flight.key) is flight:
-            del self._open[flight.key]
+    # -- by layers -----------------------------------------------------------------------------------------------------
+
+    def ask(self, inflight: InflightRead, group: range) -> Piece | None:
+        """The call that reads a group of layers, begun if nobody has yet; None if the tier cannot take it.
+
+        Unless it is the first group, `blob` must be known.
+        """
+        return inflight.pieces.get(group.start) or self._begin(inflight, group)
+
+    def _hurry(self, inflight: InflightRead) -> None:
+        """Have all of it read: in one call, what nobody has asked for yet."""
+        with self._lock:
+            inflight.hurried = True
+            if inflight.pieces and inflight.blob is None:
+                return  # whoever reads the first layers, and so learns where the others are, goes on with them
+        self._begin(inflight, None)
+
+    def _begin(self, inflight: InflightRead, group: range | None) -> Piece | None:
+        """Begin to read a group of layers, or all that nobody has begun to read."""
+        if self._calls.paused:
+            self.close(inflight)
+            return None
+        try:
+            with self._lock:
+                if group is not None and group.start in inflight.pieces:
+                    return inflight.pieces[group.start]
+                # Everybody asks for one group after the other, so that what is lacking is always the end of it.
+                lacking = [one for one in inflight.groups if one.start not in inflight.pieces]
+                groups = lacking if group is None else [group]
+                if not groups or not inflight.shares:
+                    return None
+                layers = range(groups[0].start, groups[-1].stop)
+                run = self._calls.judged("read", partial(self._run_layers, inflight, layers), self._calls.reading)
+                piece = Piece(self._calls.reads.submit(run, seconds=self._calls.deadline), layers)
+                inflight.pieces.update((one.start, piece) for one in groups)
+                return piece
+        except BackendError as error:
+            self._calls.failed("read", error, self._calls.reading)
+            self.close(inflight)
+            return None
+
+    def _run_layers(self, inflight: InflightRead, layers: range) -> Arrived | None:
+        """On the tier's thread."""
+        assert inflight.place is not None
+        arrived = self._read(inflight.key, inflight.blob, inflight.place, inflight.num_tokens, layers)
+        if arrived is not None and arrived[0] is not None:
+            with self._lock:
+                inflight.blob = arrived[0]
+                hurried = inflight.hurried
+            if hurried:
+                self._hurry(inflight)
+        return arrived
+
+    def complete(self, inflight: InflightRead) -> tuple[Loaded, Block | None]:
+        """The chunk, once every group has come and is right; and for the first who asks, the block: to be kept."""
+        assert inflight.blob is not None and inflight.place is not None
+        about = inflight.blob.header.description
+        block = None
+        with self._lock:
+            if inflight.lease is None:
+                block = inflight.place.reservation.seal()
+                assert block is not None, "these reservations have no deadline"
+                inflight.lease = block.lease()
+            lease = inflight.lease.again()
+        chunk = Chunk(inflight.place.tensor, self._layout.format, inflight.num_tokens, about.fidelity, about.start)
+        return Loaded(chunk, lease, float(about.written)), block
+
+    def await_all(self, read: Read) -> bool | None:
+        """Wait for all layers. True: it can be completed. False: it has to be read in another way. None: it is lost.
+
+        A tier that is late, or failed, is lost to the operation. The share is the caller's still.
+        """
+        inflight, context = read.inflight, read.context
+        for group in inflight.groups:
+            piece = inflight.pieces.get(group.start)
+            if piece is None:
+                return False
+            if not self._calls.in_time(piece.call, context):
+                return None
+            if piece.call.peek() is None:
+                context.lost.add(self._calls.name)
+                return None
+            if piece.right(group) < len(group):
+                return False
+            context.progress()
+        return True
+
+    # -- giving it up --------------------------------------------------------------------------------------------------
+
+    def close(self, inflight: InflightRead) -> None:
+        """Something of it cannot be had: nobody else is to join. Those who have a share keep it."""
+        with self._lock:
+            self._forget(inflight)
+
+    def give_up(self, inflight: InflightRead, group: range) -> None:
+        """Whoever holds a share does not want this group of layers, nor any behind it."""
+        with self._lock:
+            self._forget(inflight)  # so that whoever is alone with it now, stays so
+            alone = inflight.shares == 1
+            piece = inflight.pieces.get(group.start)
+        if alone and piece is not None and len(piece.layers) == len(group):
+            piece.call.cancel()
+
+    def leave(self, inflight: InflightRead) -> None:
+        """One share less. With the last one everything is given back; a call under way keeps its memory."""
+        with self._lock:
+            inflight.shares -= 1
+            if inflight.shares:
+                return
+            self._forget(inflight)
+        for call in inflight.calls:
+            call.cancel()
+        if inflight.lease is not None:
+            inflight.lease.release()
+        elif inflight.place is not None:
+            inflight.place.reservation.abandon()
+
+    def _forget(self, inflight: InflightRead) -> None:
+        if self._open.get(inflight.key) is inflight:
+            del self._open[inflight.key]
 
 
 def release(loaded: Loaded | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.format import envelope
-from kvloom.tiers.memory.staging import StagingPlace
+from kvloom.memory import Reservation
 from kvloom.tiers.stored.decode import guarded
 from kvloom.types import Chunk, MemoryFormat
 
@@ -44,6 +44,48 @@ class LayeredBlob:
         return self.header.description.serializer == "raw"
 
 
+@dataclass(frozen=True, slots=True)
+class LayerBuffer:
+    """Memory for some layers of a chunk: `tensor` is `[planes, layers, tokens, hidden]`, without a gap."""
+
+    reservation: Reservation
+    tensor: torch.Tensor
+    first: int
+    """The layer that comes first."""
+    chunk_shape: tuple[int, ...]
+    """The shape of the whole chunk, which may have more layers."""
+
+    @classmethod
+    def of(
+        cls, reservation: Reservation, chunk_shape: tuple[int, ...], dtype: torch.dtype, layers: range | None = None
+    ) -> LayerBuffer:
+        """In a reservation that is long enough. layers: default all."""
+        planes, num_layers, tokens, hidden = chunk_shape
+        layers = range(num_layers) if layers is None else layers
+        tensor = reservation.tensor((planes, len(layers), tokens, hidden), dtype)
+        return cls(reservation, tensor, layers.start, chunk_shape)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one plane of one layer."""
+        return layer_bytes(self.chunk_shape, self.tensor.dtype)
+
+    def layers(self, layers: range) -> torch.Tensor:
+        """These layers, as a view `[planes, len(layers), tokens, hidden]`."""
+        return self.tensor[:, layers.start - self.first : layers.stop - self.first]
+
+    def rows(self, plane: int, layers: range) -> memoryview:
+        """The bytes of one plane of these layers. Only for who fills them: once they are sealed, nobody may."""
+        step = self.layer_bytes
+        start = (plane * self.tensor.shape[1] + layers.start - self.first) * step
+        return self.reservation.view[start : start + len(layers) * step]
+
+
+def layer_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of one plane of one layer of a chunk `[planes, layers, tokens, hidden]`."""
+    return int(shape[2]) * int(shape[3]) * dtype.itemsize
+
+
 def layered(header: envelope.Header, serializer: Serializer, like: Chunk) -> LayeredBlob | None:
     """The layers of a blob that `serializer` decodes; None if it has to be read whole. like: on the meta device."""
     if not serializer.by_layer or header.payload_bytes > serializer.max_encoded_bytes(like):
@@ -71,7 +113,7 @@ def groups(num_layers: int, nbytes: int) -> list[range]:
     return parts
 
 
-def read_layers(backend: StorageBackend, blob: LayeredBlob, place: StagingPlace, layers: range) -> int:
+def read_layers(backend: StorageBackend, blob: LayeredBlob, place: LayerBuffer, layers: range) -> int:
     """Read `layers` of a blob into their place, all planes; how many, from the first on, are right.
 
     Raises whatever backend and serializer raise.
@@ -79,7 +121,7 @@ def read_layers(backend: StorageBackend, blob: LayeredBlob, place: StagingPlace,
     return _read_raw(backend, blob, place, layers) if blob.raw else _read_encoded(backend, blob, place, layers)
 
 
-def _read_raw(backend: StorageBackend, blob: LayeredBlob, place: StagingPlace, layers: range) -> int:
+def _read_raw(backend: StorageBackend, blob: LayeredBlob, place: LayerBuffer, layers: range) -> int:
     """Straight to where the layers belong."""
     header, num_layers = blob.header, len(blob.buffers)
     right = len(layers)
@@ -96,7 +138,7 @@ def _read_raw(backend: StorageBackend, blob: LayeredBlob, place: StagingPlace, l
     return right
 
 
-def _read_encoded(backend: StorageBackend, blob: LayeredBlob, place: StagingPlace, layers: range) -> int:
+def _read_encoded(backend: StorageBackend, blob: LayeredBlob, place: LayerBuffer, layers: range) -> int:
     header = blob.header
     numbers = sorted({number for layer in layers for number in blob.buffers[layer]})
     arrived: dict[int, memoryview] = {}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -16,21 +15,18 @@ from kvloom.errors import BackendError, CorruptBlobError, LaterVersionError, Unr
 from kvloom.runtime import Call, Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.index.ledger import Fidelity, Ledger
-from kvloom.tiers.memory.staging import StagingPlace
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls, NoRoomError
 from kvloom.tiers.stored.decode import DecodeFailedError
 from kvloom.tiers.stored.existence import Existence
-from kvloom.tiers.stored.inflight import InflightReads, Read, release
-from kvloom.tiers.stored.layer_inflight import Arrived, InflightLayerRead, InflightLayerReads, WholeRead
-from kvloom.tiers.stored.layer_ranges import LayeredBlob, layered, read_layers
+from kvloom.tiers.stored.inflight import Arrived, InflightRead, InflightReads, Read, release
+from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob, layered, read_layers
 from kvloom.tiers.stored.read import BlobReader, ExpiredBlobError
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Loads:
@@ -53,99 +49,71 @@ class Loads:
         self._events = events
         self._now = runtime.now
         self._deletes = deletes
-        self.inflight = InflightReads(calls, runtime)
-        self.arrivals = InflightLayerReads(
-            self.inflight, calls, memory.invalidations, layout, runtime, self.read_layers
-        )
+        self.inflight = InflightReads(calls, memory.invalidations, layout, runtime, self.read_layers)
 
-    def read(
-        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, context: RequestContext
-    ) -> Read | WholeRead | None:
+    def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int, context: RequestContext) -> Read | None:
         """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`.
 
         Whoever asks for a chunk that is on its way already, whole or by layers, shares the calls that read it.
         """
-        return self._read(key, shape, num_tokens, context, instead=partial(self.arrivals.share, key, context))
+        if not self._calls.serves(context):
+            return None
+        return self.inflight.board(key, partial(self._load, tuple(shape), num_tokens, context), context)
 
     def fetch(
         self, key: ChunkKey, shape: Sequence[int], num_tokens: int, context: RequestContext
-    ) -> Loaded | Read | WholeRead | None:
+    ) -> Loaded | Read | None:
         """`read`, unless somebody has just done so: then the chunk from memory."""
-
-        def instead() -> Loaded | WholeRead | None:
-            # What is no longer on its way was in memory before that, if it is to be had.
-            return self.arrivals.share(key, context) or (None if self.inflight.under_way(key) else self._in_memory(key))
-
-        return self._read(key, shape, num_tokens, context, instead=instead)
-
-    def _in_memory(self, key: ChunkKey) -> Loaded | None:
-        return self._memory.lease([key])[0]
-
-    def _read(
-        self,
-        key: ChunkKey,
-        shape: Sequence[int],
-        num_tokens: int,
-        context: RequestContext,
-        *,
-        instead: Callable[[], T | None],
-    ) -> Read | T | None:
         if not self._calls.serves(context):
             return None
-        load = partial(self._load, key, tuple(shape), num_tokens, context)
-        read = self.inflight.board(key, load, context, instead=instead)
-        if isinstance(read, WholeRead):
-            self.arrivals.hurry(read.arrival)
-        return read
+        load = partial(self._load, tuple(shape), num_tokens, context)
+        # What is no longer on its way was in memory before that, if it is to be had.
+        return self.inflight.board(key, load, context, instead=lambda: self._memory.lease([key])[0])
 
-    def collect(self, read: Read | WholeRead) -> Loaded | None:
+    def collect(self, read: Read) -> Loaded | None:
         """The verified chunk, or None: not there, not readable, or not in time."""
-        return self.inflight.leave(read) if isinstance(read, Read) else self._collect_layers(read)
-
-    def give_up(self, read: Read | WholeRead) -> None:
-        """Nobody will collect it."""
-        if isinstance(read, Read):
-            self.inflight.give_up(read)
-        else:
-            self.arrivals.leave(read.arrival)
-
-    def _collect_layers(self, read: WholeRead) -> Loaded | None:
-        arrival = read.arrival
-        key, num_tokens = arrival.key, arrival.num_tokens
+        inflight, context = read.inflight, read.context
+        if inflight.call is not None:
+            return self.inflight.collect(read)
         try:
-            outcome = self.arrivals.collect(read)
-            if outcome and self._invalidations.hit(key, arrival.since):
+            outcome = self.inflight.await_all(read)
+            if outcome and self._invalidations.hit(inflight.key, inflight.since):
                 return None
             if outcome:
-                return self.complete(arrival, read.context)[0]
-            self.arrivals.close(arrival)
+                return self.complete(inflight, context)[0]
+            self.inflight.close(inflight)
         finally:
-            self.arrivals.leave(arrival)
-        if outcome is None or not self._calls.serves(read.context):
+            self.inflight.leave(inflight)
+        if outcome is None or not self._calls.serves(context):
             return None
-        load = partial(self._load, key, arrival.place.chunk_shape, num_tokens, read.context)
-        again = self.inflight.board(key, load, read.context)
-        return None if again is None else self.inflight.leave(again)
+        assert inflight.place is not None
+        load = partial(self._load, inflight.place.chunk_shape, inflight.num_tokens, context)
+        again = self.inflight.board(inflight.key, load, context, anew=True)
+        return None if again is None else self.inflight.collect(again)
 
-    def complete(self, arrival: InflightLayerRead, context: RequestContext) -> tuple[Loaded, bool]:
+    def give_up(self, read: Read) -> None:
+        """Nobody will collect it."""
+        self.inflight.leave(read.inflight)
+
+    def complete(self, inflight: InflightRead, context: RequestContext) -> tuple[Loaded, bool]:
         """The chunk, all of whose layers have come right, leased and in memory; and whether nobody else did this."""
-        loaded, block = self.arrivals.complete(arrival)
+        loaded, block = self.inflight.complete(inflight)
         if block is None:
             return loaded, False
-        assert arrival.blob is not None
-        header = arrival.blob.header
+        assert inflight.blob is not None
+        header = inflight.blob.header
         nbytes, ended = header.header_bytes + header.payload_bytes, self._now()
-        context.record.note("read", self._name, arrival.began, ended, nbytes=nbytes)
-        self._events.emit(Event("retrieved", self._name, arrival.num_tokens, 1, nbytes, ended - arrival.began))
+        context.record.note("read", self._name, inflight.began, ended, nbytes=nbytes)
+        self._events.emit(Event("retrieved", self._name, inflight.num_tokens, 1, nbytes, ended - inflight.began))
         kept = self._memory.insert(
-            arrival.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=arrival.since,
+            inflight.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=inflight.since,
             chain=context.chain,
         )  # fmt: skip
         loaded.release()
         return kept, True
 
     def begin(
-        self, key: ChunkKey, blob: LayeredBlob | None, place: StagingPlace, num_tokens: int, layers: range
+        self, key: ChunkKey, blob: LayeredBlob | None, place: LayerBuffer, num_tokens: int, layers: range
     ) -> Call[Arrived | None] | None:
         """Have a thread for reads run `read_layers`, for one load alone; None if the tier cannot take the call."""
         if self._calls.paused:
@@ -159,13 +127,13 @@ class Loads:
             return None
 
     def read_layers(
-        self, key: ChunkKey, blob: LayeredBlob | None, place: StagingPlace, num_tokens: int, layers: range
+        self, key: ChunkKey, blob: LayeredBlob | None, place: LayerBuffer, num_tokens: int, layers: range
     ) -> Arrived | None:
         """On the tier's thread: read some layers of a blob (None: what it is, is to be found out first) into `place`.
 
         0 layers if there is nothing that can be read by layers; None if nobody waits any more.
         """
-        if not place.room.enter():
+        if not place.reservation.hold():
             return None
         try:
             blob = blob or self._open_layers(key, place.chunk_shape, num_tokens)
@@ -174,7 +142,7 @@ class Loads:
             self._blame_serializer(error)
             return blob, 0
         finally:
-            place.room.release()
+            place.reservation.abandon()
 
     def _open_layers(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int) -> LayeredBlob | None:
         known_since = self._ledger.mark()
@@ -189,9 +157,11 @@ class Loads:
         empty = torch.empty(shape, dtype=self._layout.dtype, device="meta")
         return layered(header, serializer, Chunk(empty, self._layout.format, num_tokens, header.description.fidelity))
 
-    def _load(self, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, context: RequestContext) -> Loaded | None:
-        """visit: of whoever was the first to ask; others share what comes of it."""
-        began, record = self._now(), context.record
+    def _load(
+        self, shape: tuple[int, ...], num_tokens: int, context: RequestContext, inflight: InflightRead
+    ) -> Loaded | None:
+        """On the tier's thread. context: of whoever was the first to ask; others share what comes of it."""
+        began, record, key = self._now(), context.record, inflight.key
         since, known_since = self._invalidations.mark(), self._ledger.mark()
         if key in self._existence.doomed():
             return None
@@ -200,7 +170,7 @@ class Loads:
             try:
                 arrived = self._reader.read(
                     self._backend, key, shape, num_tokens, until=until, since=since, chain=context.chain,
-                    on_wait=partial(self.inflight.starve, key), record=record,
+                    on_wait=partial(self.inflight.starve, inflight), record=record,
                 )  # fmt: skip
             except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
                 self._miss(key, num_tokens, error, context, since=known_since)

@@ -57,7 +57,7 @@ class Maintenance:
         bounded: bool, on_evicted: Callable[[Iterable[ChunkKey]], None] = lambda keys: None,
     ) -> None:  # fmt: skip
         """bounded: there is a bound (capacity, quota or time) that kvloom is to keep. on_evicted: told of what went for
-        want of room."""
+        want of room. Raises RuntimeError if there is no thread to be had."""
         self.name = name
         self._backend = backend
         self._ledger = ledger
@@ -82,14 +82,18 @@ class Maintenance:
         """Why the last listing does not account for all that the store holds; empty if it does."""
         self.shut_out = ""
         """Why this process cannot ask for the right to evict; empty if it can, or another has it."""
-        self.evicts = bounded and (not backend.shared or self._elected())
+        self.evicts = bounded and not backend.shared
         """This process deletes what is over a bound."""
-        ledger.enforced = self.evicts
         ledger.complete = not (backend.persistent or backend.shared)
-        if bounded or backend.persistent or backend.shared:
+        works = bounded or backend.persistent or backend.shared
+        if works:
+            self._keep_on()  # before anything is asked of the backend: whoever made it closes it if this raises
+        if bounded and backend.shared:
+            self.evicts = self._elected()
+        ledger.enforced = self.evicts
+        if works:
             # A listing runs as a call like any other, but unhurried and with nobody waiting.
             self._begin_round()
-            self._keep_on()
 
     def close(self) -> None:
         """Begin no round any more; `finish` waits for the one under way."""
@@ -174,7 +178,10 @@ class Maintenance:
         self._owed[key] = None
         if len(self._owed) > _MOST_OWED:
             self._owed.popitem(last=False)
-        self._keep_on()
+        try:
+            self._keep_on()
+        except RuntimeError as error:  # the machine has no more threads; the next one asks again
+            self._calls.report("upkeep", error)
 
     def owes_no_more(self, key: ChunkKey) -> None:
         """It is gone, or was written again and not removed since."""
@@ -231,8 +238,13 @@ class Maintenance:
     def _keep_on(self) -> None:
         with self._changed:
             begun, self._keeps_time = self._keeps_time, True
-        if not begun:
+        if begun:
+            return
+        try:
             self._thread = self._runtime.spawn(self._keep_time, name=f"kvloom-{self.name}-upkeep")
+        except RuntimeError:
+            self._keeps_time = False
+            raise
 
     def _keep_time(self) -> None:
         while True:

@@ -94,11 +94,11 @@ class BlobReader:
         return outline
 
     def _reserve(self, nbytes: int, *, until: float, room_by: float, on_wait: Callable[[], None]) -> Reservation | None:
-        room = self._memory.reserve(nbytes, deadline=until)
-        if room is None:
+        reservation = self._memory.reserve(nbytes, deadline=until)
+        if reservation is None:
             on_wait()
-            room = self._memory.reserve_by(nbytes, room_by, deadline=until)
-        return room
+            reservation = self._memory.reserve_by(nbytes, room_by, deadline=until)
+        return reservation
 
     def expired(self, header: envelope.Header) -> bool:
         """Whether the blob is past its time."""
@@ -134,21 +134,21 @@ class BlobReader:
         chunk = guarded(partial(serializer.view, payload, like))
         if chunk is not None:
             chunk = replace(like, tensor=chunk.tensor)
-            room = landing.take()
+            reservation = landing.take()
         else:
             decoded = reserve(like.nbytes)
             if decoded is None:
                 raise NoRoomError("no room in memory to decode a chunk")
-            room = decoded
-            chunk = replace(like, tensor=room.tensor(about.shape, dtype))
+            reservation = decoded
+            chunk = replace(like, tensor=reservation.tensor(about.shape, dtype))
             began = record.now()
             try:
                 guarded(partial(serializer.decode, envelope.split(header, payload), chunk))
             except BaseException:
-                room.abandon()
+                reservation.abandon()
                 raise
             record.note("decode", self._name, began, record.now(), nbytes=like.nbytes, codec=serializer.type)
-        block = room.seal()
+        block = reservation.seal()
         if block is None:
             return None
         return self._memory.insert(
@@ -164,7 +164,7 @@ class _Landing:
         self._protection = protection
         self._reserve = reserve
         self._key = key
-        self._room: Reservation | None = None
+        self._reservation: Reservation | None = None
         self._verifier: envelope.Verifier | None = None
 
     def reserve(self, num_bytes: int) -> memoryview:
@@ -173,11 +173,11 @@ class _Landing:
         if num_bytes > self.max_bytes:  # before memory is emptied for it
             raise CorruptBlobError(f"{num_bytes} bytes, which no blob of such a chunk has")
         self.abandon()  # a backend that has lost its connection may begin anew
-        self._room = self._reserve(num_bytes)
-        if self._room is None:
+        self._reservation = self._reserve(num_bytes)
+        if self._reservation is None:
             raise NoRoomError(f"no room in memory for a blob of {num_bytes} bytes")
-        self._verifier = envelope.Verifier(self._room.view, key=self._key, protection=self._protection)
-        return self._room.view
+        self._verifier = envelope.Verifier(self._reservation.view, key=self._key, protection=self._protection)
+        return self._reservation.view
 
     def filled(self, num_bytes: int) -> None:
         assert self._verifier is not None
@@ -190,17 +190,17 @@ class _Landing:
 
     @property
     def view(self) -> memoryview:
-        assert self._room is not None
-        return self._room.view
+        assert self._reservation is not None
+        return self._reservation.view
 
     def take(self) -> Reservation:
         """The memory, which is the caller's from now on."""
-        assert self._room is not None
-        room, self._room = self._room, None
-        return room
+        assert self._reservation is not None
+        reservation, self._reservation = self._reservation, None
+        return reservation
 
     def abandon(self) -> None:
         """Give the memory back, unless it was taken."""
-        room, self._room = self._room, None
-        if room is not None:
-            room.abandon()
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            reservation.abandon()

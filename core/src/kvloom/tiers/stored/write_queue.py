@@ -180,8 +180,14 @@ class WriteQueue:
     def _expire(self) -> None:
         if not self._open:
             return
-        late = self._runtime.now() - self._deadline
-        overdue = [w for w in list(self._open.values()) if w.began is not None and w.began < late]
+        now = self._runtime.now()
+        late = now - self._deadline
+        still = self._moved_at < late  # with fewer threads than there should be, what hangs may hold all there are
+        overdue = [
+            w
+            for w in list(self._open.values())
+            if (w.began is not None and w.began < late) or (still and w.call is not None and w.call.overdue_at < now)
+        ]
         if overdue:
             self._lose(overdue, "deadline")
             self._on_late()

@@ -5,17 +5,7 @@ from __future__ import annotations
 from .deviation import CacheBlendExecutor, HybridExecutor
 from .static import EpicExecutor, FullExecutor, NoneExecutor, QuestionAttentionExecutor
 
-EXECUTORS = (
-    CacheBlendExecutor,
-    HybridExecutor,
-    QuestionAttentionExecutor,
-    EpicExecutor,
-    NoneExecutor,
-    FullExecutor,
-)
-
 __all__ = [
-    "EXECUTORS",
     "CacheBlendExecutor",
     "EpicExecutor",
     "FullExecutor",

@@ -33,7 +33,7 @@ class DeviationConfig(RatioConfig):
 
 
 class CacheBlendConfig(DeviationConfig):
-    gradual: float = Field(default=3.0, ge=1.0, allow_inf_nan=False, strict=True)
+    gradual: float = Field(default=3.0, ge=1.0, strict=True)
     """With several check layers, how many times `recompute_ratio` is kept in the first; the share falls evenly, by the
     same factor from one to the next, to `recompute_ratio` in the last (CacheBlend's gradual filtering)."""
 

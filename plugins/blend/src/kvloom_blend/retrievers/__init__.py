@@ -8,10 +8,7 @@ from .fixed import FixedRetriever
 from .passages import Passage, PassageRetriever
 from .separator import SeparatorRetriever
 
-RETRIEVERS = (SeparatorRetriever, ExplicitRetriever, FixedRetriever, ContentRetriever)
-
 __all__ = [
-    "RETRIEVERS",
     "ContentRetriever",
     "ExplicitRetriever",
     "FixedRetriever",

@@ -14,9 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from kvloom import BackendError, ConfigError, Engine, EngineConfig, Segment, check_config
-from kvloom_connector_transformers import spec_of
-from kvloom_connector_transformers.calls import check_call
-from kvloom_connector_transformers.identity import signature
+from kvloom_connector_transformers import check_call, signature, spec_of
 
 from ..retrievers.landing import LandingTask
 from ..retrievers.passages import PassageRetriever

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from kvloom import BlendExecutor, BlendRequest, BlendRetrieverTask, Config, KVSpec
-from kvloom_connector_transformers.identity import transformers_model
+from kvloom_connector_transformers import transformers_model
 
 from ..executors import NoneExecutor
 from ..retrievers.landing import LandingTask

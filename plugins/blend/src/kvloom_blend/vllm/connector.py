@@ -19,11 +19,16 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 from kvloom import check_config
-from kvloom_connector_vllm import identity as identities
-from kvloom_connector_vllm.adapter import platform
-from kvloom_connector_vllm.adapter.metrics import PromMetrics, Stats
-from kvloom_connector_vllm.adapter.order import page_order
-from kvloom_connector_vllm.paged.views import pages_of
+from kvloom_connector_vllm import (
+    PromMetrics,
+    Stats,
+    about_model,
+    check_version,
+    identify,
+    layer_spec,
+    page_order,
+    pages_of,
+)
 
 from .orders import Orders, Prompt, Report
 from .scheduler import Scheduler
@@ -61,11 +66,11 @@ class KVLoomBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        platform.check_version()
+        check_version()
         self._settings = settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         refuse(vllm_config)
-        about = platform.about(vllm_config, identities.layer_spec(kv_cache_config))
-        self._identity = identities.identify(vllm_config, kv_cache_config, rank=0, about=about)
+        about = about_model(vllm_config, layer_spec(kv_cache_config))
+        self._identity = identify(vllm_config, kv_cache_config, rank=0, about=about)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         if role == KVConnectorRole.SCHEDULER:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvloom import Chunk, ChunkKey, ConfigError, EngineConfig, KVSpec, MemoryFormat, Segment
-from kvloom_connector_vllm.paged.blocks import Geometry, VLLMBlobConnector, VLLMConfig
+from kvloom_connector_vllm import Geometry, VLLMBlobConnector, VLLMConfig
 
 from ..retrievers.passages import PassageRetriever
 from ..runner.model import BlendedModel, blended

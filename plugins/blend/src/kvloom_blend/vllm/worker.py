@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Lock
 
-from kvloom_connector_vllm.names import shown
+from kvloom_connector_vllm import shown
 
 from .orders import Blend, Orders, Prompt, Report
 from .twin import Pages, Twin

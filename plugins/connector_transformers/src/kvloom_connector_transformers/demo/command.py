@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,7 @@ tiers:
 
 def demo(
     model: Annotated[
-        str, typer.Option(metavar="NAME_OR_PATH", help="Any plain decoder (default: evals/pylm of the repository).")
+        str, typer.Option(metavar="MODEL", help="A transformers model (default: evals/pylm of the repository).")
     ] = "",
     document: Annotated[
         Path | None,
@@ -65,6 +66,7 @@ def demo(
             help="Your own configuration (default: memory over disk, in DIR).",
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prefill a document once, then answer from its stored KV in a second process."""
     from rich.console import Console
@@ -94,7 +96,7 @@ def demo(
     )  # fmt: skip
     job.save(out / "job.json")
     try:
-        holds = _run(Console(markup=False, highlight=False), job, out)
+        holds = _run(Console(markup=False, highlight=False, stderr=as_json), job, out, as_json=as_json)
     finally:
         if not keep:
             shutil.rmtree(kv, ignore_errors=True)
@@ -102,7 +104,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def _run(console: Console, job: Job, out: Path) -> bool:
+def _run(console: Console, job: Job, out: Path, *, as_json: bool) -> bool:
     from .report import checks, draw_chart, print_results
 
     stored = _process(console, "store", job, out)
@@ -130,7 +132,10 @@ def _run(console: Console, job: Job, out: Path) -> bool:
         )
     verdicts = checks(result)
     print_results(console, result, verdicts)
-    (out / "result.json").write_text(json.dumps({"stored": stored, "answered": result}, indent=1), encoding="utf-8")
+    made = {"stored": stored, "answered": result, "checks": [asdict(verdict) for verdict in verdicts]}
+    (out / "result.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    if as_json:
+        print(json.dumps(made, indent=2))
     try:
         draw_chart(result, out / "ttft.png")
         console.print(f"chart: {out / 'ttft.png'}")

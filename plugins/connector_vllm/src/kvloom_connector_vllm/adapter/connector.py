@@ -71,7 +71,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._rank = _tensor_rank() if role == KVConnectorRole.WORKER else 0
         ranks = int(parallel.tensor_parallel_size)
         self._settings = settings = Settings.read(transfer.kv_connector_extra_config, ranks=ranks)
-        about = platform.about(vllm_config, identities.layer_spec(kv_cache_config))
+        about = platform.about_model(vllm_config, identities.layer_spec(kv_cache_config))
         self._identity = identities.identify(
             vllm_config, kv_cache_config, rank=self._rank, about=about, pages=settings.pages
         )  # fmt: skip

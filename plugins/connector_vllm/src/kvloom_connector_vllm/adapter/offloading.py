@@ -279,6 +279,6 @@ def _about(config: Any, groups: Sequence[Any]) -> dict[str, str | int | bool]:
             backend = layer.get_attn_backend().get_name()
             facts = {"kernel": backend, "layer": type(layer).__name__, "kv": str(form.dtype)}
             facts["window"] = str(getattr(layer, "sliding_window", None))
-            for fact, value in {**facts, **platform.about(config, form)}.items():
+            for fact, value in {**facts, **platform.about_model(config, form)}.items():
                 found.setdefault(fact, set()).add(str(value))
     return {fact: " ".join(sorted(values)) for fact, values in found.items()}

@@ -13,7 +13,7 @@ TESTED = ((0, 32), (0, 33))
 """At least, and below: the versions that the tests run with."""
 
 
-def about(config: Any, layer: Any) -> dict[str, str | int | bool]:
+def about_model(config: Any, layer: Any) -> dict[str, str | int | bool]:
     """Part of the fingerprint: pages are opaque, and another version or instruction set may lay them out otherwise."""
     found: dict[str, str | int | bool] = {"vllm": vllm.__version__, "platform": str(current_platform.device_type)}
     backend = getattr(getattr(config, "attention_config", None), "backend", None)

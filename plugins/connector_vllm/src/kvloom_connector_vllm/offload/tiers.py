@@ -97,7 +97,8 @@ class Tiers:
         """Keep them. On return nothing is read any more."""
 
         def save() -> bool:
-            return bool(self._engine.save(self._segments(keys), **where).result(self._timeout).all())
+            self._engine.save(self._segments(keys), **where).result(self._timeout)
+            return True
 
         return self._forgiving("save", save, False)
 

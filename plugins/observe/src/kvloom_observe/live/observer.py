@@ -17,8 +17,8 @@ from .sockets import bind, bind_default
 
 class LiveConfig(Config):
     path: Path | None = None
-    """The socket's path, with mode 0600; by default in a private directory, where `kvloom top` finds it."""
-    prefill_tokens_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """The socket, 0600; by default one in a directory that is this user's alone, found by `kvloom top` by itself."""
+    prefill_tokens_per_second: float | None = Field(default=None, gt=0)
     """The engine's speed of prefill. With it, the view shows the time that hits have saved."""
 
 

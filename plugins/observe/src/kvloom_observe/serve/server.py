@@ -43,9 +43,9 @@ class Page:
         self._source = source
         self._questions = None if config is None or spec is None else Questions(config, spec)
         self._readers = ThreadPoolExecutor(_READERS, "kvloom-serve")
-        self._names = {host.lower()}
+        self._names = {_name(host)}
         if _is_loopback(host):
-            self._names |= {"localhost", "127.0.0.1", "[::1]"}
+            self._names |= {"localhost", "127.0.0.1", "::1"}
         listener = listening(host, port)
         self.port: int = listener.getsockname()[1]
         self._server = HTTPServer(listener, self._answer, _LIMITS, refuse=_refused)
@@ -100,7 +100,7 @@ class Page:
     def _check_origin(self, request: Request) -> None:
         """A page elsewhere that has its name point here is not answered, nor one that asks across origins."""
         host = (request.headers.get("Host") or "").lower()
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        name = _name(host if host.endswith("]") else host.rpartition(":")[0] or host)
         origin = request.headers.get("Origin")
         if name not in self._names and not (self._names & {"0.0.0.0", "::"}):
             raise RequestError(403, "ask by the name that it listens on")
@@ -118,6 +118,15 @@ def _json(status: int, content: dict[str, Any]) -> Response:
 
 def _response(status: int, kind: str, body: bytes) -> Response:
     return Response(status, body, (("Content-Type", f"{kind}; charset=utf-8"), *_HEADERS))
+
+
+def _name(host: str) -> str:
+    """Return a host in the one form in which it is compared; an address has several, and brackets in a URL."""
+    host = host.lower().strip("[]")
+    try:
+        return ipaddress.ip_address(host).compressed
+    except ValueError:
+        return host
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +32,7 @@ _EXISTING = {"exists": True, "dir_okay": False, "readable": True}
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A transformers model: a path, or a name on a hub.")],
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A transformers model: a directory, or a name on a hub.")],
     text: Annotated[
         list[Path],
         typer.Option(metavar="FILE", help="Text like that of your prompts; more files may follow.", **_EXISTING),
@@ -60,6 +61,7 @@ def calibrate(
     min_top1: Annotated[
         float, typer.Option(min=0, max=1, help="Minimum share of likeliest tokens that stay the same.")
     ] = 0.98,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write a profile of a model's KV, with which `cachegen` loses less.
 
@@ -68,7 +70,7 @@ def calibrate(
     try:
         import transformers  # noqa: F401
 
-        import kvloom_connector_transformers.identity  # noqa: F401
+        from kvloom_connector_transformers import spec_of  # noqa: F401
     except ImportError as error:
         raise KVLoomError(
             f"calibrating needs transformers ({error}): {pip_install('kvloom-serde-cachegen', 'calibrate')}"
@@ -76,7 +78,7 @@ def calibrate(
     from kvloom_serde_cachegen.calibration.calibrating import Limits
 
     if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-        raise typer.BadParameter(f"there is no directory {model!r}", param_hint="MODEL")
+        raise typer.BadParameter(f"there is no directory {model!r}", param_hint="--model")
     if out is not None and not out.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {str(out.parent)!r}", param_hint="--out")
     name = Path(model).resolve().name if Path(model).is_dir() else model
@@ -85,7 +87,7 @@ def calibrate(
         raise typer.BadParameter(f"{out} exists; name another, or overwrite it with --force", param_hint="--out")
     wanted = _Wanted(
         model, name, [*text, *(more or ())], out, tokens, device, klt,
-        _codecs(codec, klt=klt) if verify else [], Limits(max_kl, max_dnll, min_top1),
+        _codecs(codec, klt=klt) if verify else [], Limits(max_kl, max_dnll, min_top1), as_json,
     )  # fmt: skip
     try:
         _calibrate(wanted)
@@ -108,6 +110,7 @@ class _Wanted:
     codecs: Sequence[str]
     """To be judged."""
     limits: Limits
+    as_json: bool
 
 
 def _codecs(given: Sequence[str] | None, *, klt: bool) -> list[str]:
@@ -143,15 +146,27 @@ def _calibrate(wanted: _Wanted) -> None:
     with _progress(f"calibrating {wanted.name}", len(windows)) as step:
         profile, spec = calibrated(model, windows, name=wanted.name, klt=wanted.klt, step=step)
     profile.save(wanted.out)
+    saved = saved_per_token(model, windows[0], wanted.out, spec) if wanted.klt else None
+    verdicts = _verify(model, held_out, profile, spec, wanted) if wanted.codecs else {}
     size = wanted.out.stat().st_size
+    if wanted.as_json:
+        print(json.dumps({
+            "profile": str(wanted.out), "bytes": size, "calibrated_tokens": profile.calibrated_tokens,
+            "rotary_size": profile.rotary_size, "klt_saves_bytes_per_token": saved,
+            "verdicts": {codec: asdict(verdict) for codec, verdict in verdicts.items()},
+        }, indent=2))  # fmt: skip
+        return
     print(f"{wanted.out}: {size:,} bytes, from {profile.calibrated_tokens:,} tokens, {_about(profile)}")
-    if wanted.klt:
-        print(_break_even(size, saved_per_token(model, windows[0], wanted.out, spec)))
-    if wanted.codecs:
-        _verify(model, held_out, profile, spec, wanted)
+    if saved is not None:
+        print(_break_even(size, saved))
+    if verdicts:
+        _print(verdicts)
 
 
-def _verify(model: PreTrainedModel, windows: torch.Tensor, profile: Profile, spec: KVSpec, wanted: _Wanted) -> None:
+def _verify(
+    model: PreTrainedModel, windows: torch.Tensor, profile: Profile, spec: KVSpec, wanted: _Wanted
+) -> Mapping[str, Verdict]:
+    """Measure the codecs, write the verdicts into the profile, and return them."""
     from kvloom_serde_cachegen import measuring
     from kvloom_serde_cachegen.calibration.calibrating import judged, serializer
 
@@ -159,7 +174,7 @@ def _verify(model: PreTrainedModel, windows: torch.Tensor, profile: Profile, spe
     with _progress("verifying", len(windows)) as step:
         verdicts = judged(model, windows, codecs, wanted.limits, dtype=spec.torch_dtype, step=step)
     replace(profile, verdicts=verdicts).save(wanted.out)
-    _print(verdicts)
+    return verdicts
 
 
 def _break_even(profile_bytes: int, saved: float) -> str:

@@ -277,3 +277,52 @@ class ReadsOneMessage(Mutant, CompleteDirectoryBackend):
     def get(self, key: str) -> Buffer | None:
         blob = super().get(key)
         return None if blob is None else blob[: (16 << 20) - 1]
+
+
+class HoldsForTheThread(Mutant, DirectoryBackend):
+    """That asked; another one of the same instance finds the right taken."""
+
+    breaks = "B28"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._mine = threading.local()
+
+    def hold(self, name: str) -> bool:
+        mine = self._mine.__dict__.setdefault("rights", {})
+        self._rights, all_rights = mine, self._rights
+        held = super().hold(name)
+        self._rights = {**all_rights, **mine}
+        return held
+
+
+class ReadsByOneOpenFile(Mutant, DirectoryBackend):
+    """Under a lock, which a forked child has a copy of; the place in the file it shares."""
+
+    breaks = "B23"
+
+    def __init__(self, config, spec=None) -> None:
+        super().__init__(config, spec)
+        self._lock = threading.Lock()
+        self._log = os.open(self._path / "+log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+
+    def put(self, key: str, blob: Buffers) -> None:
+        whole = b"".join(blob)
+        with self._lock:
+            end = os.lseek(self._log, 0, os.SEEK_END)
+            os.write(self._log, whole)
+        super().put(key, [b"%d %d" % (end, len(whole))])
+
+    def get(self, key: str) -> Buffer | None:
+        row = super().get(key)
+        if row is None:
+            return None
+        start, size = map(int, bytes(row).split())
+        with self._lock:
+            os.lseek(self._log, start, os.SEEK_SET)
+            return os.read(self._log, size)
+
+    def close(self) -> None:
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1

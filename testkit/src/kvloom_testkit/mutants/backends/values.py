@@ -11,6 +11,7 @@ import time
 from kvloom import Buffer, Buffers
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.backend import DirectoryBackend
+from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class WritesOnlyTheFirstBuffer(Mutant, DirectoryBackend):
@@ -255,3 +256,27 @@ class CachesWhatItWroteWrongly(Mutant, DirectoryBackend):
     def delete(self, key: str) -> None:
         self._recent.pop(key, None)
         super().delete(key)
+
+
+class MissesWhatItCannotOpen(Mutant, DirectoryBackend):
+    """What was meant is that there may be nothing."""
+
+    breaks = "B47"
+
+    def get(self, key: str) -> Buffer | None:
+        try:
+            return super().get(key)
+        except OSError:
+            return None
+
+
+class MissesWhatItCannotOpenInParts(Mutant, CompleteDirectoryBackend):
+    """Its other ways to read have an `except` of their own."""
+
+    breaks = "B47"
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> bool:
+        try:
+            return super().get_range(key, offset, into)
+        except OSError:
+            return False

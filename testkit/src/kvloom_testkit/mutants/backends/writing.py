@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Sequence
 
 from kvloom import Buffer, Buffers
@@ -69,3 +71,67 @@ class WritesOverAVictim(Mutant, DirectoryBackend):
         with self._file(key).open("r+b") as file:
             file.writelines(blob)
             file.truncate()
+
+
+class SwallowsDeleteErrors(Mutant, DirectoryBackend):
+    """What was meant is that there may be nothing."""
+
+    breaks = "B48"
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(OSError):
+            super().delete(key)
+
+
+class SwallowsErrorsOfMany(Mutant, DirectoryBackend):
+    """One that cannot be deleted is not to keep the others."""
+
+    breaks = "B48"
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with contextlib.suppress(OSError):
+                self.delete(key)
+
+
+class LeavesDraftsOfFailedPuts(Mutant, DirectoryBackend):
+    """No listing shows them."""
+
+    breaks = "B49"
+
+    def _draft(self, blob: Buffers) -> str:
+        number, name = tempfile.mkstemp(prefix="+", dir=self._path)
+        with open(number, "wb") as file:
+            file.writelines(blob)
+        return name
+
+
+class LeavesDraftsOfAFullDisk(Mutant, DirectoryBackend):
+    """It joins the blob first, so that nothing can be wrong with it any more."""
+
+    breaks = "B49"
+
+    def put(self, key: str, blob: Buffers) -> None:
+        whole = b"".join(blob)
+        number, name = tempfile.mkstemp(prefix="+", dir=self._path)
+        with open(number, "wb") as file:
+            file.write(whole)
+        os.replace(name, self._file(key))
+
+
+class LeavesDraftsOfWhatItCreates(Mutant, CompleteDirectoryBackend):
+    """It removes them after the link, and not where it never comes to that."""
+
+    breaks = "B49"
+
+    def create(self, key: str, blob: Buffers) -> bool:
+        number, name = tempfile.mkstemp(prefix="+", dir=self._path)
+        with open(number, "wb") as file:
+            file.writelines(blob)
+        try:
+            os.link(name, self._file(key))
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(name)
+        return True

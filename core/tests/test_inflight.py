@@ -1,0 +1,135 @@
+"""Sharing between operations: one wait for all that they wait for, and one read of a chunk for all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvloom import Chunk, ChunkKey, MemoryFormat
+from kvloom.builtin.dict_backend import DictBackend
+from kvloom.contracts.component import Config
+from kvloom.memory import Pool
+from kvloom.runtime import SystemRuntime
+from kvloom.telemetry.events import EventBus
+from kvloom.tiers.memory.tier import MemoryTier
+from kvloom.tiers.request_context import RequestContext
+from kvloom.tiers.stored.calls import Calls
+from kvloom.tiers.stored.inflight import InflightRead, InflightReads
+from kvloom.tiers.tier import Layout, Loaded
+
+PAGE = 4096
+SHAPE = (2, 1, 4, PAGE // 8)
+KEY = ChunkKey("f/-", 0, bytes(32))
+
+
+class Clock(SystemRuntime):
+    """Time stands still unless it is moved."""
+
+    time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+
+def test_all_that_an_operation_waits_for_takes_one_deadline_together() -> None:
+    clock = Clock()
+    context = RequestContext(clock, 10.0, since=0)
+    assert context.patience(4.0) == 104.0, "a call has its own deadline"
+    clock.time += 7
+    assert context.patience(10.0) == 110.0, "what one tier has cost is not there for the next"
+    context.progress()
+    assert context.patience(10.0) == 117.0
+
+
+def by_layer(*args: object) -> None:
+    raise AssertionError("nothing here is read by layers")
+
+
+class Store:
+    """The reads of one tier into a memory tier with room for `pages` chunks of one page."""
+
+    def __init__(self, pages: int) -> None:
+        runtime = SystemRuntime()
+        events = EventBus((), runtime)
+        layout = Layout(MemoryFormat.KV_BLOB, torch.uint8, lambda tokens: SHAPE)
+        self.pool = Pool(pages * PAGE, runtime)
+        self.memory = MemoryTier(layout, self.pool, events, runtime)
+        self.calls = Calls("dict", DictBackend(Config()), events, runtime, deadline=20.0)
+        self.inflight = InflightReads(self.calls, self.memory.invalidations, layout, runtime, by_layer)
+        self.gate = threading.Event()
+        self.loads = 0
+        self._runtime = runtime
+
+    def context(self) -> RequestContext:
+        return RequestContext(self._runtime, 20.0, since=self.memory.invalidations.mark())
+
+    def load(self, inflight: InflightRead) -> Loaded:
+        """A chunk of sevens, once the gate is open."""
+        self.gate.wait(20)
+        self.loads += 1
+        room = self.memory.reserve(PAGE)
+        assert room is not None
+        chunk = Chunk(room.tensor(SHAPE, torch.uint8).fill_(7), MemoryFormat.KV_BLOB, 4)
+        block = room.seal()
+        assert block is not None
+        return self.memory.insert(KEY, chunk, block)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    store = Store(pages=1)
+    yield store
+    store.gate.set()
+    store.calls.close()
+    store.memory.close()
+    store.pool.close()
+    assert store.pool.leaked == 0
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(store: Store, first: int) -> None:
+    reads = [store.inflight.board(KEY, store.load, store.context()) for _ in range(3)]
+    store.gate.set()
+    shares = []
+    for read in reads:
+        assert read is not None
+        shares.append(store.inflight.collect(read))
+    assert store.loads == 1
+    while shares:
+        got = shares.pop(first if first < len(shares) else 0)
+        assert got is not None and bool((got.chunk.tensor == 7).all())
+        assert store.memory.reserve(PAGE) is None, "nobody else is given memory that is being read"
+        got.release()
+    room = store.memory.reserve(PAGE)
+    assert room is not None, "and all of it is given back"
+    room.abandon()
+
+
+def test_who_gives_up_leaves_the_lease_to_the_others(store: Store) -> None:
+    one, other = (store.inflight.board(KEY, store.load, store.context()) for _ in range(2))
+    assert one is not None and other is not None
+    store.inflight.leave(one.inflight)
+    store.gate.set()
+    got = store.inflight.collect(other)
+    assert got is not None and store.memory.reserve(PAGE) is None
+    got.release()
+    room = store.memory.reserve(PAGE)
+    assert room is not None
+    room.abandon()
+
+
+def test_what_nobody_collects_is_given_back(store: Store) -> None:
+    reads = [store.inflight.board(KEY, store.load, store.context()) for _ in range(2)]
+    store.gate.set()
+    for read in reads:
+        assert read is not None
+        store.inflight.leave(read.inflight)
+    until = time.monotonic() + 20
+    while (room := store.memory.reserve(PAGE)) is None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert room is not None
+    room.abandon()

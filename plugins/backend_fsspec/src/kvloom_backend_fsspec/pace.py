@@ -1,0 +1,128 @@
+"""Bounds on the length of servers' answers, and on their time, where a client's timeout begins anew with each byte."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from kvloom import BackendError
+
+_BYTES = 256 << 10
+"""So much has to move in each `timeout`."""
+_MOST_PACKET_BYTES = 4 << 20
+"""Of one message of an SFTP server; OpenSSH's have 256 KiB at most."""
+_MOST_ANSWER_BYTES = 256 << 20
+"""Of what a client of httpx reads whole, such as the listing of a directory."""
+
+
+class Pace:
+    """A request and its answer: `seconds`, and as long again for each 256 KiB that has moved."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.begin()
+
+    def begin(self) -> None:
+        self._until = time.monotonic() + self._seconds
+
+    def moved(self, num_bytes: int) -> None:
+        self._until += self._seconds * num_bytes / _BYTES
+
+    def left(self) -> float:
+        """Return the seconds that are left. Raises TimeoutError if there are none."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out: the server answers too slowly")
+        return left
+
+
+class PacedChannel:
+    """A channel of paramiko's, for its `SFTPClient`."""
+
+    def __init__(self, channel: Any, pace: Pace) -> None:
+        self._channel, self.pace = channel, pace
+
+    def send(self, data: bytes) -> int:
+        self._channel.settimeout(self.pace.left())
+        sent = int(self._channel.send(data))
+        self.pace.moved(sent)
+        return sent
+
+    def recv(self, num_bytes: int) -> bytes:
+        if num_bytes > _MOST_PACKET_BYTES:
+            raise OSError(f"the server announces a message of {num_bytes} bytes")
+        self._channel.settimeout(self.pace.left())
+        data = bytes(self._channel.recv(num_bytes))
+        self.pace.moved(len(data))
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+
+def bound_http(client: Any, seconds: float) -> None:
+    """Hold the answers that a client of httpx gets to the pace, and those that it reads whole to a length."""
+    for transport in (client._transport, *client._mounts.values()):  # httpx has no setting for it
+        if (pool := getattr(transport, "_pool", None)) is not None:
+            pool._network_backend = _PacedNetwork(pool._network_backend, seconds)
+
+    class Short(importlib.import_module("httpx").SyncByteStream):  # type: ignore[misc]
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        def __iter__(self) -> Iterator[bytes]:
+            got = 0
+            for piece in self._stream:
+                got += len(piece)
+                if got > _MOST_ANSWER_BYTES:
+                    raise BackendError(f"the server answers with more than {_MOST_ANSWER_BYTES} bytes")
+                yield piece
+
+        def close(self) -> None:
+            self._stream.close()
+
+    def shorten(answer: Any) -> None:
+        if answer.headers.get("Content-Encoding", "identity") != "identity":  # it has no length that is known before
+            raise BackendError("the server packs what it sends, though it was asked not to")
+        if answer.request.method != "GET":  # files are read piece by piece
+            answer.stream = Short(answer.stream)
+
+    client.event_hooks = {"response": [shorten]}
+
+
+class _PacedNetwork:
+    """A network backend of httpcore."""
+
+    def __init__(self, network: Any, seconds: float) -> None:
+        self._network, self._seconds = network, seconds
+
+    def connect_tcp(self, *args: Any, **settings: Any) -> _PacedStream:
+        return _PacedStream(self._network.connect_tcp(*args, **settings), Pace(self._seconds))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+
+class _PacedStream:
+    """A network stream of httpcore. An answer's time begins when its request has been written."""
+
+    def __init__(self, stream: Any, pace: Pace) -> None:
+        self._stream, self._pace = stream, pace
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        left = self._pace.left()
+        data = bytes(self._stream.read(max_bytes, timeout=left if timeout is None else min(timeout, left)))
+        self._pace.moved(len(data))
+        return data
+
+    def write(self, data: bytes, timeout: float | None = None) -> None:
+        self._stream.write(data, timeout=timeout)
+        self._pace.begin()
+
+    def start_tls(self, *args: Any, **settings: Any) -> _PacedStream:
+        return _PacedStream(self._stream.start_tls(*args, **settings), self._pace)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,133 @@
+"""What the verbs know of a model: the spec of its KV, from a file or a store's records, and the keys of its prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvloom import ConfigError, text_of
+
+MOST_BYTES = 64 << 20
+"""Largest size of a file with a prompt or a spec."""
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvloom import EngineConfig, KVSpec, Segment
+    from kvloom.inspection import Resolved, Store
+
+
+class Keys:
+    """How a configuration calls the KV of a model."""
+
+    def __init__(self, config: EngineConfig, resolved: Resolved, spec: KVSpec) -> None:
+        import kvloom
+        from kvloom import inspection
+
+        connector = resolved.connector.make(spec)
+        about = (spec, connector.format, connector.representation)
+        self.spec = spec
+        self.identity: dict[str, Any] = inspection.identity(*about)
+        self.fingerprint = kvloom.fingerprint(*about)
+        self._salt = config.salt
+        self._database = resolved.tokens.make(spec)
+        self._database.chunk_tokens = config.chunk_tokens
+
+    def segments(
+        self, tokens: torch.Tensor, salt: str | None = None, *, fingerprint: str | None = None
+    ) -> list[Segment]:
+        """The segments of a prompt, under this fingerprint and the configuration's salt unless others are given."""
+        self._database.fingerprint = fingerprint or self.fingerprint
+        found: list[Segment] = self._database.segments(tokens, salt=self._salt if salt is None else salt)
+        return found
+
+
+def read_json(path: Path) -> Any:
+    """Raises ConfigError with the path."""
+    try:
+        return json.loads(text_of(path, MOST_BYTES))
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(str(path), f"not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(str(path), "not JSON that anybody writes: nested too deeply") from None
+
+
+def tokenized(text: Path, tokenizer: str) -> list[int]:
+    """As the model's own tokenizer has it, with what it puts in front. Nothing is downloaded."""
+    try:
+        content = text_of(text, MOST_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(str(text), f"cannot be read: {reason}") from None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            "--tokenizer", "transformers is not installed; pip install transformers, or give token ids"
+        ) from None
+    try:
+        ids: list[int] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)(content)["input_ids"]
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError("--tokenizer", f"{tokenizer!r} cannot be loaded from here: {reason}") from None
+    return ids
+
+
+def read_spec(path: Path) -> KVSpec:
+    """The spec in a file: what `KVSpec.to_json()` gives, or a tier's record. Raises ConfigError with the path."""
+    value = read_json(path)
+    try:
+        return spec_from(value.get("spec", value) if isinstance(value, dict) else value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(path), f"should be what KVSpec.to_json() gives: {error}") from None
+
+
+def spec_from(value: Any) -> KVSpec:
+    """From its fields. Raises ValueError or TypeError that names the one that is wrong."""
+    from kvloom import KVSpec
+
+    if not isinstance(value, dict):
+        raise TypeError(f"it is a {type(value).__name__}, not an object with a field for each property")
+    known = {one.name: one for one in fields(KVSpec)}
+    if strangers := [name for name in value if name not in known]:
+        raise ValueError(f"unknown field {strangers[0]!r}")
+    needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
+    if lacking := [name for name in needed if name not in value]:
+        raise ValueError(f"no field {lacking[0]!r}")
+    return KVSpec(**value)
+
+
+def recorded(
+    opened: Sequence[Store], config: EngineConfig, resolved: Resolved, *, model: str | None = None
+) -> list[Keys]:
+    """The model of which the tiers have records that this configuration could have made: every rank of it.
+
+    model: its name, where there are several. Raises ConfigError if there is none, or more than one.
+    """
+    found: dict[str, Keys] = {}
+    for store in opened:
+        for fingerprint, record in store.records().items():
+            keys = _made_of(config, resolved, record["spec"])
+            if keys is not None and keys.fingerprint == fingerprint and model in (None, keys.spec.model):
+                found[fingerprint] = keys
+    if not found:
+        about = f"of {model!r} " if model else ""
+        raise ConfigError("--spec", f"no tier has a record {about}that this configuration could have made; give a spec")
+    if len({replace(keys.spec, rank=0).to_json() for keys in found.values()}) > 1:
+        names = sorted({f"{keys.spec.model} {keys.spec.revision}".strip() for keys in found.values()})
+        raise ConfigError("--spec", f"the tiers hold KV of several: {', '.join(names)}; give the spec of one")
+    return sorted(found.values(), key=lambda keys: keys.spec.rank)
+
+
+def _made_of(config: EngineConfig, resolved: Resolved, spec: dict[str, Any]) -> Keys | None:
+    from kvloom import KVSpec
+
+    try:
+        return Keys(config, resolved, KVSpec(**spec))
+    except (TypeError, ValueError):
+        return None  # of a later version, or of another connector

@@ -1,0 +1,201 @@
+"""Reading a trace: one request a line, as `kvloom trace record` and Mooncake's public traces have it.
+
+    {"timestamp": 27482, "input_length": 1300, "output_length": 52, "hash_ids": [46, 47, 48]}
+
+`timestamp` is in milliseconds. A hash id stands for a block of tokens and all before it, so that equal ids are equal
+prefixes. kvloom's own lines have more: `chunk_tokens`, `verb`, `salt`, `first`, `served`, `copied`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from kvloom import ConfigError
+
+BLOCK_TOKENS = 512
+"""Of a block in Mooncake's traces."""
+VERBS = frozenset(
+    {"", "retrieve", "store", "retrieve_layer", "store_layer", "load", "save", "prefetch", "pin", "lookup"}
+)
+_AHEAD = 1 << 15
+"""So many lines are put in order at once: an engine tells of a request when its writes are over."""
+_MOST_LINE_BYTES = 16 << 20
+_MOST_RATIO = 250
+"""What is packed tighter is no trace: these have some 20 bytes unpacked for each packed one."""
+_SHOWN = 5
+"""How many broken lines are kept to be shown."""
+
+
+class Line(NamedTuple):
+    """One request."""
+
+    seconds: float
+    """When it began, since any moment."""
+    input_tokens: int
+    """Of the whole prompt, with what did not fill a block."""
+    hash_ids: list[int]
+    """One for each block of `block_tokens`, in order; the last may be of a block that is not full."""
+    block_tokens: int
+    verb: str = ""
+    """Which of an engine's; "" for a prompt that was looked up and then stored."""
+    salt: int = 0
+    """Which tenant."""
+    first: int = 0
+    """How many leading blocks were not asked for, as the engine had them."""
+    served: dict[str, int] = {}  # noqa: RUF012 - never changed
+    """Tokens that the recorded engine got, by tier."""
+    asked: int = 0
+    """Of a save: how many leading blocks the engine did not have to compute. kvloom had them already when they came to
+    be saved, so that the engine's own cache had them, too, or they were loaded and are counted there."""
+
+
+class Broken(NamedTuple):
+    """A line that is no request."""
+
+    number: int
+    why: str
+
+
+@dataclass
+class Trace:
+    """A trace in a file, gzipped or not. Go through it once; what was wrong with it is known afterwards."""
+
+    path: Path
+    block_tokens: int | None = None
+    """Of lines that do not say; None: 512, as in Mooncake's."""
+    lines: int = 0
+    """Read so far, broken ones too, empty ones not."""
+    broken: int = 0
+    first_broken: list[Broken] = field(default_factory=list)
+    late: int = 0
+    """Lines that began before one that was replayed already."""
+
+    def requests(self, progress: Callable[[int], None] = lambda num_bytes: None) -> Iterator[Line]:
+        """In the order in which they began. progress: told of bytes of the file that were read.
+
+        Raises ConfigError with the path if it cannot be read at all.
+        """
+        waiting: list[Line] = []
+        ends = 0.0
+        for line in self._parsed(progress):
+            waiting.append(line)
+            if len(waiting) >= 2 * _AHEAD:
+                waiting.sort(key=_seconds)
+                now, waiting = waiting[:_AHEAD], waiting[_AHEAD:]
+                self.late += sum(one.seconds < ends for one in now)
+                ends = now[-1].seconds
+                yield from now
+        waiting.sort(key=_seconds)
+        yield from waiting
+
+    def _parsed(self, progress: Callable[[int], None]) -> Iterator[Line]:
+        number = 0
+        for text in self._texts(progress):
+            number += 1
+            if not text.strip():
+                continue
+            self.lines += 1
+            try:
+                yield _line(text, self.block_tokens or BLOCK_TOKENS)
+            except (ValueError, TypeError) as error:
+                self._broke(number, str(error))
+
+    def _broke(self, number: int, why: str) -> None:
+        self.broken += 1
+        if len(self.first_broken) < _SHOWN:
+            self.first_broken.append(Broken(number, why))
+
+    def _texts(self, progress: Callable[[int], None]) -> Iterator[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                packed = file.peek(2)[:2] == b"\x1f\x8b"
+                source: IO[bytes] = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
+                at = unpacked = 0
+                while text := source.readline(_MOST_LINE_BYTES):
+                    unpacked += len(text)
+                    if packed and unpacked > _MOST_RATIO * file.tell() + _MOST_LINE_BYTES:
+                        raise EOFError("no trace is packed as tightly")
+                    yield text
+                    if self.lines % 1024 == 0:
+                        progress(file.tell() - at)
+                        at = file.tell()
+                progress(file.tell() - at)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # what came before it counts
+            self.lines += 1
+            self._broke(self.lines, f"the file is cut short or damaged from here on: {error}")
+        except OSError as error:
+            raise ConfigError(str(self.path), f"cannot be read: {error.strerror}") from None
+
+
+def _seconds(line: Line) -> float:
+    return line.seconds
+
+
+def _line(text: bytes, block_tokens: int) -> Line:
+    """Raises ValueError or TypeError that says what is wrong."""
+    try:
+        value = json.loads(text)
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("not JSON that anybody writes: nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"should be an object, not {type(value).__name__}")
+    get = value.get
+    stamp, length, ids = get("timestamp"), get("input_length"), get("hash_ids")
+    if not isinstance(stamp, int | float) or stamp is True or stamp is False or not abs(stamp) < 1e15:  # NaN is not
+        raise ValueError("timestamp: should be milliseconds")
+    if type(length) is not int or not 0 <= length < _MOST_TOKENS:
+        raise ValueError(f"input_length: should be a number of tokens, fewer than {_MOST_TOKENS}")
+    if type(ids) is not list or not set(map(type, ids)) <= _INTEGERS:
+        raise ValueError("hash_ids: should be a list of whole numbers")
+    own = len(value) > 3 + ("output_length" in value)  # more than Mooncake's fields
+    if own:
+        block_tokens = get("chunk_tokens", block_tokens)
+        if type(block_tokens) is not int or block_tokens < 1:
+            raise ValueError("chunk_tokens: should be a number of tokens")
+    if (len(ids) - 1) * block_tokens >= max(length, 1):
+        raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are more than {length} tokens")
+    if not own:
+        if len(ids) < length // block_tokens:
+            raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are fewer than {length} tokens")
+        return _new((stamp / 1000, length, ids, block_tokens, "", 0, 0, _NOTHING, 0))
+    return _new((stamp / 1000, length, ids, block_tokens, *_own(value, len(ids))))
+
+
+_INTEGERS = {int}
+_MOST_TOKENS = 1 << 31
+_NOTHING: dict[str, int] = {}
+
+
+def _new(fields: tuple[Any, ...]) -> Line:
+    return tuple.__new__(Line, fields)
+
+
+def _are_counts(numbers: Collection[Any]) -> bool:
+    return set(map(type, numbers)) <= _INTEGERS and min(numbers, default=0) >= 0
+
+
+def _own(value: dict[str, Any], blocks: int) -> tuple[str, int, int, dict[str, int], int]:
+    """The fields that only kvloom's lines have."""
+    verb, salt, first, served = value.get("verb", ""), value.get("salt", 0), value.get("first", 0), value.get("served")
+    if verb not in VERBS:
+        raise ValueError(f"verb: {str(verb)[:40]!r} is none that is known")
+    if type(salt) is not int:
+        raise ValueError("salt: should be a whole number")
+    if type(first) is not int or not 0 <= first <= blocks:
+        raise ValueError("first: should be the number of a block")
+    if served is not None and not (isinstance(served, dict) and _are_counts(served.values())):
+        raise ValueError("served: should be tokens by tier")
+    copied = value.get("copied")
+    if copied is not None and (type(copied) is not int or copied < 0):
+        raise ValueError("copied: should be a number of blocks")
+    return verb, salt, first, served or _NOTHING, first if copied is None else max(first, blocks - copied)

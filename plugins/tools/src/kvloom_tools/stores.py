@@ -1,0 +1,50 @@
+"""What several verbs need of stores, beside `kvloom.inspection`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvloom.inspection import TierChoice
+
+QUARANTINE = "quarantine/"
+"""Where `kvloom scrub` puts corrupt blobs: in front of their key."""
+PROBES = "plan/"
+"""Where `kvloom plan` puts what it measures with, for as long as that takes."""
+
+
+def said(error: BaseException) -> str:
+    """An error in a few words."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def for_a_try(choice: TierChoice) -> Iterator[TierChoice]:
+    """The tier; where its directory is not there yet, one like it in a directory beside that is gone afterwards."""
+    assert choice.backend is not None
+    place = getattr(choice.backend.config, "path", None)
+    if (
+        not (isinstance(place, Path) or (isinstance(place, str) and os.sep in place))
+        or Path(place).expanduser().exists()
+    ):
+        yield choice
+        return
+    path = Path(place).expanduser()
+    there = next(parent for parent in path.parents if parent.exists())
+    try:
+        scratch = tempfile.mkdtemp(dir=there, prefix=".kvloom-try-")
+    except OSError:  # opening the tier fails too, and says why
+        yield choice
+        return
+    try:
+        config = choice.backend.config.model_copy(update={"path": type(place)(os.path.join(scratch, path.name))})
+        yield replace(choice, backend=replace(choice.backend, config=config))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

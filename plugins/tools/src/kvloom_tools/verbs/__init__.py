@@ -1,0 +1,1 @@
+"""The verbs of `kvloom`, one module for each; `add` registers it."""

@@ -1,0 +1,239 @@
+"""`kvloom warm`: which tier holds how much of some prompts, and copying that into a faster tier.
+
+A server's memory cannot be filled from another process: there, `kvloom_tools.warm(engine, FILE)` does that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloom import ConfigError, output
+from kvloom_tools.configuration import load
+from kvloom_tools.model import Keys, read_spec, recorded, tokenized
+
+if TYPE_CHECKING:
+    from kvloom import ChunkKey, EngineConfig, Segment
+    from kvloom.inspection import Resolved, Store
+    from kvloom_tools.copying import Copied
+    from kvloom_tools.warming import Prompt
+
+_ASKED = 1000
+"""Keys in one question to a store."""
+_SHOWN = 40
+"""Lines on the screen."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of the file, for one rank of the model."""
+
+    line: int
+    rank: int
+    tokens: int
+    segments: Sequence[Segment] = field(repr=False)
+    hit: int = 0
+    """Tokens from the first on that some tier holds."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Tokens that each tier holds."""
+
+
+def add(commands: typer.Typer) -> None:
+    @commands.command("warm", short_help="Copy prompts into a faster tier.")
+    def warm(
+        file: Annotated[
+            Path | None,
+            typer.Argument(metavar="[FILE]", help="Prompts as JSON, or one prompt or key in a line; none with --text."),
+        ] = None,
+        *,
+        config: Annotated[Path, typer.Option(metavar="CONFIG", help="The engine's YAML configuration.")],
+        into: Annotated[str | None, typer.Option(metavar="TIER", help="Copy what slower tiers hold into this.")] = None,
+        spec: Annotated[
+            Path | None, typer.Option(metavar="SPEC", help="KVSpec.to_json(), or a tier's record (default: the one).")
+        ] = None,
+        model: Annotated[str | None, typer.Option(metavar="MODEL", help="Its name, where tiers hold several.")] = None,
+        text: Annotated[Path | None, typer.Option(metavar="PROMPT.txt", help="One prompt: a text file.")] = None,
+        tokenizer: Annotated[str | None, typer.Option(help="For text: what transformers' AutoTokenizer takes.")] = None,
+        threads: Annotated[int, typer.Option(min=1, max=64, help="Blobs to copy at a time.")] = 4,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ) -> None:
+        """Say which tiers hold prompts, and copy them into a faster one. Exit status 1 if something cannot be read."""
+        from kvloom.inspection import stores
+
+        settings, resolved = load(config)
+        prompts = _prompts(file, text, tokenizer)
+        with stores(resolved, made=into is not None) as opened:
+            target = None if into is None else _target(opened, resolved, into)
+            keyings = _keyings(prompts, opened, settings, resolved, spec=spec, model=model)
+            lines = list(_lines(prompts, keyings, settings.chunk_tokens))
+            holders = _holders(opened, lines)
+            copied = [] if target is None else _copied(opened, target, lines, holders, threads=threads)
+            for key in (one.key for one in copied if one.outcome == "copied"):
+                holders[key].add(into or "")
+            _count(opened, lines, holders)
+        if as_json:
+            print(json.dumps(_as_json(lines, copied), indent=2))
+        else:
+            _print(lines, opened, copied)
+        raise typer.Exit(1 if any(one.went_wrong for one in copied) else 0)
+
+
+def _prompts(file: Path | None, text: Path | None, tokenizer: str | None) -> list[Prompt]:
+    """Read the prompts or keys to look for. Raises ConfigError."""
+    import torch
+
+    from kvloom_tools.warming import Prompt, read_prompts
+
+    if (file is None) == (text is None):
+        raise ConfigError("FILE", "give a file of prompts, or one prompt as text (--text and --tokenizer)")
+    if file is not None:
+        return list(read_prompts(file, tokenizer))
+    assert text is not None
+    if tokenizer is None:
+        raise ConfigError("--tokenizer", "by which tokenizer does --text become tokens? name the model's")
+    return [Prompt(1, torch.tensor(tokenized(text, tokenizer), dtype=torch.int32))]
+
+
+def _target(opened: Sequence[Store], resolved: Resolved, name: str) -> Store:
+    """The tier to copy into. ConfigError if that makes no sense."""
+    if any(choice.name == name and choice.backend is None for choice in resolved.tiers):
+        text = "is in the memory of the process that serves; call kvloom_tools.warm(engine, FILE) there when it starts"
+        raise ConfigError("--into", f"tier {name!r} {text}")
+    found = {store.name: store for store in opened}
+    if name not in found:
+        raise ConfigError("--into", f"no stored tier is called {name!r}; there are: {', '.join(found)}")
+    target = found[name]
+    if not target.backend.shared:
+        raise ConfigError("--into", f"no other process sees what is in tier {name!r}")
+    if target.choice.write == "never":
+        raise ConfigError("--into", f"{target.choice.path} has `write: never`")
+    if target is opened[-1]:
+        raise ConfigError("--into", f"no tier is slower than {name!r}; there is nothing to copy from")
+    return target
+
+
+def _keyings(
+    prompts: Sequence[Prompt], opened: Sequence[Store], config: EngineConfig, resolved: Resolved, *, spec: Path | None,
+    model: str | None,
+) -> list[Keys]:  # fmt: skip
+    """How the prompts are called, for every rank of the model."""
+    if all(prompt.key is not None for prompt in prompts):
+        return []
+    if spec is None:
+        return recorded(opened, config, resolved, model=model)
+    kv = read_spec(spec)
+    return [Keys(config, resolved, one) for one in sorted((kv, *kv.other_ranks()), key=lambda one: one.rank)]
+
+
+def _lines(prompts: Iterable[Prompt], keyings: Sequence[Keys], chunk_tokens: int) -> Iterator[Line]:
+    from kvloom import Segment
+
+    for prompt in prompts:
+        if prompt.key is not None:
+            yield Line(prompt.line, 0, chunk_tokens, [Segment(0, chunk_tokens, prompt.key)])
+            continue
+        assert prompt.tokens is not None
+        for keys in keyings:
+            yield Line(prompt.line, keys.spec.rank, prompt.tokens.numel(), keys.segments(prompt.tokens, prompt.salt))
+
+
+def _holders(opened: Sequence[Store], lines: Sequence[Line]) -> dict[ChunkKey, set[str]]:
+    """Which tiers say that they hold each key."""
+    holders: dict[ChunkKey, set[str]] = {segment.key: set() for line in lines for segment in line.segments}
+    keys = list(holders)
+    for store in opened:
+        for start in range(0, len(keys), _ASKED):
+            some = keys[start : start + _ASKED]
+            for key, there in zip(some, _contains(store, some), strict=True):
+                if there:
+                    holders[key].add(store.name)
+    return holders
+
+
+def _contains(store: Store, keys: Sequence[ChunkKey]) -> list[bool]:
+    return store.ask(lambda: store.backend.contains_many([str(key) for key in keys]))
+
+
+def _count(opened: Sequence[Store], lines: Sequence[Line], holders: dict[ChunkKey, set[str]]) -> None:
+    for line in lines:
+        whole = True
+        line.held = {store.name: 0 for store in opened}
+        for start, end, key in line.segments:
+            for name in holders[key]:
+                line.held[name] += end - start
+            whole = whole and bool(holders[key])
+            line.hit += end - start if whole else 0
+
+
+# -- copying -----------------------------------------------------------------------------------------------------------
+
+
+def _copied(
+    opened: Sequence[Store], target: Store, lines: Sequence[Line], holders: dict[ChunkKey, set[str]], *, threads: int
+) -> list[Copied]:
+    from kvloom.inspection import at_once
+    from kvloom_tools.copying import Copied, Copier
+    from kvloom_tools.stores import said
+
+    slower = opened[list(opened).index(target) + 1 :]
+    todo = {
+        key: sources
+        for key, names in holders.items()
+        if target.name not in names and (sources := [store for store in slower if store.name in names])
+    }
+    copier = Copier(target)
+    seconds = target.choice.deadline + sum(2 * store.choice.deadline for store in slower)
+    calls = [(key, partial(copier.copy, key, sources)) for key, sources in todo.items()]
+    found = []
+    with output.progress(f"copying into {target.name}", len(calls)) as step:
+        for key, one in at_once(calls, seconds=seconds, threads=threads):
+            found.append(Copied(key, "failed", reason=said(one)) if isinstance(one, Exception) else one)
+            step()
+    # As if they had been used, heads last, so that a full tier lets go of tails first.
+    came = {one.key for one in found if one.outcome == "copied"}
+    for line in lines:
+        keys = [str(segment.key) for segment in reversed(line.segments) if segment.key in came]
+        for start in range(0, len(keys), _ASKED):
+            some = keys[start : start + _ASKED]
+            target.ask(lambda some=some: target.backend.touch_many(some))  # type: ignore[misc]
+    return found
+
+
+# -- saying it ---------------------------------------------------------------------------------------------------------
+
+
+def _as_json(lines: Sequence[Line], copied: Sequence[Copied]) -> dict[str, Any]:
+    def plain(line: Line) -> dict[str, Any]:
+        return {"line": line.line, "rank": line.rank, "tokens": line.tokens, "hit": line.hit, "held": line.held}
+
+    outcomes = Counter(one.outcome for one in copied)
+    problems = [asdict(one) | {"key": str(one.key)} for one in copied if one.outcome != "copied"]
+    return {
+        "lines": [plain(line) for line in lines],
+        "copied": {**outcomes, "bytes": sum(one.bytes for one in copied)},
+        "problems": problems,
+    }
+
+
+def _print(lines: Sequence[Line], opened: Sequence[Store], copied: Sequence[Copied]) -> None:
+    names = [store.name for store in opened]
+    rows = [
+        (str(line.line), str(line.rank), str(line.tokens), str(line.hit), *(str(line.held[name]) for name in names))
+        for line in lines[:_SHOWN]
+    ]
+    columns = ("line", "rank", "tokens", "hit", *names)
+    output.print_table("tokens of each prompt, and in each tier", columns, rows, right=columns)
+    tokens, hit = sum(line.tokens for line in lines), sum(line.hit for line in lines)
+    output.say(f"{len(lines)} lines, {tokens} tokens, of which the tiers hold {hit} from each first one on")
+    for outcome, count in Counter(one.outcome for one in copied).items():
+        nbytes = sum(one.bytes for one in copied if one.outcome == outcome)
+        output.say(f"{outcome}: {count} blobs, {output.size(nbytes)}")
+    for reason in list(dict.fromkeys(one.reason for one in copied if one.reason))[:5]:
+        output.say(f"  {reason}")

@@ -1,0 +1,178 @@
+"""`kvloom why`: what became of each chunk of a prompt. The looking is in `kvloom_tools.fates`.
+
+Or, without a prompt: what distinguishes a fingerprint from the others on the tiers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloom import ConfigError, output
+from kvloom_tools.configuration import File, load
+from kvloom_tools.model import Keys, read_json, read_spec, recorded, tokenized
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvloom.inspection import Store
+    from kvloom_tools.fates import Fate
+
+_NO_PROMPT = "give a prompt (--tokens, or --text and --tokenizer), or a fingerprint (--fingerprint)"
+
+
+def add(commands: typer.Typer) -> None:
+    @commands.command("why", short_help="Say where each chunk of a prompt is, or why nowhere.")
+    def why(
+        file: File,
+        tokens: Annotated[
+            Path | None, typer.Option(metavar="TOKENS.json", help="The prompt: a JSON list of token ids.")
+        ] = None,
+        text: Annotated[Path | None, typer.Option(metavar="PROMPT.txt", help="The prompt: a text file.")] = None,
+        tokenizer: Annotated[
+            str | None, typer.Option(help="For --text: a model's directory, or its name in the hub's cache.")
+        ] = None,
+        spec: Annotated[
+            Path | None,
+            typer.Option(metavar="SPEC", help="The model's: KVSpec.to_json(), or a tier's record (default: the one)."),
+        ] = None,
+        salt: Annotated[
+            list[str] | None,
+            typer.Option(help="Whose prompt (default: the configuration's). Repeat to look under others too."),
+        ] = None,
+        verify: Annotated[bool, typer.Option("--verify", help="Read every blob and check it.")] = False,
+        fingerprint: Annotated[
+            str | None,
+            typer.Option(help="Instead of a prompt: how this fingerprint differs from the others on the tiers."),
+        ] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ) -> None:
+        """Say of each chunk of a prompt where it is stored, or why not: evicted, expired, corrupt, another's ..."""
+        from kvloom.inspection import stores
+        from kvloom_tools.fates import GONE, NEVER, Question, chunk_tokens_of, fates
+
+        config, resolved = load(file)
+        if fingerprint is not None:
+            with stores(resolved, None, made=False) as opened:
+                _print_differences(opened, fingerprint)
+            return
+        prompt = _prompt(tokens, text, tokenizer)
+        given = None if spec is None else read_spec(spec)
+        with stores(resolved, given, made=False) as opened:
+            keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
+            salts = tuple(salt) if salt else (config.salt,)
+            found = fates(opened, Question(keys, prompt, salts, exact=config.exact, verify=verify))
+            nowhere = bool(found) and found[0].verdict in (NEVER, GONE) and resolved.tokens.cls.type == "chunked"
+            there = chunk_tokens_of(opened, keys.fingerprint) if nowhere else None
+        if as_json:
+            print(json.dumps({**_as_json(found, keys, len(prompt)), "stored_chunk_tokens": there}, indent=2))
+        else:
+            _print(
+                found, keys.fingerprint, len(prompt), config.chunk_tokens, in_memory=len(opened) < len(resolved.tiers)
+            )
+            if there not in (None, config.chunk_tokens):
+                sizes = f"chunks of {there} tokens, and this configuration makes them of {config.chunk_tokens}"
+                output.say(f"what the tiers hold of this model are {sizes} (chunk_tokens)")
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def _prompt(tokens: Path | None, text: Path | None, tokenizer: str | None) -> torch.Tensor:
+    import torch
+
+    if (tokens is None) == (text is None):
+        raise ConfigError("--tokens", _NO_PROMPT)
+    if text is not None:
+        if tokenizer is None:
+            raise ConfigError("--tokenizer", "by which tokenizer does --text become tokens? name the model's")
+        return torch.tensor(tokenized(text, tokenizer), dtype=torch.int32)
+    assert tokens is not None
+    value = read_json(tokens)
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
+        raise ConfigError(str(tokens), "should be a JSON list of token ids")
+    return torch.tensor(value, dtype=torch.int32)
+
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------
+
+
+def _print_differences(opened: Sequence[Store], asked: str) -> None:
+    """The other fingerprints of which the tiers have records. ConfigError if there is none of `asked`."""
+    from kvloom_tools.fates import differences
+
+    records = {name: record for store in opened for name, record in store.records().items()}
+    known = [name for name in records if name.startswith(asked)]
+    if len(known) != 1:
+        found = ", ".join(sorted(records)) or "none"
+        raise ConfigError("--fingerprint", f"{len(known)} records begin with {asked!r}; the tiers have {found}")
+    mine = records.pop(known[0])
+    rows = [
+        (name, record["spec"].get("model", ""), "; ".join(differences(record["identity"], mine["identity"])))
+        for name, record in sorted(records.items())
+    ]
+    if not rows:
+        output.say(f"fingerprint {known[0]}: the tiers have records of no other")
+        return
+    output.print_table(f"fingerprint {known[0]}", ("other", "model", "differs in"), rows)
+
+
+# -- what is answered --------------------------------------------------------------------------------------------------
+
+
+def _leading(found: Sequence[Fate]) -> int:
+    """Tokens that a retrieve would give: up to the first chunk that is nowhere."""
+    end = 0
+    for fate in found:
+        if fate.verdict != "hit":
+            break
+        end = fate.end
+    return end
+
+
+def _as_json(found: Sequence[Fate], keys: Keys, num_tokens: int) -> dict[str, Any]:
+    chunks = [
+        {
+            "start": fate.start,
+            "end": fate.end,
+            "verdict": fate.verdict,
+            "tiers": list(fate.tiers),
+            "why": fate.why,
+            "elsewhere": dict(fate.problems),
+        }
+        for fate in found
+    ]
+    return {
+        "fingerprint": keys.fingerprint,
+        "tokens": num_tokens,
+        "leading_tokens": _leading(found),
+        "chunks": chunks,
+        "too_short_tokens": num_tokens - (found[-1].end if found else 0),
+    }
+
+
+def _print(found: Sequence[Fate], fingerprint: str, num_tokens: int, chunk_tokens: int, *, in_memory: bool) -> None:
+    """Neighbours with the same fate share a row."""
+    rows = []
+    for _, same in groupby(found, key=lambda fate: (fate.verdict, fate.tiers, fate.said)):
+        run = list(same)
+        first = run[0]
+        rows.append(
+            (f"{first.start}-{run[-1].end}", str(len(run)), first.verdict, ", ".join(first.tiers) or "-", first.said)
+        )
+    covered = found[-1].end if found else 0
+    if covered < num_tokens:
+        rows.append((f"{covered}-{num_tokens}", "1", "-", "-", f"too short for a chunk of {chunk_tokens} tokens"))
+    columns = ("tokens", "chunks", "verdict", "in", "why")
+    output.print_table(f"fingerprint {fingerprint}", columns, rows, right=("chunks",))
+    leading, held = _leading(found), sum(fate.verdict == "hit" for fate in found)
+    more = sum(fate.verdict == "hit" and fate.start >= leading for fate in found)
+    behind = f"; {more} more are behind a chunk that is not there, and of no use as a prefix" if more else ""
+    output.say(f"{leading} of {num_tokens} tokens are there from the start, in {held - more} chunks{behind}")
+    if in_memory:
+        output.say("what an engine has in its own memory is not seen from here")

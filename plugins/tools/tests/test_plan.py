@@ -1,0 +1,378 @@
+"""`kvloom plan`: what it makes of a model, what it measures, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import CHUNK, SPEC, Rack, blobs_in, fill, rack_installed, run
+from clock_support import Hang
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom import ConfigError, KVSpec, Registry
+from kvloom_tools.shapes import Given, quantity, spec_of
+from kvloom_tools.verbs.plan import Row, _compare, break_even
+
+NUMBERS = ("--layers", 2, "--kv-heads", 2, "--head-size", 4)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.yaml"
+    path.write_text(
+        f"chunk_tokens: {CHUNK}\n"
+        f"tiers: [{{type: memory, capacity: 1MiB}}, {{type: disk, path: {tmp_path}/store, capacity: 100KiB}}]\n"
+    )
+    return path
+
+
+@pytest.fixture
+def rack(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "rack.yaml"
+    path.write_text(f"chunk_tokens: {CHUNK}\ntiers: [memory, {{type: rack, deadline: 20s}}]\n")
+    with rack_installed(tmp_path):
+        yield path
+
+
+def plan(*arguments: object, status: int = 0) -> dict[str, Any]:
+    return dict(run("plan", *arguments, "--json", status=status).json)
+
+
+def store_of(config: Path) -> Path:
+    return config.with_name("store")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "problem"),
+    [
+        (("--layers", 10**9, "--kv-heads", 10**9, "--head-size", 4), "kvloom: chunk_tokens: a chunk of this model has"),
+        ((*NUMBERS, "--params", "1e300", "--flops", "1e-300"), "kvloom: --flops, --params: '0.0' should be a number"),
+        ((*NUMBERS, "--params", "1e308", "--flops", "1"), "kvloom: --flops, --params: '0.0' should be a number"),
+        ((*NUMBERS, "--params", "1e-300", "--flops", "1e300"), "kvloom: --flops, --params: 'inf' should be a number"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(config: Path, numbers: tuple[object, ...], problem: str) -> None:
+    assert problem in run("plan", config, *numbers, status=2).err
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_tiers_can_do(config: Path) -> None:
+    found = plan(config, *NUMBERS, "--prefill-tokens-per-second", 10)
+    assert (found["chunk_tokens"], found["chunk_bytes"]) == (CHUNK, 2 * 2 * CHUNK * 8 * 2)
+    memory, disk = found["tiers"]
+    assert (memory["bytes_per_token"], memory["capacity_tokens"]) == (64, (1 << 20) // 4096 * CHUNK)
+    assert disk["bytes_per_token"] == (4096 + 256) / CHUNK
+    assert disk["capacity_tokens"] == 100 * 1024 // 8192 * CHUNK, "in whole pages, and whole chunks"
+    for row in (memory, disk):
+        assert row["tokens_per_second"] == pytest.approx(row["read_bytes_per_second"] / row["bytes_per_token"])
+        assert row["latency_seconds"] > 0 and row["write_bytes_per_second"] > 0
+        assert row["break_even_tokens"] == break_even(
+            latency_seconds=row["latency_seconds"], seconds_per_token=1 / row["tokens_per_second"], prefill=10
+        )
+        assert row["break_even_tokens"] >= 1 and not row["error"]
+
+
+def test_the_screen(config: Path) -> None:
+    printed = run("plan", config, *NUMBERS).out
+    assert "given: 64B a token, 256B a chunk of 4 tokens" in printed
+    assert "recomputing: not known; nothing is measured of the model" in printed
+    assert re.search(r"disk\s+48\s+\S+/s\s+\S+/s\s+\S+ \S+\s+[\d,]+\s+-\s", printed)
+
+
+def test_a_tier_that_is_slower_than_recomputing_is_said_to_be(config: Path) -> None:
+    printed = run("plan", config, *NUMBERS, "--params", "8", "--flops", "400P").out
+    assert re.search(r"^disk: SLOWER THAN RECOMPUTING: it gives [\d,]+ tokens/s, the model computes 25,000,000,000,000",
+                     printed, re.MULTILINE)  # fmt: skip
+    assert re.search(r"disk\s.*\snever\s", printed)
+    assert "recomputing: 25,000,000,000,000,000 tokens/s, estimated from --params and --flops" in printed
+    given = plan(config, *NUMBERS, "--prefill-tokens-per-second", 10)
+    assert (given["prefill_tokens_per_second"], given["prefill_is_estimated"]) == (10, False)
+    assert "recomputing: 10 tokens/s, as given" in run("plan", config, *NUMBERS, "--prefill-tokens-per-second", 10).out
+    assert plan(config, *NUMBERS, "--params", "8", "--flops", "400P")["prefill_is_estimated"]
+    assert not store_of(config).exists(), "what was not there before is not there now"
+
+
+def test_tiers_in_the_wrong_order(rack: Path) -> None:
+    rack.write_text(f"chunk_tokens: {CHUNK}\ntiers: [{{type: rack}}, {{type: rack, name: fast, label: two}}]\n")
+    Rack.before["one"] = lambda verb, key: time.sleep(0.02) if verb == "get" else None
+    _, fast = plan(rack, *NUMBERS)["tiers"]
+    assert fast["warnings"] == ["faster than 'rack', which is asked first: put it in front"]
+
+
+def test_nothing_is_to_be_put_in_front_of_memory() -> None:
+    """Memory comes first, or the configuration is refused."""
+    rows = [Row("ram", "memory", None, tokens_per_second=1e3), Row("nvme", "disk", None, tokens_per_second=1e6)]
+    _compare(rows)
+    assert rows[1].warnings == ["faster than 'ram', which is asked first: measure again, or remove that tier"]
+
+
+def test_a_tier_that_holds_less_than_a_chunk(config: Path) -> None:
+    config.write_text(config.read_text().replace("100KiB", "6KiB"))
+    disk = plan(config, *NUMBERS)["tiers"][1]
+    assert (disk["capacity_tokens"], disk["warnings"]) == (
+        0,
+        ["its capacity is less than one chunk: it will hold nothing"],
+    )
+
+
+def test_other_serializers(config: Path) -> None:
+    config.write_text(config.read_text().replace("100KiB", "100KiB, serializer: safetensors"))
+    disk = plan(config, *NUMBERS)["tiers"][1]
+    assert disk["bytes_per_token"] > 64 and not disk["error"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "int8", "uint8"])
+def test_other_dtypes(config: Path, dtype: str) -> None:
+    assert plan(config, *NUMBERS, "--dtype", dtype)["chunk_bytes"] == 2 * 2 * CHUNK * 8 * (4 if "32" in dtype else 1)
+
+
+# -- what is left behind -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_and_nothing_else_is_touched(config: Path) -> None:
+    fill(config, 3)
+    root = store_of(config)
+
+    def files() -> dict[Path, tuple[bytes, int]]:
+        return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in root.rglob("*") if file.is_file()}
+
+    before = files()
+    plan(config, *NUMBERS)
+    assert files() == before and len(blobs_in(root)) == 3
+    assert not (root / "plan").exists()
+
+
+def test_only_plan_is_written_to(rack: Path) -> None:
+    fill(rack, 1)
+    touched = set()
+    Rack.before["one"] = lambda verb, key: touched.add(key) if verb in ("put", "delete", "get") else None
+    before = dict(Rack.racks["one"])
+    plan(rack, *NUMBERS)
+    assert touched and all(key.startswith("plan/") for key in touched)
+    assert Rack.racks["one"] == before
+
+
+def test_what_a_killed_command_left_goes_after_an_hour(config: Path) -> None:
+    cls = Registry.discover().get("backend", "disk")
+    backend = cls(cls.Config(path=store_of(config)))
+    for key in ("plan/old/0", "plan/new/0"):
+        backend.put(key, [b"x"])
+    (old,) = (path for path in store_of(config).glob("plan/old/*/0"))
+    os.utime(old, (1, time.time() - 4000))
+    plan(config, *NUMBERS)
+    assert [entry.key for entry in backend.scan()] == ["plan/new/0"]
+
+
+def test_a_tier_that_is_only_read_is_not_measured(rack: Path) -> None:
+    rack.write_text(rack.read_text().replace("type: rack", "type: rack, write: never"))
+    Rack.before["one"] = lambda verb, key: pytest.fail(verb)
+    row = plan(rack, *NUMBERS)["tiers"][1]
+    assert row["read_bytes_per_second"] is None and "write: never" in row["warnings"][0]
+
+
+# -- stores that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["open", "put", "get", "delete", "scan"])
+def test_a_store_that_hangs_does_not_hang_the_command(rack: Path, hang: Hang, verb: str) -> None:
+    Rack.before["one"] = lambda at, key: hang(at, key) if at == verb else None
+    found = plan(rack, *NUMBERS, status=1)
+    memory, row = found["tiers"]
+    assert memory["read_bytes_per_second"] > 0
+    assert "DeadlineExceeded" in row["error"] and row["read_bytes_per_second"] is None
+
+
+@pytest.mark.parametrize("verb", ["open", "put", "get", "delete"])
+def test_a_store_that_fails(rack: Path, verb: str) -> None:
+    def fail(at: str, key: str) -> None:
+        if at == verb:
+            raise OSError("Connection refused")
+
+    Rack.before["one"] = fail
+    done = run("plan", rack, *NUMBERS, status=1)
+    assert re.search(r"^rack: not measured: .*Connection refused$", done.out, re.MULTILINE)
+    if verb != "delete":
+        assert not [key for key in Rack.racks["one"] if key.startswith("plan/")]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "problem"),
+    [
+        (lambda blob: blob[:-1] + bytes([blob[-1] ^ 1]), "byte 4096: payload checksum, buffer 0"),
+        (lambda blob: blob[:-1], r"byte \d+: the blob is cut short"),
+    ],
+)
+def test_a_store_that_damages_blobs(rack: Path, damaged: Callable[[bytes], bytes], problem: str) -> None:
+    blobs = Rack.racks.setdefault("one", {})
+
+    def damage(verb: str, key: str) -> None:
+        if verb == "get":
+            blobs[key] = damaged(blobs[key])
+
+    Rack.before["one"] = damage
+    row = plan(rack, *NUMBERS, status=1)["tiers"][1]
+    assert re.fullmatch(f"CorruptBlobError: {problem}", row["error"])
+
+
+def test_a_store_that_cannot_be_written_to(config: Path) -> None:
+    store_of(config).write_text("a file")
+    row = plan(config, *NUMBERS, status=1)["tiers"][1]
+    assert "cannot write to" in row["error"]
+
+
+# -- the formula -------------------------------------------------------------------------------------------------------
+
+
+def test_break_even_by_hand() -> None:
+    assert break_even(latency_seconds=1.0, seconds_per_token=0.0, prefill=1e-320) == 0
+    assert break_even(latency_seconds=1.0, seconds_per_token=0.0, prefill=1e308) is not None
+    assert break_even(latency_seconds=1e10, seconds_per_token=0.0, prefill=1e308) is None
+    assert break_even(latency_seconds=1.0, seconds_per_token=math.inf, prefill=1.0) is None
+    # 10 ms, then 100,000 tokens/s, against 10,000 tokens/s: 0.01 / (1e-4 - 1e-5) = 111.1
+    assert break_even(latency_seconds=0.01, seconds_per_token=1e-5, prefill=10_000) == 112
+    assert break_even(latency_seconds=0.01, seconds_per_token=1e-4, prefill=10_000) is None
+    assert break_even(latency_seconds=0.01, seconds_per_token=2e-4, prefill=10_000) is None
+
+
+@given(st.floats(1e-6, 10), st.floats(1e-9, 1), st.floats(1, 1e6))
+def test_from_the_break_even_on_loading_is_no_slower(latency: float, per_token: float, prefill: float) -> None:
+    tokens = break_even(latency_seconds=latency, seconds_per_token=per_token, prefill=prefill)
+    if tokens is None:
+        assert per_token >= 1 / prefill
+        return
+
+    def gain(count: float) -> float:
+        return count / prefill - (latency + count * per_token)
+
+    rounding = 1e-9 * tokens / prefill
+    assert gain(tokens) >= -rounding and (gain(tokens - 1) <= rounding)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, tuple[dict[str, Any], tuple[int, int, int, str, int]]] = {
+    "llama": (
+        {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192,
+         "torch_dtype": "bfloat16"},
+        (80, 8, 128, "bfloat16", 2),
+    ),
+    "head_dim of its own": (
+        {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024,
+         "head_dim": 128, "dtype": "float16"},
+        (28, 8, 128, "float16", 2),
+    ),
+    "all heads": (
+        {"n_layer": 12, "n_head": 12, "n_embd": 768}, (12, 12, 64, "bfloat16", 2)
+    ),
+    "latent": (
+        {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168,
+         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"},
+        (61, 1, 576, "bfloat16", 1),
+    ),
+    "one head for all": (
+        {"num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544, "multi_query": True},
+        (32, 1, 64, "bfloat16", 2),
+    ),
+    "text inside": (
+        {"model_type": "x", "torch_dtype": "float16", "text_config": {
+            "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2560,
+            "head_dim": 256}},
+        (34, 4, 256, "float16", 2),
+    ),
+}  # fmt: skip
+
+
+def shape(spec: KVSpec) -> tuple[int, int, int, str, int]:
+    return (spec.num_layers, spec.num_kv_heads, spec.head_size, spec.dtype, spec.kv_planes)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_models_config(tmp_path: Path, name: str) -> None:
+    written, expected = CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert shape(spec_of(Given(str(model)))) == expected
+
+
+def test_what_the_command_line_says_wins(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"][0]))
+    assert shape(spec_of(Given(str(tmp_path), kv_heads=1, dtype="int8"))) == (80, 1, 128, "int8", 2)
+    assert shape(spec_of(Given(layers=3, kv_heads=4, head_size=5))) == (3, 4, 5, "bfloat16", 2)
+
+
+def test_a_spec_and_a_record_of_one(tmp_path: Path) -> None:
+    for index, text in enumerate((SPEC.to_json(), json.dumps({"identity": {}, "spec": json.loads(SPEC.to_json())}))):
+        (tmp_path / f"{index}.json").write_text(text)
+        assert spec_of(Given(str(tmp_path / f"{index}.json"))) == SPEC
+
+
+def test_a_name_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    snapshot = tmp_path / "models--org--name/snapshots" / ("0a" * 20)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIGS["llama"][0]))
+    (tmp_path / "models--org--name/refs").mkdir()
+    (tmp_path / "models--org--name/refs/main").write_text("0a" * 20)
+    real: Callable[..., Any] = hub.try_to_load_from_cache
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *names: real(*names, cache_dir=tmp_path))
+    spec = spec_of(Given("org/name"))
+    assert (spec.model, *shape(spec)) == ("org/name", 80, 8, 128, "bfloat16", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (Given(), r"--spec: give a spec, or all of --layers, --kv-heads and --head-size"),
+        (Given(layers=2, head_size=4), r"--spec: give a spec, or all of"),
+        (Given("no/such-model"), r"--spec: 'no/such-model' is no file and no directory, and not in the hub's cache"),
+        (Given("???"), r"--spec: '\?\?\?' is no file"),
+        (Given(layers=1, kv_heads=1, head_size=1, dtype="int3"), r"--spec: KVSpec.dtype must be one of"),
+    ],
+)
+def test_what_is_no_model(given: Given, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{problem}"):
+        spec_of(given)
+
+
+def test_a_directory_without_a_model_is_told_from_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a directory without config\.json, and not in the hub's cache"):
+        spec_of(Given(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "not JSON"),
+        ("[]", "should be a KVSpec or a model's config.json"),
+        ("{}", "no 'num_hidden_layers' in it; say --layers, --kv-heads, --head-size and --dtype instead"),
+        ('{"num_hidden_layers": 2}', "no 'num_attention_heads' in it; say --layers"),
+        ('{"num_layers": 0, "head_size": 3}', "no field 'model'; say --layers"),
+    ],
+)
+def test_files_that_are_no_model(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        spec_of(Given(str(tmp_path)))
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
+
+
+def test_quantities() -> None:
+    assert [quantity(text, "--x") for text in ("8B", "400T", "7.5e9", "1k", " 3 ")] == [8e9, 4e14, 7.5e9, 1e3, 3]
+    for text in ("", "x", "8X", "-1", "0", "nan", "1e999", "BT"):
+        with pytest.raises(ConfigError, match="--x: "):
+            quantity(text, "--x")
+
+
+def test_half_an_estimate_is_refused(config: Path) -> None:
+    refused = run("plan", config, *NUMBERS, "--params", "8B", status=2).err
+    assert refused == "kvloom: --flops, --params: one says nothing without the other\n"
