@@ -43,7 +43,7 @@ $(READY): constraints.txt requirements-dev.txt $(PACKAGES:=/pyproject.toml)
 demo: $(READY) ## prefill a document once, answer from its stored KV in a second process; CODEC=cachegen
 	$(BIN)/kvloom demo $(if $(CODEC),--codec $(CODEC))
 
-lint: $(READY) ## ruff, and mypy --strict on core
+lint: $(READY) ## ruff, and mypy --strict on core and the tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
