@@ -65,7 +65,7 @@ _HOME = {
         ],
         "types",
     ),
-    "get_at_most": "bounded",
+    **dict.fromkeys(["get_at_most", "one_line"], "bounded"),
     "uninterrupted": "interrupts",
     **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
     **dict.fromkeys(
@@ -106,6 +106,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from kvloom import native as native
     from kvloom.bounded import get_at_most as get_at_most
+    from kvloom.bounded import one_line as one_line
     from kvloom.config import EngineConfig as EngineConfig
     from kvloom.config import check_config as check_config
     from kvloom.contracts.blend import BlendEngine as BlendEngine
