@@ -52,6 +52,11 @@ def salt_tag(salt: str) -> str:
     return short_digest(f"{DOMAIN}/salt/{salt}", num_bytes=8) if salt else "-"
 
 
+def salt_tag_of(namespace: str) -> str:
+    """The tenant in a key's namespace, `<fingerprint>/<salt tag>`."""
+    return namespace.partition("/")[2]
+
+
 def int32_tokens(tokens: torch.Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
     """`tokens` as a contiguous 1-D array of little-endian int32, without a copy where it is that already.
 
