@@ -47,31 +47,30 @@ PAGE = """# Architecture
 
 ## The way of a request
 
-Drawn from two requests that were watched: a line down is a part of kvloom, an arrow a call of one by another, the first
-of its kind. What is dashed happens on threads of the tier, while others go on. The tiers are memory and a disk with
-the serializer `cachegen`; chunks are of 32 tokens.
+Drawn from two traced requests: a vertical line is a part of kvloom, an arrow the first call of its kind between two
+parts. Dashed calls run on threads of the tier, in parallel. The tiers are memory and a disk with the serializer
+`cachegen`; chunks have 32 tokens.
 
-`store` returns once the KV is copied; it is encoded, sealed and written behind the caller's back:
+`store` returns once the KV is copied; it is encoded, sealed and written in the background:
 
-![what store does](store.svg)
+![store](store.svg)
 
-`retrieve`, where memory has nothing: blobs are verified while they are read, decoded, and written to the engine's KV in
-order; in the end they are in memory, too:
+`retrieve` with an empty memory tier: blobs are verified while they are read, decoded, and written to the engine's KV in
+order; in the end they are in memory too:
 
-![what retrieve does](retrieve.svg)
+![retrieve](retrieve.svg)
 
 A part that hangs or fails ends at its deadline as a miss: [reliability](docs/reliability.md).
 
 ## Layers
 
-Imports go one way, from the bottom up; `tests/test_layering.py` says so. The drawing is made from the code: a box is a
-part of `kvloom`, a line an import from one layer into another, the thicker the more of them.
+Imports go one way, from the bottom up, which `tests/test_layering.py` checks. The drawing is made from the code: a box
+is a part of `kvloom`, a line stands for the imports between two layers, thicker for more.
 
 ![the layers of the core](layers.svg)
 
-Plugins stand beside all of this: they use what `kvloom.__all__` names ([public names](reference/api.md)), and
-the core's own parts in `builtin` come in by the same door. Decisions have dates in
-[design](docs/design/README.md).
+Plugins use only the names in `kvloom.__all__` ([public names](reference/api.md)), and so do the core's own plugins in
+`builtin`. Decisions are in [design](docs/design/README.md), with their dates.
 """
 
 

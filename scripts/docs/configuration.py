@@ -25,10 +25,10 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
 EVERY_TIER = "tiers: every tier but memory"
 INTRO = """# Configuration
 
-Every key of the YAML file, made from the models that check it. A type is a word (`connector: plain`) or a block
-(`{type: plain, ...}`); which types there are depends on the plugins, and `kvloom plugins` lists those that are
-installed. `kvloom config schema` prints the same for editors, `kvloom config check FILE` holds a file to it, and a key
-can be given as a variable of the environment instead ([configure](../docs/use/configure.md)).
+All keys of the YAML file, generated from the models that check it. A type is a word (`connector: plain`) or a block
+(`{type: plain, ...}`); the types depend on the installed plugins, which `kvloom plugins` lists. `kvloom config schema`
+prints the same for editors, and `kvloom config check FILE` checks a file. Environment variables can set keys too
+([configure](../docs/use/configure.md)).
 """
 
 
@@ -55,7 +55,7 @@ def _kind(
     registry: Registry, schema: Mapping[str, Any], kind: str, path: str, common: str = "", block: str = "",
     *, word: str = "type",
 ) -> Iterator[str]:  # fmt: skip
-    """The sections of all types of one kind of component. common: what the keys are of that each of them has."""
+    """The sections of all types of one kind of component. common: the keys that each of them has."""
     from kvloom.config import blocks
 
     shared = set(getattr(blocks, block).model_fields) - {word} if block else set()

@@ -12,13 +12,12 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 PAGE = """# Performance
 
-What was asked and what came of it is told in [bench/results](bench/results/README.md); what compression and blending
-cost in quality in [evals](evals/codec_quality.md), [blending](evals/blend/quality.md). Below are the rows of each
-benchmark's latest run that is kept, as it wrote them. A bar that ends at the line is as fast as the limit, or as the
-peer, that was measured in the same run; one beyond it is faster.
+[bench/results](bench/results/README.md) has the goals and results. [Compression](evals/codec_quality.md) and
+[blending](evals/blend/quality.md) have measurements of quality. Below are the rows of each benchmark's latest stored
+run. A bar that ends at the line is as fast as the limit, or the peer, measured in the same run; a longer one is faster.
 
-![what CacheGen costs](evals/codec_quality.png)
-![what blending costs](evals/blend/quality.png)
+![loss from CacheGen](evals/codec_quality.png)
+![loss from blending](evals/blend/quality.png)
 """
 
 

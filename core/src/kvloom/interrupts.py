@@ -76,7 +76,7 @@ class _Call(Generic[T]):
     __slots__ = ("_discard", "_state", "_todo", "abandoned", "error", "outcome", "over")
 
     def __init__(self, function: Callable[[], T], discard: Callable[[T], object] | None = None) -> None:
-        # Removed from here, and from `outcome`, by whoever uses it: of two, one finds it.
+        # Its user removes it from here and from `outcome`, so that only one of two users finds it.
         self._todo = deque([function])
         self._discard = discard
         self._state = _ThreadState()
@@ -189,7 +189,7 @@ class _Servers:
             try:
                 self._unfinished.append(call.over)
                 self._add()
-                self._calls.put(call)  # again: nobody knows whether it was
+                self._calls.put(call)  # again, because it may not have been queued
                 self._calls.put(tidy)
                 if wait and not tidy.over.wait(until):
                     log.error("an interrupted call is still under way after %.0f seconds", MOST_SECONDS)

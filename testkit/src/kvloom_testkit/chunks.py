@@ -44,7 +44,7 @@ def pages_of(spec: KVSpec, shape: Sequence[int], *, seed: int = 0) -> Chunk:
 
 
 def finite_chunks(spec: KVSpec, num_tokens: int = 5) -> dict[str, Chunk]:
-    """Chunks of finite values, by what is difficult about them."""
+    """Chunks of finite values, by their difficulty."""
     shape, dtype = spec.blob_shape(num_tokens), spec.torch_dtype
     normal = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(num_tokens))
     if not dtype.is_floating_point:
@@ -64,7 +64,7 @@ def finite_chunks(spec: KVSpec, num_tokens: int = 5) -> dict[str, Chunk]:
 
 
 def uneven_chunks(spec: KVSpec, num_tokens: int = 4) -> dict[str, Chunk]:
-    """Chunks of usual values of which one half is much larger than the other, by which; none for whole numbers."""
+    """Chunks of usual values with one half much larger than the other, by that half; none for integers."""
     shape, dtype = spec.blob_shape(num_tokens), spec.torch_dtype
     if not dtype.is_floating_point:
         return {}
@@ -112,7 +112,7 @@ def outline(chunk: Chunk) -> Chunk:
 
 
 def room_for(chunk: Chunk, poison: int = POISONS[-1]) -> Chunk:
-    """A chunk of the same shape and dtype, every byte of which is `poison`."""
+    """A chunk of the same shape and dtype, filled with `poison`."""
     return Guarded.around(chunk, poison).chunk
 
 

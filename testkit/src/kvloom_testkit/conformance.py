@@ -63,7 +63,7 @@ class Conformance:
 
     @pytest.fixture
     def make(self) -> Callable[[], Any]:
-        """A function that makes the component; write this one. The docstring of each class says what it is to make."""
+        """A function that makes the component; write this fixture. Each class's docstring describes the component."""
         raise pytest.UsageError(f"{type(self).__name__} needs a fixture `make`: {inspect.getdoc(type(self).make)}")
 
     @pytest.fixture
@@ -93,7 +93,7 @@ class Conformance:
             pytest.skip(f"{type(component).__name__} does not claim {capability}")
 
     def _component(self, make: Callable[[], Any]) -> Any:
-        """One that was open. What is wrong with `make` itself is said before any requirement, once at length."""
+        """Open a component. Problems of `make` itself are reported before any requirement, once in full."""
         cls = type(self)
         try:
             with put_back():
@@ -115,7 +115,7 @@ _OPENS = "_kvloom_opens"
 
 
 class CannotOpenError(Exception):
-    """`make` does not make what it should; says why."""
+    """`make` does not make the right thing; the message says why."""
 
 
 def opens(make: Callable[[], Any], cls: type[Conformance]) -> Any:
@@ -150,7 +150,7 @@ def _a(value: Any) -> str:
 
 
 def _excused(cls: type, name: str, own: Any, theirs: FunctionType) -> FunctionType:
-    """The kit's test with the marks of what overrides it: what has a body of its own could fail for ever."""
+    """The kit's test with the marks of its override: a test with another body could fail for ever."""
     marks = [mark for mark in getattr(own, "pytestmark", ()) if mark.name == "xfail"]
     if not any(str(mark.kwargs.get("reason", "")).strip() for mark in marks) or any(
         not mark.kwargs.get("run", True) for mark in marks

@@ -10,11 +10,10 @@ from pathlib import Path
 from kvloom_testkit.kinds import CLASSES, conformance_of
 from kvloom_testkit.requirements import requirements_of
 
-_INDEX = """# What each kind of plugin must do
+_INDEX = """# Requirements of plugins
 
-Written from the conformance kit by `make contracts`; the tests are the truth, and these pages follow them. An id never
-changes its meaning. How to run the tests: [testkit](../../testkit/README.md). What the methods are:
-`core/src/kvloom/contracts`.
+Generated from the conformance kit by `make contracts`; the tests decide. An id never changes its meaning. How to run
+the tests: [testkit](../../testkit/README.md). The methods are in `core/src/kvloom/contracts`.
 
 | kind | requirements | |
 |---|---|---|
@@ -34,16 +33,16 @@ def pages() -> Mapping[str, str]:
 
 def _page(kind: str) -> str:
     cls = conformance_of(kind)
-    parts = [f"# {kind.capitalize()}: what it must do", inspect.getdoc(cls) or ""]
+    parts = [f"# {kind.capitalize()} requirements", inspect.getdoc(cls) or ""]
     for one in requirements_of(cls):
-        scope = f" It applies to those that claim `{one.needs}`." if one.needs else ""
+        scope = f" Only for those that claim `{one.needs}`." if one.needs else ""
         parts.append(f"## {one.id} {one.title}\n\n{one.what}{scope}")
-        parts.append(f"- **Why**: {one.why}\n- **Usually, where it is not met**: {one.usually}")
+        parts.append(f"- **Why**: {one.why}\n- **Usual mistake**: {one.usually}")
     return "\n\n".join(parts) + "\n"
 
 
 def main(directory: str) -> None:
-    """Write all pages into a directory, and remove what is none of them."""
+    """Write all pages into a directory, and remove other pages."""
     into = Path(directory)
     into.mkdir(parents=True, exist_ok=True)
     texts = pages()

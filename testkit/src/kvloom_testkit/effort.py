@@ -9,7 +9,7 @@ _TIMES, _PART = 5, 4
 thorough = False
 """`--kvloom-thorough`, and `kvloom check --thorough`."""
 brief = False
-"""For what is known to be right: the kit's own tests."""
+"""Fewer rounds, for components that are known to be right: the kit's own tests."""
 
 
 def rounds(usual: int) -> int:

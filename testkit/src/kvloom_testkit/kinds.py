@@ -18,7 +18,7 @@ CLASSES = {
 }
 """By kind, as the registry calls it."""
 WORDS = {kind.removeprefix("blend "): kind for kind in CLASSES}
-"""The kinds by what they are called on the command line."""
+"""The kinds by their names on the command line."""
 
 
 def kind_of(word: str) -> str:

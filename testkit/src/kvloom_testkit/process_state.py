@@ -46,7 +46,7 @@ def left_as_it_is() -> Iterator[None]:
 
 @contextmanager
 def _watched(called: set[str]) -> Iterator[None]:
-    """Adds to `called` what is changed by a call of Python, on any thread, though it be put back at once."""
+    """Adds changes by any Python call to `called`, on any thread, even if they are undone at once."""
     calls: list[tuple[Any, str, str, Callable[..., bool]]] = [
         (os, "umask", _FILE_MASK, lambda mask: True),
         (os, "chdir", _DIRECTORY, lambda path: True),
@@ -80,8 +80,7 @@ def _on_main_thread() -> bool:
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Puts back what it can, whatever happened: what a component has changed once, a later test would not see it change
-    again."""
+    """Restore the state as far as possible: otherwise a later test would not notice the same change again."""
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     loggers = [(log, log.level, log.handlers[:], log.filters[:], log.propagate, log.disabled) for log in _loggers()]
     disabled = logging.root.manager.disable
@@ -120,7 +119,7 @@ def put_back() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number, limit in limits.items():
             if limit != resource.getrlimit(number):
-                with suppress(ValueError, OSError):  # what was lowered for good
+                with suppress(ValueError, OSError):  # limits that were lowered for good
                     resource.setrlimit(number, limit)
         for each in undo:
             each()
@@ -216,7 +215,7 @@ def _logging() -> object:
 
 
 def _filters_of_everything() -> object:
-    """The filters that hit warnings of everybody: what a library says of its own warnings is its own affair."""
+    """Warning filters that apply to all code. A library's filters for its own warnings do not count."""
     return [
         (action, category)
         for action, message, category, module, _ in warnings.filters

@@ -1,4 +1,4 @@
-"""The kit under pytest: `--kvloom backend:disk` tests what is installed, and no test of the kit hangs for ever."""
+"""The kit under pytest: `--kvloom backend:disk` tests an installed plugin, and no test of the kit hangs for ever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from kvloom_testkit import effort
 
 INSTALLED = Path(__file__).with_name("installed.py")
-"""The module of tests that `--kvloom` adds to what is collected."""
+"""The module of tests that `--kvloom` adds."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -58,10 +58,10 @@ def once_more(component: Any, *, spec: KVSpec | None = None) -> Any:
 
 
 def with_other_settings(component: Any) -> Iterator[Any]:
-    """Instances each with one setting that is another, for the same model. The caller closes them.
+    """Instances that each differ in one setting, for the same model. The caller closes them.
 
-    Numbers, truth values and choices are varied, as far as the config and the constructor take them; texts and paths
-    are not, for what they may be nobody knows.
+    Numbers, booleans and choices are varied, as far as the config and the constructor accept them; texts and paths are
+    not, because valid ones are unknown.
     """
     config = component.config
     for name, field in type(config).model_fields.items():
@@ -122,7 +122,7 @@ def _others(annotation: Any, now: Any) -> list[Any]:
 def elsewhere(component: Any, code: str, *arguments: str) -> str:
     """Run Python code in a fresh interpreter in which `component` is an instance with the same settings.
 
-    Its hash seed, working directory and environment are others; `sys.argv[2:]` there are `arguments`. What it printed.
+    Its hash seed, working directory and environment differ; its `sys.argv[2:]` are `arguments`. Returns its output.
     """
     cls = type(component)
     recipe = {

@@ -66,7 +66,7 @@ def requirements_of(cls: type) -> tuple[Requirement, ...]:
 
 
 def requirement_id(test: str) -> str | None:
-    """The id in the name of a test, or None: a test that somebody added."""
+    """The id in the name of a test; None for a test that is not the kit's."""
     match = _TEST.match(test)
     return match[1] if match else None
 

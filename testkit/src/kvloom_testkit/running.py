@@ -55,7 +55,7 @@ def together(*functions: Callable[[], object], seconds: float = SECONDS, restles
 
 
 def in_rounds(count: int, *functions: Callable[[int], object], restless: bool = True) -> None:
-    """`together`, but so many times, each time beginning at once; the functions are told the number of the round."""
+    """`together` in rounds, all functions starting at once each time; they receive the number of the round."""
     begin = threading.Barrier(len(functions))
 
     def run(function: Callable[[int], object]) -> None:
@@ -101,10 +101,10 @@ def in_fresh_process(
     code: str, *arguments: str, hash_seed: str = "random", path: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> str:  # fmt: skip
-    """Run Python code in a new interpreter; what it printed. `sys.argv[1:]` there are `arguments`.
+    """Run Python code in a new interpreter; return its output. Its `sys.argv[1:]` are `arguments`.
 
-    hash_seed: its PYTHONHASHSEED. path: where it looks for modules first; default: where this process does.
-    environment: variables that are others there.
+    hash_seed: its PYTHONHASHSEED. path: first places of its module search; default: this process's. environment:
+    variables that differ.
     """
     paths = os.pathsep.join([*(path or sys.path)])
     variables = {**os.environ, **(environment or {}), "PYTHONHASHSEED": hash_seed, "PYTHONPATH": paths}

@@ -119,7 +119,7 @@ def choose(
         except PluginError as error:
             raise ConfigError(by_name, str(error)) from error
         subject = Subject(kind, type_, cls, values)
-        subject.config(Path(tempfile.gettempdir()))  # what is wrong is said now, and once
+        subject.config(Path(tempfile.gettempdir()))  # report errors now, and once
         subject.harness()
         found.append(subject)
     return found

@@ -49,7 +49,7 @@ class Choice:
             raise ConfigError(path, self.origins.masked(text)) from error
         except (Exception, KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as error:  # a panic of native code, or an exit: nobody is to end for it
+        except BaseException as error:  # a panic of native code, or an exit, must not end the process
             text = f"{self.cls.type!r} broke off with {type(error).__name__}: {error}"
             raise ConfigError(self.path, self.origins.masked(text)) from error
 

@@ -22,7 +22,7 @@ class Background:
     """The tasks of one engine that are not over yet."""
 
     def __init__(self, engine: object, events: EventBus, runtime: Runtime) -> None:
-        self._engine = engine  # what is under way keeps it, so that somebody closes it before the process ends
+        self._engine = engine  # work under way keeps the engine alive, so that it is closed before the process ends
         self.workers = Workers(runtime, name="kvloom-engine", threads=4)
         self.loaders = Workers(runtime, name="kvloom-load", threads=4)
         """Threads for loads only, so that no load queues behind saves that wait for room."""

@@ -193,7 +193,7 @@ def parse(
         raise CorruptBlobError("byte 12: impossible header sizes")
     if len(data) < header_bytes:
         return None
-    # Sizes and checksum keep their places in every version, so that damage is told from progress.
+    # Sizes and checksum keep their places in every version, so that damage and later versions can be distinguished.
     state = xxhash.xxh3_128(data[:_CHECKSUM_AT])
     state.update(bytes(16))
     state.update(data[_CHECKSUM_AT + 16 : header_bytes])

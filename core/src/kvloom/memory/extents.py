@@ -18,7 +18,7 @@ class Extents:
         # For each length that occurs, the starts of that length; a dict, because it is an ordered set.
         self._starts: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []
-        # From the end, so that of equal ones the first is taken first: what was never used has no pages yet.
+        # From the end, so that the first of equal ones is taken first: unused memory has no pages yet.
         for start in sorted({0, *self._cuts}, reverse=True):
             if size > start:
                 self._add(start, size - start)

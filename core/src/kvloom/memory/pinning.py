@@ -41,7 +41,7 @@ class CudaPinner:
     def ready(self) -> bool:
         if not _cuda.is_initialized():
             return False
-        # The thread that registers is another one, and must not make a context on a device that nobody uses.
+        # Another thread registers the memory, and must not make a context on an unused device.
         self._device = int(_cuda.current_device())
         return True
 

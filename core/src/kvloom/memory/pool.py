@@ -121,7 +121,7 @@ class Reservation:
             pool.free(self.start, self.size, () if after is None else (after,))
 
     def __del__(self) -> None:
-        pool: Pool | None = getattr(self, "_pool", None)  # whoever made it may have been interrupted
+        pool: Pool | None = getattr(self, "_pool", None)  # its making may have been interrupted
         if pool is not None:
             self._holders = 1
             pool.forgotten.append((self.abandon, "a reservation", self.size, self.origin))
@@ -179,7 +179,7 @@ class Block:
                 self._pool.free(self.start, self.size, self._after)
 
     def __del__(self) -> None:
-        if getattr(self, "_owned", False):  # whoever made it may have been interrupted
+        if getattr(self, "_owned", False):  # its making may have been interrupted
             self._pool.forgotten.append((self.drop, "a block", self.size, self.origin))
 
 
@@ -212,7 +212,7 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        block: Block | None = getattr(self, "block", None)  # whoever made it may have been interrupted
+        block: Block | None = getattr(self, "block", None)  # its making may have been interrupted
         if block is not None:
             block._pool.forgotten.append((self.release, "a lease", block.size, self.origin))
 
@@ -243,7 +243,7 @@ class Pool:
         self.staged_bytes = 0
         """Held by reservations for longer than a copy takes."""
         self._runtime = runtime
-        # Held for a few dictionary operations, never across I/O, a copy or a call to anybody else.
+        # Held for a few dictionary operations, never across I/O, a copy or a foreign call.
         self.lock = runtime.lock()
         self.leaked = 0
         """Number of leases, reservations and blocks that were garbage-collected without being given back."""
@@ -319,7 +319,7 @@ class Pool:
             self._waiting += 1
             left = until - self.now()
             if left > 0 and self.times_freed == freed:
-                # What was forgotten tells nobody, nor does a device.
+                # Neither forgotten leases nor a device wake this up.
                 self._freed.wait(min(left, 0.001 if self._later else 0.05))
             self._waiting -= 1
 

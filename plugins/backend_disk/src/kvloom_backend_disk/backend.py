@@ -33,7 +33,7 @@ Publish = Callable[[str, str], None]
 """Moves a draft into place: over an existing file, or only if there is none."""
 
 _PUBLISH_ATTEMPTS = 8
-# Without O_NONBLOCK, opening a FIFO that somebody put there would wait for its writer.
+# Without O_NONBLOCK, opening a FIFO would wait for its writer.
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 # A blob's time of access is when it was last used, as `touch_many` says: a reader who only checks it does not count.
 _NO_ATIME = getattr(os, "O_NOATIME", 0)

@@ -20,7 +20,7 @@ logger = logging.getLogger("kvloom.backend_disk")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-# Without O_NONBLOCK, opening a FIFO that somebody put there would wait.
+# Without O_NONBLOCK, opening a FIFO would wait.
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # What opening a symbolic link or a socket says, on one system or another.
 _NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EOPNOTSUPP)

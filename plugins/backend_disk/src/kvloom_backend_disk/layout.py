@@ -26,7 +26,7 @@ _KEY = re.compile(rf"((?:{_PART}/)*)({_PART})")
 _SHARD = re.compile(r"\+[0-9a-f]{2}")
 _CHUNK_NAME = re.compile(r"[0-9]+-([0-9a-f]{2})[0-9a-f]{62}")
 _MAX_KEY_CHARS = 200
-# A link to itself, or to an impossible name, is not there for anybody: no blob can lie below it.
+# A link to itself, or to an impossible name, cannot have a blob below it.
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -63,7 +63,7 @@ class Layout:
         except (IsADirectoryError, PermissionError):  # POSIX says the latter of a directory, Linux the former
             if os.path.islink(path) or not os.path.isdir(path):
                 raise
-            # A directory above may be a link that leads out of the store: what is there is not ours to empty.
+            # A directory above may be a link that leads out of the store, where nothing may be deleted.
             inside = os.path.realpath(path).startswith(os.path.realpath(self._root) + os.sep)
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another process was faster
                 (shutil.rmtree if inside else os.rmdir)(path)

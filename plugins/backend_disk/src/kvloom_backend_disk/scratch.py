@@ -47,7 +47,7 @@ class Scratch:
     def _make_directory(self) -> None:
         try:
             os.makedirs(self._directory, exist_ok=True)
-        except FileExistsError:  # something else lies in its place
+        except FileExistsError:  # something else is in its place
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # another process was faster
                 os.unlink(self._directory)
             os.makedirs(self._directory, exist_ok=True)
@@ -117,7 +117,7 @@ def _nobody_else_has(fd: int) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:
-        return False  # somebody has, or this file system has no leases
+        return False  # it is open elsewhere, or this file system has no leases
     return True
 
 
@@ -139,7 +139,7 @@ def _alive(pid: int, start_time: str) -> bool:
         pass  # alive, and another user's
     fields = _stat(pid)
     if fields and fields[_STATE] == "Z" and fields[_THREADS] in ("0", "1"):
-        return False  # ended, and nobody has waited for it yet
+        return False  # a zombie
     now = fields[_STARTED] if fields else ""
     return not now or not start_time or now == start_time
 

@@ -63,7 +63,7 @@ class Leases:
         if not _NAME.fullmatch(name):
             raise ValueError(f"hold: {name!r} should be up to 100 of [A-Za-z0-9._-]")
         if self._pid != os.getpid():
-            self._begin()  # what was inherited is the parent's
+            self._begin()  # the inherited rights are the parent's
         with self._lock:
             held = self._held.get(name)
             if held is not None:
@@ -84,7 +84,7 @@ class Leases:
         held = self._held[name] = _Held(number, before)
         if highest is not None:
             self._store().delete([highest.name])
-        # The thread keeps no reference to this object while it sleeps: a backend that nobody closed may be collected.
+        # The thread keeps no reference to this object while it sleeps, so that an unclosed backend can be collected.
         work = threading.Thread(target=_renew, args=(weakref.ref(self), name, held), name="kvloom-lease", daemon=True)
         try:
             work.start()

@@ -43,7 +43,7 @@ class _LocalFiles:
         with _looked_at(name, self._place.prefix):
             if super().create(name, data):  # type: ignore[misc]
                 return True
-            # No listing shows what is no file, and nobody would ever remove it.
+            # No listing shows special files, so they would never be removed.
             if not _is_special(f"/{name}") or self.size(name) is not None:
                 return False
             self.delete([name])

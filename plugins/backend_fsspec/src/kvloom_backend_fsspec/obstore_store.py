@@ -107,7 +107,7 @@ class ObstoreStore:
             for part in parts:
                 sink.filled(part.result())
         finally:
-            # The memory is the sink's: nobody may write to it any more once this has returned.
+            # The memory belongs to the sink: nothing may write to it once this has returned.
             for part in parts:
                 part.cancel()
             wait(parts)

@@ -92,7 +92,7 @@ class SftpStore:
             except OSError:
                 if not _is_file(sftp, draft.rpartition("/")[0]):
                     raise
-                self._drafts.draft_elsewhere()  # something else lies where the directory of drafts belongs
+                self._drafts.draft_elsewhere()  # something else is in the place of the directory of drafts
                 draft = self._drafts.draft()
                 _in_its_directory(sftp, draft, lambda: sftp.putfo(io.BytesIO(data), f"/{draft}"))
             _in_its_directory(sftp, name, lambda: rename(f"/{draft}", f"/{name}"))

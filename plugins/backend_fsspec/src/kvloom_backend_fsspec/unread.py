@@ -7,7 +7,7 @@ import errno
 from kvloom import IncompleteListingError
 from kvloom_backend_fsspec.names import Names
 
-# A link to itself, or to too long a name, is not there for anybody: no blob can lie below it.
+# A link to itself, or to too long a name, cannot have a blob below it.
 NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 

@@ -78,7 +78,7 @@ class Leases:
         with self._lock:
             self._until[name] = until
             if self._thread is None:
-                # It keeps no reference to this object while it sleeps: a backend that nobody closed may be collected.
+                # It keeps no reference to this object while it sleeps, so that an unclosed backend can be collected.
                 work = (weakref.ref(self), self._closing)
                 self._thread = threading.Thread(target=_keep_on, args=work, name="kvloom-redis-lease", daemon=True)
                 try:

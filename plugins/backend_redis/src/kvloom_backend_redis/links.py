@@ -81,7 +81,7 @@ class Links:
                 return None
             if link.silent:
                 return link
-            link.close()  # the server hung up meanwhile, or says something that nobody asked for
+            link.close()  # the server hung up meanwhile, or sent something unasked
         return None
 
     def _connected(self, endpoint: Endpoint) -> Link:

@@ -41,23 +41,21 @@ def verify(
     model: Annotated[str, typer.Option(metavar="MODEL", help="A transformers model: a directory, or a name on a hub.")],
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Documents, with blank lines between them (default: texts of Python's).", **_FILE
-        ),
+        typer.Option(metavar="FILE", help="Documents, separated by blank lines (default: texts of Python's).", **_FILE),
     ] = None,
     executor: Annotated[
-        str, typer.Option(metavar="TYPE", help="Who chooses what is computed again; it has a recompute_ratio.")
+        str, typer.Option(metavar="TYPE", help="The executor; it must have a recompute_ratio.")
     ] = "cacheblend",
     dtype: Annotated[
         list[Dtype] | None, typer.Option(help="May be given again (default: float32 and bfloat16).")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=32, help="Of each document, at most.")] = 200,
+    tokens: Annotated[int, typer.Option(min=32, help="Maximum tokens of each document.")] = 200,
     max_kl: Annotated[
-        float | None, typer.Option(min=0, help="Nats a token at 15 %; more is a failure (default: no limit).")
+        float | None, typer.Option(min=0, help="Maximum KL at 15 %, in nats a token (default: no limit).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether a model can be blended: exact where it must be, and how far off at each recompute ratio.
+    """Check whether a model can be blended, and measure the loss at each recompute ratio.
 
     Exit status: 1 if a limit is missed, 2 if the model cannot be blended at all.
     """
@@ -155,21 +153,19 @@ def demo(
     ] = "",
     documents: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Texts, with blank lines between them (default: texts of Python's).", **_FILE
-        ),
+        typer.Option(metavar="FILE", help="Texts, separated by blank lines (default: texts of Python's).", **_FILE),
     ] = None,
     question: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="What is asked; may be given again.")
+        list[str] | None, typer.Option(metavar="TEXT", help="The question; may be given again.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=16, help="Of each document, at most.")] = 400,
-    orders: Annotated[int, typer.Option(min=1, help="In how many orders the documents are asked about.")] = 4,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where chart, figures and configuration go.")] = Path(
+    tokens: Annotated[int, typer.Option(min=16, help="Maximum tokens of each document.")] = 400,
+    orders: Annotated[int, typer.Option(min=1, help="Number of orders of the documents.")] = 4,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for chart, figures and configuration.")] = Path(
         "demo-out"
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Ask questions over documents whose KV is kept, in new orders: time to first token, and agreement."""
+    """Ask questions about documents in new orders; show the time to first token, and agreement."""
     from kvloom import ConfigError
 
     from . import screen

@@ -84,7 +84,7 @@ class PageStore:
             segments = self._segments(keys)
             self._engine.save(segments, **where).result(self._timeout)
             found = self._engine.find(segments)
-            if not found.all() and self._engine.flush(self._timeout):  # what is on its way is not found yet
+            if not found.all() and self._engine.flush(self._timeout):  # pages being written are not found yet
                 found = self._engine.find(segments)
             return found
 
@@ -140,7 +140,7 @@ class PageStore:
             self._counts[f"not {verb}"] += len(there) - pages
             if pages:
                 log.append(Moved(pages, pages * self._page_bytes, time.monotonic() - began))
-                del log[:-1024]  # nobody asks
+                del log[:-1024]  # it is not read
 
     def _forgiving(self, verb: str, work: Callable[[], _T], otherwise: _T) -> _T:
         try:

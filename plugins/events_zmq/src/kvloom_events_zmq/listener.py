@@ -97,7 +97,7 @@ class Listener:
         try:
             _check_path(self.endpoint)
             self.socket.bind(self.endpoint)
-        except (OSError, zmq.ZMQError):  # somebody else has the port now, or ZeroMQ has not given it back yet
+        except (OSError, zmq.ZMQError):  # the port is in use, or ZeroMQ has not released it yet
             self._bind_at = time.monotonic() + _PAUSE_SECONDS
             return _PAUSE_SECONDS
         self._bind_at = None

@@ -107,7 +107,7 @@ class ZmqEventsObserver(Observer):
         if event.name == "stored":
             events += [one for key in keys if (one := self._stored(key, medium, event.tier)) is not None]
         elif event.name == "removed":
-            # Of a chunk that nobody remembers, the last block, which is behind all others.
+            # For an unknown chunk, the last block, which is behind all others.
             hashes = [each for key in keys for each in self._hashes(key) or [self._hash(key)]]
             events += [BlockRemoved(hashes, medium, ownership=event.tier)] if hashes else []
         elif event.name == "cleared":

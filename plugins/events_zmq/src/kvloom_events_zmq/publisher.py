@@ -58,7 +58,7 @@ class Publisher:
             self._router = None
             if settings.replay_endpoint is not None:
                 self._router = self._bound(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, replays.WAITING)
-                self._router.socket.router_mandatory = 1  # who is slow, or gone, is told apart
+                self._router.socket.router_mandatory = 1  # slow and gone subscribers can be distinguished
             self._bell, self._ear = socket.socketpair()
             for end in (self._bell, self._ear):
                 made.callback(end.close)
@@ -132,7 +132,7 @@ class Publisher:
 
     def _take(self) -> list[AnyEvent]:
         with self._lock:
-            if self._skipped:  # a number that nobody gets: subscribers see that something is missing
+            if self._skipped:  # an unused number, so that subscribers detect the gap
                 self._number += 1
                 self._skipped = False
             return [self._waiting.popleft() for _ in range(min(self.settings.batch, len(self._waiting)))]

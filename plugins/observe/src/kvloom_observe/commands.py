@@ -21,7 +21,7 @@ def add(commands: typer.Typer) -> None:
 
 def top(
     engine: Engine = None,
-    once: Annotated[bool, typer.Option("--once", help="Print what is now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the present state once.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same, as JSON.")] = False,
     every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between looks.")] = 1.0,
 ) -> None:
@@ -59,17 +59,17 @@ def top(
 
 def serve(
     engine: Engine = None,
-    host: Annotated[str, typer.Option(help="Where to listen. Nobody is asked who they are.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8642,
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8642,
     config: Annotated[
-        Path | None, typer.Option(metavar="KV.yaml", help="With --spec: answer why a prompt was a miss, too.")
+        Path | None, typer.Option(metavar="KV.yaml", help="With --spec: also explain why a prompt was a miss.")
     ] = None,
     spec: Annotated[
         Path | None, typer.Option(metavar="SPEC", help="The shape of the KV, as `kvloom why` takes it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print where it listens as JSON.")] = False,
 ) -> None:
-    """A page that shows an engine, with plots over time; for this machine alone unless --host says otherwise."""
+    """Serve a page that shows an engine, with plots over time; on this machine only, unless --host is set."""
     from kvloom import BackendError, ConfigError, EngineConfig, check_config
 
     from .serve.server import Page
@@ -78,7 +78,7 @@ def serve(
     if (config is None) is not (spec is None):
         raise ConfigError("--config, --spec", "give both, or neither")
     if config is not None and spec is not None:
-        check_config(EngineConfig.from_file(config))  # what is wrong with it is said now, and not in a browser
+        check_config(EngineConfig.from_file(config))  # report its errors now, not in a browser
         if not spec.is_file():
             raise ConfigError("--spec", f"{spec} is not there; write engine.spec.to_json() into it")
     source = find(engine)

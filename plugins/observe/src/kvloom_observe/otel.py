@@ -64,7 +64,7 @@ class OpenTelemetryObserver(Observer):
         self._trace = trace
         self._own: _Own | None = None
         provider = trace.get_tracer_provider()
-        if isinstance(provider, trace.ProxyTracerProvider):  # nobody has set one
+        if isinstance(provider, trace.ProxyTracerProvider):  # none is set
             self._own = _provider(config)
             provider = self._own.provider
         self._tracer = provider.get_tracer("kvloom")

@@ -86,7 +86,7 @@ def unpack(
     except UnreadableBlobError as error:  # Nobody keeps it for a later release to read: it is as good as damaged.
         raise CorruptBlobError(f"byte 8: {error}") from error
     about = header.description
-    # Its checksum is right, but anybody can make a right checksum.
+    # Its checksum is valid, but anyone can compute a valid checksum.
     well_formed = (
         about.serializer == CacheGenSerializer.type
         and about.format == MemoryFormat.KV_BLOB.value

@@ -80,7 +80,7 @@ class CacheGenSerializer(Serializer):
         # On the instance: they follow from the settings.
         self.lossless = self._mode is Mode.LOSSLESS  # type: ignore[misc]
         if not self.lossless:
-            # Nobody knows which elements of a page are whose, so nobody can quantise them.
+            # The elements of opaque pages are unknown, so they cannot be quantised.
             self.formats = frozenset({MemoryFormat.KV_BLOB})  # type: ignore[misc]
             if spec is not None and spec.torch_dtype not in streams.DTYPES:
                 raise ValueError(f"mode: {config.mode} does not take KV of {spec.dtype}; mode: lossless does")

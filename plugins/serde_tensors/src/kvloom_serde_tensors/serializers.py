@@ -40,7 +40,7 @@ class TensorSerializer(Serializer):
         # On the instance: they follow from the settings. Widening counts as lossy too, for it loses the bits of NaNs.
         self.lossless = not casts  # type: ignore[misc]
         if casts:
-            # Nobody knows what the bytes of pages mean, so nobody can cast them.
+            # The bytes of opaque pages have no known meaning, so they cannot be cast.
             self.formats = frozenset({MemoryFormat.KV_BLOB})  # type: ignore[misc]
 
     @property
@@ -55,7 +55,7 @@ class TensorSerializer(Serializer):
         tensor = chunk.tensor
         if self._cast_to:
             dtype = getattr(torch, self._cast_to)
-            limit = torch.finfo(dtype).max  # what is out of range becomes the largest number, not infinity or NaN
+            limit = torch.finfo(dtype).max  # values out of range become the largest number, not infinity or NaN
             tensor = tensor.to(torch.float32).clamp(-limit, limit).to(dtype)
         return [self._dump(tensor.contiguous())]
 
@@ -92,7 +92,7 @@ class TorchSerializer(TensorSerializer):
     type: ClassVar[str] = "torch"
 
     def _dump(self, tensor: torch.Tensor) -> Buffer:
-        # torch.save writes a view's whole storage: of a chunk in the pool that would be everybody's KV.
+        # torch.save writes a view's whole storage, which for a chunk in the pool is the KV of all requests.
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()
         file = io.BytesIO()

@@ -110,7 +110,7 @@ def _locked(stem: Path) -> Slot | None:
     try:
         fd = regular(Path(f"{stem}.lock"), os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        if error.errno in _NO_LOCK:  # something else lies there
+        if error.errno in _NO_LOCK:  # something else is there
             return None
         raise
     try:

@@ -102,7 +102,7 @@ class TraceObserver(Observer):
         line: dict[str, object] = {
             "timestamp": round(request.began * 1000, 3),
             "input_length": request.num_tokens,
-            "output_length": 0,  # nobody tells a cache
+            "output_length": 0,  # unknown to a cache
             "hash_ids": [self._hash_id(key.digest) for key in request.keys],
             "chunk_tokens": request.chunk_tokens,
             "verb": request.verb,

@@ -24,7 +24,7 @@ class Open(Protocol):
 
 Make = Callable[[], StorageBackend]
 ANSWER_SECONDS = 10.0
-"""For a few calls. What has not returned by then waits for something that does not come."""
+"""Time limit for a few calls, after which they count as hanging."""
 _CLEANING_SECONDS = 30.0
 
 
@@ -44,7 +44,7 @@ class BackendRequirements(Conformance):
 
     @pytest.fixture(autouse=True)
     def names(self, make: Make) -> Iterator[Namespace]:
-        """Keys that nobody else has; what is under them is deleted at the end."""
+        """Keys of this test alone; their blobs are deleted at the end."""
         names = Namespace()
         yield names
         if names.used:

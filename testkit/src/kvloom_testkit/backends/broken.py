@@ -19,7 +19,7 @@ FAILURES = (Broken, BrokenOfTheSystem)
 
 
 class BreaksHalfWay(Sequence[Buffer]):
-    """Three buffers, of which the second cannot be had."""
+    """Three buffers, of which the second cannot be read."""
 
     def __init__(self, part: bytes, failure: type[Broken] = Broken) -> None:
         self._part = part

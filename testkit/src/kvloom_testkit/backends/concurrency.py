@@ -41,7 +41,7 @@ class ConcurrencyRequirements(BackendRequirements):
     def test_B09_nobody_reads_half_of_a_put(self, names: Namespace, opened: Open) -> None:
         """While a key is put again and again, `get` and `get_into` return one version whole, or nothing.
 
-        Why: a torn blob costs a read, a check and a miss each time; where checks are off it is wrong KV.
+        Why: a torn blob costs a read, a check and a miss each time; without checks it is wrong KV.
 
         Usually: the blob's own file is opened for writing, which empties it, or parts are stored one by one.
         """
@@ -58,14 +58,14 @@ class ConcurrencyRequirements(BackendRequirements):
         assert last is not None and not torn(last, version)
 
     def test_B10_puts_at_the_same_time_are_all_kept(self, names: Namespace, opened: Open) -> None:
-        """Blobs that several threads put under different keys are all there afterwards, each under its own.
+        """Blobs that several threads put under different keys are all stored, each under its own key.
 
-        So it is with what several instances put.
+        The same holds for several instances.
 
-        Why: a tier has writers of its own besides the callers' threads.
+        Why: a tier has several writing threads.
 
-        Usually: an index is read, changed and written back without a lock, scratch files or a buffer are shared, or
-        what a blob is kept under is counted up by each instance for itself.
+        Usually: an index is read, changed and written back without a lock; scratch files or a buffer are shared; or
+        each instance numbers its blobs on its own.
         """
         backend = opened()
         count_ = ROUNDS if type(backend).bounded else effort.rounds(ROUNDS)
@@ -86,7 +86,7 @@ class ConcurrencyRequirements(BackendRequirements):
 
         Why: eviction races with every read; an exception would count against the tier.
 
-        Usually: asking whether there is a file and opening it are two steps.
+        Usually: the file is checked for existence first, and then opened.
         """
         backend, key, version = opened(), names.key(), versions_of(20_000)
 
@@ -126,12 +126,12 @@ class ConcurrencyRequirements(BackendRequirements):
         assert backend.create(key, [b"anew"]) is True and content(backend.get(key)) == b"anew"
 
     def test_B33_every_verb_may_be_called_at_any_time(self, names: Namespace, opened: Open) -> None:
-        """Threads that put, get, ask, list and delete at once meet no exception.
+        """Concurrent puts, gets, lookups, listings and deletes raise nothing.
 
-        Why: one instance serves the reads, the writes and the upkeep of a tier, each on threads of their own.
+        Why: one instance serves the reads, the writes and the maintenance of a tier, each on separate threads.
 
         Usually: a client or connection that belongs to the thread that made it, or a table that changes while it is
-        gone through.
+        iterated.
         """
         backend, keys, blob = opened(), names.keys(30), blob_of(2000)
         memory = memoryview(bytearray(100))

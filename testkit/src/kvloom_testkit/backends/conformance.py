@@ -26,12 +26,12 @@ class BackendConformance(
 ):
     """Requirements of a `StorageBackend`.
 
-    `make` is a function that opens a new instance on the same store, each time it is called in one test. The store
-    need not be empty: the tests keep to keys of their own, and delete them. One that evicts by itself (`bounded`)
-    must have room for 16 MiB in 200 blobs; no test keeps more.
+    `make` is a function that opens a new instance on the same store each time it is called in one test. The store
+    need not be empty: the tests use keys of their own, and delete them. A store that evicts on its own (`bounded`)
+    must have room for 16 MiB in 200 blobs; no test stores more.
 
-    A second fixture, `raw`, may return an object with `get(key) -> bytes | None` and `set(key, bytes)` that go to the
-    store without the backend; what the backend reads and writes is then compared with it too.
+    A second fixture, `raw`, may return an object with `get(key) -> bytes | None` and `set(key, bytes)` that access the
+    store without the backend; the backend's reads and writes are then compared with it too.
 
-    A store that is `shared` is opened more than once at a time; another one only after it was closed.
+    A `shared` store is opened several times at once; any other is closed before it is opened again.
     """

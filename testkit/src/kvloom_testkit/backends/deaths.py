@@ -16,7 +16,7 @@ from kvloom_testkit.remaking import directories_of
 from kvloom_testkit.requirements import claims, needs
 
 STEPS = 40
-"""At so many calls of one `put` a process is killed, if there is time."""
+"""Number of calls of one `put` at which a process is killed, if there is time."""
 LEASE_SECONDS = 10.0
 """Maximum time that a right may outlive the process that had it, by the contract."""
 
@@ -127,7 +127,7 @@ for moment in MOMENTS:
     os.close(hears)
     check_what_is_left(keys[0])
 """
-"""Killed at moments of which nobody knows what they are in the middle of."""
+"""A program killed at random moments."""
 
 PUT_STEP_BY_STEP = """
 import gc
@@ -176,7 +176,7 @@ for number, some in ((1, keys[: most + 1]), (2, keys[most + 1 :])):
             sys.exit("a process that puts ended by itself, or hung")
         check_what_is_left(key)
 """
-"""Killed between two of its calls, before and after what it asks of the system: as many as there is time for."""
+"""A program killed between two calls, before and after its system calls: as many as there is time for."""
 
 HOLD = """
 def ask(right, told):
@@ -344,16 +344,16 @@ class DeathRequirements(BackendRequirements):
 
     @needs("persistent")
     def test_B36_a_put_that_is_killed_leaves_no_part(self, names: Namespace, opened: Open) -> None:
-        """After the process was killed in `put`, a new one opens the store and finds a version whole, or nothing.
+        """After a process was killed in `put`, a new one opens the store and finds a whole version, or nothing.
 
-        It is killed at chance moments of a long `put`, and between any two calls that a short one makes.
-        `contains` agrees, `scan` lists no blob that is not there, and the key can be put again.
+        It is killed at random moments of a long `put`, and between any two calls of a short one. `contains` agrees,
+        `scan` lists no missing blob, and the key can be put again.
 
-        Why: processes are killed, for want of memory above all, and the store outlives them.
+        Why: processes are killed, mostly for lack of memory, and the store outlives them.
 
         Usually: the blob is written to its final place, shielded from readers by a lock which ends with the process; an
-        index is written first; or what only `close` or an `except` removes (a lock file, a draft of a fixed name) is in
-        the way for good.
+        index is written first; or a lock file or a draft with a fixed name, which only `close` or an `except` removes,
+        blocks the key for ever.
         """
         if not hasattr(os, "fork"):
             pytest.skip("this system has no fork")
@@ -428,16 +428,16 @@ class DeathRequirements(BackendRequirements):
 
     @needs("hold")
     def test_B37_one_process_has_a_right_until_it_ends(self, names: Namespace, opened: Open) -> None:
-        """`hold` tells another process False while this one has the right; that of a killed process can be had again.
+        """`hold` returns False in another process while this one has the right; a killed process's right becomes free.
 
-        A forked child that closes the instance does not give back what its parent has. Where leases tell that a process
-        has ended, its right can be had within ten seconds.
+        A forked child that closes the instance does not release its parent's right. With leases, the right of a dead
+        process is free within ten seconds.
 
-        Why: two processes that evict delete each other's blobs; with none the store fills up, until somebody notices.
+        Why: two processes that evict delete each other's blobs; without any, the store fills up unnoticed.
 
-        Usually: a table in memory, which other processes do not see; a file that is there while the right is held,
-        which nobody removes for the dead; or a lock that a child inherits and unlocks, or that is
-        gone when another instance closes the same file (POSIX).
+        Usually: a table in memory, which other processes do not see; a file that exists while the right is held, and
+        stays after the process has died; or a lock that a child inherits and unlocks, or that ends when another
+        instance closes the same file (POSIX).
         """
         if not hasattr(os, "fork"):
             pytest.skip("this system has no fork")

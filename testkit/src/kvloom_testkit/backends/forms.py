@@ -15,12 +15,12 @@ class FormRequirements(BackendRequirements):
     """`get_into`, `get_range`, the forms for many keys, and `put_over`."""
 
     def test_B13_get_into_fills_what_the_sink_gives(self, names: Namespace, opened: Open) -> None:
-        """`get_into` reserves once, the size of the blob, says how far it has arrived and never more, in the end all.
+        """`get_into` reserves the size of the blob once, and reports arrived bytes, never too many, and all in the end.
 
-        A key without a blob is False, with nothing reserved. What `reserve` raises is let through, and other threads go
-        on reading and writing.
+        A key without a blob is False, with nothing reserved. Errors of `reserve` pass through, and other threads
+        continue to read and write.
 
-        Why: the blob is verified while it arrives, in memory that came out of a pool with little room.
+        Why: the blob is verified while it arrives, in memory of a pool with little room.
 
         Usually: `filled` is called before the read, or not at all; `reserve` is asked with a size that was stored
         elsewhere; or its exception is taken for a miss, or leaves a lock behind.
@@ -47,12 +47,12 @@ class FormRequirements(BackendRequirements):
     def test_B14_get_range_fills_exactly_what_is_asked_for(self, names: Namespace, opened: Open) -> None:
         """`get_range` fills `into` with the bytes from `offset`; False if the blob ends before, or there is none.
 
-        An empty `into` is True wherever the blob reaches, its end included, and False beyond it.
+        An empty `into` is True for offsets up to and including the blob's end, and False beyond it.
 
-        Why: headers and single layers are read that way, at odd places.
+        Why: headers and single layers are read this way, at odd offsets.
 
-        Usually: a short read is taken for all of it, the offset is rounded to a page, the end is off by one, or a range
-        of nothing is an error of the store's.
+        Usually: a short read is taken for all of it, the offset is rounded to a page, the end is off by one, or an
+        empty range is an error of the store.
         """
         backend, key = opened(), names.key()
         size = 100_003
@@ -73,12 +73,12 @@ class FormRequirements(BackendRequirements):
     def test_B15_many_at_once_is_one_by_one(self, names: Namespace, opened: Open) -> None:
         """`put_many`, `get_many`, `contains_many` and `delete_many` do what the single forms do, key by key, in order.
 
-        Answers are lists as long as the keys; a key may be absent, or come twice.
+        The results are lists as long as the keys; a key may be missing, or come twice.
 
-        Why: the core asks for whole chains of keys, and takes the answers by position.
+        Why: the core asks for whole chains of keys, and matches the results by position.
 
-        Usually: the store's own answer is in its order and leaves out what is not there, only one batch is asked, or
-        the answer is a generator, which asks when the deadline of the call is over.
+        Usually: the store's answer has another order and omits missing keys; only one batch is requested; or the result
+        is a generator, which runs after the call's deadline.
         """
         backend = opened()
         present, absent = names.keys(40), [names.named(f"absent-{number}") for number in range(5)]
@@ -100,9 +100,9 @@ class FormRequirements(BackendRequirements):
         assert list(backend.get_many([])) == [] and list(backend.contains_many([])) == []
 
     def test_B19_put_over_leaves_the_blob_and_no_victim(self, names: Namespace, opened: Open) -> None:
-        """After `put_over` the blob is there, its victims are gone, and everything else is as it was.
+        """After `put_over` the blob is stored, its victims are gone, and everything else is unchanged.
 
-        A victim may be absent, there may be none, and what `put` promises holds: the old blob of the key is replaced.
+        A victim may be missing, and the list may be empty. As with `put`, the key's old blob is replaced.
 
         Why: at its capacity a tier makes room with every put.
 

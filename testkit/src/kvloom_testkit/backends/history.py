@@ -16,9 +16,9 @@ class HistoryRequirements(BackendRequirements):
     """Sequences."""
 
     def test_B32_any_history_equals_that_of_a_dictionary(self, names: Namespace, opened: Open) -> None:
-        """After any sequence of puts, deletes and re-openings the store holds what a dictionary would.
+        """After any sequence of puts, deletes and re-openings the store equals a dictionary.
 
-        Why: what each verb leaves is what the next one meets.
+        Why: each call depends on the state that earlier calls left.
 
         Usually: something that happens now and then: a compaction, a full page, a table that grows.
         """

@@ -6,7 +6,7 @@ from kvloom import BackendError
 
 
 class Landing:
-    """Memory that is the opposite of what is expected, until it has arrived."""
+    """Memory with the inverse of the expected bytes, until they have arrived."""
 
     def __init__(self, expected: bytes | None = None, *, refusal: BackendError | None = None) -> None:
         self.expected = expected

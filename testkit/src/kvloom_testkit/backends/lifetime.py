@@ -24,7 +24,7 @@ from kvloom_testkit.running import comes_true, together
 
 OPENINGS = 30
 SLACK = 10
-"""Threads and descriptors that somebody else may have opened meanwhile."""
+"""Threads and descriptors that other code may have opened meanwhile."""
 _SECONDS = 5.0
 """In which a connection is closed that its client was told, or collected, to let go."""
 
@@ -36,7 +36,8 @@ class LifetimeRequirements(BackendRequirements):
 
     @needs("persistent")
     def test_B21_what_was_put_survives_reopening(self, names: Namespace, opened: Open) -> None:
-        """After `close`, a new instance on the same store finds what was put, and not what was deleted.
+        """After `close`, a new instance on the same store finds the blobs that were put, and not those that were
+        deleted.
 
         Why: `persistent` is claimed, so that a restart counts on it.
 
@@ -71,12 +72,13 @@ class LifetimeRequirements(BackendRequirements):
             assert list(reader.scan(names.prefix)) == [], "a listing"
 
     def test_B25_close_may_be_repeated(self, names: Namespace, opened: Open) -> None:
-        """`close` works whether or not the instance was used, and once more, on any thread; other instances go on.
+        """`close` works on a used or unused instance, a second time, and on any thread; other instances continue to
+        work.
 
-        Why: whatever fails at start closes what was opened, and the engine closes it again, where it pleases.
+        Why: a failed start closes what was opened, and the engine closes it again, on any thread.
 
-        Usually: what is closed is not there any more at the second time, was never made, is everybody's, or may only be
-        closed by the thread that made it.
+        Usually: the resource is already gone at the second call, was never made, is shared, or may only be closed by
+        the thread that made it.
         """
         unused = opened()
         unused.close()
@@ -94,13 +96,13 @@ class LifetimeRequirements(BackendRequirements):
 
     @needs("identity")
     def test_B27_identity_tells_which_store_it_is(self, names: Namespace, opened: Open) -> None:
-        """Two instances on the same store give the same text, before and after something was put; or None.
+        """Two instances on the same store return the same text, before and after a put; or None.
 
-        So it is where the settings name a directory, and one of them by a symbolic link.
+        If the setting is a directory, this also holds if one names it by a symbolic link.
 
         Why: two tiers on one store would count its bytes twice and evict each other's; they are refused at start.
 
-        Usually: something of the instance (a connection, a time, an id) is in it, or it is the path as it was written.
+        Usually: it contains something of the instance (a connection, a time, an id), or the path as it was written.
         """
         backend = opened()
         before = backend.identity()
@@ -150,8 +152,8 @@ class LifetimeRequirements(BackendRequirements):
 
         Why: it decides whether an engine starts.
 
-        Usually: it tries something that needs more rights than a put does, trips over what it left last time, or puts a
-        blob and does not delete it.
+        Usually: it does something that needs more rights than a put, fails because of its own file from last time, or
+        puts a blob and does not delete it.
         """
         backend, keys = opened(), names.keys(4)
         before = _foreign(backend)
@@ -169,11 +171,11 @@ class LifetimeRequirements(BackendRequirements):
     def test_B31_closing_gives_everything_back(self, names: Namespace, opened: Open, make: Make) -> None:
         """Opening, using and closing an instance many times leaves no thread and no open file behind.
 
-        Every verb is used, also on keys without a blob, and where the caller raises.
+        Every method is used, also on keys without a blob, and with a caller that raises.
 
         Why: engines are opened and closed in one process for weeks.
 
-        Usually: threads that nobody tells to stop, connections of other threads, a pool that is not closed.
+        Usually: threads that are never stopped, connections of other threads, a pool that is not closed.
         """
 
         def use() -> None:
@@ -187,14 +189,14 @@ class LifetimeRequirements(BackendRequirements):
         assert all(number < SLACK for number in more.values()), f"after opening it {OPENINGS} times, in excess: {more}"
 
     def test_B39_using_it_long_takes_no_more(self, names: Namespace, opened: Open) -> None:
-        """One instance that does the same again and again has no more threads and open files in the end.
+        """Repeating the same calls on one instance does not increase its threads and open files.
 
-        Each time another thread calls it, and some of what it is asked for is not there, or the caller raises.
+        Each repetition uses another thread, and includes missing keys and a caller that raises.
 
         Why: an engine is open for weeks, in a process that may have a thousand files open.
 
-        Usually: a file that is not closed where a range ends too early or `reserve` raises, a listing that was left in
-        the middle, or a connection for each thread in a table that nobody clears.
+        Usually: a file that is not closed if a range ends too early or `reserve` raises, an abandoned listing, or a
+        table with a connection for each thread that is never cleared.
         """
         backend = opened()
         more = _more_after(lambda: together(partial(_use, backend, names)))
@@ -203,10 +205,9 @@ class LifetimeRequirements(BackendRequirements):
     def test_B40_what_it_claims_can_be_used(self, opened: Open) -> None:
         """`persistent`, `shared` and `bounded` are True or False, and `threads` is a number from 1.
 
-        Why: the core asks whether they are true, and starts as many threads: with none, every read waits for its
-        deadline.
+        Why: the core tests their truth, and starts `threads` threads: with 0, every read waits for its deadline.
 
-        Usually: a word such as "no", which is true; or 0 threads, to say that reads come one by one.
+        Usually: a word such as "no", which is true; or 0 threads to mean sequential reads.
         """
         backend = opened()
         for claim in ("persistent", "shared", "bounded"):
@@ -215,14 +216,14 @@ class LifetimeRequirements(BackendRequirements):
         assert isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1, f"threads is {threads!r}"
 
     def test_B42_the_process_is_left_as_it_is(self, names: Namespace, make: Make) -> None:
-        """Opening an instance, using every verb and closing it change nothing that belongs to the whole process:
-        logging, handlers and masks of signals, the working directory, the umask, the locale, limits, random numbers,
-        torch's settings. Not for a moment either, where others would notice.
+        """Opening an instance, using every method and closing it do not change the state of the process: logging,
+        handlers and masks of signals, the working directory, the umask, the locale, limits, random numbers, torch's
+        settings. This includes temporary changes that other threads would notice.
 
-        Why: it is a guest in a server, whose other parts rely on all of that.
+        Why: it runs inside a server, whose other parts rely on that state.
 
-        Usually: `logging.basicConfig` in the constructor, a umask that is set while the store's files are made, by
-        which other threads make theirs, or `os.chdir` into the store, so that keys can be names of files.
+        Usually: `logging.basicConfig` in the constructor, a umask that is set while the store's files are made, and
+        also affects other threads' files, or `os.chdir` into the store.
         """
         with left_as_it_is():
             backend = make()

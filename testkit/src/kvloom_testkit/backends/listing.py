@@ -1,4 +1,4 @@
-"""Listings, and what they say."""
+"""Listings and their content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ODD_NAMES = (
     "Case/1", "case/1", "a_c", "abc", "a.c", "a-c", "ab/c", ".a", "..a", "a..", "...", "_", "a.tmp", "a.lock", "a.json",
     "x" * 167,
 )  # fmt: skip
-"""Such as a store that ignores letter case, takes the prefix for a pattern, or leaves out what is no blob, mixes up."""
+"""Keys that a store confuses if it ignores letter case, takes the prefix for a pattern, or hides scratch files."""
 
 
 class ListingRequirements(BackendRequirements):
@@ -39,15 +39,15 @@ class ListingRequirements(BackendRequirements):
     def test_B16_scan_lists_what_starts_with_the_prefix(self, names: Namespace, opened: Open) -> None:
         """`scan` yields every blob whose key starts with the prefix, once, by its key, and nothing else.
 
-        A prefix may end anywhere, in the middle of a part too, and is compared letter by letter. Each entry's `bytes`
-        is above 0.
+        A prefix may end anywhere, also in the middle of a part, and is compared literally. Each entry's `bytes` is
+        above 0.
 
-        Why: the ledger is recovered from it at start, and a tenant is purged by it; what has no size cannot be counted.
+        Why: the ledger is rebuilt from it at start, and a tenant is purged by it; a blob without a size cannot be
+        counted.
 
         Usually: the prefix is taken for a directory, for text anywhere in a key or for a pattern (`_` in SQL's LIKE,
-        which ignores letter case too),
-        one page of a listing is taken for all of it, scratch files are listed, or blobs are not whose keys look like
-        those (`.a`, `a.tmp`).
+        which ignores letter case too), one page of a listing is taken for all of it, scratch files are listed, or blobs
+        with keys like those (`.a`, `a.tmp`) are not.
         """
         backend = opened()
         keys = [*names.keys(150), names.named("-/1"), names.named("other/1"), names.named("-x")]
@@ -69,7 +69,7 @@ class ListingRequirements(BackendRequirements):
     def test_B17_scan_says_when_in_seconds(self, names: Namespace, opened: Open) -> None:
         """An entry's `modified` is when the blob was put, in seconds since the epoch, or 0.0 if the store cannot tell.
 
-        It is the last `put` that counts, and no `get`.
+        Only the last `put` counts, and no `get`.
 
         Why: `ttl` and the order of eviction after a restart depend on it.
 
@@ -95,13 +95,13 @@ class ListingRequirements(BackendRequirements):
 
     @needs("scan")
     def test_B41_scan_says_how_much_a_blob_takes_up(self, names: Namespace, opened: Open) -> None:
-        """An entry's `bytes` is at least the length of a blob that cannot be compressed, also after it was put anew.
+        """An entry's `bytes` is at least the length of an incompressible blob, also after it was put again.
 
         It may be more: headers, whole blocks.
 
-        Why: after a restart the capacity of a tier is kept by it; with sizes too small the disk runs full.
+        Why: after a restart a tier's capacity is counted by it; if sizes are too small, the disk fills up.
 
-        Usually: a count of blocks or pages, a size that is not looked up and said to be 1, or that of the first `put`.
+        Usually: a count of blocks or pages, a constant 1 instead of a size, or the size of the first `put`.
         """
         backend, key = opened(), names.key()
         for size in (10_000, 500_000):
@@ -112,14 +112,15 @@ class ListingRequirements(BackendRequirements):
 
     @needs("scan")
     def test_B18_scan_goes_on_while_the_store_changes(self, names: Namespace, opened: Open) -> None:
-        """A listing during which other keys are put and deleted raises nothing, and has all that was there throughout.
+        """A listing during which other keys are put and deleted raises nothing, and has all blobs that existed
+        throughout.
 
-        While one is under way, or was left in the middle, everything else can be called and returns.
+        While one is under way, or was abandoned, all other methods can be called and return.
 
         Why: tiers list while they serve; an aborted listing leaves a ledger that counts wrongly.
 
-        Usually: what was listed a moment ago is gone when it is asked for its size, pages are counted by offset, or a
-        lock is held from one entry to the next.
+        Usually: a listed blob is gone when its size is looked up, pages are counted by offset, or a lock is held from
+        one entry to the next.
         """
         backend = opened()
         steady, moving = names.keys(60), [names.named(f"-/moving-{number}") for number in range(40)]
@@ -161,13 +162,11 @@ class ListingRequirements(BackendRequirements):
     def test_B29_touch_many_notes_use_and_changes_nothing_else(self, names: Namespace, opened: Open) -> None:
         """After `touch_many` a scan's `used` of these blobs is about now, and their bytes and `modified` are unchanged.
 
-        A key without a blob is passed over, and none is made. What was not named keeps its `used`. A store may leave
-        `used` at 0.
+        A key without a blob is skipped, and none is made. Other blobs keep their `used`. A store may leave `used` at 0.
 
         Why: it is how processes that share a store learn what the others use; it happens with every hit.
 
-        Usually: touching makes an empty file, it is the time of writing that is changed, or an update lacks its
-        `where`.
+        Usually: touching makes an empty file, changes the time of writing, or an update lacks its `where`.
         """
         backend, keys = opened(), names.keys(4)
         absent = names.named("absent")
@@ -189,12 +188,12 @@ class ListingRequirements(BackendRequirements):
 
     @needs("persistent")
     def test_B35_what_persists_is_listed(self, names: Namespace, opened: Open) -> None:
-        """A store that is `persistent` has a `scan`, and a new instance lists what an earlier one put.
+        """A `persistent` store has a `scan`, and a new instance lists blobs that an earlier one put.
 
-        One that is `shared` and `bounded` as well may do without.
+        A store that is also `shared` and `bounded` need not.
 
-        Why: at start the ledger is made from a listing. What is not listed is not found again in a tier that has a
-        capacity or a ttl, and takes up room that is never given back.
+        Why: the ledger is rebuilt from a listing at start. In a tier with a capacity or a ttl, a blob that is not
+        listed is never found again, and its space is never freed.
 
         Usually: the store cannot list, and no index is kept beside it; or the index is written at `close`.
         """

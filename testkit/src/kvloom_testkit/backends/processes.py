@@ -190,9 +190,9 @@ class ProcessRequirements(BackendRequirements):
     def test_B24_another_process_reads_the_same(self, names: Namespace, opened: Open) -> None:
         """A new process, whose `hash` of a text differs (PYTHONHASHSEED), finds what this one put.
 
-        Why: that is what a restart is.
+        Why: this is a restart.
 
-        Usually: `hash(key)` names the file, or the order of a set decides where something lies.
+        Usually: `hash(key)` names the file, or a place depends on the order of a set.
         """
         backend, keys = opened(), names.keys(6)
         blobs = [blob_of(100 + number) for number in range(len(keys))]
@@ -207,7 +207,7 @@ class ProcessRequirements(BackendRequirements):
     def test_B26_no_torch_is_imported(self, names: Namespace, opened: Open) -> None:
         """Neither importing the backend's package, nor its plugin module, nor using an instance imports torch.
 
-        Why: the command line lists and inspects stores, on machines and in moments that cannot wait for torch.
+        Why: commands list and inspect stores, also on machines without torch, and must start fast.
 
         Usually: a type is imported for an annotation, or one module of the package imports all the others.
         """

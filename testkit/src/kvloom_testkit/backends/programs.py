@@ -1,4 +1,4 @@
-"""Programs that a fresh process runs, in which a backend like the one at hand can be opened."""
+"""Programs for a fresh process, which can open a backend like the tested one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def opened():
     return cls(cls.Config.model_validate_json(config), KVSpec.from_json(spec))
 
 """
-"""Begins each program: `opened()` makes another instance like the one at hand."""
+"""The beginning of each program: `opened()` makes another instance like the tested one."""
 
 
 def run(

@@ -1,4 +1,4 @@
-"""One blob, one thread: what is put comes back, and nothing else does."""
+"""One blob, one thread: a put blob comes back unchanged."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ValueRequirements(BackendRequirements):
     """Single blobs."""
 
     def test_B01_gives_back_what_was_put(self, names: Namespace, opened: Open) -> None:
-        """`get` returns the bytes that `put` was given, however many, in one buffer or in a thousand.
+        """`get` returns the bytes that were put, however many, in one buffer or in a thousand.
 
-        What it returns is `bytes` or another buffer.
+        The result is `bytes` or another buffer.
 
-        Why: everything else rests on it.
+        Why: everything else depends on it.
 
         Usually: only the first buffer is written, a short write or read is taken for all of it, or more is given to one
         call or message than fits.
@@ -47,7 +47,7 @@ class ValueRequirements(BackendRequirements):
     def test_B02_what_is_not_there_is_none(self, names: Namespace, opened: Open) -> None:
         """`get` of a key that was never put, or was deleted, is None.
 
-        Why: a miss is the most frequent answer there is, and an exception would count as a failure of the tier.
+        Why: misses are frequent, and an exception would count as a failure of the tier.
 
         Usually: the client's "not found" exception is not caught, or something empty is returned.
         """
@@ -58,13 +58,13 @@ class ValueRequirements(BackendRequirements):
         assert backend.get(names.key()) is None
 
     def test_B03_the_last_put_wins(self, names: Namespace, opened: Open) -> None:
-        """After a second `put` of a key there is the second blob, whole and alone, whether it is longer, shorter or as
-        long as the first.
+        """After a second `put` of a key only the second blob is stored, whether it is longer, shorter or as long as the
+        first.
 
-        Why: a chunk is stored again when a better version of it comes, and its length says where it ends.
+        Why: a chunk is stored again if a better version exists, and its length determines its end.
 
-        Usually: the file is written over without being cut, the store keeps the first of two values, or what is as long
-        as what is there is taken for the same.
+        Usually: the file is overwritten without being truncated, the store keeps the first of two values, or a blob of
+        equal length is taken for the same.
         """
         backend, key = opened(), names.key()
         for size in (5000, 5000, 100_000, 100, 5000):
@@ -74,11 +74,11 @@ class ValueRequirements(BackendRequirements):
         assert content(again(backend, opened).get(key)) == blob
 
     def test_B04_delete_forgets_one_key_and_may_be_repeated(self, names: Namespace, opened: Open) -> None:
-        """`delete` removes that key's blob and no other; where there is nothing it does nothing.
+        """`delete` removes that key's blob and no other; without a blob it does nothing.
 
-        That is so too where the key is the beginning of others.
+        This also holds if the key is the beginning of others.
 
-        Why: several processes decide to delete the same blob, and the second one has not failed.
+        Why: several processes may delete the same blob, which is not a failure.
 
         Usually: the client's "not found" exception is not caught, or the key is taken for a prefix.
         """
@@ -97,9 +97,9 @@ class ValueRequirements(BackendRequirements):
         assert content(backend.get(below)) == b"below", "after what its key begins with was deleted"
 
     def test_B05_contains_agrees_with_get(self, names: Namespace, opened: Open) -> None:
-        """`contains` is true exactly when `get` would return a blob; no key is there because a longer one is.
+        """`contains` is true exactly if `get` would return a blob; a longer key does not make a shorter one exist.
 
-        Why: a lookup promises what `contains` says, and the engine computes what it denies.
+        Why: a lookup relies on `contains`, and the engine computes chunks that it denies.
 
         Usually: it asks a table in memory which a new instance starts without, a deleted key stays in a filter, or a
         directory is taken for a blob.
@@ -133,12 +133,12 @@ class ValueRequirements(BackendRequirements):
             assert content(backend.get(names.key(number))) == blob, f"of {size} bytes"
 
     def test_B07_what_get_returned_stays_as_it_is(self, names: Namespace, opened: Open) -> None:
-        """A buffer that `get` returned keeps its bytes, whatever is put, got or deleted, and when the store is closed.
+        """A buffer that `get` returned keeps its bytes through later calls, and when the store is closed.
 
-        Why: it is verified first and copied later; what changed in between would be served as if it were right.
+        Why: it is verified first and copied later; a change in between would be served as valid.
 
-        Usually: a view of the store's own memory, of a buffer that is used again for the next `get`, or of a mapped
-        file, which `close` unmaps or cannot.
+        Usually: a view of the store's own memory, of a buffer that the next `get` reuses, or of a mapped file, which
+        `close` unmaps.
         """
         backend, (one, other) = opened(), names.keys(2)
         first, second = blob_of(10_000), blob_of(10_000)
@@ -195,11 +195,11 @@ class ValueRequirements(BackendRequirements):
     def test_B44_a_chunk_of_a_large_model_fits(self, names: Namespace, opened: Open) -> None:
         """A blob of 33 MiB comes back whole, by `get`, `get_into` and `get_range`.
 
-        Where the store is `bounded`, `put` may refuse it, or `get` give None; never a part.
+        If the store is `bounded`, `put` may refuse it, or `get` may return None; never a part.
 
         Why: 256 tokens of a model of 8 billion parameters take 32 MiB.
 
-        Usually: a limit of the store's on what one value may have, or of a message, at 16 MiB as a rule.
+        Usually: the store limits a value or a message, often to 16 MiB.
         """
         backend, key = opened(), names.key()
         page = blob_of((1 << 20) + 3)

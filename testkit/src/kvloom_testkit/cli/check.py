@@ -26,7 +26,7 @@ from kvloom_testkit.pytest_plugin import INSTALLED
 from kvloom_testkit.requirements import requirement_id, requirements_of
 
 TROUBLES = 3
-"""After so many that hang, or end the process, the others are not tried."""
+"""Number of requirements that hang, or end the process, after which the others are skipped."""
 _GRACE_SECONDS = 15.0
 """For what hangs where nothing can interrupt it."""
 
@@ -129,7 +129,7 @@ class _Session:
     def _follow(self, reading: int) -> Iterator[_Outcome]:
         current, came = "", set[str]()
         last: _Outcome | None = None  # not said yet: what happens at the end of the process is its test's doing
-        with open(reading, "rb", buffering=0) as lines:  # what is in a buffer is not ready for `select`
+        with open(reading, "rb", buffering=0) as lines:  # buffered bytes are not ready for `select`
             while True:
                 ready, _, _ = select.select([lines], [], [], 2 * self._seconds + _GRACE_SECONDS)
                 line = lines.readline() if ready else None
@@ -166,7 +166,7 @@ class _Session:
         if "torch" in sys.modules:
             # As kvloom does in a forked process, which would otherwise be taken for the component's doing.
             sys.modules["torch"].set_num_threads(1)
-        gc.freeze()  # what was there before the fork is not collected, nor gone through, nor copied for that
+        gc.freeze()  # objects from before the fork are neither collected nor scanned nor copied
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others' plugins are not needed, and take time to import
         try:
             _run(self._subject, self._asked, tell)
@@ -189,7 +189,7 @@ def _run(subject: subjects.Subject, asked: _Asked, tell: Callable[[dict[str, Any
     for name in {cls.__module__ for cls in conformance_of(subject.kind).__mro__}:
         if name != "kvloom_testkit.conformance" and name.startswith("kvloom_testkit.") and not _is_rewritten(name):
             sys.modules.pop(name, None)
-    sys.modules.pop("kvloom_testkit.installed", None)  # it has the tests of what was chosen when it was imported
+    sys.modules.pop("kvloom_testkit.installed", None)  # it has the tests of the subject chosen when it was imported
     subjects.chosen[:] = [subject]
     try:
         settings = str(INSTALLED.with_name("check.ini"))

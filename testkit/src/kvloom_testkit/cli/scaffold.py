@@ -1,6 +1,6 @@
-"""`kvloom new`: a package to start a plugin from, which installs, is listed, and meets every requirement as it is.
+"""`kvloom new`: writes the package of a new plugin, which installs, is listed, and meets every requirement.
 
-Its component is the kit's reference of that kind under a new name: what is tried here every day is what authors get.
+Its component is the kit's reference of that kind under a new name, so that authors start from tested code.
 """
 
 from __future__ import annotations
@@ -54,51 +54,51 @@ class Start:
 STARTS = {
     "backend": Start(
         "backend", "A storage backend", "backend", "DirectoryBackend", "kit_directory", "Backend",
-        "Put your store in the place of the directory: first its settings, then `put`, `get`, `contains` "
-        "and `delete`, then `scan`. Say in `persistent` and `shared` what is true of it, or delete them. `hold` is for "
-        "stores that processes share: without it, each of them evicts.",
+        "Replace the directory by your store: first its settings, then `put`, `get`, `contains` and `delete`, then "
+        "`scan`. Set `persistent` and `shared` to what is true, or delete them. `hold` is for stores that processes "
+        "share: without it, each of them evicts.",
         "tiers:\n  - {type: memory, capacity: 1GiB}\n  - {type: $type, path: /somewhere}",
         settings="path=tmp_path", options=" --set path={tmp}",
     ),
     "serializer": Start(
         "serializer", "A serializer", "serializer", "RowsSerializer", "kit_rows", "Serializer",
-        "Change `encode` and `decode`, and what `max_encoded_bytes` promises. Delete `view` unless the bytes of a blob "
-        "are those of its chunk, and what has to do with layers unless single ones can be decoded. If something is "
-        "lost, say `lossless = False`; if K has to be told from V, `formats = frozenset({MemoryFormat.KV_BLOB})`.",
+        "Change `encode` and `decode`, and the bound of `max_encoded_bytes`. Delete `view` unless a blob has the bytes "
+        "of its chunk, and the methods for layers unless single layers can be decoded. Set `lossless = False` if it is "
+        "lossy, and `formats = frozenset({MemoryFormat.KV_BLOB})` if it must distinguish K from V.",
         "tiers:\n  - {type: memory, capacity: 1GiB}\n  - {type: dict, serializer: {type: $type}}",
     ),
     "connector": Start(
         "connector", "A GPU connector", "connector", "SlotsConnector", "kit_slots", "Connector",
-        "Put the KV of your engine in the place of `pool` and `slots`: in the class's docstring what its callers pass, "
-        "in `check` what is refused, in `read` and `write` the copies. Delete `read_layer` and `write_layer` if layers "
-        "are not moved one by one. `testing.py` makes the same memory for the tests.",
+        "Replace `pool` and `slots` by your engine's KV: describe the arguments in the class's docstring, validate "
+        "them in `check`, and copy in `read` and `write`. Delete `read_layer` and `write_layer` if it cannot move "
+        "single layers. `testing.py` makes the same memory for the tests.",
         "connector: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
         harness=True,
     ),
     "tokens": Start(
         "tokens", "A token database", "tokens", "EvenTokenDatabase", "kit_even", "TokenDatabase",
-        "Change `cuts`, which says where segments end, and write `learn` if that depends on traffic. Keep `root` and "
-        "`digest`: a key has to cover the type, the fingerprint, the salt and every token up to its end.",
+        "Change `cuts`, which returns the segments, and write `learn` if they depend on traffic. Keep `root` and "
+        "`digest`: a key must cover the type, the fingerprint, the salt and every token up to its end.",
         "tokens: {type: $type}\ntiers:\n  - {type: memory, capacity: 1GiB}",
     ),
     "retriever": Start(
         "blend retriever", "A blend retriever", "retriever", "PiecesRetriever", "kit_pieces", "Retriever",
-        "Put your store in the place of the dictionary: `new_request` finds what is known of a batch, and `result` of "
-        "its task gives it layer by layer. `add` is there for the tests, which reach it through `testing.py`. "
-        "`self.engine` is the engine that it retrieves for; `kvloom-blend` runs models with it.",
+        "Replace the dictionary by your store: `new_request` finds the known parts of a batch, and `result` of its "
+        "task returns them layer by layer. The tests call `add` through `testing.py`. `self.engine` is "
+        "the engine that it retrieves for; `kvloom-blend` runs models with it.",
         "blend: {retriever: {type: $type}}",
         harness=True,
     ),
     "executor": Start(
         "blend executor", "A blend executor", "executor", "NoneExecutor", "kit_none", "Executor",
-        "Choose more tokens: `_chosen` has at least those that it has now, and never one that the layer before has "
-        "left out. Retrieved K is turned to where tokens stand now already. `kvloom-blend` runs models with it.",
+        "Select more tokens: `_chosen` must keep those that it has now, and never have one that the layer before has "
+        "left out. Retrieved K is already rotated to the present positions. `kvloom-blend` runs models with it.",
         "blend: {executor: $type}",
     ),
     "observer": Start(
         "observer", "An observer", "observer", "CountingObserver", "kit_counting", "Observer",
-        "Change `on_event`. All events come to it on one thread, so it leaves to another one what takes long. What it "
-        "holds is given back in `close`.",
+        "Change `on_event`. It receives all events on one thread, so leave slow work to another one. Release "
+        "everything in `close`.",
         "observers:\n  - {type: $type}",
     ),
 }  # fmt: skip
@@ -149,11 +149,11 @@ In a configuration:
 
 ## What to change
 
-The class is in `$source`. It works as it is, and does something simple.
+The class is in `$source`. It works, and does something simple.
 $change
 
-`pytest` says what it must do that it does not do yet; `python -m kvloom_testkit.contracts contracts` writes down all of
-it, with the reasons, in `contracts/$page.md`.
+`pytest` shows the requirements that are not met; `python -m kvloom_testkit.contracts contracts` writes all of them,
+with the reasons, to `contracts/$page.md`.
 """
 
 _ENTRY = '''"""The entry module: every `kvloom` command imports it, so it imports the class only when asked."""

@@ -23,16 +23,16 @@ def add(commands: typer.Typer) -> None:
             typer.Option("--set", help="A setting, KEY=VALUE as in YAML; {tmp} is a directory of each test's own."),
         ] = None,
         only: Annotated[list[str] | None, typer.Option("--only", help="Ids of requirements; default: all.")] = None,
-        seconds: Annotated[float, typer.Option("--seconds", help="How long each may take before it hangs.")] = 120.0,
-        repeat: Annotated[
-            int, typer.Option("--repeat", help="How often to try each, for what fails now and then.")
-        ] = 1,
+        seconds: Annotated[
+            float, typer.Option("--seconds", help="Time after which a requirement counts as hanging.")
+        ] = 120.0,
+        repeat: Annotated[int, typer.Option("--repeat", help="Number of runs of each, to find rare failures.")] = 1,
         thorough: Annotated[
-            bool, typer.Option("--thorough", help="Try longer: more rounds of what races, more blobs, more kills.")
+            bool, typer.Option("--thorough", help="Test longer: more rounds of races, more blobs, more kills.")
         ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
-        """Hold an installed component to the requirements of its kind."""
+        """Test an installed component against the requirements of its kind."""
         from kvloom_testkit.cli import report
 
         status = report.run(
@@ -44,10 +44,10 @@ def add(commands: typer.Typer) -> None:
     def new(
         kind: Annotated[str, typer.Argument(help=_KINDS)],
         name: Annotated[str, typer.Argument(help="The word in YAML.")],
-        into: Annotated[Path, typer.Option("--into", help="Where the package's directory goes.")] = Path(),
+        into: Annotated[Path, typer.Option("--into", help="Parent directory of the package.")] = Path(),
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
-        """Write a package to start a plugin from."""
+        """Write the package of a new plugin."""
         from kvloom_testkit.cli import scaffold
 
         place = scaffold.create(kind, name, into)

@@ -28,14 +28,14 @@ SAME_SIZE = {
     "int8": "uint8",
     "uint8": "int8",
 }
-"""Dtypes of which elements have as many bytes, where there are any."""
+"""Dtypes with elements of equal size, where there are any."""
 
 
 class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
     """Requirements of a `GPUConnector`.
 
     `make` is a function that returns a `ConnectorHarness` with a new connector each time it is called: the connector,
-    and a function that makes the memory of an engine for it, which the tests fill and look into by themselves.
+    and a function that makes an engine's memory for it, which the tests fill and read themselves.
     """
 
     kind = "connector"
@@ -47,9 +47,9 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
         return made.connector
 
     def test_C01_reading_gives_the_kv_of_the_engine(self, opened: Opened) -> None:
-        """`read` fills each chunk with the KV of its segment, bit for bit; of pages, with all that is in them.
+        """`read` fills each chunk with the KV of its segment, bit for bit; for pages, with all their content.
 
-        Why: this is what is stored.
+        Why: these bytes are stored.
 
         Usually: K and V are swapped, the place is off by one, or a conversion changes values.
         """
@@ -65,7 +65,7 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
     def test_C02_writing_puts_it_where_it_belongs(self, opened: Opened) -> None:
         """`write` puts each chunk into the engine's KV of its segment, bit for bit.
 
-        Why: this is what the model goes on from.
+        Why: the model continues from this KV.
 
         Usually: K and V are swapped, the place is off by one, or a conversion changes values.
         """
@@ -85,7 +85,7 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
     def test_C03_nothing_else_is_written_to(self, opened: Opened) -> None:
         """Writing a segment changes that segment's KV: no token beside it, no other request, no page table.
 
-        Why: what lies beside it belongs to another request, which would go on with the wrong KV.
+        Why: the neighbouring memory belongs to another request, which would continue with wrong KV.
 
         Usually: a slot is off by one, a whole page is written for a part of it, or a view is larger than it should be.
         """
@@ -102,7 +102,7 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
     def test_C04_what_is_read_can_be_written_elsewhere(self, opened: Opened) -> None:
         """Reading from one engine and writing to another, by another instance, makes the KV of both the same.
 
-        Why: it is another process that goes on, with other pages.
+        Why: another process continues, with other pages.
 
         Usually: a chunk holds addresses or pages of the engine that it came from.
         """
@@ -116,12 +116,12 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
         assert same(target.kv(), kv)
 
     def test_C05_many_at_once_are_the_same_as_one_by_one(self, opened: Opened) -> None:
-        """Many segments in one call, of any lengths and with gaps, are moved as they are one by one; and long ones.
+        """Many segments in one call, of any length and with gaps, are moved as if one by one; so are long ones.
 
-        Why: one call moves as many as were found, and in the middle some may be missing.
+        Why: one call moves all segments that were found, and some may be missing in between.
 
-        Usually: all are taken to be as long as the first, or to lie side by side; or a kernel's launch has a limit, of
-        segments or of tokens, that nobody splits the work by.
+        Usually: all are taken to be as long as the first, or to lie side by side; or a kernel's limit on segments or
+        tokens is ignored.
         """
         it = opened()
         source = it.engine()
@@ -146,9 +146,9 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
     def test_C06_what_is_copied_from_stays_as_it_is(self, opened: Opened) -> None:
         """`read` changes nothing in the engine, and `write` nothing in the chunks, nor do they change their arguments.
 
-        Why: the engine goes on with its KV, and the chunks are in memory for everybody.
+        Why: the engine continues to use its KV, and the chunks are shared.
 
-        Usually: values are scaled in place, or a list of the caller's is sorted.
+        Usually: values are scaled in place, or the caller's list is sorted.
         """
         it = opened()
         memory, segments = it.engine(), it.segments(16, 5)
@@ -163,14 +163,14 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
 
     def test_C07_what_it_cannot_work_on_is_refused(self, opened: Opened) -> None:
         """`check` accepts what fits, and raises ValueError if something is missing, unknown, too short or of another
-        model's dtype or shape. Tensors with a dimension more or less do not fit, nor do fractions as indices, nor
-        indices below 0 or beyond all memory, wherever they are among those that count.
+        model's dtype or shape. It also rejects tensors with another number of dimensions, fractions as indices, and
+        indices below 0 or beyond the memory, at any place that is used.
 
-        Why: it is the last look at what a caller passed, before memory is read and written by it. An index of -1 is
-        what engines fill tables up with, and what torch takes for the last place there is.
+        Why: it is the last check of the caller's arguments before memory is read and written. Engines pad tables with
+        the index -1, which torch takes for the last place.
 
-        Usually: `check` was not written, looks at one of the tensors or indices only, asks whether the largest index is
-        too large, or takes dtypes of the same size for the same.
+        Usually: `check` is missing, tests only one of the tensors or indices, tests only the largest index, or confuses
+        dtypes of the same size.
         """
         it = opened()
         count, fits = it.num_tokens, it.engine().where
@@ -207,7 +207,7 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
     def test_C08_it_says_what_its_chunks_look_like(self, opened: Opened) -> None:
         """`format` is a MemoryFormat, and `shape` the shape of a chunk: of KV_BLOB, `[planes, layers, tokens, hidden]`.
 
-        Why: memory is reserved by it, and stored chunks are refused if their shape is another.
+        Why: memory is reserved by it, and stored chunks with another shape are refused.
 
         Usually: K and V come after the layers, or heads have a dimension of their own.
         """
@@ -224,12 +224,12 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
                 assert math.prod(shape) == pages * math.prod(it.connector.shape(it.page_tokens)), "pages of one size"
 
     def test_C09_when_a_fence_was_waited_for_it_is_done(self, opened: Opened) -> None:
-        """`read` and `write` return None when they are done, or a fence; after its `wait` they are. Waiting twice is
-        fine, and so is waiting for several fences in any order.
+        """`read` and `write` return None when they are done, or a fence whose `wait` returns when they are. `wait` may
+        be called twice, and several fences may be waited for in any order.
 
-        Why: the chunk is given back, or the engine goes on, right after.
+        Why: right after that the chunk is given back, or the engine continues.
 
-        Usually: copies are queued on a stream that nobody waits for.
+        Usually: copies are queued on a stream without waiting for it.
         """
         it = opened()
         source, target = it.engine(), it.engine(blank=True)
@@ -246,11 +246,11 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
         assert all(same(it.part(target.kv(), each), it.part(source.kv(), each)) for each in segments), "write"
 
     def test_C12_its_representation_is_json(self, opened: Opened) -> None:
-        """`representation` is JSON values, the same ones always and in every instance.
+        """`representation` has JSON values, always the same ones, in every instance.
 
-        Why: it is part of the fingerprint; if it changed, nothing that is stored would be found.
+        Why: it is part of the fingerprint; if it changed, no stored KV would be found.
 
-        Usually: an address, a device number or a dtype is among them.
+        Usually: it contains an address, a device number or a dtype.
         """
         it, other = opened(), opened()
         text = canonical_json(dict(it.connector.representation))
@@ -260,11 +260,11 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
         fingerprint(it.spec, it.connector.format, it.connector.representation)
 
     def test_C13_the_last_segment_may_be_short(self, opened: Opened) -> None:
-        """Segments of any length are moved in full, the shortest too, and up to the last token that there is room for.
+        """Segments of any length are moved in full, also the shortest, up to the last token that fits.
 
-        Why: where segments end is up to the token database.
+        Why: the token database decides where segments end.
 
-        Usually: lengths are rounded to what a kernel or a page likes.
+        Usually: lengths are rounded to a multiple of a kernel or page size.
         """
         it = opened()
         for size in (1, 2, 3, 13, 39):
@@ -280,7 +280,7 @@ class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
 
         Why: an engine that fails to open closes what it has, and then its owner closes the engine.
 
-        Usually: what is held is set to None and then asked to close again.
+        Usually: the resource is set to None, and then closed again.
         """
         used = opened()
         used.read(used.segments(4), used.engine())

@@ -15,7 +15,7 @@ _MARGIN = 8
 
 
 class TensorMemory(EngineMemory):
-    """For `plain`: the tensor is the middle of a longer one, so that something lies beside it."""
+    """For `plain`: the tensor is the middle of a longer one, so that it has neighbours."""
 
     def __init__(self, spec: KVSpec, num_tokens: int) -> None:
         self._all = torch.full(spec.blob_shape(num_tokens + 2 * _MARGIN), 3).to(spec.torch_dtype)
@@ -37,8 +37,7 @@ class TensorMemory(EngineMemory):
 
 
 class PagesMemory(EngineMemory):
-    """Pages of four tokens, of which only the engine knows how they look inside, and a table of the request's,
-    which is filled up with -1."""
+    """Pages of four tokens, whose inside only the engine knows, and a request's table padded with -1."""
 
     def __init__(self, spec: KVSpec, num_tokens: int) -> None:
         count = -(-num_tokens // PAGE_TOKENS)

@@ -16,10 +16,10 @@ class LayerRequirements:
 
     @needs("read_layer")
     def test_C10_reading_layers_one_by_one_is_reading_all(self, opened: Callable[[], ConnectorHarness]) -> None:
-        """`read_layer` fills the view of one layer, of which the planes do not lie side by side, and no other layer. It
-        raises ValueError as `check` does.
+        """`read_layer` fills the view of one layer, whose planes are not adjacent, and no other layer. It raises
+        ValueError like `check`.
 
-        Why: layers are stored while later ones are still being computed, so nobody could check before.
+        Why: layers are stored while later ones are still being computed, so they cannot be checked before.
 
         Usually: the view is taken to be contiguous, so that a copy of it is filled; or layers are counted wrongly.
         """

@@ -51,9 +51,9 @@ class ConnectorHarness:
 
     connector: GPUConnector
     memory: Callable[[KVSpec, int], EngineMemory]
-    """Makes the memory of an engine for a model, with room for exactly so many tokens of one request."""
+    """Makes an engine's memory for a model, with room for exactly this many tokens of one request."""
     page_tokens: int = 1
-    """Segments are whole multiples of so many tokens: 1, unless the format is KV_PAGES."""
+    """Segments are multiples of this many tokens: 1, unless the format is KV_PAGES."""
 
     @property
     def spec(self) -> KVSpec:
@@ -71,7 +71,7 @@ class ConnectorHarness:
         return memory
 
     def segments(self, *sizes: int, start: int = 0, gap: int = 0) -> list[Segment]:
-        """Segments of so many pages each, one after the other, with `gap` pages between them."""
+        """Segments with the given numbers of pages, one after the other, with `gap` pages between them."""
         found, at, step = [], start * self.page_tokens, self.page_tokens
         for number, size in enumerate(sizes):
             key = ChunkKey(f"{'0' * 32}/-", number, number.to_bytes(2, "big") * 16)
@@ -80,7 +80,7 @@ class ConnectorHarness:
         return found
 
     def chunks(self, segments: Sequence[Segment], *, poison: int = 0x5A) -> list[Chunk]:
-        """Chunks for the segments, every byte of which is `poison`."""
+        """Chunks for the segments, filled with `poison`."""
         return [self._chunk(segment.end - segment.start, poison) for segment in segments]
 
     def _chunk(self, num_tokens: int, poison: int) -> Chunk:

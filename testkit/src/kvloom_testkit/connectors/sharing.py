@@ -63,11 +63,11 @@ class SharingRequirements:
         together(*(lambda source=source: serve(source) for source in sources))  # type: ignore[misc]
 
     def test_C17_engines_in_inference_mode(self, opened: Opened) -> None:
-        """KV that was made in inference mode is read and written, by a thread that is not in it.
+        """KV made in inference mode is read and written by a thread that is not in it.
 
-        Why: engines compute under `torch.inference_mode`, which is a matter of each thread, and the core has its own.
+        Why: engines compute under `torch.inference_mode`, which applies to a thread, and the core uses other threads.
 
-        Usually: nothing was thought of it: torch refuses to write to such a tensor outside of inference mode.
+        Usually: it was not considered: torch refuses to write to such a tensor outside of inference mode.
         """
         it = opened()
         with torch.inference_mode():
@@ -89,7 +89,7 @@ class SharingRequirements:
     def test_C18_leaves_the_process_as_it_is(self, opened: Opened) -> None:
         """Moving KV changes neither logging, signals and warnings, nor random numbers, nor the settings of torch.
 
-        Why: it runs beside somebody's model, which computes on with these settings.
+        Why: it runs beside a model, which depends on these settings.
 
         Usually: gradients are switched off for good, or the number of torch's threads is set.
         """

@@ -23,7 +23,7 @@ class ExecutorConformance(Conformance):
     """Requirements of a `BlendExecutor`.
 
     `make` is a function that makes a new executor for `kvloom_testkit.subjects.SPEC`. In these tests no token has moved
-    since its KV was stored: what is done about the positional encoding shows elsewhere.
+    since its KV was stored: positional encoding is tested elsewhere.
     """
 
     kind = "blend executor"
@@ -34,10 +34,10 @@ class ExecutorConformance(Conformance):
         return batch_of(request.param)
 
     def test_X01_keeps_shapes_and_dtypes(self, opened: Opened) -> None:
-        """K and V of the output are as long as the batch, Q and the indices as long as the selection; dtypes stay.
-        Positions and `query_start_loc` are of the dtype that they had, `local_indices` are int64.
+        """K and V of the output are as long as the batch, Q and the indices as long as the selection; dtypes do not
+        change. Positions and `query_start_loc` keep their dtype, `local_indices` are int64.
 
-        Why: attention reads the long K and V at the selected positions, and kernels take the dtypes that they know.
+        Why: attention reads the long K and V at the selected positions, and kernels need their dtypes.
 
         Usually: K and V are cut to the selection too, or come back in float32; Q is taken to be as wide as K; or
         positions went through a float, in which large ones are no longer exact.
@@ -60,20 +60,20 @@ class ExecutorConformance(Conformance):
     def test_X02_takes_invalid_tokens_fresh(self, opened: Opened, batch: Batch) -> None:
         """A token whose KV was not retrieved is selected in every layer.
 
-        Why: there is nothing else to take: the retrieved KV is undefined there.
+        Why: there is no other KV: the retrieved one is undefined there.
 
-        Usually: the tokens with the largest deviation are chosen among all, and what is undefined may deviate little.
+        Usually: the tokens with the largest deviation are chosen among all, and undefined KV may deviate little.
         """
         missing = (~batch.request.valid_mask).nonzero().flatten()
         for step in run(opened(), batch):
             assert torch.isin(missing, step.selected).all(), f"in layer {step.layer}"
 
     def test_X03_selected_tokens_have_fresh_kv(self, opened: Opened, batch: Batch) -> None:
-        """At the places that were selected, K and V are those that the model has just computed.
+        """Selected tokens have the K and V that the model has just computed.
 
         Why: they were selected because the retrieved ones are wrong there.
 
-        Usually: indices into the batch and indices into what was handed on are taken for each other.
+        Usually: indices into the batch are confused with indices into the tokens that reached the layer.
         """
         for step in run(opened(), batch):
             for name, plane in (("k", 0), ("v", 1)):
@@ -101,9 +101,9 @@ class ExecutorConformance(Conformance):
                 assert not wrong.any(), f"{name} of layer {step.layer}, tokens {wrong.nonzero().flatten().tolist()}"
 
     def test_X05_q_and_positions_are_those_of_the_selection(self, opened: Opened, batch: Batch) -> None:
-        """Q and positions are those of the tokens that `local_indices` selects from what was handed on, in that order.
+        """Q and positions belong to the tokens that `local_indices` selects, in that order.
 
-        Why: the next layer computes just these, at these positions.
+        Why: the next layer computes exactly these tokens, at these positions.
 
         Usually: one of the three is sorted, and the others are not.
         """
@@ -112,7 +112,7 @@ class ExecutorConformance(Conformance):
             assert torch.equal(step.output.positions.cpu(), batch.positions[step.selected])
 
     def test_X06_leaves_its_arguments_as_they_are(self, opened: Opened, batch: Batch) -> None:
-        """No tensor that is handed to `begin` or `blend` is changed.
+        """No tensor passed to `begin` or `blend` is changed.
 
         Why: the retrieved KV may be the cache itself, shared with other requests.
 
@@ -135,7 +135,7 @@ class ExecutorConformance(Conformance):
             assert (local.diff() > 0).all(), f"in layer {step.layer}"
 
     def test_X08_says_where_each_request_starts(self, opened: Opened, batch: Batch) -> None:
-        """`query_start_loc` of the output says where each request starts in Q; None where nothing was left out.
+        """`query_start_loc` of the output has each request's start in Q; None if no token was left out.
 
         Why: attention over a batch needs it.
 
@@ -150,11 +150,11 @@ class ExecutorConformance(Conformance):
             assert starts.tolist() == torch.searchsorted(step.selected, edges).tolist(), f"in layer {step.layer}"
 
     def test_X09_sessions_do_not_meet(self, opened: Opened) -> None:
-        """Two sessions of one executor, taken in turn layer by layer, come to what each alone comes to.
+        """Two sessions of one executor, alternating layer by layer, give the same results as each alone.
 
         Why: an engine has many requests at once.
 
-        Usually: what was selected is kept on the executor.
+        Usually: the selection is kept on the executor.
         """
         batches = [batch_of((40,), seed=1), batch_of((1, 33, 7), seed=2, valid=0.3)]
         alone = [run(opened(), batch) for batch in batches]
@@ -164,9 +164,9 @@ class ExecutorConformance(Conformance):
             assert same(list(steps), alone[number])
 
     def test_X10_a_session_leaves_nothing_to_the_next(self, opened: Opened) -> None:
-        """A session comes to the same whatever the executor has done before, and whether that was finished.
+        """A session's results do not depend on earlier sessions, finished or not.
 
-        Why: results that depend on who came before cannot be reproduced, and leak one request into another.
+        Why: results that depend on earlier requests cannot be reproduced, and leak one request into another.
 
         Usually: a cache by layer is emptied at the last layer, which a request that was cut off never reaches.
         """
@@ -194,9 +194,9 @@ class ExecutorConformance(Conformance):
     def test_X12_the_last_token_of_each_request_goes_on(self, opened: Opened) -> None:
         """The last token of each request is selected in every layer, retrieved or not.
 
-        Why: the next token is predicted from its hidden state, which nobody stores.
+        Why: the next token is predicted from its hidden state, which is not stored.
 
-        Usually: a prompt of which all was retrieved was not thought of.
+        Usually: a fully retrieved prompt was not considered.
         """
         for valid in (0.7, 1.0):
             batch = batch_of((1, 33, 7), valid=valid)
@@ -234,16 +234,16 @@ class ExecutorConformance(Conformance):
 
         Why: an engine that fails to open closes what it has made so far, and its owner closes it once more.
 
-        Usually: the second call closes what is None by then.
+        Usually: the second call closes a resource that is None by then.
         """
         executor = make()
         executor.close()
         executor.close()
 
     def test_X16_the_token_dimension_counts_from_either_end(self, opened: Opened, batch: Batch) -> None:
-        """With `token_dim` -2 it comes to what it comes to with 0.
+        """With `token_dim` -2 the results are the same as with 0.
 
-        Why: of two dimensions they are the same one, and callers of torch write either.
+        Why: with two dimensions they name the same one, and callers use either.
 
         Usually: an index is built by comparing the numbers of dimensions with `token_dim`, and selects everything.
         """
@@ -253,7 +253,7 @@ class ExecutorConformance(Conformance):
     def test_X17_leaves_the_process_as_it_is(self, make: Opened, batch: Batch) -> None:
         """Blending changes neither logging, signals and warnings, nor random numbers, nor the settings of torch.
 
-        Why: it runs in the middle of somebody's model, which computes on with these settings.
+        Why: it runs in the middle of a model, which depends on these settings.
 
         Usually: gradients are switched off for good, a default dtype is set, or a seed.
         """
@@ -263,12 +263,12 @@ class ExecutorConformance(Conformance):
             executor.close()
 
     def test_X18_a_plan_is_kept_to(self, opened: Opened, batch: Batch) -> None:
-        """`plan` says nothing, or names at least what is not valid and the last token of each request; the first layer
-        is then handed these, and what is handed on comes out fresh, everything else as it was retrieved.
+        """`plan` returns None, or a mask that has at least the invalid tokens and the last one of each request. The
+        first layer then receives these tokens; they come out fresh, and all others as they were retrieved.
 
-        Why: an engine that asks computes no other token, in no layer.
+        Why: an engine that calls it computes no other token, in any layer.
 
-        Usually: the first layer takes what it is handed for the whole batch.
+        Usually: the first layer takes its tokens for the whole batch.
         """
         for valid in (0.0, 0.7, 1.0):
             some = batch_of(tuple(torch.tensor(batch.starts).diff().tolist()), valid=valid)

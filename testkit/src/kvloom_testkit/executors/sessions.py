@@ -42,9 +42,9 @@ def batch_of(
     lengths: tuple[int, ...], *, seed: int = 0, valid: float = 0.7, dtype: torch.dtype | None = None,
     indices: torch.dtype = torch.int64, q_heads: int = 1,
 ) -> Batch:  # fmt: skip
-    """A batch of requests of so many tokens each, of which the part `valid` was retrieved.
+    """A batch of requests with the given lengths; the share `valid` of the tokens was retrieved.
 
-    indices: the dtype of positions and of `query_start_loc`. q_heads: of Q for each one of K and V.
+    indices: the dtype of positions and of `query_start_loc`. q_heads: heads of Q for each head of K and V.
     """
     random = torch.Generator().manual_seed(seed)
     total, dtype = sum(lengths), SPEC.torch_dtype if dtype is None else dtype
@@ -61,7 +61,7 @@ def batch_of(
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of `blend`: which tokens of the batch were handed on to it, and what came back."""
+    """One call of `blend`: the tokens that reached it, and its output."""
 
     layer: int
     handed_on: torch.Tensor

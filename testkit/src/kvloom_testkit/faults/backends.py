@@ -169,7 +169,7 @@ class Hangs(Proxy):
         return call()
 
     def release(self) -> None:
-        """Let every call go on, those to come as well."""
+        """Let every call continue, also later ones."""
         self._released.set()
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class Hangs(Proxy):
 
 
 class Alters(Proxy):
-    """Changes blobs on their way, by `altered`: what is read, what is written, or both, as `verbs` says."""
+    """Changes blobs with `altered`: on reads, writes, or both, as in `verbs`."""
 
     def __init__(self, inner: StorageBackend, *, verbs: Collection[str] = READS, **which: Any) -> None:
         super().__init__(inner, verbs=verbs, **which)
@@ -230,7 +230,7 @@ class Alters(Proxy):
 
 
 class Truncates(Alters):
-    """Keeps the first `keep` bytes of a blob; below 0, all but so many of the last."""
+    """Keeps the first `keep` bytes of a blob; if negative, drops that many of the last."""
 
     def __init__(self, inner: StorageBackend, keep: int = -1, **which: Any) -> None:
         super().__init__(inner, **which)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-_NETWORK = "198.18"  # reserved for tests of networks (RFC 2544): nobody routes to it
+_NETWORK = "198.18"  # reserved for tests of networks (RFC 2544), never routed
 
 
 class Namespaces:

@@ -22,7 +22,7 @@ class Faults:
     delay_seconds: float = 0.0
     """Before each piece is passed on."""
     cut_after_bytes: int | None = None
-    """So many are passed on, and then the connection is cut."""
+    """Number of bytes that are passed on before the connection is cut."""
     flip_at: int | None = None
     """The byte, counted from 0, whose lowest bit is turned round."""
     black_hole: bool = False

@@ -32,7 +32,7 @@ def events() -> list[Event]:
 class ObserverConformance(Conformance):
     """Requirements of an `Observer`.
 
-    `make` is a function that makes a new observer; several of them may live side by side.
+    `make` is a function that makes a new observer; several may exist at once.
     """
 
     kind = "observer"
@@ -41,28 +41,28 @@ class ObserverConformance(Conformance):
     def test_O01_takes_every_event(self, opened: Opened) -> None:
         """`on_event` takes an event of every name, with any numbers and any text in it, and raises nothing.
 
-        Why: what it raises is contained and counted, and the event is lost to it.
+        Why: an error is contained and counted, and the observer loses the event.
 
-        Usually: a table of names lacks one, bytes are divided by no seconds, or a reason is taken for a number, for a
-        format or for a label without odd characters.
+        Usually: a table lacks a name, bytes are divided by zero seconds, or a reason is used as a number, as a format,
+        or as a label without escaping.
         """
         observer = opened()
         for event in events():
             observer.on_event(event)
 
     def test_O02_passes_over_names_it_does_not_know(self, opened: Opened) -> None:
-        """An event of a name that is not known yet raises nothing.
+        """An event with an unknown name raises nothing.
 
-        Why: a later kvloom may tell of more, and a plugin need not be released again for that.
+        Why: a later kvloom may have more events, which must not require a new release of the plugin.
 
         Usually: the name is looked up with `[]`, or a match has no last case.
         """
         opened().on_event(Event("something_new", "disk", 1, 1, 1, 1.0))  # type: ignore[arg-type]
 
     def test_O03_does_not_keep_the_queue_waiting(self, opened: Opened) -> None:
-        """It takes two hundred events in at most a second.
+        """It handles two hundred events within a second.
 
-        Why: all observers of an engine share a queue of 4,096 events; who is slow makes all of them lose some.
+        Why: all observers of an engine share a queue of 4,096 events; a slow one makes all of them lose events.
 
         Usually: each event is sent, or flushed to a disk, on its own.
         """
@@ -72,9 +72,9 @@ class ObserverConformance(Conformance):
             assert time.monotonic() - began < 1.0, "too slow"
 
     def test_O04_is_called_on_another_thread(self, opened: Opened) -> None:
-        """It is told of events on a thread on which it was not made.
+        """It receives events on another thread than the one that made it.
 
-        Why: events come from a queue, on a thread of its own.
+        Why: events come from a queue, on a separate thread.
 
         Usually: a database connection, or an event loop, that belongs to the thread that made it.
         """
@@ -94,11 +94,11 @@ class ObserverConformance(Conformance):
                 observer.on_event(event)
 
     def test_O06_closing_twice_is_fine(self, make: Opened) -> None:
-        """`close` may be called twice, and on an observer that was told nothing.
+        """`close` may be called twice, and on an observer that received nothing.
 
         Why: an engine that fails to open closes what it has made so far, and its owner closes it once more.
 
-        Usually: the second call closes what is None by then.
+        Usually: the second call closes a resource that is None by then.
         """
         for told in (False, True):
             observer = make()
@@ -108,11 +108,11 @@ class ObserverConformance(Conformance):
             observer.close()
 
     def test_O07_leaves_no_threads_behind(self, make: Opened) -> None:
-        """After `close`, no thread of the observer goes on.
+        """After `close`, no thread of the observer is running.
 
         Why: engines are opened and closed again in notebooks, tests and reloading servers.
 
-        Usually: an exporter's thread is a daemon that nobody stops.
+        Usually: an exporter's daemon thread is never stopped.
         """
         make().close()  # what a library starts once and keeps is not the observer's
         before = set(threading.enumerate())
@@ -126,13 +126,13 @@ class ObserverConformance(Conformance):
         assert not left
 
     def test_O08_leaves_the_process_as_it_is(self, make: Opened) -> None:
-        """Making one, telling it of events and closing it changes neither logging, signals, warnings and hooks of the
+        """Making one, sending it events and closing it changes neither logging, signals, warnings and hooks of the
         interpreter, nor random numbers, nor the settings of torch.
 
-        Why: it is a guest in somebody's server.
+        Why: it runs inside a server.
 
-        Usually: `logging.basicConfig`, or a handler for a signal, in the constructor; or `close` stops more than what
-        is its own.
+        Usually: `logging.basicConfig`, or a handler for a signal, in the constructor; or `close` stops more than its
+        own threads.
         """
         with left_as_it_is():
             observer = make()

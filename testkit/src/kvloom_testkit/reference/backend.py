@@ -19,7 +19,7 @@ class DirectoryConfig(Config):
 
 
 class DirectoryBackend(StorageBackend):
-    """Files in a directory. Each is written under another name first, so that nobody sees half of it."""
+    """Files in a directory. Each is written under another name first, so that readers never see half of it."""
 
     type = "kit_directory"
     persistent = True

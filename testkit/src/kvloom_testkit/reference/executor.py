@@ -8,7 +8,7 @@ from kvloom import BlendExecutor, BlendOutput, BlendRequest, BlendSession
 
 
 class NoneSession(BlendSession):
-    """Selects, in the first layer, what was not retrieved and the last token of each request; nothing more."""
+    """Selects, in the first layer, the tokens that were not retrieved and the last one of each request."""
 
     def __init__(self, request: BlendRequest) -> None:
         ends = request.query_start_loc[1:].long() - 1

@@ -1,4 +1,4 @@
-"""The retriever with a way to fill what it retrieves from, which its tests need."""
+"""The retriever with a way to fill its store, which its tests need."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvloom_testkit.subjects import SPEC
 
 
 class Library(Protocol):
-    """A retriever, and a way to fill what it retrieves from. `make` makes one, and all of one test share what is in."""
+    """A retriever, and a way to fill its store. All those of one test share their content."""
 
     retriever: BlendRetriever
 
@@ -55,8 +55,8 @@ class RetrieverConformance(Conformance):
     """Requirements of a `BlendRetriever`.
 
     `make` is a function that makes a `Library` for `kvloom_testkit.subjects.SPEC`: a retriever and a way to fill it. A
-    text of 128 tokens that is stored must be found when a request is just that text, or holds it between separators,
-    if `separator` is set to the tokens that a request has to have between texts.
+    stored text of 128 tokens must be found in a request that is just that text, or has it between separators; set
+    `separator` to the tokens that must stand between texts.
     """
 
     kind = "blend retriever"
@@ -71,18 +71,18 @@ class RetrieverConformance(Conformance):
         return made.retriever
 
     def prompt(self, *texts: torch.Tensor) -> torch.Tensor:
-        """Texts, one after the other, with what has to be between them."""
+        """Texts, one after the other, with separators between them."""
         between = torch.tensor(self.separator, dtype=torch.long)
         parts = [part for one in texts for part in (one, between)]
         return torch.cat(parts[:-1])
 
     def test_R01_results_have_their_shapes(self, opened: Opened) -> None:
-        """K and V are `[tokens, hidden]`, the mask is bool, on the CPU, positions int32 or int64; all are of the batch.
+        """K and V are `[tokens, hidden]`, the mask is bool, on the CPU, positions int32 or int64; all cover the batch.
 
         Why: the executor indexes all of them by the places of the batch.
 
-        Usually: only what was found is returned, heads are a dimension of their own, or positions are kept in as few
-        bytes as will do for a short text.
+        Usually: only the found tokens are returned, heads have a dimension of their own, or positions are stored in too
+        few bytes.
         """
         library = opened()
         library.add(text(1), kv_of(text(1)))
@@ -95,12 +95,11 @@ class RetrieverConformance(Conformance):
                 assert plane is not None and plane.shape == (len(prompt), HIDDEN) and plane.dtype == SPEC.torch_dtype
 
     def test_R02_finds_a_text_in_another_context(self, opened: Opened) -> None:
-        """A stored text is found where it stands in a request behind another text of any length, not only at the
-        beginning.
+        """A stored text is found in a request behind another text of any length, not only at the beginning.
 
-        Why: that is what blending is for; prefixes are found without it.
+        Why: this is the purpose of blending; prefixes are found without it.
 
-        Usually: keys depend on all tokens before, or only the places where a block begins are looked at.
+        Usually: keys depend on all earlier tokens, or only the beginnings of blocks are examined.
         """
         library = opened()
         library.add(text(1), kv_of(text(1)))
@@ -152,7 +151,7 @@ class RetrieverConformance(Conformance):
     def test_R05_leaves_its_arguments_as_they_are(self, opened: Opened) -> None:
         """Neither the tokens nor `query_start_loc` are changed.
 
-        Why: they are the engine's.
+        Why: they belong to the engine.
 
         Usually: separators are cut out in place.
         """
@@ -163,7 +162,7 @@ class RetrieverConformance(Conformance):
         assert torch.equal(tokens, prompt) and torch.equal(starts, starts_of(prompt))
 
     def test_R06_layers_may_be_asked_in_any_order_and_again(self, opened: Opened) -> None:
-        """`result` gives the same for a layer whenever, and however often, it is asked.
+        """`result` returns the same for a layer, in any order of calls, and when called again.
 
         Why: an engine that overlaps loading and computing asks ahead; one that is preempted asks again.
 
@@ -177,9 +176,9 @@ class RetrieverConformance(Conformance):
             assert right(task.result(layer), layer, prompt, prompt) == right(results[layer], layer, prompt, prompt) > 0
 
     def test_R07_requests_of_a_batch_do_not_meet(self, opened: Opened) -> None:
-        """A text that two neighbouring requests make up together is found in neither.
+        """A text that spans two neighbouring requests is found in neither.
 
-        Why: where one request ends and the next begins, tokens only lie beside each other.
+        Why: tokens of different requests are adjacent only by accident.
 
         Usually: the batch is searched as if it were one sequence.
         """
@@ -191,9 +190,9 @@ class RetrieverConformance(Conformance):
         assert [int(together_[: len(left)].sum()), int(together_[len(left) :].sum())] == alone
 
     def test_R08_says_where_tokens_stood(self, opened: Opened) -> None:
-        """`original_positions` is the place of a token in the text it was stored with, and 0 where it is not valid.
+        """`original_positions` has the place of a token in its stored text, and 0 if it is not valid.
 
-        Why: K was rotated to that place, and has to be turned from there to where the token stands now.
+        Why: K was rotated to that place, and must be rotated from there to the present one.
 
         Usually: the positions of the request.
         """
@@ -243,7 +242,7 @@ class RetrieverConformance(Conformance):
         assert all(right(result, layer, text(1), text(1)) > 0 for layer, result in enumerate(results))
 
     def test_R11_asking_for_what_nobody_collects_is_fine(self, opened: Opened) -> None:
-        """A task whose results are never asked for does no harm, nor does one of which only some are.
+        """A task whose results are not collected, or only in part, does no harm.
 
         Why: requests are cancelled.
 
@@ -261,7 +260,7 @@ class RetrieverConformance(Conformance):
 
         Why: an engine that fails to open closes what it has made so far, and its owner closes it once more.
 
-        Usually: the second call closes what is None by then.
+        Usually: the second call closes a resource that is None by then.
         """
         library = make()
         library.retriever.new_request(text(1), starts_of(text(1)))
@@ -271,9 +270,9 @@ class RetrieverConformance(Conformance):
     def test_R13_what_is_valid_in_one_layer_is_valid_in_all(self, opened: Opened) -> None:
         """The mask, and the positions, of one task are the same in every layer, also if texts are added meanwhile.
 
-        Why: a token that was passed over in one layer has no hidden state in the next, and cannot be computed there.
+        Why: a token that was skipped in one layer has no hidden state in the next, and cannot be computed there.
 
-        Usually: each layer is looked up when it is asked for.
+        Usually: each layer is looked up only when it is requested.
         """
         library = opened()
         library.add(text(1), kv_of(text(1)))
@@ -290,7 +289,7 @@ class RetrieverConformance(Conformance):
     def test_R14_leaves_the_process_as_it_is(self, make: Opened) -> None:
         """Retrieving changes neither logging, signals and warnings, nor random numbers, nor the settings of torch.
 
-        Why: it runs beside somebody's model, which computes on with these settings.
+        Why: it runs beside a model, which depends on these settings.
 
         Usually: gradients are switched off for good, or the number of torch's threads is set.
         """

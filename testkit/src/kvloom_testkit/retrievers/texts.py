@@ -30,7 +30,7 @@ def starts_of(*texts: torch.Tensor) -> torch.Tensor:
 
 
 def near_texts(known: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-    """Texts that differ from a known one in little, by what was changed."""
+    """Texts that differ little from a known one, by the difference."""
     changed, moved, swapped = ([known.clone() for _ in known] for _ in range(3))
     for at in range(len(known)):
         changed[at][at] += 1

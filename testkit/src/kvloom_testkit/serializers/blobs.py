@@ -27,10 +27,10 @@ class BytesRequirements:
     def test_S06_a_blob_of_another_length_is_corrupt(self, opened: Callable[[], Serializer]) -> None:
         """`decode` raises CorruptBlobError for buffers that are too short or long, too few or too many.
 
-        Why: a blob that is cut off and accepted is wrong KV; any other exception looks like a fault of the software.
+        Why: accepting a truncated blob gives wrong KV; any other exception looks like a bug.
 
-        Usually: what is lacking is left as it was, what is too much is not looked at, or an error of the library that
-        does the work comes through.
+        Usually: missing bytes are left unset, extra bytes are ignored, or an error of the underlying library passes
+        through.
         """
         one = opened()
         for num_tokens in (1, 7):
@@ -46,15 +46,15 @@ class BytesRequirements:
                 assert not accepted, f"{name} was accepted"
 
     def test_S07_no_bytes_do_any_harm(self, opened: Callable[[], Serializer]) -> None:
-        """For any bytes of the right lengths, `decode` fills the chunk or raises CorruptBlobError, and nothing else;
-        UnreadableBlobError, where it asks for what this process does not have. A short blob of a chunk that is much
-        larger is refused without the memory of that chunk.
+        """For any bytes of the right lengths, `decode` fills the chunk or raises CorruptBlobError, and nothing else; or
+        UnreadableBlobError, if the blob needs something that this process lacks. A short blob that claims a much
+        larger chunk is refused without allocating it.
 
-        Why: a checksum does not protect from what another version wrote, or somebody who can write to the store. Zeros
-        deflate to a thousandth, so that a blob of a few MiB would take what memory there is.
+        Why: a checksum does not protect against blobs of another version, or of an attacker with write access. Zeros
+        compress to a thousandth, so a blob of a few MiB could take all memory.
 
-        Usually: a length in the blob is trusted, everything is decompressed and its length compared afterwards, or the
-        error of a parser comes through.
+        Usually: a length in the blob is trusted, everything is decompressed and its length compared afterwards, or a
+        parser's error passes through.
         """
         one, chance = opened(), random.Random(3)
         chunk = _usual(one, 7)
@@ -75,9 +75,9 @@ class BytesRequirements:
         assert taken < 4 * _length(large) + _SPARE_BYTES, f"{about}, took {taken >> 20} MiB before it was refused"
 
     def test_S16_any_kind_of_buffer_will_do(self, opened: Callable[[], Serializer]) -> None:
-        """`decode` takes bytes, bytearrays and memoryviews, read-only ones too, at any address; and changes none.
+        """`decode` accepts bytes, bytearrays and memoryviews, also read-only, at any address, and changes none.
 
-        Why: a backend returns what it has, often a part of something larger, and others may be reading it.
+        Why: a backend may return any buffer, often a part of a larger one that others read.
 
         Usually: a method of `bytes` is called, or bytes are decoded in place.
         """
@@ -100,12 +100,12 @@ class BytesRequirements:
             assert [bytes(part) for part in blob] == good, f"the {name} was changed"
 
     def test_S18_what_was_encoded_stays_as_it_is(self, opened: Callable[[], Serializer]) -> None:
-        """`encode` returns contiguous runs of bytes, which a memoryview casts to "B" and later calls leave as they are.
+        """`encode` returns contiguous buffers that a memoryview can cast to "B", and that later calls do not change.
 
         Why: a blob waits to be written while the next one is encoded, and its buffers are framed as bytes.
 
-        Usually: a scratch buffer of the instance is returned, and filled again; or an array in several dimensions, one
-        of which is 0 where there is nothing to say, which cannot be cast.
+        Usually: a scratch buffer of the instance is returned, and filled again; or an array with several dimensions,
+        one of them 0, which cannot be cast.
         """
         one = opened()
         blob = one.encode(_usual(one, 7))

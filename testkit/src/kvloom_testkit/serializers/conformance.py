@@ -52,9 +52,9 @@ def decoded(serializer: Serializer, chunk: Chunk, poison: int = POISONS[0]) -> t
 class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequirements, Conformance):
     """Requirements of a `Serializer`.
 
-    `make` is a function that makes a new instance each time it is called. From its class, settings and model the tests
-    make more of them, also for models of other shapes and dtypes; for a model that it is not for, its constructor
-    raises ValueError.
+    `make` is a function that makes a new instance each time it is called. The tests make more instances from its class,
+    settings and model, also for models of other shapes and dtypes; its constructor raises ValueError for a model that
+    it does not support.
     """
 
     kind = "serializer"
@@ -62,12 +62,12 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
 
     @needs("lossless")
     def test_S01_every_bit_comes_back(self, opened: Opened) -> None:
-        """Decoding gives back every bit, for every model that it can be made for, and any number of tokens.
+        """Decoding returns every bit, for every supported model, and any number of tokens.
 
-        Why: `lossless` is claimed, and the KV counts as what the engine computed.
+        Why: `lossless` is claimed, and the KV counts as computed by the engine.
 
-        Usually: values are converted on the way, which changes NaNs, a last odd token is left out, or what is larger
-        than a block.
+        Usually: values are converted on the way, which changes NaNs; or a last odd token, or the part beyond a block,
+        is left out.
         """
         for spec, one in for_every_model(opened()):
             if MemoryFormat.KV_BLOB in one.formats:
@@ -82,13 +82,13 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
 
     def test_S02_what_is_lost_is_the_same_every_time(self, opened: Opened) -> None:
         """[lossy] Decoding a blob gives the same bits each time, in every instance, and finite ones for finite values.
-        Of usual values, what comes back is nearer to the positive ones, and to the negative ones, than zeros would be;
-        and in each layer of K and of V it is about as large as it was, also where one is much larger than the other.
+        For usual values, the result is nearer to the positive ones, and to the negative ones, than zeros would be;
+        and each layer of K and of V keeps its magnitude, also if one is much larger than the other.
 
         Why: a chunk that is read twice must be the same chunk, and one infinity spoils every token after it.
 
-        Usually: noise is added when decoding, the largest values overflow in the narrower type, a sign is lost, or a
-        scale is, or is that of another layer, or of K where V is meant.
+        Usually: noise is added when decoding, the largest values overflow in the narrower type, a sign or a scale is
+        lost, or a scale of another layer or plane is used.
         """
         if opened().lossless:
             pytest.skip("it claims lossless")
@@ -119,7 +119,7 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
     def test_S03_encoding_leaves_the_chunk_as_it_is(self, opened: Opened) -> None:
         """`encode` changes nothing in the chunk.
 
-        Why: the chunk is in memory for everybody, and is being served while it is written.
+        Why: the chunk in memory is shared, and is served while it is written.
 
         Usually: values are scaled or cleaned in place.
         """
@@ -132,7 +132,7 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
             assert torch.equal(bits(chunk), before)
 
     def test_S04_decoding_fills_the_whole_chunk(self, opened: Opened) -> None:
-        """`decode` writes every byte of `into`, whatever was there.
+        """`decode` writes every byte of `into`, whatever its old content.
 
         Why: its memory held another request's KV a moment ago.
 
@@ -149,9 +149,9 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
     def test_S05_decoding_writes_nothing_else(self, opened: Opened) -> None:
         """`decode` writes nothing before or after `into`, in the memory that it is a view of.
 
-        Why: right behind a chunk lies another one.
+        Why: another chunk may be adjacent.
 
-        Usually: lengths are rounded up, or the storage of the tensor is written to and not the view.
+        Usually: lengths are rounded up, or the tensor's storage is written instead of the view.
         """
         for _, one in for_every_model(opened()):
             for num_tokens in (1, 7):
@@ -163,9 +163,9 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
     def test_S08_no_blob_is_longer_than_it_says(self, opened: Opened) -> None:
         """`max_encoded_bytes` is an upper bound of the bytes of all buffers; a chunk on `meta` has the same.
 
-        Why: memory is reserved by it, and a longer blob is taken for damage: it would be written and never read.
+        Why: memory is reserved by it, and a longer blob counts as damaged: it would be written and never read.
 
-        Usually: it leaves out a header, or expects every chunk to compress.
+        Usually: it ignores a header, or assumes that every chunk compresses.
         """
         for spec, one in for_every_model(opened()):
             chunks = [usual_chunk(one, num_tokens) for num_tokens in (*TOKENS, 100)]
@@ -176,11 +176,11 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
                 assert nbytes <= longest, f"{nbytes} bytes for {list(chunk.tensor.shape)} of {spec.dtype}"
 
     def test_S09_threads_do_not_disturb_each_other(self, opened: Opened) -> None:
-        """Encoding and decoding on several threads at once gives what it gives on one.
+        """Encoding and decoding on several threads at once gives the same results as on one.
 
-        Why: there is one serializer for a tier, and a tier has several threads.
+        Why: a tier has one serializer and several threads.
 
-        Usually: a buffer, a stream or a compressor is kept on the instance: some of them then end the process.
+        Usually: a buffer, a stream or a compressor is kept on the instance; some of them even crash the process.
         """
         _decodes_on_threads(opened(), 40, restless=True)
         for _, one in of_real_size(opened()):
@@ -208,7 +208,7 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
 
         Why: blobs outlive the process, and other hosts share them.
 
-        Usually: something that was drawn at random, or depends on a hash, is needed to decode.
+        Usually: decoding needs a value that was drawn at random, or depends on a hash.
         """
         one = opened()
         chunk = usual_chunk(one)
@@ -225,7 +225,7 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
         assert elsewhere(one, code, str(tmp_path)).strip() == decoded(one, chunk).numpy().tobytes().hex()
 
     def test_S12_many_at_once_are_the_same_as_one_by_one(self, opened: Opened) -> None:
-        """`encode_many` and `decode_many` give what `encode` and `decode` give one by one, in order.
+        """`encode_many` and `decode_many` equal `encode` and `decode` one by one, in order.
 
         Why: the core calls whichever is faster.
 
@@ -250,7 +250,7 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
 
         Why: an engine that fails to open closes what it has, and then its owner closes the engine.
 
-        Usually: what is held is set to None and then asked to close again.
+        Usually: the resource is set to None, and then closed again.
         """
         used = opened()
         used.encode(usual_chunk(used))
@@ -261,8 +261,8 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
     def test_S19_pages_are_opaque(self, opened: Opened) -> None:
         """[KV_PAGES] Pages of any shape come back bit for bit, also if the serializer is lossy otherwise.
 
-        Why: only the engine knows what their bytes mean. A serializer that has to know leaves KV_PAGES out of
-        `formats`, and is refused when the engine opens.
+        Why: only the engine knows the meaning of their bytes. A serializer that needs it omits KV_PAGES from `formats`,
+        and is refused when the engine opens.
 
         Usually: `formats` was left at its default, which is everything.
         """

@@ -20,9 +20,10 @@ class LayerRequirements:
 
     @needs("view")
     def test_S13_a_view_is_the_same_as_decoding(self, opened: Callable[[], Serializer]) -> None:
-        """`view` equals what `decode` gives, is the payload's own memory, and is refused for what does not fit.
+        """`view` equals the result of `decode`, shares the payload's memory, and is refused for a blob that does not
+        fit.
 
-        Why: the memory of the blob becomes that of the chunk; a copy would outlive neither.
+        Why: the blob's memory becomes the chunk's.
 
         Usually: the tensor is copied, or is the beginning of a blob that is too long.
         """
@@ -48,7 +49,7 @@ class LayerRequirements:
 
     @needs("by_layer")
     def test_S14_layers_one_by_one_are_the_whole(self, opened: Callable[[], Serializer]) -> None:
-        """The buffers of any layers next to each other decode to these layers, in memory that is not contiguous.
+        """The buffers of any adjacent layers decode to these layers, in memory that is not contiguous.
 
         Why: the first layer is in use while the others are still being read.
 

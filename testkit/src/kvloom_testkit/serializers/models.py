@@ -25,7 +25,7 @@ def for_every_model(serializer: Serializer) -> Iterator[tuple[KVSpec, Serializer
 
 
 def of_real_size(serializer: Serializer) -> Iterator[tuple[KVSpec, Serializer]]:
-    """The serializer made for a model of some size, of which chunks take MiBs, if it takes KV like that."""
+    """The serializer for a model of real size, whose chunks have MiBs, if it supports such KV."""
     if MemoryFormat.KV_BLOB in serializer.formats:
         spec = replace(spec_of(serializer), num_layers=2, num_kv_heads=8, head_size=128)
         try:

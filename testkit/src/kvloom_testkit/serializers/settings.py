@@ -22,11 +22,11 @@ class SettingsRequirements:
     """Mixed into `SerializerConformance`."""
 
     def test_S15_params_are_json(self, opened: Opened) -> None:
-        """`params` are JSON values, always the same ones.
+        """`params` has JSON values, always the same ones.
 
-        Why: they are written into the header of every blob, and given back to whoever decodes it.
+        Why: they are written into the header of every blob, and passed to its decoder.
 
-        Usually: a dtype, a path or a set is among them.
+        Usually: it contains a dtype, a path or a set.
         """
         one = opened()
         text = canonical_json(dict(one.params))
@@ -34,9 +34,9 @@ class SettingsRequirements:
         assert canonical_json(dict(one.params)) == canonical_json(dict(opened().params)) == text
 
     def test_S20_the_fidelity_says_whether_it_is_lossless(self, opened: Opened) -> None:
-        """`fidelity` is `"exact"` if it is lossless, and else a name, the same one every time.
+        """`fidelity` is `"exact"` if the serializer is lossless, otherwise always the same name.
 
-        Why: it is written beside every chunk, and decides what a config with `exact: true` may be given.
+        Why: it is stored with every chunk, and decides what `exact: true` accepts.
 
         Usually: only one of the two was overridden.
         """
@@ -57,7 +57,7 @@ class SettingsRequirements:
         for other in with_other_settings(one):
             try:
                 other.encode(_usual(other))
-            except Exception:  # the kit made these settings up, and nobody has to take them
+            except Exception:  # these settings are invented, and may be refused
                 other.close()
             else:
                 several.append(other)
@@ -83,7 +83,7 @@ class SettingsRequirements:
         """Encoding and decoding change neither logging, signals and warnings, nor random numbers, nor the settings of
         torch.
 
-        Why: it runs beside somebody's model, which computes on with these settings.
+        Why: it runs beside a model, which depends on these settings.
 
         Usually: rounding draws from the random numbers that the model samples with, the number of torch's threads is
         set, or a default dtype.

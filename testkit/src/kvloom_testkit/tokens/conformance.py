@@ -40,7 +40,7 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
     def test_T01_segments_follow_each_other_from_the_beginning(self, database: Database) -> None:
         """Segments begin at token 0 and follow each other without gaps or overlaps; none ends after the last token.
 
-        Why: the engine copies KV by them, and counts the tokens of the leading ones that it finds as a hit.
+        Why: the engine copies KV by them, and counts the leading ones that are stored as a hit.
 
         Usually: a special token at the beginning is left out, or the last segment is as long as all the others.
         """
@@ -54,9 +54,9 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
         assert found, f"no segment in {count} tokens"
 
     def test_T02_a_mask_leaves_out_whole_leading_segments(self, database: Database) -> None:
-        """A mask whose Falses are the first segments leaves these out; the others and their keys are the same.
+        """A mask that is False for the first segments leaves these out; the others and their keys are the same.
 
-        Why: a caller that has the first part of a prompt already asks for the rest, of which the key covers everything.
+        Why: a caller that has the first part of a prompt asks for the rest, whose keys cover everything.
 
         Usually: the chain of digests begins anew where the mask does.
         """
@@ -69,9 +69,9 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
         assert one.segments(tokens, torch.zeros(len(tokens), dtype=torch.bool)) == []
 
     def test_T03_a_mask_that_fits_no_segments_is_refused(self, database: Database) -> None:
-        """ValueError for a mask of another length, one whose Falses are no prefix, or end inside a segment.
+        """ValueError for a mask of another length, or whose False part is not a prefix, or ends inside a segment.
 
-        Why: it is a mistake of the caller's, and rounding it would move KV that it did not mean.
+        Why: it is a mistake of the caller, and rounding it would move the wrong KV.
 
         Usually: only the number of Falses is looked at, or the number is rounded to a whole chunk.
         """
@@ -101,9 +101,9 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
     def test_T10_asking_changes_nothing(self, database: Database) -> None:
         """`segments` changes neither its arguments nor what the next call returns, whatever is done with the result.
 
-        Why: looking something up is no store, and the caller's tokens are the caller's.
+        Why: a lookup must not change anything, and the tokens belong to the caller.
 
-        Usually: a list that is kept is returned itself, or a call takes note of what it was asked.
+        Usually: an internal list is returned itself, or lookups are recorded.
         """
         one, tokens = database(), torch.tensor(some_tokens(5 * CHUNK_TOKENS + 2))
         mask = torch.ones(len(tokens), dtype=torch.bool)
@@ -117,7 +117,7 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
         assert torch.equal(tokens, copies[0]) and torch.equal(mask, copies[1])
 
     def test_T11_threads_do_not_disturb_each_other(self, database: Database) -> None:
-        """Calls from several threads at once return what they would one after another.
+        """Concurrent calls from several threads return the same as sequential ones.
 
         Why: requests are served on threads, with one token database for all of them.
 
@@ -139,7 +139,7 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
 
         Why: prompts may be empty, and shorter than anything worth keeping.
 
-        Usually: the first or the last segment is taken without looking whether there is one.
+        Usually: the first or the last segment is taken without checking that there is one.
         """
         one = database()
         for count in (0, 1, 2, CHUNK_TOKENS - 1):
@@ -155,7 +155,7 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
 
         Why: an engine that fails to open closes what it has, and then its owner closes the engine.
 
-        Usually: what is held is set to None and then asked to close again.
+        Usually: the resource is set to None, and then closed again.
         """
         used = database()
         segments_of(used, some_tokens(2 * CHUNK_TOKENS))
@@ -167,7 +167,7 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
         """Cutting and learning change neither logging, signals and warnings, nor random numbers, nor the settings of
         torch.
 
-        Why: it runs in somebody's server, in front of every request.
+        Why: it runs inside a server, before every request.
 
         Usually: `random.seed`, so that keys are the same every time; or `logging.basicConfig`.
         """

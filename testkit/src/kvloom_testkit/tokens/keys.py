@@ -30,11 +30,11 @@ class KeyRequirements:
     """Mixed into `TokensConformance`, which has the fixture."""
 
     def test_T04_another_fingerprint_gives_other_digests(self, database: Database) -> None:
-        """With another fingerprint every digest is another, also if it is set anew on the same instance.
+        """Another fingerprint changes every digest, also if it is set again on the same instance.
 
         Why: the fingerprint tells models and layouts apart; KV under a key of another model's would be wrong.
 
-        Usually: it is only put in front of the digest, or was read once for all.
+        Usually: it is only prepended to the digest, or read only once.
         """
         one, tokens = database(), some_tokens(4 * CHUNK_TOKENS)
         here = segments_of(one, tokens)
@@ -45,13 +45,13 @@ class KeyRequirements:
         assert segments_of(one, tokens) == there, "the fingerprint was set anew"
 
     def test_T05_another_salt_gives_other_digests(self, database: Database) -> None:
-        """With another salt every digest is another, however alike the two are.
+        """Another salt changes every digest, however similar the two are.
 
         Why: the salt keeps tenants apart. The tag in the namespace has eight bytes only: two salts can be found that
         share it, so the digest has to differ too.
 
-        Usually: the salt is stripped, folded or cut, what cannot be encoded becomes a question mark, or it is in the
-        namespace only.
+        Usually: the salt is stripped, folded or truncated, unencodable characters become question marks, or it is in
+        the namespace only.
         """
         one, tokens = database(), some_tokens(4 * CHUNK_TOKENS)
         seen: dict[bytes, str] = {}
@@ -63,10 +63,10 @@ class KeyRequirements:
     def test_T06_every_token_up_to_the_end_counts(self, database: Database) -> None:
         """Changing any one token changes the key of its own segment and of every later one.
 
-        Why: KV depends on all tokens before it. A key that does not notice one gives a wrong answer that looks right.
+        Why: KV depends on all tokens before it. A key that ignores one gives a wrong answer that looks right.
 
-        Usually: tokens are sampled, only the last ones of a segment are digested, or those of a window; or the digest
-        before is not part of the next.
+        Usually: tokens are sampled, only the last ones of a segment or a window are digested, or a digest does not
+        include the one before.
         """
         one = database()
         tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=3 * CHUNK_TOKENS, max_size=5 * CHUNK_TOKENS)
@@ -96,9 +96,9 @@ class KeyRequirements:
                 assert not known & digests_of(here), about
 
     def test_T07_nothing_after_the_end_counts(self, database: Database) -> None:
-        """Tokens after a segment's end, how many there are, and other calls before, leave its key as it is.
+        """Tokens after a segment's end, their number, and earlier calls do not change its key.
 
-        Why: a prompt is found by the beginning that it shares with another one.
+        Why: a prompt is found by the prefix that it shares with another one.
 
         Usually: the length of the sequence, a counter or a state of the instance gets into the digest.
         """
@@ -121,7 +121,7 @@ class KeyRequirements:
 
         Why: an engine, a router and a command have the same prompt in different tensors.
 
-        Usually: the bytes of the tensor are digested as they lie in memory.
+        Usually: the tensor's memory is digested directly.
         """
         one, numbers = database(), [each % 32_000 for each in some_tokens(4 * CHUNK_TOKENS)]
         expected = segments_of(one, numbers)
@@ -155,14 +155,14 @@ class KeyRequirements:
         assert elsewhere(one, code).split() == expected
 
     def test_T12_keys_have_the_form_of_kvloom(self, database: Database) -> None:
-        """A key is `<fingerprint>/<salt tag>`, a depth from 0 that grows along the sequence, and 32 bytes of digest,
-        of which at least 128 bits are independent of each other.
+        """A key is `<fingerprint>/<salt tag>`, a depth from 0 that grows along the sequence, and 32 bytes of digest, of
+        which at least 128 bits are independent of each other.
 
-        Why: tiers find a tenant's blobs by the namespace, know from the depth what comes before what, and read keys
-        back from the names of blobs. Of 32 bits, two among a hundred thousand segments are equal.
+        Why: tiers find a tenant's blobs by the namespace, order segments by depth, and parse keys from the names of
+        blobs. With 32 bits, two among a hundred thousand segments collide.
 
-        Usually: keys are made by hand, with a shorter digest, one that is said several times or filled up, or the salt
-        itself in the namespace.
+        Usually: keys are made by hand, with a shorter digest that is repeated or padded, or with the salt itself in the
+        namespace.
         """
         for salt in ("", "tenant", "with/a slash"):
             found = segments_of(database(), some_tokens(5 * CHUNK_TOKENS), salt=salt)
@@ -180,7 +180,7 @@ class KeyRequirements:
         assert bits >= min(DIGEST_BITS // 2, len(digests) - 1), f"{len(digests)} digests differ in {bits} bits only"
 
     def test_T13_every_token_id_is_one_of_its_own(self, database: Database) -> None:
-        """Ids of any size and sign count in full, and where one ends and the next begins is never in doubt.
+        """Ids of any size and sign count in full, and the boundary between two ids is unambiguous.
 
         Why: `1 23` and `12 3` are different prompts, and so are 1 and 65537.
 
@@ -207,7 +207,7 @@ class KeyRequirements:
     def test_T18_the_same_tokens_elsewhere_have_another_key(self, database: Database) -> None:
         """The same tokens at another place, or behind others, have another key.
 
-        Why: KV has its position in it, and everything before it.
+        Why: KV depends on its position, and on everything before it.
 
         Usually: a segment is digested by itself.
         """
@@ -218,10 +218,10 @@ class KeyRequirements:
         assert not digests_of(found) & digests_of(behind), "behind other tokens"
 
     def test_T20_equal_keys_are_equal_segments(self, database: Database) -> None:
-        """Whatever `chunk_tokens` an instance was told, equal keys mean segments with the same start and end.
+        """With any `chunk_tokens`, equal keys mean segments with the same start and end.
 
-        Why: engines with different settings share a store; a chunk under the same key with another start is taken for
-        damage by one of them, and written anew by both for ever.
+        Why: engines with different settings share a store; a chunk under the same key with another start counts as
+        damaged for one of them, and both rewrite it for ever.
 
         Usually: the digest is of all tokens up to the end, however they were cut.
         """

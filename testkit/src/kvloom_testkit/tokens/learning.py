@@ -22,8 +22,8 @@ class LearningRequirements:
     def test_T14_what_was_learnt_never_makes_a_key_ambiguous(self, database: Callable[..., Any]) -> None:
         """Whatever instances have learnt, equal keys mean the same tokens up to the same end, and the same start.
 
-        Why: processes learn different things and share a store. They may miss what the other has, and never read what
-        is not theirs.
+        Why: processes learn different sequences and share a store. They may miss each other's chunks, but must never
+        read wrong ones.
 
         Usually: the key names a node of a tree that differs between instances, or leaves out where the segment starts.
         """
@@ -54,12 +54,12 @@ class LearningRequirements:
 
     @needs("learn")
     def test_T15_what_is_learnt_is_found_again(self, database: Callable[..., Any]) -> None:
-        """Learning a sequence leaves its own segments as they were, and its tokens too; learning it again as well.
+        """Learning a sequence, once or again, changes neither its own segments nor its tokens.
 
-        Why: it is learnt right after its segments were stored. If it was cut in other places from then on, what was
-        just stored would not be found.
+        Why: it is learnt right after its segments were stored. If it were cut differently afterwards, they would not be
+        found.
 
-        Usually: a branch is only seen when the sequence is added, not when it is asked for.
+        Usually: a branch is only detected when the sequence is added, not when it is looked up.
         """
         chance = random.Random(7)
         one = database()
@@ -90,7 +90,7 @@ class LearningRequirements:
 
 
 def _branching(chance: random.Random, *, count: int) -> list[list[int]]:
-    """Sequences each of which begins like another one, branching off anywhere."""
+    """Sequences that each begin like another one, branching anywhere."""
     prompts = [chance.choices(range(1000), k=96)]
     while len(prompts) < count:
         other = chance.choice(prompts)

@@ -40,7 +40,7 @@ class WebDavServer(Server):
             "host": "127.0.0.1", "port": self.port, "server": "cheroot", "verbose": 1,
             "provider_mapping": {"/": str(self.directory / "root")},
             "simple_dc": {"user_mapping": {"*": True}}, "http_authenticator": {"domain_controller": None},
-            "lock_storage": False, "property_manager": False,  # nobody locks, and both are asked with each request
+            "lock_storage": False, "property_manager": False,  # unused, but each request would ask both
         }  # fmt: skip
         (self.directory / "wsgidav.json").write_text(json.dumps(settings))
         self.spawn("wsgidav", program, "--config", str(self.directory / "wsgidav.json"))

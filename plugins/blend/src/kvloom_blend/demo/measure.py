@@ -185,7 +185,7 @@ def _measured(ours: BlendedModel, documents: Sequence[torch.Tensor], prompts: Se
 
 
 def _executors(spec: KVSpec, rungs: Sequence[tuple[str, float]]) -> list[BlendExecutor]:
-    # The baseline comes in as a plugin of somebody else's does.
+    # The baseline is loaded like a third-party plugin.
     baseline = EntryPoint("blend_demo", "kvloom_blend.demo.random_choice", "kvloom.v1")
     registry = Registry.discover(entry_points=[*entry_points(group="kvloom.v1"), baseline])
     return [

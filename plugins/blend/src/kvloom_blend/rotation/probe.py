@@ -125,7 +125,7 @@ def errors(found: Tensor, expected: Tensor, rotation: Rotation | None) -> Tensor
             return torch.full((found.shape[-1],), torch.inf)
         for half in halves:
             half.copy_(length)
-    # Of a pair that is next to nothing in its row, what is left of other sums is not to count.
+    # In a pair that is tiny within its row, rounding from other sums must not count.
     lengths = lengths.maximum(_FLOOR * lengths.square().mean(-1, keepdim=True).sqrt())
     apart = (found.float() - expected.float()).abs()
     relative = torch.where(apart == 0, apart, apart / lengths)

@@ -42,16 +42,18 @@ def demo(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="What is prefilled (default: the source of Python's heapq).",
+            help="The document to prefill (default: the source of Python's heapq).",
         ),
     ] = None,
-    question: Annotated[str, typer.Option(metavar="TEXT", help="What is appended to the document.")] = _QUESTION,
-    tokens: Annotated[int, typer.Option(min=1, help="How much of the document, at most.")] = 3000,
+    question: Annotated[str, typer.Option(metavar="TEXT", help="The text appended to the document.")] = _QUESTION,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of the document.")] = 3000,
     size: Annotated[
         str, typer.Option(metavar="SIZE", help="Random weights instead: small, medium, or a number such as 150M.")
     ] = "",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where chart, configuration and KV go.")] = Path("demo-out"),
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the KV there, and start from what is there.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for chart, configuration and KV.")] = Path(
+        "demo-out"
+    ),
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the KV, and start from existing KV.")] = False,
     codec: Annotated[
         str, typer.Option(metavar="TYPE", help="The serializer of the disk tier, such as cachegen (default: raw).")
     ] = "",

@@ -187,7 +187,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what is not saved is computed again
+        return False  # unsaved KV is computed again
 
     def has_pending_push_work(self) -> bool:
         """Keep steps running until the scheduler knows about finished saves, so that the next request finds them."""

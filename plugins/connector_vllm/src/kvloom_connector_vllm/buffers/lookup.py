@@ -229,7 +229,7 @@ class KVLookupBuffer(BufferOnBackend, vllm_base("KVLookupBufferBase")):  # type:
             return None
         except Exception:
             self._count("failed")
-            self._release(id)  # it was not handed on, so somebody may have it
+            self._release(id)  # it was not returned, so another caller may have it
             return None
         if taken is None:
             self._release(id)

@@ -115,7 +115,7 @@ class RowStore:
                 return
             self._closed = True
             self._give_up = self._now() + CLOSING_SECONDS
-        self._reads.shutdown()  # what is cancelled would never be over for who waits in `drain`
+        self._reads.shutdown()  # a cancelled read would never end for a caller in `drain`
         self._writes.shutdown()
         self._tiers.close()
         self._rows = []

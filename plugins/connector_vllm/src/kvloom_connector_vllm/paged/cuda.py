@@ -117,7 +117,7 @@ class PagedCudaConnector(PagedConnector):
                 stream.synchronize()
                 raise
 
-    # What these allocate is this stream's: torch gives it to nobody else before what is queued there is done with it.
+    # These allocate on this stream: torch does not reuse the memory before the work queued there is done.
 
     def _staged(self, move: Move, stream: torch.cuda.Stream | None) -> None:
         """By way of a buffer on the device."""

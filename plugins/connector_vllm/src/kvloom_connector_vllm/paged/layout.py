@@ -118,7 +118,7 @@ def _split(joined: torch.Tensor, spec: KVSpec, what: str) -> Sequence[torch.Tens
 def _blocks_first(tensor: torch.Tensor, spec: KVSpec, name: LayoutName, what: str) -> torch.Tensor:
     """A view of one plane, `[blocks, block size, heads, head size]`."""
     shape = list(tensor.shape)
-    if tensor.dim() == 3 and spec.num_kv_heads == 1:  # MLA, where nobody has an axis for one head
+    if tensor.dim() == 3 and spec.num_kv_heads == 1:  # MLA, which has no axis for a single head
         tensor = tensor.unsqueeze(2 if name in ("auto", "nhd") else 1)
     if tensor.dim() != 4 or tensor.shape[-1] != spec.head_size:
         raise ValueError(f"{what}: {shape} is not [blocks, tokens, heads, {spec.head_size}] in any order of the middle")

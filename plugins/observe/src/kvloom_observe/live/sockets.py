@@ -165,7 +165,7 @@ def _listening(path: Path) -> socket.socket:
         listener.bind(str(path))
         if stat.S_IMODE(path.lstat().st_mode) != 0o600:
             path.chmod(0o600)
-        listener.listen(_BACKLOG)  # before that nobody can connect
+        listener.listen(_BACKLOG)  # before that, connecting fails
     except BaseException:
         listener.close()
         raise

@@ -35,29 +35,35 @@ def calibrate(
     model: Annotated[str, typer.Option(metavar="MODEL", help="A transformers model: a directory, or a name on a hub.")],
     text: Annotated[
         list[Path],
-        typer.Option(metavar="FILE", help="Text like that which the model will read; more may follow.", **_EXISTING),
+        typer.Option(metavar="FILE", help="Text like that of your prompts; more files may follow.", **_EXISTING),
     ],
     more: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="More text.", **_EXISTING)] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the profile goes (default: MODEL.kvprofile, here).")
+        Path | None, typer.Option(metavar="FILE", help="File for the profile (default: MODEL.kvprofile, here).")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a profile that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing profile.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Measure what the codec does to the model, for `codec_gate`.")
+        bool, typer.Option("--verify", help="Measure the codec's effect on the model, for `codec_gate`.")
     ] = False,
-    klt: Annotated[bool, typer.Option("--klt/--no-klt", help="With what the mode klt needs.")] = True,
+    klt: Annotated[bool, typer.Option("--klt/--no-klt", help="Include the data for the mode klt.")] = True,
     codec: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODE/STEP", help=f"What --verify measures (default: each of {', '.join(JUDGED)})."),
+        typer.Option(
+            metavar="MODE/STEP", help=f"Mode and step to measure with --verify (default: each of {', '.join(JUDGED)})."
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to calibrate on, at most.")] = 32_768,
-    device: Annotated[str, typer.Option(help="Where the model runs, such as cuda.")] = "cpu",
-    max_kl: Annotated[float, typer.Option(min=0, help="Nats a token that predictions may move.")] = 1e-3,
-    max_dnll: Annotated[float, typer.Option(min=0, help="Nats a token that the text may get less likely.")] = 0.01,
-    min_top1: Annotated[float, typer.Option(min=0, max=1, help="Part of the likeliest tokens to stay.")] = 0.98,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to calibrate on.")] = 32_768,
+    device: Annotated[str, typer.Option(help="Device that runs the model, such as cuda.")] = "cpu",
+    max_kl: Annotated[float, typer.Option(min=0, help="Maximum change of predictions, in nats a token.")] = 1e-3,
+    max_dnll: Annotated[
+        float, typer.Option(min=0, help="Maximum loss of the text's log-likelihood, in nats a token.")
+    ] = 0.01,
+    min_top1: Annotated[
+        float, typer.Option(min=0, max=1, help="Minimum share of likeliest tokens that stay the same.")
+    ] = 0.98,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a profile of a model's KV, so that `cachegen` loses less where it matters to this model.
+    """Write a profile of a model's KV, with which `cachegen` loses less.
 
     The last fifth of each file is kept for --verify.
     """
