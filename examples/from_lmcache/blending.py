@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+import kvloom
 import kvloom.contracts.blend
 from kvloom import (
     BlendExecutor,
@@ -29,7 +30,6 @@ from kvloom_blend import (
     executors,
     indices_to_mask,
     mask_to_indices,
-    retrievers,
     seed,
 )
 from kvloom_blend.retrievers.landing import LandingTask
@@ -88,7 +88,7 @@ def retriever() -> None:
         assert result.original_positions[result.valid_mask].tolist() == [0, 1, 2, 3]
         landing = LandingTask(engine, segments=[], num_tokens=4, device=torch.device("cpu"))  # begins its loads itself
         assert not landing.result(0).valid_mask.any()
-    print("executor and retriever: ok;", sorted(one.type for one in retrievers.RETRIEVERS))
+    print("executor and retriever: ok;", sorted(kvloom.Registry.discover().types("blend retriever")))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ _HOME = {
         ],
         "types",
     ),
-    **dict.fromkeys(["get_at_most", "text_of"], "bounded"),
+    **dict.fromkeys(["get_at_most", "one_line", "text_of"], "bounded"),
     "is_secret": "redaction",
     "uninterrupted": "interrupts",
     **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     from kvloom import inspection as inspection
     from kvloom import native as native
     from kvloom.bounded import get_at_most as get_at_most
+    from kvloom.bounded import one_line as one_line
     from kvloom.bounded import text_of as text_of
     from kvloom.cli import output as output
     from kvloom.config import EngineConfig as EngineConfig

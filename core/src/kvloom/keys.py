@@ -16,11 +16,10 @@ from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvloom.types import ChunkKey, KVSpec, MemoryFormat, Segment, canonical_json, short_digest
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 DOMAIN = "kvloom/1"
@@ -53,12 +52,19 @@ def salt_tag(salt: str) -> str:
     return short_digest(f"{DOMAIN}/salt/{salt}", num_bytes=8) if salt else "-"
 
 
+def salt_tag_of(namespace: str) -> str:
+    """The tenant in a key's namespace, `<fingerprint>/<salt tag>`."""
+    return namespace.partition("/")[2]
+
+
 def int32_tokens(tokens: torch.Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
     """`tokens` as a contiguous 1-D array of little-endian int32, without a copy where it is that already.
 
     tokens: 1-D, of any integer dtype. An array of numpy is fine, too: where keys are made, torch need not be. Raises
     TypeError unless it is an integer tensor, ValueError unless it is 1-D, on the CPU and within int32.
     """
+    import numpy as np  # here, so that to check a configuration does not load it
+
     array = tokens if isinstance(tokens, np.ndarray) else _array(tokens)
     if array.dtype.name not in _INTEGERS:
         raise TypeError(f"tokens: expected an integer dtype, got {array.dtype}")
@@ -124,6 +130,8 @@ def passage(
     that its KV depends on, and the passage's tokens up to the segment's end. A short tail is a segment too. Starts are
     counted from the passage's first token. Raises as `chain` does.
     """
+    import numpy as np
+
     data = memoryview(int32_tokens(tokens).data).cast("B")
     before = np.asarray(lead, dtype="<i4").tobytes()
     root = "\0".join((f"{DOMAIN}/passage", fingerprint, str(chunk_tokens), str(len(before) // 4), salt, context))

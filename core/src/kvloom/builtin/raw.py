@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvloom import Buffers, Chunk, CorruptBlobError, MemoryFormat, Serializer
 
 _SMALL_BYTES = 1 << 20
@@ -29,6 +27,7 @@ class RawSerializer(Serializer):
         return [data[start : start + step] for start in range(0, len(data), step)]
 
     def decode(self, blob: Buffers, into: Chunk) -> None:
+        import numpy as np
         import torch
 
         flat = into.tensor.view(torch.uint8).view(-1).numpy()
@@ -51,6 +50,7 @@ class RawSerializer(Serializer):
         return [range(layer, planes * layers, layers) for layer in range(layers)]
 
     def decode_layers(self, blob: Buffers, layers: range, into: Chunk) -> None:
+        import numpy as np
         import torch
 
         rows = [layer.view(torch.uint8).view(-1) for plane in into.tensor for layer in plane]

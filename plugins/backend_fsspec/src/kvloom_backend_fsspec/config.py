@@ -57,7 +57,7 @@ class Config(BaseConfig):
     driver: Literal["auto", "obstore", "fsspec"] = "auto"
     """`auto`: obstore where it serves the scheme, paramiko for SFTP, else fsspec's own implementation."""
     timeout: Duration = Field(default=5.0, gt=0, le=600)
-    """Seconds for one request: of at most 8 MiB where obstore serves, or one blob."""
+    """Seconds for one request: of at most 8 MiB where obstore serves; of 256 KiB by SFTP and WebDAV, and so on."""
     connect_timeout: Duration = Field(default=1.0, gt=0, le=600)
     """Seconds to connect."""
     retries: int = Field(default=2, ge=0, le=10)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .adapter.platform import check_version as check_version
     from .identity import identify as identify
     from .identity import layer_spec as layer_spec
-    from .names import shown as shown
     from .paged.blocks import Geometry as Geometry
     from .paged.blocks import VLLMBlobConnector as VLLMBlobConnector
     from .paged.blocks import VLLMConfig as VLLMConfig
@@ -34,7 +33,6 @@ _HOME = {
     "layer_spec": "identity",
     "page_order": "adapter.order",
     "pages_of": "paged.views",
-    "shown": "names",
 }
 """For other connectors of vLLM, such as kvloom-blend's."""
 

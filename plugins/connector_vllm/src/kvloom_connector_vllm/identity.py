@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvloom import KVSpec
+from kvloom import KVSpec, one_line
 
-from .names import shown
 from .paged.blocks import Geometry
 from .weights import file_digest, folder_digest, has_weights
 
@@ -125,7 +124,7 @@ class Adapters:
                 digest = folder_digest(path) if path.is_dir() else file_digest(path)
                 self._known[key] = f"{request.lora_name}:{digest}"
             except (OSError, ValueError) as error:  # no path may have a NUL
-                log.warning("KV of requests with adapter %s is not stored: %s", shown(request.lora_name), error)
+                log.warning("KV of requests with adapter %s is not stored: %s", one_line(request.lora_name), error)
                 self._known[key] = None
         return self._known[key]
 

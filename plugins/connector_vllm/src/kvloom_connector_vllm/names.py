@@ -9,15 +9,6 @@ from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, fingerprint, salt_ta
 from .paged.blocks import Geometry
 from .planner import Chunks, Owner
 
-_MOST_SHOWN = 100
-"""Characters; vLLM's own names are shorter."""
-
-
-def shown(name: str) -> str:
-    """A request's or an adapter's name as a log may have it: clients choose names."""
-    short = name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}..."
-    return short if short.isascii() and short.isprintable() else ascii(short)
-
 
 def owner_of(adapter: str, salt: str) -> Owner:
     """adapter: as `Adapters.of` has it. salt: of the request, or of all."""

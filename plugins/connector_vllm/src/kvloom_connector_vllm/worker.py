@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvloom import Engine, Segment, Task
+from kvloom import Engine, Segment, Task, one_line
 
-from .names import Names, shown
+from .names import Names
 from .planner import Move
 from .scheduler import Orders, Report
 
@@ -124,7 +124,7 @@ class Worker:
                     ready=ready, **self._memory,
                 )  # fmt: skip
             except Exception as error:  # nothing of it may reach the engine
-                log.warning("nothing is saved of request %s: %s", shown(move.request), error)
+                log.warning("nothing is saved of request %s: %s", one_line(move.request), error)
                 self._report.saved[move.number] += 1
 
     def finished(self) -> set[str]:
@@ -191,7 +191,7 @@ class Worker:
         try:
             task = self._engine.load(segments, blocks=move.blocks, first_block=move.first_block, **self._memory)
         except Exception as error:  # nothing of it may reach the engine
-            log.warning("nothing is loaded for request %s: %s", shown(move.request), error)
+            log.warning("nothing is loaded for request %s: %s", one_line(move.request), error)
             task = _Failed(len(segments))
         self._loads[move.request] = _Load(move, segments, task)
 
@@ -200,7 +200,7 @@ class Worker:
         try:
             mask = load.task.result().tolist()
         except Exception as error:  # whatever it was, the engine computes these blocks itself
-            log.warning("a load for request %s failed: %s", shown(load.move.request), error)
+            log.warning("a load for request %s failed: %s", one_line(load.move.request), error)
             mask = [False] * len(load.segments)
         if all(mask) or load.task.cancelled:
             return

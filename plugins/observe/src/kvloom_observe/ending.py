@@ -8,44 +8,43 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 MAX_SECONDS = 10.0
 """For an answer."""
 
 
 class Ending:
-    """A connection that is ended by the timers that it adds to a list, however it is doing."""
+    """A connection that is ended some seconds after it was made, however it is doing."""
 
+    most_seconds: float | None = None
+    """Default: MAX_SECONDS."""
     sock: socket.socket
-
-    def __init__(self, *place: Any, timers: list[threading.Timer], **settings: Any) -> None:
-        super().__init__(*place, **settings)
-        self._timers = timers
+    _timer: threading.Timer | None = None
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
-        timer = threading.Timer(MAX_SECONDS, _shut, [self.sock])
-        timer.daemon = True
-        self._timers.append(timer)
-        timer.start()
+        self._timer = threading.Timer(self.most_seconds or MAX_SECONDS, _shut, [self.sock])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        super().close()  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def in_time() -> Iterator[list[threading.Timer]]:
-    """Give the timers of connections, which go when it is left. Raises TimeoutError if they have ended one."""
-    timers: list[threading.Timer] = []
+def in_time() -> Iterator[None]:
+    """Raises TimeoutError if a connection that was made within has been ended."""
     began = time.monotonic()
     try:
-        yield timers
+        yield
     except (OSError, ValueError, http.client.HTTPException):
         _check(began)
         raise
     else:
         _check(began)
-    finally:
-        for timer in timers:
-            timer.cancel()
 
 
 def _check(began: float) -> None:

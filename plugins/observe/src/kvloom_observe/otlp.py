@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import socket
-import threading
 from typing import Any
 
 import requests
@@ -14,6 +11,8 @@ import urllib3
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection, HTTPSConnection
+
+from .ending import Ending
 
 _CREDENTIALS = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}CREDENTIAL_PROVIDER"
 """The variable with the user's own session, which is left unchanged."""
@@ -66,10 +65,10 @@ class _Adapter(HTTPAdapter):
 def _pools(seconds: float) -> dict[str, Any]:
     """Connection pools with a total time limit. A timeout of requests begins anew with each byte."""
 
-    class HTTP(_Ending, HTTPConnection):
+    class HTTP(Ending, HTTPConnection):
         most_seconds = seconds
 
-    class HTTPS(_Ending, HTTPSConnection):
+    class HTTPS(Ending, HTTPSConnection):
         most_seconds = seconds
 
     class HTTPPool(urllib3.HTTPConnectionPool):
@@ -79,26 +78,3 @@ def _pools(seconds: float) -> dict[str, Any]:
         ConnectionCls = HTTPS
 
     return {"http": HTTPPool, "https": HTTPSPool}
-
-
-class _Ending:
-    most_seconds: float
-    sock: socket.socket
-    _timer: threading.Timer | None = None
-
-    def connect(self) -> None:
-        super().connect()  # type: ignore[misc]
-        self._timer = threading.Timer(self.most_seconds, _shut, [self.sock])
-        self._timer.daemon = True
-        self._timer.start()
-
-    def close(self) -> None:
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
-        super().close()  # type: ignore[misc]
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is over already
-        sock.shutdown(socket.SHUT_RDWR)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import math
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -33,29 +33,32 @@ class _HTTPS(Ending, http.client.HTTPSConnection):
 
 
 class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    def __init__(self, timers: list[threading.Timer]) -> None:
+    def __init__(self, made: contextlib.ExitStack) -> None:
         super().__init__()
-        self._timers = timers
+        self._made = made
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(_HTTP, timers=self._timers), request)
+        return self.do_open(partial(self._connection, _HTTP), request)
 
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(_HTTPS, timers=self._timers), request)
+        return self.do_open(partial(self._connection, _HTTPS), request)
+
+    def _connection(self, kind: type[_HTTP | _HTTPS], *place: Any, **settings: Any) -> _HTTP | _HTTPS:
+        return self._made.enter_context(contextlib.closing(kind(*place, **settings)))
 
 
 def _answer(url: str) -> bytes:
     """Raises OSError or HTTPException, also where it is redirected to what is not HTTP."""
-    with in_time() as timers, _opener(timers).open(url, timeout=5.0) as answer:
+    with in_time(), contextlib.ExitStack() as made, _opener(made).open(url, timeout=5.0) as answer:
         content: bytes = answer.read(_MAX_METRICS_BYTES)
     return content
 
 
-def _opener(timers: list[threading.Timer]) -> urllib.request.OpenerDirector:
-    """Return one of HTTP alone: `build_opener` adds FTP, files and data."""
+def _opener(made: contextlib.ExitStack) -> urllib.request.OpenerDirector:
+    """Return one of HTTP alone: `build_opener` adds FTP, files and data. made: closes its connections."""
     opener = urllib.request.OpenerDirector()
     for handler in (
-        _Handler(timers), urllib.request.ProxyHandler(), urllib.request.HTTPErrorProcessor(),
+        _Handler(made), urllib.request.ProxyHandler(), urllib.request.HTTPErrorProcessor(),
         urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPRedirectHandler(), urllib.request.UnknownHandler(),
     ):  # fmt: skip
         opener.add_handler(handler)

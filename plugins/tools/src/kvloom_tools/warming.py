@@ -169,7 +169,7 @@ def _num_tokens(memory: Any, key: ChunkKey) -> int:
     (loaded,) = memory.lease([key])
     if loaded is None:
         return 0
-    num_tokens = loaded.chunk.num_tokens
+    num_tokens: int = loaded.chunk.num_tokens
     loaded.release()
     return num_tokens
 

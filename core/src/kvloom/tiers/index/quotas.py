@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvloom.keys import salt_tag_of
 from kvloom.tiers.index.columns import Columns
 from kvloom.tiers.index.lru import Links, Ring
-
-
-def salt_tag_of(namespace: str) -> str:
-    """The tenant's part of `<fingerprint>/<salt tag>`."""
-    return namespace.partition("/")[2]
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvloom.keys import salt_tag_of
 from kvloom.tiers.memory.lru import LRU, MemoryEntry
 from kvloom.types import ChunkKey
 
@@ -267,8 +268,3 @@ class WriteTimes:
         oldest = self._buckets[min(self._buckets)]  # of some 64, however many chunks there are
         key, held = next(iter(oldest.items()))
         return key if held.written + self._ttl <= wall else None
-
-
-def salt_tag_of(namespace: str) -> str:
-    """The tenant in a key's namespace, `<fingerprint>/<salt tag>`."""
-    return namespace.rpartition("/")[2]

@@ -5,7 +5,17 @@ from __future__ import annotations
 from .deviation import CacheBlendExecutor, HybridExecutor
 from .static import EpicExecutor, FullExecutor, NoneExecutor, QuestionAttentionExecutor
 
+EXECUTORS = (
+    CacheBlendExecutor,
+    HybridExecutor,
+    QuestionAttentionExecutor,
+    EpicExecutor,
+    NoneExecutor,
+    FullExecutor,
+)
+
 __all__ = [
+    "EXECUTORS",
     "CacheBlendExecutor",
     "EpicExecutor",
     "FullExecutor",

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Lock
 
-from kvloom_connector_vllm import shown
+from kvloom import one_line
 
 from .orders import Blend, Orders, Prompt, Report
 from .twin import Pages, Twin
@@ -80,7 +80,7 @@ class Worker:
             error = job.blending.exception()
             if error is not None and job.wanted:
                 level = logging.INFO if isinstance(error, NotBlended) else logging.WARNING
-                log.log(level, "vLLM computes request %s by itself: %s", shown(request), error)
+                log.log(level, "vLLM computes request %s by itself: %s", one_line(request), error)
                 self._count("not_blended", tokens=len(job.prompt.tokens), reason=type(error).__name__)
                 self._failed.update(job.blocks)
         return set(over)
@@ -99,7 +99,7 @@ class Worker:
             job.told = True
             error = job.answer.exception()
             if error is not None:
-                log.warning("vLLM computes request %s by itself: it was not looked up: %s", shown(request), error)
+                log.warning("vLLM computes request %s by itself: it was not looked up: %s", one_line(request), error)
             report.found[request] = error is None and job.answer.result()
             if not report.found[request]:
                 del self._jobs[request]
@@ -122,7 +122,7 @@ class Worker:
     def _blend(self, blend: Blend) -> None:
         job = self._jobs.get(blend.request)
         if job is None:  # the scheduler's half asks first, so this would be a mistake of ours
-            log.error("vLLM computes request %s by itself: nobody asked about it", shown(blend.request))
+            log.error("vLLM computes request %s by itself: nobody asked about it", one_line(blend.request))
             nothing: Future[bool] = Future()
             job = self._jobs[blend.request] = _Job(Prompt(blend.request, [], None, None), nothing, told=True)
         job.blocks = blend.blocks
@@ -160,7 +160,7 @@ class Worker:
         self._count("blended", tokens=done.blended_tokens, seconds=seconds)
         log.info(
             "request %s: of %d tokens, %d are an exact prefix, %d blended; %.0f %% of a prefill computed in %.2f s",
-            shown(prompt.request), len(prompt.tokens), done.exact_tokens, done.blended_tokens,
+            one_line(prompt.request), len(prompt.tokens), done.exact_tokens, done.blended_tokens,
             100 * done.computed_share, seconds,
         )  # fmt: skip
 

@@ -265,7 +265,7 @@ def _is_running(path: Path) -> bool:
 def ask(path: Path, *, series: bool = False, timeout: float = 5.0) -> dict[str, Any]:
     """The snapshot of the engine behind a socket. Raises OSError, or ValueError if it is no engine's."""
     try:
-        with in_time() as timers, contextlib.closing(_Unix(path, timeout, timers=timers)) as connection:
+        with in_time(), contextlib.closing(_Unix(path, timeout)) as connection:
             connection.request("GET", "/snapshot?series=1" if series else "/snapshot")
             answer = connection.getresponse()
             told = json.loads(answer.read(_MAX_ANSWER_BYTES)) if answer.status == 200 else None
