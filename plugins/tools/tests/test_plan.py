@@ -375,4 +375,4 @@ def test_quantities() -> None:
 
 def test_half_an_estimate_is_refused(config: Path) -> None:
     refused = run("plan", config, *NUMBERS, "--params", "8B", status=2).err
-    assert refused == "kvloom: --flops, --params: one says nothing without the other\n"
+    assert refused == "kvloom: --flops, --params: give both\n"

@@ -354,7 +354,7 @@ def test_a_file_that_is_cut_short_counts_up_to_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((), "--spec: how much is a token's KV?"),
+        ((), "--spec: the size of a token's KV is not known"),
         ((*KIB, "--capacity", "disk=1GiB"), "--capacity: "),
         ((*KIB, "--capacity", "memory=much"), "--capacity: 'much' should be a size"),
         ((*KIB, "--capacity", "memory=1KiB"), "tiers.0.capacity: 1024 bytes is less than one chunk takes"),

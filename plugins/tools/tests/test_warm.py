@@ -164,8 +164,8 @@ def test_which_model_must_be_clear(config: Path, prompts: Path, tmp_path: Path) 
         ('{"tokens": [1], "salt": 3}', "1: salt: expected text, got 3"),
         ('{"text": "a"}', "1: text needs a tokenizer"),
         ("not/a/key", "1: not a chunk key: 'not/a/key'; a prompt is JSON, such as {\"text\""),
-        ("[" * 100_000, "1: not JSON that anybody writes: nested too deeply"),
-        ('{"tokens": ' + "[" * 100_000, "1: not JSON that anybody writes: nested too deeply"),
+        ("[" * 100_000, "1: JSON is nested too deeply"),
+        ('{"tokens": ' + "[" * 100_000, "1: JSON is nested too deeply"),
         (None, " cannot be read: No such file or directory"),
     ],
 )

@@ -310,7 +310,7 @@ def test_memory_cannot_be_seen_and_it_says_so(rack: Path) -> None:
             '{"model": "x", "num_layers": 1e30, "num_kv_heads": 1, "head_size": 8, "dtype": "int8"}',
             "spec.json: should be what KVSpec.to_json() gives: KVSpec.num_layers must be a whole number",
         ),
-        ("[" * 100_000, "{}", "tokens.json: not JSON that anybody writes: nested too deeply"),
+        ("[" * 100_000, "{}", "tokens.json: JSON is nested too deeply"),
         ("[1]", None, "spec.json: cannot be read: No such file or directory"),
     ],
 )

@@ -40,14 +40,14 @@ def import_(
     to: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it (default: print it).")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over FILE if there is one.")] = False,
-    env: Annotated[bool, typer.Option("--env", help="Take LMCACHE_ variables too; they go over the file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE if it exists.")] = False,
+    env: Annotated[bool, typer.Option("--env", help="Read LMCACHE_ variables, too; they override the file.")] = False,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Whose tokens blend_special_str is (needs transformers).")
+        str | None, typer.Option(metavar="MODEL", help="Tokenizer for blend_special_str (needs transformers).")
     ] = None,
     connector: Annotated[str, typer.Option(metavar="TYPE", help="The engine's connector.")] = "vllm",
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if a field has no counterpart.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what became of the fields as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result for each field as JSON.")] = False,
 ) -> None:
     """Bring a configuration of LMCache over: YAML on stdout, and a row for each field on stderr."""
     from kvloom_lmcache.conversion import import_config, import_environment

@@ -54,7 +54,7 @@ def read_json(path: Path) -> Any:
     except ValueError as error:
         raise ConfigError(str(path), f"not JSON: {error}") from None
     except RecursionError:
-        raise ConfigError(str(path), "not JSON that anybody writes: nested too deeply") from None
+        raise ConfigError(str(path), "JSON is nested too deeply") from None
 
 
 def tokenized(text: Path, tokenizer: str) -> list[int]:

@@ -89,7 +89,7 @@ def read_prompts(file: Path, tokenizer: str | Tokenizer | None = None) -> Iterat
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"{file}:{number}", str(error)) from None
             except RecursionError:
-                raise ConfigError(f"{file}:{number}", "not JSON that anybody writes: nested too deeply") from None
+                raise ConfigError(f"{file}:{number}", "JSON is nested too deeply") from None
 
 
 def _lines(text: str) -> list[str]:

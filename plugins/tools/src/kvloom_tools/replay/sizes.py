@@ -63,7 +63,7 @@ def plan_tiers(
     """
     chunk = None if spec is None else _sample(resolved, spec, chunk_tokens)
     if chunk is None and bytes_per_token is None:
-        raise ConfigError("--spec", "how much is a token's KV? give a model (--spec) or --bytes-per-token")
+        raise ConfigError("--spec", "the size of a token's KV is not known; give --spec or --bytes-per-token")
     chunk_bytes = chunk.nbytes if chunk is not None else max(1, round((bytes_per_token or 0) * chunk_tokens))
     names = {choice.name for choice in resolved.tiers}
     if strangers := sorted((ratios or {}).keys() - names):

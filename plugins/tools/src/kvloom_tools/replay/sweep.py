@@ -97,7 +97,7 @@ def runs(configs: Sequence[Path], options: Options) -> list[Run]:
     from kvloom_tools.shapes import Given, spec_of
 
     if options.spec is not None and options.bytes_per_token is not None:
-        raise ConfigError("--bytes-per-token", "is said by --spec, too; give one of them")
+        raise ConfigError("--bytes-per-token", "cannot be used together with --spec")
     if not 0 < (1 if options.bytes_per_token is None else options.bytes_per_token) < _MOST_BYTES:
         raise ConfigError("--bytes-per-token", f"should be more than 0 and less than {_MOST_BYTES}")
     by_size = Given(model=options.spec, option="--spec", instead="--bytes-per-token")
@@ -145,9 +145,11 @@ def _notes(plans: Sequence[TierPlan], tenants: Mapping[str, int]) -> list[str]:
     notes = []
     for plan in plans:
         if plan.write == "never":
-            notes.append(f"{plan.name} is only read, and begins empty: what others put there is not known here")
+            notes.append(f"{plan.name} is only read, and starts empty: the replay does not know what others put there")
         if plan.evicts_itself:
-            notes.append(f"{plan.name} evicts by itself; it counts as without a limit: give --capacity {plan.name}=...")
+            notes.append(
+                f"{plan.name} evicts by itself; here it has no limit unless you give --capacity {plan.name}=..."
+            )
         strangers = sorted((plan.quota or {}).keys() - tenants.keys() - {"*"})
         if strangers:
             notes.append(f"{plan.name} has a quota for {strangers[0]!r}; say which it is: --salt {strangers[0]}=0")

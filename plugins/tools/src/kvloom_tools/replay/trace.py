@@ -146,7 +146,7 @@ def _line(text: bytes, block_tokens: int) -> Line:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
-        raise ValueError("not JSON that anybody writes: nested too deeply") from None
+        raise ValueError("JSON is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"should be an object, not {type(value).__name__}")
     get = value.get

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: typer.Typer) -> None:
-    @commands.command("doctor", short_help="Say what is wrong with the machine or a configuration.")
+    @commands.command("doctor", short_help="Find problems of the machine or a configuration.")
     def doctor(
         file: Annotated[
             Path | None,

@@ -109,12 +109,12 @@ def add(commands: typer.Typer) -> None:
         ] = None,
         serializer: Annotated[
             str,
-            typer.Option(metavar="TYPE", help="How tiers but memory encode KV: raw, cachegen (5 times smaller) ..."),
+            typer.Option(metavar="TYPE", help="Encoding of KV below memory: raw, cachegen (5 times smaller) ..."),
         ] = "raw",
         to: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")] = Path(
             "kvloom.yaml"
         ),
-        force: Annotated[bool, typer.Option("--force", help="Write over FILE if there is one.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite FILE if it exists.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     ) -> None:
         """Write a configuration: asks for engine and tiers on a terminal, or takes them as flags."""

@@ -66,12 +66,12 @@ def add(commands: typer.Typer) -> None:
         layers: Annotated[int | None, typer.Option(min=1, help="Layers that have KV.")] = None,
         kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V.")] = None,
         head_size: Annotated[int | None, typer.Option(min=1, help="Elements of one head.")] = None,
-        dtype: Annotated[str | None, typer.Option(help="Of the KV (default: the model's).")] = None,
+        dtype: Annotated[str | None, typer.Option(help="Dtype of the KV (default: the model's).")] = None,
         prefill: Annotated[
-            str | None, typer.Option("--prefill-tokens-per-second", help="How fast the model computes a prompt.")
+            str | None, typer.Option("--prefill-tokens-per-second", help="Speed at which the model computes.")
         ] = None,
-        params: Annotated[str | None, typer.Option(help="With --flops, to estimate that: parameters, as 8B.")] = None,
-        flops: Annotated[str | None, typer.Option(help="Operations a second that are reached, as 400T.")] = None,
+        params: Annotated[str | None, typer.Option(help="To estimate it, with --flops: parameters, as 8B.")] = None,
+        flops: Annotated[str | None, typer.Option(help="Achieved operations a second, as 400T.")] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Measure the tiers: tokens they hold, how fast they give them, and from how many on that beats recomputing.
@@ -112,7 +112,7 @@ def _prefill(prefill: str | None, params: str | None, flops: str | None) -> floa
     if prefill is not None:
         return quantity(prefill, "--prefill-tokens-per-second")
     if (params is None) != (flops is None):
-        raise ConfigError("--flops, --params", "one says nothing without the other")
+        raise ConfigError("--flops, --params", "give both")
     if params is None or flops is None:
         return None
     rate = quantity(flops, "--flops") / (2 * quantity(params, "--params"))

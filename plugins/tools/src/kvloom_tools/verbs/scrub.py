@@ -65,7 +65,7 @@ def add(commands: typer.Typer) -> None:
             bool, typer.Option("--quarantine", help="Move corrupt blobs to quarantine/ in the same store (default).")
         ] = False,
         delete: Annotated[bool, typer.Option("--delete", help="Delete corrupt blobs.")] = False,
-        keep: Annotated[bool, typer.Option("--keep", help="Leave corrupt blobs where they are: only report.")] = False,
+        keep: Annotated[bool, typer.Option("--keep", help="Only report corrupt blobs.")] = False,
         tier: Annotated[str | None, typer.Option(help="Only the tier of this name.")] = None,
         threads: Annotated[int, typer.Option(min=1, max=64, help="Blobs to read at a time, in each tier.")] = 4,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

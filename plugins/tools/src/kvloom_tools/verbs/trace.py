@@ -36,9 +36,10 @@ def add(commands: typer.Typer) -> None:
 
     @verbs.command("record")
     def record(
-        file: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="Where to write; it must not be there yet.")],
+        file: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="File to write; it must not exist.")],
         command: Annotated[
-            list[str] | None, typer.Argument(metavar="-- COMMAND...", help="What to run: it opens kvloom's engines.")
+            list[str] | None,
+            typer.Argument(metavar="-- COMMAND...", help="Command that opens kvloom's engines."),
         ] = None,
         max_bytes: Annotated[str, typer.Option(help="Stop recording before the file is longer.")] = "1GiB",
     ) -> None:
@@ -69,16 +70,16 @@ def add(commands: typer.Typer) -> None:
         ] = None,
         ratio: Annotated[
             list[str] | None,
-            typer.Option(metavar="TIER=R", help="How long a tier's blobs are, in parts of the KV (default: measured)."),
+            typer.Option(metavar="TIER=R", help="Size of a tier's blobs as a share of the KV (default: measured)."),
         ] = None,
         salt: Annotated[
             list[str] | None, typer.Option(metavar="NAME=N", help="The number in the trace of a salt with a quota.")
         ] = None,
         block_tokens: Annotated[
-            int | None, typer.Option(min=1, help="Tokens of a block, where lines do not say (default: 512).")
+            int | None, typer.Option(min=1, help="Tokens of a block, for lines without it (default: 512).")
         ] = None,
         chart: Annotated[Path | None, typer.Option(help="Draw hit rates: a .png or .svg.")] = None,
-        force: Annotated[bool, typer.Option("--force", help="Write over a chart that is there.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite an existing chart.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Say what hits each configuration would have had, from which tier, and what it would have moved and evicted.

@@ -54,13 +54,13 @@ def add(commands: typer.Typer) -> None:
         ] = None,
         *,
         config: Annotated[Path, typer.Option(metavar="CONFIG", help="The engine's YAML configuration.")],
-        into: Annotated[str | None, typer.Option(metavar="TIER", help="Copy what slower tiers hold into this.")] = None,
+        into: Annotated[str | None, typer.Option(metavar="TIER", help="Copy from slower tiers into this one.")] = None,
         spec: Annotated[
             Path | None, typer.Option(metavar="SPEC", help="KVSpec.to_json(), or a tier's record (default: the one).")
         ] = None,
-        model: Annotated[str | None, typer.Option(metavar="MODEL", help="Its name, where tiers hold several.")] = None,
+        model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model, if the tiers hold several.")] = None,
         text: Annotated[Path | None, typer.Option(metavar="PROMPT.txt", help="One prompt: a text file.")] = None,
-        tokenizer: Annotated[str | None, typer.Option(help="For text: what transformers' AutoTokenizer takes.")] = None,
+        tokenizer: Annotated[str | None, typer.Option(help="For text: a name for transformers' AutoTokenizer.")] = None,
         threads: Annotated[int, typer.Option(min=1, max=64, help="Blobs to copy at a time.")] = 4,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:

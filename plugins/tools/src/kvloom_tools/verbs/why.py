@@ -27,7 +27,7 @@ _NO_PROMPT = "give a prompt (--tokens, or --text and --tokenizer), or a fingerpr
 
 
 def add(commands: typer.Typer) -> None:
-    @commands.command("why", short_help="Say where each chunk of a prompt is, or why nowhere.")
+    @commands.command("why", short_help="Show where each chunk of a prompt is, or why it is missing.")
     def why(
         file: File,
         tokens: Annotated[
@@ -43,12 +43,12 @@ def add(commands: typer.Typer) -> None:
         ] = None,
         salt: Annotated[
             list[str] | None,
-            typer.Option(help="Whose prompt (default: the configuration's). Repeat to look under others too."),
+            typer.Option(help="Salt of the prompt (default: the configuration's). Repeatable."),
         ] = None,
         verify: Annotated[bool, typer.Option("--verify", help="Read every blob and check it.")] = False,
         fingerprint: Annotated[
             str | None,
-            typer.Option(help="Instead of a prompt: how this fingerprint differs from the others on the tiers."),
+            typer.Option(help="Instead of a prompt: compare this fingerprint with the others on the tiers."),
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
