@@ -38,7 +38,7 @@ class Interrupt:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Interrupt:
         frame.f_trace_opcodes = "opcode" in self.events
-        if event in self.events:
+        if event in self.events and frame.f_code.co_name != "__del__":  # Python ignores what is raised there
             self.seen += 1
             if self.seen == self.at:
                 raise KeyboardInterrupt

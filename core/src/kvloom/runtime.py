@@ -96,8 +96,7 @@ class SystemRuntime:
     def random(self) -> float:
         return self._random.random()
 
-    def lock(self) -> Lock:
-        return threading.Lock()
+    lock = staticmethod(threading.Lock)
 
     def condition(self) -> Condition:
         return threading.Condition(threading.Lock())

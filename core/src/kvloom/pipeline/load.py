@@ -11,7 +11,6 @@ from kvloom.format.envelope import ALIGN_BYTES
 from kvloom.pipeline.locate import Search
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import NO_TRACE
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.inflight import Read
@@ -70,26 +69,12 @@ class Loader:
         stored tiers are in memory afterwards, if there is a memory tier.
         """
         keys = [segment.key for segment in segments]
-        held = self.memory.lease(keys)
-        run = [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
-        try:
-            if run and len(run) == len(segments):
-                self._from_memory(segments, context)
-                yield run
-                return
-        finally:
-            for _, loaded in run:
-                loaded.release()
-        # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
-        search = self._search(keys, context)
+        here = self.memory.find(keys)
+        search = Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context)
         try:
             yield from self._stream(deque(map(_Arrival, segments)), search, shape, context, gaps=gaps)
         finally:
             search.close()
-
-    def _search(self, keys: Sequence[ChunkKey], context: RequestContext) -> Search:
-        here = self.memory.find(keys)
-        return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context)
 
     def _stream(
         self, waiting: deque[_Arrival], search: Search, shape: Shape, context: RequestContext, *, gaps: bool
@@ -177,12 +162,8 @@ class Loader:
         if arrival.loaded is None:
             self.missed([arrival.segment], self.why(arrival.segment.key, context))
         else:
-            self._from_memory([arrival.segment], context)
+            context.record.gave(self.memory.name, arrival.segment.end - arrival.segment.start)
         return arrival.loaded
-
-    def _from_memory(self, segments: Sequence[Segment], context: RequestContext) -> None:
-        if context.record is not NO_TRACE:
-            context.record.gave(self.memory.name, sum(segment.end - segment.start for segment in segments))
 
     def promote(self, segment: Segment, loaded: Loaded, context: RequestContext, *, below: StoredTier) -> None:
         """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""

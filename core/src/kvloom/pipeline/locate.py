@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvloom.tiers.request_context import RequestContext
+from kvloom.tiers.request_context import HURRIED_SHARE, RequestContext
 from kvloom.tiers.stored.existence import Question
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.types import ChunkKey
-
-HURRIED_SHARE = 0.1
-"""The part of its deadline within which a tier has to answer if chunks of faster ones wait for that."""
 
 
 class Search:

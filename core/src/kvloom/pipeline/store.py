@@ -8,11 +8,10 @@ from typing import NamedTuple
 from kvloom.contracts.observer import Event
 from kvloom.memory import Reservation
 from kvloom.pipeline.key_locks import Holder, KeyLocks, LongKeyLocks
-from kvloom.pipeline.locate import HURRIED_SHARE
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.request_context import RequestContext
+from kvloom.tiers.request_context import HURRIED_SHARE, RequestContext
 from kvloom.tiers.stored.existence import Inquiry
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Layout, Loaded, Shape

@@ -101,6 +101,10 @@ class Tier(ABC):
     def find(self, keys: Sequence[ChunkKey], context: RequestContext | None = None) -> list[bool]:
         """Which keys the tier says it holds, asked in one go, as part of the operation `visit`."""
 
+    def find_within(self, keys: Sequence[ChunkKey], context: RequestContext, share: float) -> list[bool]:
+        """`find`; a tier that has to ask somebody has that share of its deadline for it."""
+        return self.find(keys, context)
+
     @abstractmethod
     def health(self) -> TierHealth:
         """How the tier is, from what is known here."""

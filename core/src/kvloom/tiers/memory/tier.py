@@ -16,8 +16,7 @@ from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.invalidation import Invalidations
-from kvloom.tiers.memory.index import Changes, MemoryIndex
-from kvloom.tiers.memory.lru import MemoryEntry
+from kvloom.tiers.memory.index import Changes, MemoryEntry, MemoryIndex
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.tier import Layout, Loaded, Tier
 from kvloom.types import Chunk, ChunkKey, TierHealth

@@ -13,7 +13,7 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.format import envelope
 from kvloom.memory import Reservation
-from kvloom.tiers.stored.decode import guarded
+from kvloom.tiers.stored.calls import guarded
 from kvloom.types import Chunk, MemoryFormat
 
 WHOLE_BYTES = 1 << 20

@@ -18,8 +18,7 @@ from kvloom.runtime import Runtime
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.stored.calls import NoRoomError
-from kvloom.tiers.stored.decode import guarded
+from kvloom.tiers.stored.calls import NoRoomError, guarded
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
 

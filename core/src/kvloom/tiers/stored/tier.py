@@ -160,6 +160,9 @@ class StoredTier(Tier):
         self._check_here()
         return self._existence.find(keys, context or self._context())
 
+    def find_within(self, keys: Sequence[ChunkKey], context: RequestContext, share: float) -> list[bool]:
+        return self.seek(keys, context).answer(share * self.deadline)
+
     def seek(self, keys: Sequence[ChunkKey], context: RequestContext) -> Question:
         """Begin `find`, for whoever has something else to do until the store has answered."""
         self._check_here()
