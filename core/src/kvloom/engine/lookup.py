@@ -202,7 +202,7 @@ class Index:
         )  # fmt: skip
 
     def find(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> torch.Tensor:
-        """Which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
+        """Return which segments the tiers say they hold: a bool mask with one entry per segment, gaps included."""
         return torch.tensor([name is not None for name in self.locate(segments, search_range)], dtype=torch.bool)
 
     def locate(self, segments: Sequence[Segment], search_range: Sequence[str] | None = None) -> list[str | None]:

@@ -23,7 +23,7 @@ class Pinner(Protocol):
     """Who can page-lock memory."""
 
     def ready(self) -> bool:
-        """Whether it can by now. Asked often, on the threads that use the memory; must initialise nothing."""
+        """Return whether it can by now. Asked often, on the threads that use the memory; must initialise nothing."""
 
     def register(self, address: int, nbytes: int) -> bool:
         """Lock memory whose pages are present; False if that cannot be."""

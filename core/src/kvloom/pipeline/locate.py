@@ -1,4 +1,4 @@
-"""Where chunks are: each stored tier is asked only for what no faster one has, while that is being read already."""
+"""Finds chunks: each stored tier is asked only for what no faster one has, while that is being read already."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Search:
         self._question: Question | None = None
 
     def knows(self, key: ChunkKey) -> bool:
-        """Whether `tiers` of this key needs no waiting."""
+        """Return whether `tiers` of this key needs no waiting."""
         if key in self._unknown:
             self._go_on(wait=False)
         return key not in self._unknown

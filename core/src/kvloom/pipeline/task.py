@@ -82,7 +82,7 @@ class Task(Cancellation):
         return self._mask
 
     def wait(self, timeout: float) -> bool:
-        """Whether it is done, after at most `timeout` seconds. Nothing is cancelled."""
+        """Return whether it is done, after at most `timeout` seconds. Nothing is cancelled."""
         return self._done or self._wait(timeout)
 
     @shielded_waiting

@@ -250,7 +250,7 @@ class MemoryIndex:
     # -- quotas --------------------------------------------------------------------------------------------------------
 
     def fits(self, key: ChunkKey, nbytes: int) -> bool:
-        """Whether the tenant of `key` may hold `nbytes` more."""
+        """Return whether the tenant of `key` may hold `nbytes` more."""
         return self._tenants is None or self._tenants.fits(key, nbytes)
 
     def coldest_of_tenant(self, key: ChunkKey) -> ChunkKey | None:

@@ -66,7 +66,7 @@ class Calls:
     # -- whether to call at all ----------------------------------------------------------------------------------------
 
     def serves(self, context: RequestContext) -> bool:
-        """Whether reading may be tried in this operation. If the tier is paused and a probe is due, it is begun."""
+        """Return whether this operation may read. If the tier is paused and a probe is due, that is begun."""
         return self.name not in context.lost and not context.given_up and not self.paused
 
     @property

@@ -23,7 +23,7 @@ RANGE_BYTES = 2 << 20
 
 
 def reads_ranges(backend: StorageBackend) -> bool:
-    """Whether the backend reads a part of a blob without reading all of it."""
+    """Return whether the backend reads a part of a blob without reading all of it."""
     return type(backend).get_range is not StorageBackend.get_range
 
 

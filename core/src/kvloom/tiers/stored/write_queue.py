@@ -73,7 +73,7 @@ class WriteQueue:
         return key in self._open
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a chunk would be accepted without waiting."""
+        """Return whether a chunk would be accepted without waiting."""
         return not self._open or self._bytes + nbytes <= self._max_bytes
 
     def submit(
@@ -123,7 +123,7 @@ class WriteQueue:
                 self._changed.wait(min(left, 0.1))
 
     def wait(self, write: Write, until: float) -> bool:
-        """Whether the write was stored by `until`."""
+        """Return whether the write was stored by `until`."""
         while write.outcome is None and self._runtime.now() < until:
             self._expire()
             with self._changed:
