@@ -38,11 +38,6 @@ class Prefix:
         with self._lock:
             self._ends[layer:] = [min(end, chunk) for end in self._ends[layer:]]
 
-    def layers_of(self, chunk: int, layers: range) -> range:
-        """Those of `layers` in which `chunk` is good: the first ones."""
-        stop = next((layer for layer in layers if self._ends[layer] <= chunk), layers.stop)
-        return range(layers.start, stop)
-
 
 @dataclass(slots=True, eq=False)
 class Incoming:

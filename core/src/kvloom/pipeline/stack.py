@@ -53,7 +53,7 @@ class Stack:
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def all_in_memory(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> bool:
-        """Return whether `locate` would say so of every key. Takes no lock, changes nothing: the main thread may ask."""
+        """Return whether `locate` would say so of every key. Takes no lock and changes nothing."""
         memory = self.memory
         return memory.keep and (names is None or memory.name in names) and memory.has_all(keys)
 
