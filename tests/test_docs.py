@@ -48,7 +48,7 @@ class Block(NamedTuple):
     language: str
     text: str
     pending: str
-    """Why it does not work yet; empty if it does."""
+    """The reason why it does not work yet; empty if it does."""
 
 
 def blocks(page: Path, text: str) -> Iterator[Block]:

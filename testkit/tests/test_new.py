@@ -107,7 +107,7 @@ def test_what_is_no_directory_is_said(tmp_path: Path) -> None:
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     place = scaffold.create("backend", "mine", tmp_path)
     (place / "README.md").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         scaffold.create("backend", "mine", tmp_path)
     assert (place / "README.md").read_text() == "mine"
 

@@ -1,4 +1,4 @@
-"""How fast the disk backend stores and retrieves, beside plain `open().write()` and `open().readinto()`.
+"""Speed of the disk backend's reads and writes, beside plain `open().write()` and `open().readinto()`.
 
     python bench_disk.py DIRECTORY
 

@@ -1,4 +1,4 @@
-"""How fast the Redis backend puts and gets, beside a raw socket that does nothing else, and redis-py.
+"""Speed of the Redis backend's puts and gets, beside a raw socket that does nothing else, and redis-py.
 
     python plugins/backend_redis/bench/redis_path.py
 

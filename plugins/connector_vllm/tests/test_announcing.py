@@ -1,4 +1,4 @@
-"""What is remembered to announce removals has a bound, in chunks and in tokens."""
+"""The memory for announcing removals has a bound, in chunks and in tokens."""
 
 from __future__ import annotations
 

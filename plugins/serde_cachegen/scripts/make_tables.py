@@ -31,7 +31,8 @@ def gauss(scale: float) -> Callable[[float], float]:
 
 
 def frequencies(cdf: Callable[[float], float]) -> list[int]:
-    """What is rarer than half a slot is left to the escape, so that narrow tables waste no slots on their tails."""
+    """Slots for each value. Values rarer than half a slot are left to the escape, so that narrow
+    tables waste no slots."""
     total = 1 << PRECISION
     p = [cdf(value + 0.5) - cdf(value - 0.5) for value in range(-31, 31)]
     kept = [each * total >= 0.5 for each in p]

@@ -109,7 +109,7 @@ def test_what_cannot_be_is_one_error_and_no_file(arguments: tuple[str, ...], pro
 def test_a_file_is_written_over_only_if_asked(tmp_path: Path) -> None:
     flags = ("--engine", "plain", "--tier", "memory")
     (tmp_path / "kv.yaml").write_text("mine")
-    assert "is there already" in made(tmp_path, *flags, status=2).err
+    assert "exists already" in made(tmp_path, *flags, status=2).err
     assert (tmp_path / "kv.yaml").read_text() == "mine"
     made(tmp_path, *flags, "--force")
     assert EngineConfig.from_file(tmp_path / "kv.yaml").tiers[0].type == "memory"

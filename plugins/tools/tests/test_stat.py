@@ -157,7 +157,7 @@ def test_the_process_that_evicts_is_seen_and_keeps_its_right(tmp_path: Path) -> 
     assert not store.exists(), "who only looks makes nothing"
     assert f"tiers.0.path: there is no '{store}': nothing was stored there yet" in failed.err
     store.mkdir()
-    assert evicts(config) == "nobody"
+    assert evicts(config) == "no process"
     command = [sys.executable, "-c", HOLDER, str(store)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout
@@ -165,7 +165,7 @@ def test_the_process_that_evicts_is_seen_and_keeps_its_right(tmp_path: Path) -> 
         assert evicts(config) == "a process"
         holder.kill()
         holder.wait()
-    assert evicts(config) == "nobody"
+    assert evicts(config) == "no process"
 
 
 def test_stores_that_nobody_holds(racks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

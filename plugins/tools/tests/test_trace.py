@@ -192,7 +192,7 @@ def test_two_engines_write_two_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("there.jsonl", "--", "true"), "there.jsonl: is there already"),
+        (("there.jsonl", "--", "true"), "there.jsonl: exists already"),
         (("new.jsonl",), "COMMAND: what is to be run?"),
         (("no/new.jsonl", "--", "true"), "no directory that can be written to"),
         (("new.jsonl", "--", "no-such-command"), "COMMAND: 'no-such-command' cannot be run"),
@@ -283,7 +283,7 @@ def test_more_capacity_never_has_fewer_hits_and_the_curve_is_drawn(tmp_path: Pat
     assert "capacity of memory" in chart.read_text()
     printed = run("trace", "replay", trace, tmp_path / "kv.yaml", *KIB, "--chart", tmp_path / "chart.png").out
     again = replay(trace, tmp_path / "kv.yaml", *KIB, "--chart", chart, status=2)
-    assert "chart.svg is there already" in again and "capacity of memory" in chart.read_text()
+    assert "chart.svg exists already" in again and "capacity of memory" in chart.read_text()
     replay(trace, tmp_path / "kv.yaml", *KIB, "--chart", chart, "--force")
     assert "capacity of memory" not in chart.read_text()
     assert "without limits" in printed and (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")

@@ -98,7 +98,7 @@ def test_it_says_what_each_tier_holds(config: Path, prompts: Path) -> None:
     fill(config, 6, salt="tenant")
     assert warm(prompts, "--config", config)["lines"][2]["hit"] == 24
     printed = run("warm", prompts, "--config", config).out
-    assert "3 lines, 59 tokens, of which the tiers hold 48 from each first one on" in printed
+    assert "3 lines, 59 tokens, 48 of them hits" in printed
 
 
 def test_it_takes_what_why_takes(config: Path, tokens: list[int], tmp_path: Path) -> None:

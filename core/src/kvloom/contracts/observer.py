@@ -36,8 +36,8 @@ class Event:
     bytes: int = 0
     seconds: float = 0.0
     reason: str = ""
-    """Why, for `missed`, `dropped`, `evicted`, `tier_error`, `tier_paused` and `tier_resumed`: one of few words, never
-    the text of an error, nor anything that a blob says."""
+    """The reason for `missed`, `dropped`, `evicted`, `tier_error`, `tier_paused` and `tier_resumed`: one of few words,
+    never the text of an error, nor anything that a blob says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class PluginStatus:
     version: str
     state: State
     reason: str
-    """Why it is not `ok`."""
+    """The reason for a state other than `ok`."""
     provides: tuple[tuple[str, str], ...]
     """(kind, type) of every class that can be used; a broken plugin keeps those of its hooks that work."""
 
@@ -331,7 +331,7 @@ class _Plugin:
             self._faults["commands"] = _brief(error)
 
     def why_not(self, kind: str) -> str:
-        """Why nothing of `kind` comes from this plugin; "" if that is how it should be."""
+        """The reason why nothing of `kind` comes from this plugin; "" if that is how it should be."""
         if self.state != "ok":
             return f"{self.state}: {self.reason}"
         return f"broken: {self._faults[kind]}" if kind in self._faults else ""
@@ -347,7 +347,8 @@ class _Plugin:
 
 
 def _by_type(kind: str, answers: Iterable[Any]) -> dict[str, type[Any] | str]:
-    """What the implementations of a hook returned: classes, or `module:class` by type. PluginError if it is unfit."""
+    """Classes, or `module:class`, by type, from what the implementations of a hook returned. PluginError if it is
+    unfit."""
     found: dict[str, type[Any] | str] = {}
     for answer in answers:
         if isinstance(answer, str) or not isinstance(answer, Iterable):

@@ -17,7 +17,7 @@ _FILE = {"exists": True, "dir_okay": False, "readable": True}
 
 
 class Dtype(StrEnum):
-    """In which a model is tried."""
+    """The dtype in which a model is tried."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

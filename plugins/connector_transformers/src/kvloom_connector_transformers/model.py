@@ -43,7 +43,7 @@ class Report:
     """The rest of the prompt and all generated tokens."""
     store_seconds: float
     note: str = ""
-    """Why nothing was looked up, or nothing stored, where that was not asked for."""
+    """The reason why nothing was looked up or stored, unless that was asked for."""
 
 
 @dataclass(slots=True)

@@ -152,7 +152,7 @@ def kernels() -> Kernels | None:
 
 
 def about_kernels() -> str:
-    """Why there are none, for people."""
+    """The reason why there are no kernels, for people."""
     try:
         devices = libraries.load("kvloom_connector_vllm", "kvpaged_cuda").kvp_cuda_devices()
     except PluginError:

@@ -57,7 +57,7 @@ def import_(
     if file is not None and to is not None and file.resolve() == to.resolve():
         raise ConfigError("--output", f"{to} is LMCache's file; name another")
     if to is not None and to.is_file() and not force:
-        raise ConfigError("--output", f"{to} is there already; name another, or write over it with --force")
+        raise ConfigError("--output", f"{to} exists already; choose another name, or overwrite it with --force")
     fields = {} if file is None else _read(file)
     if env:
         fields |= import_environment(os.environ)

@@ -221,7 +221,8 @@ def _end(draft: Draft) -> None:
 
 
 def _check(done: Imported) -> None:
-    """That it is a configuration, whatever plugins are here. Raises ConfigError with the names of the fields."""
+    """Check that it is a configuration, whatever plugins are installed. Raises ConfigError with the names of the
+    fields."""
     try:
         EngineConfig.load(done.tried())
     except ConfigError as error:

@@ -21,7 +21,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What became of one blob."""
+    """The outcome for one blob."""
 
     key: ChunkKey
     outcome: str

@@ -1,4 +1,4 @@
-"""What became of the chunks of a prompt: asked of every tier, beside whatever engines use them at the time.
+"""The fate of each chunk of a prompt: asked of every tier, beside whatever engines use them at the time.
 
 For each chunk and tier: it is there, and can be used or cannot; it lies in quarantine; the record of what was evicted
 has it. Where it is nowhere: whether it is stored under another salt or another fingerprint.
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 HIT, CORRUPT, EXPIRED, UNREADABLE, EVICTED = "hit", "corrupt", "expired", "unreadable", "evicted"
 OTHER_SALT, OTHER_FINGERPRINT, NEVER, GONE = "other salt", "other fingerprint", "never stored", "not there"
 _TELLING = (CORRUPT, EXPIRED, UNREADABLE, EVICTED)
-"""What a tier may say of a chunk that it does not give, most telling first."""
+"""States in which a tier has news of a chunk but does not give it, most telling first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of tokens `start` to `end`."""
+    """The fate of tokens `start` to `end`."""
 
     start: int
     end: int
     verdict: str
     tiers: tuple[str, ...] = ()
-    """That would give it."""
+    """The tiers that would give it."""
     why: str = ""
-    """If none does."""
+    """The reason why no tier does."""
     problems: Mapping[str, str] = field(default_factory=dict)
-    """Of tiers that do not give it, though another does, and have something to say."""
+    """Reasons of tiers that do not give it, though another does."""
 
     @property
     def said(self) -> str:
@@ -52,7 +52,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked."""
+    """The prompt, and the names to look for it under."""
 
     keys: Keys
     prompt: torch.Tensor
@@ -66,7 +66,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What one tier says of one chunk."""
+    """The answer of one tier about one chunk."""
 
     state: str
     text: str = ""
@@ -120,7 +120,7 @@ class _Tier:
         self._departures = store.evictions()
 
     def ask(self, names: Sequence[str], step: Callable[[], None]) -> list[_Said]:
-        """What it says of each key."""
+        """The tier's answer about each key."""
         backend, seconds = self.store.backend, self.store.choice.deadline
         there = self.store.ask(lambda: list(backend.contains_many(names)))
         aside = self.store.ask(lambda: list(backend.contains_many([QUARANTINE + name for name in names])))
@@ -174,7 +174,7 @@ class _Tier:
         return None
 
     def _absent(self, name: str, *, aside: bool) -> _Said:
-        """What can be said of a blob that is not there."""
+        """The answer about a blob that is not there."""
         if aside:
             return _Said(CORRUPT, "corrupt: put into quarantine by kvloom scrub")
         known = self._departures
@@ -199,7 +199,7 @@ class _Tier:
 
 
 def chunk_tokens_of(opened: Sequence[Store], fingerprint: str) -> int | None:
-    """How many tokens are in a chunk of this model that the tiers hold; None if they hold none that can be read."""
+    """The number of tokens in a chunk of this model that the tiers hold; None if they hold none that can be read."""
     for store in opened:
         for entry in store.entries(f"{fingerprint}/"):
             with suppress(BackendError):

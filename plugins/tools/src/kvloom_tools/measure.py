@@ -1,4 +1,4 @@
-"""How fast a tier is for chunks of one model: measured through the real backend, serializer and checksums."""
+"""The speed of a tier for chunks of one model: measured through the real backend, serializer and checksums."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from kvloom import KVSpec, MemoryFormat, Serializer
 
 _BYTES = 128 << 20
-"""What is written to a store, about; at least _FEWEST chunks and at most _MOST."""
+"""Bytes to write to a store, about; at least _FEWEST chunks and at most _MOST."""
 _FEWEST, _MOST = 4, 32
 _SECONDS = 5.0
-"""How long one measurement goes on at most, but for the call under way."""
+"""The longest that one measurement goes on, except for the call under way."""
 _LEFT_SECONDS = 3600.0
-"""When what lies under `plan/` counts as left by a command that was killed."""
+"""The age from which blobs under `plan/` count as left by a command that was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a chunk looks like."""
+    """The shape and format of a chunk."""
 
     shape: tuple[int, ...]
     spec: KVSpec

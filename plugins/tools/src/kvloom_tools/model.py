@@ -1,4 +1,4 @@
-"""What the verbs know of a model: the spec of its KV, from a file or a store's records, and the keys of its prompts."""
+"""A model for the verbs: the spec of its KV, from a file or a store's records, and the keys of its prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Keys:
-    """How a configuration calls the KV of a model."""
+    """The keys that a configuration gives to the KV of a model."""
 
     def __init__(self, config: EngineConfig, resolved: Resolved, spec: KVSpec) -> None:
         import kvloom

@@ -1,4 +1,4 @@
-"""What a model's KV looks like, from what there is: a spec, a Hugging Face config, a name in its cache, numbers."""
+"""The spec of a model's KV, from what there is: a spec, a Hugging Face config, a name in its cache, numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = ("hidden_size", "n_embd", "d_model")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the command line says; it wins over the model's files."""
+    """The options of the command line. They win over the model's files."""
 
     model: str | None = None
     layers: int | None = None
@@ -29,7 +29,7 @@ class Given:
     head_size: int | None = None
     dtype: str | None = None
     option: str = "--spec"
-    """What `model` was given with, and what to say in its place."""
+    """The option that `model` was given with. `instead` names the options that can replace it."""
     instead: str = "--layers, --kv-heads, --head-size and --dtype"
 
 

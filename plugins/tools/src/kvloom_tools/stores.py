@@ -1,4 +1,4 @@
-"""What several verbs need of stores, beside `kvloom.inspection`."""
+"""Helpers for stores that several verbs need, beside `kvloom.inspection`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from kvloom.inspection import TierChoice
 
 QUARANTINE = "quarantine/"
-"""Where `kvloom scrub` puts corrupt blobs: in front of their key."""
+"""Prefix of the keys of corrupt blobs that `kvloom scrub` set aside."""
 PROBES = "plan/"
-"""Where `kvloom plan` puts what it measures with, for as long as that takes."""
+"""Prefix of the keys that `kvloom plan` writes to measure, and deletes."""
 
 
 def said(error: BaseException) -> str:

@@ -22,7 +22,7 @@ MAX_BLOB_BYTES = 1 << 30
 
 
 class Verdict(enum.Enum):
-    """What became of a blob."""
+    """The result for a blob."""
 
     OK = "ok"
     CORRUPT = "corrupt"
@@ -43,7 +43,7 @@ class Finding:
     bytes: int = 0
     reason: str = ""
     action: str = ""
-    """What was done about a corrupt one: quarantined, deleted, kept, replaced (or removed: by an engine, meanwhile)."""
+    """The action on a corrupt blob: quarantined, deleted, kept, replaced (or removed: by an engine, meanwhile)."""
 
 
 class TooLongError(BackendError):
@@ -107,7 +107,7 @@ class Examiner:
 
 
 class Content:
-    """Where a backend puts what lies at a key, whatever it is: memory that may be used again."""
+    """Reusable memory for a backend to read any content into."""
 
     max_bytes = MAX_BLOB_BYTES
 
@@ -132,7 +132,7 @@ class Content:
 
 
 class Landing(Content):
-    """Where a backend puts a blob: verified as it fills."""
+    """Memory for a backend to read a blob into, verified as it fills."""
 
     def __init__(
         self, key: str, buffer: mmap.mmap, protection: Protection | None = None, *, decrypt: bool = True

@@ -383,7 +383,7 @@ class DeathRequirements(BackendRequirements):
         run(CHILDREN + REFUSED, backend, names.keys(len(forms)), arguments=forms)
 
     def test_B47_a_read_that_fails_is_no_miss(self, names: Namespace, opened: Open) -> None:
-        """Where the system refuses to open a file, `get` and its other forms raise, or give the blob all the same.
+        """`get` and its other forms raise, or give the blob all the same, if the system refuses to open a file.
 
         It is tried without any descriptor left to this process.
 
@@ -397,7 +397,7 @@ class DeathRequirements(BackendRequirements):
         run(UNREADABLE, backend, [names.key()])
 
     def test_B48_a_delete_that_fails_is_said(self, names: Namespace, opened: Open) -> None:
-        """Where the system refuses to remove a file, `delete` and `delete_many` raise, or the blob is gone.
+        """`delete` and `delete_many` raise, or the blob is gone, if the system refuses to remove a file.
 
         It is tried with errors of the calls of Python's `os`: what native code or a server removes has none.
 

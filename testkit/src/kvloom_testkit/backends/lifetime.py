@@ -26,7 +26,7 @@ OPENINGS = 30
 SLACK = 10
 """Threads and descriptors that other code may have opened meanwhile."""
 _SECONDS = 5.0
-"""In which a connection is closed that its client was told, or collected, to let go."""
+"""Seconds within which a connection must be closed whose client was told to close it, or was collected."""
 
 _OF_A_MODEL = re.compile(r"(quarantine/|spec/)?[0-9a-f]{32}")
 

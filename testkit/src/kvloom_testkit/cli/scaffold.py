@@ -208,7 +208,7 @@ def create(word: str, type_: str, into: Path) -> Path:
     package = f"kvloom_{word}_{type_}"
     place = into / package.replace("_", "-")
     if place.exists():
-        raise ConfigError("name", f"{place} is there already")
+        raise ConfigError("name", f"{place} exists already")
     try:
         for path, text in _package(word, start, type_, package).items():
             (place / path).parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ class DeviationConfig(RatioConfig):
     """Settings of `cacheblend` and `hybrid`."""
 
     check_layers: tuple[int, ...] = (1,)
-    """In which layers tokens are compared, from 0; up to the first of them every token is computed."""
+    """Layers in which tokens are compared, from 0; up to the first of them every token is computed."""
     metric: Metric = "v"
     """Compared are V, K, or both, each in relation to its size."""
 

@@ -41,7 +41,7 @@ class Prefilled:
     """Rows computed, in all layers, as a share of those of a whole prefill; a look at the question's attention counts
     too."""
     note: str = ""
-    """Why nothing was blended, where that was not asked for."""
+    """The reason why nothing was blended, unless that was asked for."""
 
     @property
     def exact(self) -> bool:

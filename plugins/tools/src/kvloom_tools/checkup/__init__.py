@@ -1,3 +1,3 @@
-"""What `kvloom doctor` looks at. Whatever is found, the rest is looked at too."""
+"""The checks of `kvloom doctor`. Each runs whatever the others find."""
 
 from kvloom_tools.checkup.finding import Finding as Finding

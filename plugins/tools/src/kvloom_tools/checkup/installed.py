@@ -1,4 +1,4 @@
-"""What is installed: Python, plugins, the libraries under them and their versions, compiled parts."""
+"""Checks of the installation: Python, plugins, the libraries under them and their versions, compiled parts."""
 
 from __future__ import annotations
 

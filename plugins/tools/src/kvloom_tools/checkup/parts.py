@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvloom.inspection import Resolved
 
 _ENGINES = {"vllm": "vllm", "vllm_offload": "vllm", "sglang": "sglang", "transformers": "transformers"}
-"""What uses a connector, and has to be where that is."""
+"""The package that uses a connector, by the connector's type."""
 
 
 def looked_at(resolved: Resolved) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvloom.inspection import Resolved, TierChoice
 
 PROBE = "doctor/"
-"""Where what is written for a try lies, for as long as that takes."""
+"""Prefix of the keys that are written for a test and deleted after it."""
 PROBE_BYTES = 1 << 20
 _DIRECT_TYPE = "disk"
 """The backend that moves blobs by O_DIRECT."""
@@ -62,7 +62,7 @@ def _tried(choice: TierChoice) -> Finding:
 
 
 def _listed(choice: TierChoice) -> Iterator[Finding]:
-    """Whether all that a bounded tier holds can be counted."""
+    """Report a bounded tier whose content cannot be counted completely."""
     if choice.write == "never" or (choice.capacity is None and not choice.quota):
         return
     try:
@@ -117,7 +117,7 @@ def _directory(choice: TierChoice, path: Path) -> Iterator[Finding]:
 
 
 def _used(path: Path) -> int:
-    """What the tier has there already: it counts as room."""
+    """Bytes that the tier's directory has already; they count as room."""
     if not path.is_dir():
         return 0
     total = 0
@@ -131,7 +131,7 @@ def _used(path: Path) -> int:
 
 
 def _writable(choice: TierChoice, place: Path) -> Iterator[Finding]:
-    """Whether files can be made there, and, for a tier that would, moved past the page cache."""
+    """Check that files can be made there, and written past the page cache if the tier wants that."""
     assert choice.backend is not None
     flag: Any = getattr(os, "O_DIRECT", None)
     wanted = choice.backend.cls.type == _DIRECT_TYPE and getattr(choice.backend.config, "direct", "") != "never"

@@ -60,7 +60,7 @@ class Memory:
         return len(self.order) + len(self._aside)
 
     def written(self, chunk: int) -> float:
-        """When a chunk that is held was first stored."""
+        """The time at which a chunk that is held was first stored."""
         return (self.order.get(chunk) or self._aside[chunk])[1]
 
     def expire(self, now: float) -> None:
@@ -93,7 +93,7 @@ class Memory:
                     ring[chunk] = None
 
     def fits(self, count: int) -> int:
-        """How many chunks could be held if nothing else was; at most `count`."""
+        """The number of chunks that could be held if nothing else was; at most `count`."""
         return min(count, self.capacity // self.plan.stored_bytes)
 
     def make_room(self, nbytes: int, *, leased: Container[int] = ()) -> bool:
@@ -153,7 +153,7 @@ class Memory:
             self._write_ahead(self._clean_bytes - (self.capacity - self.used))
 
     def lost_below(self, chunk: int) -> None:
-        """What a lower tier let go for want of room is to be written again when memory lets go of it."""
+        """Mark a chunk that a lower tier evicted, so that it is written again when memory evicts it."""
         if chunk in self:
             self._dirty.add(chunk)
             held = self._aside.pop(chunk, None)

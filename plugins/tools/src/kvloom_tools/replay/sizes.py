@@ -1,4 +1,4 @@
-"""What a chunk takes up in each tier of a configuration, and what the tier's settings say: all that a replay needs."""
+"""The size of a chunk in each tier of a configuration, and the tier's settings: all that a replay needs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class TierPlan:
     capacity: int | None
     """Bytes; None for no limit."""
     stored_bytes: int
-    """What one chunk takes of the capacity, once it is there."""
+    """Bytes of the capacity that one stored chunk takes."""
     moved_bytes: int
-    """What is read or written for one chunk."""
+    """Bytes that are read or written for one chunk."""
     landed_bytes: int = 0
-    """What one chunk that comes from this tier takes of the memory tier's pool."""
+    """Bytes of the memory tier's pool that one chunk from this tier takes."""
     write: str = "through"
     admission: str = "lru"
     ttl: float | None = None
@@ -38,7 +38,7 @@ class TierPlan:
     quota: Mapping[str, int] | None = None
     """Bytes by salt, as the configuration has it."""
     exact: bool = True
-    """What it gives is what was stored, bit for bit."""
+    """The tier gives back what was stored, bit for bit."""
     evicts_itself: bool = False
     """The store has a limit of its own, which is not known here."""
 

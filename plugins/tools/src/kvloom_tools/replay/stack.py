@@ -22,21 +22,21 @@ _ASKS = frozenset({"retrieve", "retrieve_layer"})
 
 @dataclass
 class Sums:
-    """What came out so far. Tokens are of whole chunks, except where it says otherwise."""
+    """The sums so far. Tokens are of whole chunks, except where it says otherwise."""
 
     requests: int = 0
-    """That asked for KV."""
+    """Requests for KV."""
     whole: int = 0
-    """Of those, how many got all the chunks that they asked for."""
+    """Requests that got all chunks that they asked for."""
     partly: int = 0
-    """Some of them."""
+    """Requests that got some of them."""
     asked_tokens: int = 0
     """All tokens of the prompts, but for those that the engine had, and what fills no chunk."""
     asked_chunks: int = 0
     hit_chunks: Counter[str] = field(default_factory=Counter)
     """By tier."""
     recorded_tokens: Counter[str] = field(default_factory=Counter)
-    """What the recorded engine got, by its tiers."""
+    """Tokens that the recorded engine got, by its tiers."""
     unfit: int = 0
     """Lines whose blocks do not go with the chunks of this configuration."""
 
@@ -145,7 +145,7 @@ class Replay:
             self._touched = chain
 
     def _retrieve(self, chain: list[int], first: int, tenant: int, *, gaps: bool, asks: bool) -> int:
-        """How many chunks came."""
+        """The number of chunks that came."""
         self._touch(chain)
         for tier in self._counting:
             tier.count(chain)

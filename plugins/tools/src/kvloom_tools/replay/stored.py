@@ -40,9 +40,9 @@ class Stored:
         self._tenants: dict[int, Order] | None = {} if quota or other_quota is not None else None
         self._owner: dict[int, int] = {}
         self.ordered = plan.bounded
-        """Which was used last matters."""
+        """The order of use matters."""
         self.order: dict[int, float] = OrderedDict() if self.ordered else {}
-        """When each chunk was first stored, in seconds; where it matters, the least recently used first."""
+        """Seconds at which each chunk was first stored; where the order matters, the least recently used first."""
         self._ages: list[tuple[float, int]] = []
         self.sketch = Sketch() if plan.admission == "tiny_lfu" else None
         self._on_lost = on_lost

@@ -25,7 +25,7 @@ _MOST_BYTES = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     spec: str | None
     bytes_per_token: float | None
@@ -255,7 +255,7 @@ def check_chart(path: Path, *, force: bool) -> None:
     if not path.parent.is_dir():
         raise ConfigError("--chart", f"there is no directory {str(path.parent)!r}; make it")
     if path.exists() and not force:
-        raise ConfigError("--chart", f"{path} is there already; name another, or write over it with --force")
+        raise ConfigError("--chart", f"{path} exists already; choose another name, or overwrite it with --force")
     if find_spec("matplotlib") is None:
         raise ConfigError("--chart", "matplotlib is not installed; pip install matplotlib, or leave --chart out")
 

@@ -27,32 +27,32 @@ _AHEAD = 1 << 15
 """So many lines are put in order at once: an engine tells of a request when its writes are over."""
 _MOST_LINE_BYTES = 16 << 20
 _MOST_RATIO = 250
-"""What is packed tighter is no trace: these have some 20 bytes unpacked for each packed one."""
+"""The highest ratio of unpacked to packed bytes. Traces have a ratio of some 20."""
 _SHOWN = 5
-"""How many broken lines are kept to be shown."""
+"""The number of broken lines that are kept to be shown."""
 
 
 class Line(NamedTuple):
     """One request."""
 
     seconds: float
-    """When it began, since any moment."""
+    """The time at which it began, counted from any moment."""
     input_tokens: int
     """Of the whole prompt, with what did not fill a block."""
     hash_ids: list[int]
     """One for each block of `block_tokens`, in order; the last may be of a block that is not full."""
     block_tokens: int
     verb: str = ""
-    """Which of an engine's; "" for a prompt that was looked up and then stored."""
+    """The engine's verb; "" for a prompt that was looked up and then stored."""
     salt: int = 0
-    """Which tenant."""
+    """The number of the tenant."""
     first: int = 0
-    """How many leading blocks were not asked for, as the engine had them."""
+    """The number of leading blocks that were not asked for, because the engine had them."""
     served: dict[str, int] = {}  # noqa: RUF012 - never changed
     """Tokens that the recorded engine got, by tier."""
     asked: int = 0
-    """Of a save: how many leading blocks the engine did not have to compute. kvloom had them already when they came to
-    be saved, so that the engine's own cache had them, too, or they were loaded and are counted there."""
+    """Of a save: the number of leading blocks that the engine did not have to compute. kvloom had them already when
+    they came to be saved, so that the engine's own cache had them, too, or they were loaded and are counted there."""
 
 
 class Broken(NamedTuple):

@@ -121,7 +121,7 @@ def add(commands: typer.Typer) -> None:
         import yaml
 
         if to.exists() and not force:
-            raise ConfigError("--output", f"{to} is there already; name another, or write over it with --force")
+            raise ConfigError("--output", f"{to} exists already; choose another name, or overwrite it with --force")
         if not engine or not tiers:
             if not _is_terminal():
                 raise ConfigError("--engine, --tier", f"there is no terminal to ask at; give both, such as {_EXAMPLE}")

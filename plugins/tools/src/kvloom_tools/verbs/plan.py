@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvloom_tools.measure import Sample, Speed
 
 _CLEARLY = 1.2
-"""How much faster a slower tier must be for this to be no accident."""
+"""The factor by which a slower tier must be faster for this to be no accident."""
 
 _MOST_CHUNK_BYTES = 1 << 30
 """Several of them are in memory at the same time."""
@@ -47,12 +47,12 @@ class Row:
     latency_seconds: float | None = None
     """For one chunk, with nothing else under way."""
     tokens_per_second: float | None = None
-    """That can be read."""
+    """Tokens that can be read in a second."""
     break_even_tokens: int | None = None
-    """From how many tokens on loading beats computing; None for never, or not known."""
+    """The number of tokens from which on loading beats computing; None for never, or not known."""
     warnings: list[str] = field(default_factory=list)
     error: str = ""
-    """Why nothing was measured."""
+    """The reason why nothing was measured."""
 
 
 def add(commands: typer.Typer) -> None:

@@ -31,7 +31,7 @@ _NAMED = 10_000
 
 @dataclass(slots=True)
 class Report:
-    """What was found in one tier."""
+    """The findings in one tier."""
 
     tier: str
     type: str
@@ -44,12 +44,12 @@ class Report:
     failed: int = 0
     gone: int = 0
     foreign: int = 0
-    """What is in the listing and neither a chunk nor kvloom's own record."""
+    """Entries of the listing that are neither a chunk nor kvloom's own record."""
     in_quarantine: int = 0
     """Blobs that lie in quarantine now."""
     seconds: float = 0.0
     error: str = ""
-    """Why the tier was not read to its end."""
+    """The reason why the tier was not read to its end."""
     problems: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -90,7 +90,7 @@ def add(commands: typer.Typer) -> None:
 
 
 _PARTS = ("spec", "+tmp", "+hold-evict")
-"""What a directory of the disk backend has, whatever was put there: one of these at least."""
+"""Entries of a directory of the disk backend: it has at least one of them."""
 
 
 def _resolved(path: Path) -> tuple[Resolved, bool]:
@@ -114,7 +114,7 @@ def _serializers(choice: TierChoice) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How one tier is gone through."""
+    """A walk through one tier."""
 
     store: Store
     serializers: set[str] | None

@@ -37,12 +37,12 @@ class Summary:
     state: str = "ok"
     """Or `degraded` (not all could be listed), `no answer`, `failed`, `not opened`."""
     reason: str = ""
-    """Why it is not ok."""
+    """The reason for a state other than `ok`."""
     answer_seconds: float | None = None
-    """How long a question took; None if there was no answer."""
+    """Seconds that a question took; None if there was no answer."""
     evicts: str = "unknown"
-    """Who keeps the tier within its capacity: `store` (by itself), `owner` (the one process that uses it), `a process`
-    (of those that share it), `nobody` (now), or `unknown`."""
+    """The process that evicts: `store` (it evicts by itself), `owner` (the only process on the store), `a process` (of
+    those that share it), `no process` (at the moment), or `unknown`."""
     blobs: int = 0
     bytes: int = 0
     oldest: float | None = None
@@ -71,7 +71,7 @@ def add(commands: typer.Typer) -> None:
 
 
 def _summary(choice: TierChoice) -> Summary:
-    """What can be said of a tier, as far as it answers."""
+    """A tier's summary, as far as it answers."""
     from kvloom.inspection import opened
     from kvloom_tools.stores import said
 
@@ -92,7 +92,7 @@ def _summary(choice: TierChoice) -> Summary:
 
 
 def _unlisted(count: Callable[[], None]) -> str:
-    """Why not all could be counted; empty if it was."""
+    """The reason why not all could be counted; "" if all was."""
     try:
         count()
     except BackendError as error:
@@ -111,7 +111,7 @@ def _ask(store: Store, summary: Summary) -> None:
 
 
 def _evictor(store: Store) -> str:
-    """The last question: a right that nobody had is this process's until the store is closed, which is next."""
+    """The process that evicts. Ask it last: a free right to evict becomes this process's until the store is closed."""
     from kvloom import StorageBackend
 
     backend = store.backend
@@ -122,7 +122,7 @@ def _evictor(store: Store) -> str:
     if type(backend).hold is StorageBackend.hold:
         return "unknown"
     try:
-        return "nobody" if store.ask(lambda: backend.hold("evict")) else "a process"
+        return "no process" if store.ask(lambda: backend.hold("evict")) else "a process"
     except BackendError as error:
         if not isinstance(error.__cause__, PermissionError):
             raise

@@ -114,7 +114,7 @@ def _record(file: Path, command: Sequence[str], max_bytes: str) -> int:
     from kvloom_tools.replay import sweep
 
     if file.exists():
-        raise ConfigError(str(file), "is there already; name another file, or remove it")
+        raise ConfigError(str(file), "exists already; choose another name, or remove it")
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise ConfigError(str(file.parent), "no directory that can be written to; make it")
     sweep.byte_size(max_bytes, "--max-bytes")

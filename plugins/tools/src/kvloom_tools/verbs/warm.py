@@ -123,7 +123,7 @@ def _keyings(
     prompts: Sequence[Prompt], opened: Sequence[Store], config: EngineConfig, resolved: Resolved, *, spec: Path | None,
     model: str | None,
 ) -> list[Keys]:  # fmt: skip
-    """How the prompts are called, for every rank of the model."""
+    """The keys of the prompts, for every rank of the model."""
     if all(prompt.key is not None for prompt in prompts):
         return []
     if spec is None:
@@ -145,7 +145,7 @@ def _lines(prompts: Iterable[Prompt], keyings: Sequence[Keys], chunk_tokens: int
 
 
 def _holders(opened: Sequence[Store], lines: Sequence[Line]) -> dict[ChunkKey, set[str]]:
-    """Which tiers say that they hold each key."""
+    """For each key, the tiers that say that they hold it."""
     holders: dict[ChunkKey, set[str]] = {segment.key: set() for line in lines for segment in line.segments}
     keys = list(holders)
     for store in opened:
@@ -231,7 +231,7 @@ def _print(lines: Sequence[Line], opened: Sequence[Store], copied: Sequence[Copi
     columns = ("line", "rank", "tokens", "hit", *names)
     output.print_table("tokens of each prompt, and in each tier", columns, rows, right=columns)
     tokens, hit = sum(line.tokens for line in lines), sum(line.hit for line in lines)
-    output.say(f"{len(lines)} lines, {tokens} tokens, of which the tiers hold {hit} from each first one on")
+    output.say(f"{len(lines)} lines, {tokens} tokens, {hit} of them hits")
     for outcome, count in Counter(one.outcome for one in copied).items():
         nbytes = sum(one.bytes for one in copied if one.outcome == outcome)
         output.say(f"{outcome}: {count} blobs, {output.size(nbytes)}")

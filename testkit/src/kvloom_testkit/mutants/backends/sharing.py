@@ -280,7 +280,7 @@ class ReadsOneMessage(Mutant, CompleteDirectoryBackend):
 
 
 class HoldsForTheThread(Mutant, DirectoryBackend):
-    """That asked; another one of the same instance finds the right taken."""
+    """Gives the right to the thread that asked; another one of the same instance finds it taken."""
 
     breaks = "B28"
 

@@ -259,7 +259,7 @@ class CachesWhatItWroteWrongly(Mutant, DirectoryBackend):
 
 
 class MissesWhatItCannotOpen(Mutant, DirectoryBackend):
-    """What was meant is that there may be nothing."""
+    """Takes every error of opening a file for a miss; FileNotFoundError was meant."""
 
     breaks = "B47"
 

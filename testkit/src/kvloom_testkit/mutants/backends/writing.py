@@ -74,7 +74,7 @@ class WritesOverAVictim(Mutant, DirectoryBackend):
 
 
 class SwallowsDeleteErrors(Mutant, DirectoryBackend):
-    """What was meant is that there may be nothing."""
+    """Ignores every error of removing a file; FileNotFoundError was meant."""
 
     breaks = "B48"
 
