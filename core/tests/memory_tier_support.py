@@ -60,12 +60,12 @@ class Tier:
         self.tier = MemoryTier(layout, self.pool, self.events, self.clock, **settings)
 
     def put(self, key: ChunkKey, *, fidelity: str = "exact", pages: int = 1, keep: bool = False, **how: Any) -> Any:
-        room = self.tier.reserve(pages * PAGE)
-        if room is None:
+        reservation = self.tier.reserve(pages * PAGE)
+        if reservation is None:
             return None
-        chunk = Chunk(room.tensor((2, 1, 4 * pages, PAGE // 8), torch.uint8), MemoryFormat.KV_BLOB, 4, fidelity)
+        chunk = Chunk(reservation.tensor((2, 1, 4 * pages, PAGE // 8), torch.uint8), MemoryFormat.KV_BLOB, 4, fidelity)
         chunk.tensor.fill_(key.depth % 256)
-        block = room.seal()
+        block = reservation.seal()
         assert block is not None
         loaded = self.tier.insert(key, chunk, block, **how)
         if keep:

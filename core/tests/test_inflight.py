@@ -71,10 +71,10 @@ class Store:
         """A chunk of sevens, once the gate is open."""
         self.gate.wait(20)
         self.loads += 1
-        room = self.memory.reserve(PAGE)
-        assert room is not None
-        chunk = Chunk(room.tensor(SHAPE, torch.uint8).fill_(7), MemoryFormat.KV_BLOB, 4)
-        block = room.seal()
+        reservation = self.memory.reserve(PAGE)
+        assert reservation is not None
+        chunk = Chunk(reservation.tensor(SHAPE, torch.uint8).fill_(7), MemoryFormat.KV_BLOB, 4)
+        block = reservation.seal()
         assert block is not None
         return self.memory.insert(KEY, chunk, block)
 
@@ -104,9 +104,9 @@ def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(store: Store, fir
         assert got is not None and bool((got.chunk.tensor == 7).all())
         assert store.memory.reserve(PAGE) is None, "nobody else is given memory that is being read"
         got.release()
-    room = store.memory.reserve(PAGE)
-    assert room is not None, "and all of it is given back"
-    room.abandon()
+    reservation = store.memory.reserve(PAGE)
+    assert reservation is not None, "and all of it is given back"
+    reservation.abandon()
 
 
 def test_who_gives_up_leaves_the_lease_to_the_others(store: Store) -> None:
@@ -117,9 +117,9 @@ def test_who_gives_up_leaves_the_lease_to_the_others(store: Store) -> None:
     got = store.inflight.collect(other)
     assert got is not None and store.memory.reserve(PAGE) is None
     got.release()
-    room = store.memory.reserve(PAGE)
-    assert room is not None
-    room.abandon()
+    reservation = store.memory.reserve(PAGE)
+    assert reservation is not None
+    reservation.abandon()
 
 
 def test_what_nobody_collects_is_given_back(store: Store) -> None:
@@ -129,7 +129,7 @@ def test_what_nobody_collects_is_given_back(store: Store) -> None:
         assert read is not None
         store.inflight.leave(read.inflight)
     until = time.monotonic() + 20
-    while (room := store.memory.reserve(PAGE)) is None and time.monotonic() < until:
+    while (reservation := store.memory.reserve(PAGE)) is None and time.monotonic() < until:
         time.sleep(0.001)
-    assert room is not None
-    room.abandon()
+    assert reservation is not None
+    reservation.abandon()

@@ -211,7 +211,7 @@ def test_a_whole_load_shares_what_is_arriving_by_layers(
         until(lambda: gate.waiting == 4)
         wait = whole_verb(engine, verb, other)
         arriving = engine._stack.stored[0].loads.inflight._open
-        until(lambda: [arrival.hurried for arrival in tuple(arriving.values())] == [True] * 4)
+        until(lambda: [read.hurried for read in tuple(arriving.values())] == [True] * 4)
         gate.open()
         assert wait()
         finish(loading, got)

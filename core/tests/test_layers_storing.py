@@ -310,18 +310,18 @@ def test_a_claim_of_one_who_was_forgotten_ends() -> None:
     now = 100.0
     runtime = SystemRuntime()
     runtime.now = lambda: now  # type: ignore[method-assign]
-    claims = LongKeyLocks(runtime, 5.0)
-    first = claims.take(["a", "b"])  # type: ignore[list-item]
+    locks = LongKeyLocks(runtime, 5.0)
+    first = locks.take(["a", "b"])  # type: ignore[list-item]
     now = 104.0
-    assert claims.take(["a"]).keys == set()  # type: ignore[list-item]
-    claims.go_on(first)
+    assert locks.take(["a"]).keys == set()  # type: ignore[list-item]
+    locks.go_on(first)
     now = 108.0
-    assert claims.take(["a"]).keys == set(), "it went on"  # type: ignore[list-item]
+    assert locks.take(["a"]).keys == set(), "it went on"  # type: ignore[list-item]
     now = 109.5
-    second = claims.take(["a"])  # type: ignore[list-item]
+    second = locks.take(["a"])  # type: ignore[list-item]
     assert second.keys == {"a"}
-    assert claims.give(first) == {"a"}, "others had left it to the first"
-    assert claims.take(["a", "b"]).keys == {"b"}, "what the second has now is not given back by the first"  # type: ignore[list-item,comparison-overlap]
+    assert locks.give(first) == {"a"}, "others had left it to the first"
+    assert locks.take(["a", "b"]).keys == {"b"}, "what the second has now is not given back by the first"  # type: ignore[list-item,comparison-overlap]
 
 
 def test_layers_are_stored_while_the_claim_lasts(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from simulation.content import CHUNK_TOKENS
 from simulation.levels import DEADLINE_SECONDS, EARLY_SECONDS, PROMPT, SLOW_SECONDS, VERBS, Levels
 
-from kvloom.pipeline.locate import HURRIED_SHARE
+from kvloom.tiers.request_context import HURRIED_SHARE
 
 READS = [verb for verb in VERBS if verb not in ("store", "wait")]
 """The last one asks as `retrieve_layer` does: a few stacks are enough for it."""

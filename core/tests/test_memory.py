@@ -82,21 +82,21 @@ def test_memory_is_page_aligned_and_of_the_length_asked_for(pool: Pool) -> None:
     one, two = pool.reserve(1), pool.reserve(PAGE + 1)
     assert one is not None and two is not None
     assert (one.size, two.size) == (PAGE, 2 * PAGE) and len(two.view) == PAGE + 1
-    for room in (one, two):
-        assert torch.frombuffer(room.view, dtype=torch.uint8).data_ptr() % PAGE == 0
+    for reservation in (one, two):
+        assert torch.frombuffer(reservation.view, dtype=torch.uint8).data_ptr() % PAGE == 0
 
 
 def test_view_and_tensor_are_the_same_memory(pool: Pool) -> None:
-    room = pool.reserve(2 * PAGE)
-    assert room is not None
-    room.tensor((4,), torch.int32, offset=PAGE).fill_(7)
-    assert bytes(room.view[PAGE : PAGE + 16]) == (7).to_bytes(4, "little") * 4
+    reservation = pool.reserve(2 * PAGE)
+    assert reservation is not None
+    reservation.tensor((4,), torch.int32, offset=PAGE).fill_(7)
+    assert bytes(reservation.view[PAGE : PAGE + 16]) == (7).to_bytes(4, "little") * 4
 
 
 def test_a_block_is_free_when_dropped_and_no_longer_leased(pool: Pool) -> None:
-    room = pool.reserve(PAGE)
-    assert room is not None
-    block = room.seal()
+    reservation = pool.reserve(PAGE)
+    assert reservation is not None
+    block = reservation.seal()
     assert block is not None
     first, second = block.lease(), block.lease()
     block.drop()
@@ -122,9 +122,9 @@ def line_of(function: Callable[..., object], text: str) -> str:
 
 
 def take_a_lease(pool: Pool) -> Lease:
-    room = pool.reserve(PAGE)  # the reservation
-    assert room is not None
-    block = room.seal()
+    reservation = pool.reserve(PAGE)  # the reservation
+    assert reservation is not None
+    block = reservation.seal()
     assert block is not None
     try:
         return block.lease()  # the lease
@@ -135,9 +135,9 @@ def take_a_lease(pool: Pool) -> Lease:
 def test_what_is_forgotten_comes_back_and_is_said_to_have_been(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     def three() -> None:
         pool.reserve(PAGE)  # forgotten at once
-        room = pool.reserve(2 * PAGE)  # sealed, then forgotten
-        assert room is not None
-        room.seal()
+        reservation = pool.reserve(2 * PAGE)  # sealed, then forgotten
+        assert reservation is not None
+        reservation.seal()
         take_a_lease(pool)  # never released
 
     three()
@@ -168,12 +168,12 @@ def test_a_lease_taken_again_is_named_after_who_took_it_again(pool: Pool, caplog
 
 def test_what_was_given_back_is_no_leak(pool: Pool) -> None:
     take_a_lease(pool).release()
-    room = pool.reserve(PAGE)
-    assert room is not None
-    room.abandon()
+    reservation = pool.reserve(PAGE)
+    assert reservation is not None
+    reservation.abandon()
     late = pool.reserve(PAGE, deadline=pool.now() - 1)
     assert late is not None and late.seal() is None
-    del room, late
+    del reservation, late
     gc.collect()
     assert pool.used_bytes == 0 and pool.leaked == 0
 
@@ -200,11 +200,11 @@ def test_leaks_are_found_at_the_latest_when_the_pool_is_closed(caplog: pytest.Lo
 
 
 def test_a_full_pool_says_no_and_recovers(pool: Pool) -> None:
-    rooms = [pool.reserve(4 * PAGE) for _ in range(4)]
-    assert all(rooms) and pool.reserve(1) is None
-    for room in rooms:
-        assert room is not None
-        room.abandon()
+    reservations = [pool.reserve(4 * PAGE) for _ in range(4)]
+    assert all(reservations) and pool.reserve(1) is None
+    for reservation in reservations:
+        assert reservation is not None
+        reservation.abandon()
     whole = pool.reserve(16 * PAGE)
     assert whole is not None, "fragments were merged"
 

@@ -85,12 +85,12 @@ def test_slabs_are_pinned_in_order_as_they_come_into_use(make: Make) -> None:
     settle(pool)
     base = pool.pages.bytes.data_ptr()
     assert registrar.slabs == [(base, SLAB)] and pool.pages.pinned_bytes == SLAB
-    rooms = [pool.reserve(SLAB) for _ in range(2)]
+    reservations = [pool.reserve(SLAB) for _ in range(2)]
     settle(pool)
     assert registrar.slabs == [(base, SLAB), (base + SLAB, SLAB), (base + 2 * SLAB, SLAB)], "a little ahead"
-    for room in rooms:
-        assert room is not None
-        room.abandon()
+    for reservation in reservations:
+        assert reservation is not None
+        reservation.abandon()
     pool.close()
     assert registrar.gone == [base + 2 * SLAB, base + SLAB, base] and pool.pages.pinned_bytes == 0
 
@@ -99,14 +99,14 @@ def test_slabs_are_pinned_in_order_as_they_come_into_use(make: Make) -> None:
 def test_what_was_in_use_before_cuda_was_is_pinned_afterwards(make: Make) -> None:
     registrar = Registrar(ready=False)
     pool = make(registrar)
-    room = pool.reserve(SLAB)
+    reservation = pool.reserve(SLAB)
     settle(pool)
     assert registrar.slabs == []
     registrar.is_ready = True
     more = pool.reserve(PAGE)
     settle(pool)
     assert [nbytes for _, nbytes in registrar.slabs] == [SLAB, SLAB]
-    for one in (room, more):
+    for one in (reservation, more):
         assert one is not None
         one.abandon()
 
@@ -115,32 +115,32 @@ def test_what_was_in_use_before_cuda_was_is_pinned_afterwards(make: Make) -> Non
 def test_a_pool_that_is_wholly_in_use_is_pinned_too(make: Make) -> None:
     registrar = Registrar(ready=False)
     pool = make(registrar)
-    rooms = [pool.reserve(SLAB) for _ in range(4)]
+    reservations = [pool.reserve(SLAB) for _ in range(4)]
     settle(pool)
     registrar.is_ready = True
-    assert rooms[0] is not None
-    rooms[0].abandon()
-    rooms[0] = pool.reserve(PAGE)
+    assert reservations[0] is not None
+    reservations[0].abandon()
+    reservations[0] = pool.reserve(PAGE)
     settle(pool)
     assert pool.pages.pinned_bytes == 4 * SLAB
-    for room in rooms:
-        assert room is not None
-        room.abandon()
+    for reservation in reservations:
+        assert reservation is not None
+        reservation.abandon()
 
 
 @linux
 def test_pinning_that_fails_is_said_once_and_harms_nobody(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     registrar = Registrar(limit=2)
     pool = make(registrar)
-    rooms = [pool.reserve(SLAB) for _ in range(4)]
-    assert all(rooms)
+    reservations = [pool.reserve(SLAB) for _ in range(4)]
+    assert all(reservations)
     settle(pool)
     assert pool.pages.pinned_bytes == 2 * SLAB and pool.pages._present == 4 * SLAB
     (record,) = caplog.records
     assert record.getMessage().startswith(f"only {2 * SLAB} of {4 * SLAB} bytes of the pool could be pinned")
-    for room in rooms:
-        assert room is not None
-        room.abandon()
+    for reservation in reservations:
+        assert reservation is not None
+        reservation.abandon()
     pool.close()
     assert len(registrar.gone) == 2
 
@@ -158,8 +158,8 @@ def test_closing_waits_for_a_slab_that_is_being_pinned_and_unpins_it(make: Make)
 
     registrar.register = slowly  # type: ignore[method-assign]
     pool = make(registrar)
-    room = pool.reserve(SLAB)
-    assert room is not None and begun.wait(20)
+    reservation = pool.reserve(SLAB)
+    assert reservation is not None and begun.wait(20)
     threading.Timer(0.05, go_on.set).start()
     pool.close()
     assert sorted(registrar.gone) == sorted(address for address, _ in registrar.slabs)
@@ -169,17 +169,17 @@ def test_closing_waits_for_a_slab_that_is_being_pinned_and_unpins_it(make: Make)
 def test_no_reservation_spans_two_slabs(make: Make) -> None:
     pool = make(Registrar())
     assert pool.largest_bytes == SLAB and pool.reserve(SLAB + 1) is None
-    rooms = []
-    while (room := pool.reserve(5 * PAGE)) is not None:
-        assert room.start // SLAB == (room.start + room.size - 1) // SLAB
-        rooms.append(room)
-    assert len(rooms) == 12
-    for room in rooms:
-        room.abandon()
+    reservations = []
+    while (reservation := pool.reserve(5 * PAGE)) is not None:
+        assert reservation.start // SLAB == (reservation.start + reservation.size - 1) // SLAB
+        reservations.append(reservation)
+    assert len(reservations) == 12
+    for reservation in reservations:
+        reservation.abandon()
     whole = [pool.reserve(SLAB) for _ in range(4)]
     assert all(whole), "each slab is one piece again"
-    for room in whole:
-        room.abandon()
+    for reservation in whole:
+        reservation.abandon()
 
 
 def test_without_a_pinner_there_are_no_slabs() -> None:
@@ -276,13 +276,13 @@ def device() -> Iterator[Pool]:
 
 
 def test_device_memory_is_handed_out_as_tensors(device: Pool) -> None:
-    room = device.reserve(2 * PAGE)
-    assert room is not None
-    tensor = room.tensor((2, 16), torch.bfloat16, offset=64)
+    reservation = device.reserve(2 * PAGE)
+    assert reservation is not None
+    tensor = reservation.tensor((2, 16), torch.bfloat16, offset=64)
     assert tensor.device.type == "meta" and tensor.shape == (2, 16) and tensor.dtype is torch.bfloat16
     with pytest.raises(TypeError, match="Python cannot read memory of meta; use `tensor`"):
-        _ = room.view
-    block = room.seal()
+        _ = reservation.view
+    block = reservation.seal()
     assert block is not None
     with block.lease():
         block.drop()
@@ -298,25 +298,25 @@ def test_tensors_of_one_piece_of_a_device_share_its_memory() -> None:
 
 def test_memory_is_reused_only_after_the_device_is_done_with_it(device: Pool) -> None:
     copies = [Copy() for _ in range(4)]
-    rooms = [device.reserve(PAGE) for _ in range(4)]
-    for room, copy in zip(rooms, copies, strict=True):
-        assert room is not None
-        room.abandon(after=copy)
+    reservations = [device.reserve(PAGE) for _ in range(4)]
+    for reservation, copy in zip(reservations, copies, strict=True):
+        assert reservation is not None
+        reservation.abandon(after=copy)
     assert device.reserve(PAGE) is None and device.used_bytes == 4 * PAGE
     copies[2].over = True
-    room = device.reserve(PAGE)
-    assert room is not None and room.start == 2 * PAGE, "the others are still being copied"
+    reservation = device.reserve(PAGE)
+    assert reservation is not None and reservation.start == 2 * PAGE, "the others are still being copied"
     assert device.reserve(PAGE) is None
-    room.abandon()
+    reservation.abandon()
     for copy in copies:
         copy.over = True
     assert device.used_bytes == 0
 
 
 def test_a_block_waits_for_every_copy_of_every_reader(device: Pool) -> None:
-    room = device.reserve(PAGE)
-    assert room is not None
-    block = room.seal()
+    reservation = device.reserve(PAGE)
+    assert reservation is not None
+    block = reservation.seal()
     assert block is not None
     first, second, third = Copy(), Copy(), Copy()
     block.lease().release(after=first)
@@ -333,9 +333,9 @@ def test_a_block_waits_for_every_copy_of_every_reader(device: Pool) -> None:
 
 
 def test_a_block_that_is_dropped_last_waits_too(device: Pool) -> None:
-    room = device.reserve(PAGE)
-    assert room is not None
-    block = room.seal()
+    reservation = device.reserve(PAGE)
+    assert reservation is not None
+    block = reservation.seal()
     assert block is not None
     copy = Copy()
     block.lease().release(after=copy)
@@ -346,9 +346,9 @@ def test_a_block_that_is_dropped_last_waits_too(device: Pool) -> None:
 
 
 def test_copies_that_are_over_are_not_remembered(device: Pool) -> None:
-    room = device.reserve(PAGE)
-    assert room is not None
-    block = room.seal()
+    reservation = device.reserve(PAGE)
+    assert reservation is not None
+    block = reservation.seal()
     assert block is not None
     for _ in range(100):
         copy = Copy()
@@ -361,12 +361,12 @@ def test_copies_that_are_over_are_not_remembered(device: Pool) -> None:
 
 def test_who_waits_for_room_sees_that_a_device_is_done(device: Pool) -> None:
     copy = Copy()
-    room = device.reserve(4 * PAGE)
-    assert room is not None
-    room.abandon(after=copy)
+    reservation = device.reserve(4 * PAGE)
+    assert reservation is not None
+    reservation.abandon(after=copy)
     threading.Timer(0.05, lambda: setattr(copy, "over", True)).start()
     until = RUNTIME.now() + 20
-    while (room := device.reserve(PAGE)) is None:
+    while (reservation := device.reserve(PAGE)) is None:
         assert RUNTIME.now() < until
         device.wait_for_room(until, device.times_freed)
-    room.abandon()
+    reservation.abandon()

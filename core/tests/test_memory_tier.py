@@ -68,9 +68,9 @@ def test_the_expired_go_before_the_least_recently_used(make: Make) -> None:
     one.put(B, written=one.clock.seconds - 59)
     one.put(C)
     one.clock.seconds += 1
-    room = one.tier.reserve(PAGE)
-    assert room is not None and one.tier.chunks() == [A, C]
-    room.abandon()
+    reservation = one.tier.reserve(PAGE)
+    assert reservation is not None and one.tier.chunks() == [A, C]
+    reservation.abandon()
 
 
 def test_an_expired_chunk_is_stored_anew(make: Make) -> None:
@@ -243,10 +243,10 @@ def test_one_long_piece_does_not_empty_memory_all_over(make: Make) -> None:
     for key in keys:
         one.put(key)
     one.tier.touch(keys[1::2])
-    room = one.tier.reserve(4 * PAGE)
-    assert room is not None
+    reservation = one.tier.reserve(4 * PAGE)
+    assert reservation is not None
     assert 64 - len(one.tier) <= 4 + 4, "by age alone it takes 33"
-    room.abandon()
+    reservation.abandon()
 
 
 def test_what_lies_beside_the_gap_stays_if_it_may_not_go(make: Make) -> None:
@@ -257,9 +257,9 @@ def test_what_lies_beside_the_gap_stays_if_it_may_not_go(make: Make) -> None:
     one.tier.touch(keys[1::2])
     one.tier.pin(keys[1:32:4], True)
     held = one.tier.lease(keys[3:32:4])
-    room = one.tier.reserve(8 * PAGE)
-    assert room is not None and all(one.has(*keys[1:32:2]))
-    room.abandon()
+    reservation = one.tier.reserve(8 * PAGE)
+    assert reservation is not None and all(one.has(*keys[1:32:2]))
+    reservation.abandon()
     for loaded in held:
         loaded.release()
 
@@ -271,9 +271,9 @@ def test_what_is_free_again_is_found_however_many_are_in_use(make: Make) -> None
     held = one.tier.lease([key_of(number) for number in range(60)])
     assert one.tier.reserve(PAGE) is None
     held[45].release()
-    room = one.tier.reserve(PAGE)
-    assert room is not None and not one.tier.contains(key_of(45))
-    room.abandon()
+    reservation = one.tier.reserve(PAGE)
+    assert reservation is not None and not one.tier.contains(key_of(45))
+    reservation.abandon()
     for loaded in held:
         loaded.release()
 
@@ -305,10 +305,10 @@ def test_who_waits_for_room_is_woken_by_a_lease_that_ends(when: str, monkeypatch
     pool = Pool(PAGE, runtime)
     layout = Layout(MemoryFormat.KV_BLOB, torch.uint8, lambda tokens: (2, 1, tokens, PAGE // 8))
     tier = MemoryTier(layout, pool, EventBus((), runtime), runtime)
-    room = tier.reserve(PAGE)
-    assert room is not None
-    chunk = Chunk(room.tensor((PAGE,), torch.uint8), MemoryFormat.KV_BLOB, 4)
-    loaded = tier.insert(A, chunk, room.seal())
+    reservation = tier.reserve(PAGE)
+    assert reservation is not None
+    chunk = Chunk(reservation.tensor((PAGE,), torch.uint8), MemoryFormat.KV_BLOB, 4)
+    loaded = tier.insert(A, chunk, reservation.seal())
     wait = pool.wait_for_room
 
     def released(*args: Any) -> None:

@@ -34,7 +34,7 @@ class MemoryTierRules(RuleBasedStateMachine):
         self.one: Tier | None = None
         self.queue = Queue()
         self.leases: list[tuple[ChunkKey, Any]] = []
-        self.rooms: list[Any] = []
+        self.reservations: list[Any] = []
         self.pinned: set[ChunkKey] = set()
         self.mirror: set[ChunkKey] = set()
 
@@ -50,8 +50,8 @@ class MemoryTierRules(RuleBasedStateMachine):
             return
         for _, loaded in self.leases:
             loaded.release()
-        for room in self.rooms:
-            room.abandon()
+        for reservation in self.reservations:
+            reservation.abandon()
         self.queue.written()
         self.one.tier.close()
         assert self.one.pool.used_bytes == 0, "every page came back"
@@ -123,17 +123,17 @@ class MemoryTierRules(RuleBasedStateMachine):
         pinned = {key for key, held in self.one.tier._held.entries.items() if held.pinned}
         expired = {key for key in pinned if not self.one.tier.contains(key)}
         tier = self.one.tier
-        room = tier.reserve_by(pages * PAGE, self.one.clock.seconds) if late else tier.reserve(pages * PAGE)
+        reservation = tier.reserve_by(pages * PAGE, self.one.clock.seconds) if late else tier.reserve(pages * PAGE)
         assert all(key in tier._held.entries for key in pinned - expired), "pinned ones stay"
-        if room is not None:
-            room.tensor((pages * PAGE,), torch.uint8).fill_(255)  # whoever still looked at it would see
-            self.rooms.append(room)
+        if reservation is not None:
+            reservation.tensor((pages * PAGE,), torch.uint8).fill_(255)  # whoever still looked at it would see
+            self.reservations.append(reservation)
 
     @opened
-    @precondition(lambda self: self.rooms)
+    @precondition(lambda self: self.reservations)
     @rule()
     def abandon(self) -> None:
-        self.rooms.pop().abandon()
+        self.reservations.pop().abandon()
 
     @opened
     @rule(verdict=st.sampled_from([True, None, False]))
@@ -177,7 +177,9 @@ class MemoryTierRules(RuleBasedStateMachine):
         blocks = {id(one.block): one.block.size for one in entries.values()}
         blocks |= {id(loaded.lease.block): loaded.lease.block.size for _, loaded in self.leases}
         blocks |= {id(loaded.lease.block): loaded.lease.block.size for loaded in self.queue.taken.values()}
-        assert self.one.pool.used_bytes == sum(blocks.values()) + sum(room.size for room in self.rooms)
+        assert self.one.pool.used_bytes == sum(blocks.values()) + sum(
+            reservation.size for reservation in self.reservations
+        )
 
     def quotas_hold(self) -> None:
         tenants = self.one.tier._held._tenants

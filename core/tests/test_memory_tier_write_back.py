@@ -43,10 +43,10 @@ def test_what_is_not_written_is_not_evicted_until_the_deadline(make: Make) -> No
     one.put(A)
     one.put(B)
     assert one.put(C) is None and one.has(A, B) == [True, True]
-    room = one.tier.reserve_by(PAGE, one.clock.seconds)
-    assert room is not None and one.has(A, B) == [False, True]
+    reservation = one.tier.reserve_by(PAGE, one.clock.seconds)
+    assert reservation is not None and one.has(A, B) == [False, True]
     assert one.events.of("dropped") == ["evicted before it was written"]
-    room.abandon()
+    reservation.abandon()
 
 
 def test_being_written_it_stays_until_the_write_is_over(make: Make) -> None:
@@ -60,9 +60,9 @@ def test_being_written_it_stays_until_the_write_is_over(make: Make) -> None:
     began = real.now()
     one.clock.now = lambda: one.clock.seconds + real.now() - began  # type: ignore[method-assign]
     one.pool.now = one.clock.now
-    room = one.tier.reserve_by(PAGE, one.clock.now() + 30)
-    assert room is not None and one.has(A, B) == [False, True] and one.events.of("dropped") == []
-    room.abandon()
+    reservation = one.tier.reserve_by(PAGE, one.clock.now() + 30)
+    assert reservation is not None and one.has(A, B) == [False, True] and one.events.of("dropped") == []
+    reservation.abandon()
 
 
 def test_what_will_never_be_written_is_evicted_at_once(make: Make) -> None:

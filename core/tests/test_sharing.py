@@ -118,14 +118,14 @@ def test_a_copy_that_fails_is_done_by_the_one_who_waited(open_engine: Open, monk
 
 
 def test_waiting_for_a_claim_ends_in_time() -> None:
-    claims = KeyLocks(SystemRuntime())
+    locks = KeyLocks(SystemRuntime())
     keys = list(range(3))
-    with claims.of(keys) as mine:  # type: ignore[arg-type]
+    with locks.of(keys) as mine:  # type: ignore[arg-type]
         assert mine == set(keys)
-        with claims.of(keys) as nothing:  # type: ignore[arg-type]
+        with locks.of(keys) as nothing:  # type: ignore[arg-type]
             assert nothing == set()
-        assert not claims.wait(keys, time.monotonic() + 0.02)  # type: ignore[arg-type]
-    assert claims.wait(keys, time.monotonic())  # type: ignore[arg-type]
+        assert not locks.wait(keys, time.monotonic() + 0.02)  # type: ignore[arg-type]
+    assert locks.wait(keys, time.monotonic())  # type: ignore[arg-type]
 
 
 # -- a frozen store costs a caller one deadline, then nothing ----------------------------------------------------------

@@ -217,15 +217,15 @@ def test_what_somebody_reads_is_not_evicted(open_engine: Open) -> None:
     memory = engine._stack.memory
     (loaded,) = memory.lease([segment.key])
     assert loaded is not None
-    rooms = [memory.reserve(4096) for _ in range(4)]
-    assert [room is not None for room in rooms] == [True, True, True, False]
+    reservations = [memory.reserve(4096) for _ in range(4)]
+    assert [reservation is not None for reservation in reservations] == [True, True, True, False]
     assert memory.contains(segment.key) and torch.equal(loaded.chunk.tensor, kv_of(4))
     loaded.release()
-    rooms.append(memory.reserve(4096))
-    assert rooms[-1] is not None and not memory.contains(segment.key)
-    for room in rooms:
-        if room is not None:
-            room.abandon()
+    reservations.append(memory.reserve(4096))
+    assert reservations[-1] is not None and not memory.contains(segment.key)
+    for reservation in reservations:
+        if reservation is not None:
+            reservation.abandon()
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

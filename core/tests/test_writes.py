@@ -12,7 +12,8 @@ from core_support import eventually
 
 from kvloom import BackendError, ChunkKey
 from kvloom.runtime import SystemRuntime, Workers
-from kvloom.tiers.stored.write_queue import STILL_SHARE, WriteQueue
+from kvloom.tiers.request_context import HURRIED_SHARE
+from kvloom.tiers.stored.write_queue import WriteQueue
 
 A, B, C, D = (ChunkKey("f/-", number, bytes([number]) * 32) for number in range(4))
 
@@ -110,7 +111,7 @@ def test_room_is_not_waited_for_where_no_write_returns(desk: Desk, monkeypatch: 
     desk.while_waiting(monkeypatch, lambda: None)
     began = desk.clock.now()
     assert desk.submit(B, Chunk(), patience=9.0) is None and not desk.lost
-    assert desk.clock.now() - began <= 10.0 * STILL_SHARE
+    assert desk.clock.now() - began <= 10.0 * HURRIED_SHARE
     began = desk.clock.now()
     assert desk.submit(B, Chunk(), patience=9.0) is None and desk.clock.now() == began, "it was waited for already"
 

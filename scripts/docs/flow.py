@@ -20,12 +20,7 @@ PARTS = {
     "Transfer": ("kvloom.pipeline.transfer",),
     "connector": ("kvloom.builtin.plain",),
     "Stack": ("kvloom.pipeline.stack", "kvloom.pipeline.load", "kvloom.pipeline.store", "kvloom.pipeline.locate"),
-    "memory tier": (
-        "kvloom.tiers.memory.tier",
-        "kvloom.tiers.memory.index",
-        "kvloom.tiers.memory.lru",
-        "kvloom.memory",
-    ),
+    "memory tier": ("kvloom.tiers.memory.tier", "kvloom.tiers.memory.index", "kvloom.memory"),
     "": tuple(f"kvloom.tiers.{one}" for one in ("request_context", "invalidation", "tier", "chain", "index.lru")),
     "stored tier": ("kvloom.tiers",),
     "serializer": ("kvloom_serde", "kvloom.builtin.raw"),

@@ -96,8 +96,7 @@ class SystemRuntime:
     def random(self) -> float:
         return self._random.random()
 
-    def lock(self) -> Lock:
-        return threading.Lock()
+    lock = staticmethod(threading.Lock)
 
     def condition(self) -> Condition:
         return threading.Condition(threading.Lock())
@@ -136,7 +135,7 @@ _forked = False
 
 
 def opened(heir: Heir) -> None:
-    """Have `heir.inherited` called in every child that this process is forked into.
+    """Have `heir.after_fork_in_child` called in every child that this process is forked into.
 
     That costs nothing afterwards, where comparing process ids would cost a system call each time.
     """

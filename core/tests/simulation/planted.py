@@ -114,7 +114,7 @@ def double_free() -> AbstractContextManager[Any]:
 def abandoned_memory_reused_at_once() -> Iterator[None]:
     """Whoever gives up waiting for a read gives its memory back, though the read may still arrive."""
     reserved: dict[str, Any] = {}
-    reserve, leave = reader._Landing.reserve, inflight.InflightReads.leave
+    reserve, leave = reader._BlobBuffer.reserve, inflight.InflightReads.leave
 
     def remember(self: Any, num_bytes: int) -> memoryview:
         view = reserve(self, num_bytes)
@@ -127,7 +127,10 @@ def abandoned_memory_reused_at_once() -> Iterator[None]:
         if reservation is not None and reservation._pool is not None and not read.shares:
             reservation._pool.free(reservation.start, reservation.size)
 
-    with patch.object(inflight.InflightReads, "leave", give_back), patch.object(reader._Landing, "reserve", remember):
+    with (
+        patch.object(inflight.InflightReads, "leave", give_back),
+        patch.object(reader._BlobBuffer, "reserve", remember),
+    ):
         yield
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -30,7 +30,7 @@ from kvloom.interrupts import shielded_waiting
 from kvloom.memory.pages import settle_threads
 from kvloom.pipeline.layer_load import Loading
 from kvloom.pipeline.layer_store import Storing
-from kvloom.pipeline.task import Task
+from kvloom.pipeline.task import Cancellation, Task
 from kvloom.pipeline.transfer import Transfer, check_connector, check_where
 from kvloom.plugins.registry import Registry
 from kvloom.runtime import Runtime, SystemRuntime, close_all, opened
@@ -40,6 +40,8 @@ from kvloom.tiers.chain import Chain
 from kvloom.tiers.memory.index import Changes
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.types import ChunkKey, KVSpec, Segment, canonical_json
+
+T = TypeVar("T")
 
 
 class _Named:
@@ -221,27 +223,18 @@ class Engine(Index):
         Returns a bool CPU mask `[tokens]`: whose KV is there now. It is False from the first chunk on that no
         tier could give, verified and in time.
         """
-        task = Task(self._runtime)
-        work = partial(self._retrieve, task, self._callers(), tokens, mask, salt, where)
-        return self._runtime.uninterrupted(work, cancel=task.cancel)
+        return self._at_once(self._retrieve, tokens, mask, salt, where)
 
     def _retrieve(
-        self,
-        task: Task,
-        callers: Callers,
-        tokens: torch.Tensor,
-        mask: torch.Tensor | None,
-        salt: str | None,
+        self, stop: Cancellation, callers: Callers, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None,
         where: Mapping[str, Any],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         whole, first = self._selected(tokens, mask, salt)
         keys = [segment.key for segment in whole]
         # Before, so that room is not made at its own cost; after, so that what came in between has its place.
         self._stack.touch(keys)
         record = self._record("retrieve", whole, first, tokens, callers=callers)
-        chain = Chain(keys)
-        task.run(lambda task: self._transfer.load(task, whole[first:], where, chain=chain, gaps=False, record=record))
-        moved = task.result()
+        moved = self._transfer.load(stop, whole[first:], where, keys=keys, gaps=False, record=record)
         self._stack.touch(keys, count=False)
         retrieved = torch.zeros(tokens.numel(), dtype=torch.bool)
         count = int(moved.count_nonzero())
@@ -257,27 +250,18 @@ class Engine(Index):
         Returns how many tokens were copied, when the caller's KV may be overwritten. Tiers below memory are written in
         the background.
         """
-        task = Task(self._runtime)
-        return self._runtime.uninterrupted(
-            partial(self._store, task, self._callers(), tokens, mask, salt, where), cancel=task.cancel
-        )
+        return self._at_once(self._store, tokens, mask, salt, where)
 
     def _store(
-        self,
-        task: Task,
-        callers: Callers,
-        tokens: torch.Tensor,
-        mask: torch.Tensor | None,
-        salt: str | None,
+        self, stop: Cancellation, callers: Callers, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None,
         where: Mapping[str, Any],
-    ) -> int:
+    ) -> int:  # fmt: skip
         whole, first = self._selected(tokens, mask, salt)
         keys = [segment.key for segment in whole]
         self._stack.touch(keys, count=False)  # before, so that room is not made at its own cost
         record = self._record("store", whole, first, tokens, callers=callers)
-        task.run(lambda task: self._transfer.save(task, whole[first:], where, chain=Chain(keys), record=record))
-        copied = task.result()
-        self._stack.touch([segment.key for segment in whole])
+        copied = self._transfer.save(stop, whole[first:], where, keys=keys, record=record)
+        self._stack.touch(keys)
         self._tokens.learn(tokens, salt=self._salt(salt))
         return sum(segment.end - segment.start for segment, new in zip(whole[first:], copied, strict=True) if new)
 
@@ -348,7 +332,8 @@ class Engine(Index):
             keys = [segment.key for segment in whole]
             self._stack.touch(keys)
             record = self._record("prefetch", whole, first, tokens, callers=callers)
-            work = partial(self._transfer.warm, segments=whole[first:], chain=Chain(keys), record=record)
+            load = self._transfer.load
+            work = partial(load, segments=whole[first:], where=None, keys=keys, gaps=True, record=record)
             self._check_open()
             return self._background.start(whole[first:], work, record, ahead=True)
 
@@ -356,15 +341,13 @@ class Engine(Index):
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
         """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
-        task = Task(self._runtime)
-        return self._runtime.uninterrupted(partial(self._pin, task, self._callers(), tokens, salt), cancel=task.cancel)
+        return self._at_once(self._pin, tokens, salt)
 
-    def _pin(self, task: Task, callers: Callers, tokens: torch.Tensor, salt: str | None) -> int:
+    def _pin(self, stop: Cancellation, callers: Callers, tokens: torch.Tensor, salt: str | None) -> int:
         segments = self._named(tokens, salt)
-        chain = Chain([segment.key for segment in segments])
+        keys = [segment.key for segment in segments]
         record = self._record("pin", segments, 0, tokens, callers=callers)
-        task.run(lambda task: self._transfer.warm(task, segments, chain=chain, record=record))
-        task.result()
+        self._transfer.load(stop, segments, None, keys=keys, gaps=True, record=record)
         pinned = [segment for segment in segments if self._stack.memory.pin([segment.key], True)]
         return sum(segment.end - segment.start for segment in pinned)
 
@@ -424,10 +407,10 @@ class Engine(Index):
         def begun() -> Task:
             connector = into or self.connector
             check_where(connector, segments, where)
-            chain = Chain([segment.key for segment in segments])
+            keys = [segment.key for segment in segments]
             record = self._record("load", segments, callers=callers)
             work = partial(
-                self._transfer.load, segments=segments, where=where, chain=chain, gaps=True, into=connector,
+                self._transfer.load, segments=segments, where=where, keys=keys, gaps=True, into=connector,
                 record=record,
             )  # fmt: skip
             self._check_open()
@@ -460,15 +443,20 @@ class Engine(Index):
 
         def begun() -> Task:
             check_where(self.connector, segments, where)
-            chain = Chain([segment.key for segment in segments])
+            keys = [segment.key for segment in segments]
             record = self._record("save", segments, callers=callers)
-            work = partial(self._transfer.save, segments=segments, where=where, chain=chain, record=record)
+            work = partial(self._transfer.save, segments=segments, where=where, keys=keys, record=record)
             self._check_open()
             return self._background.start(segments, work, record)
 
         return self._runtime.uninterrupted(begun, discard=Task.cancel)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _at_once(self, verb: Callable[..., T], *given: Any) -> T:
+        """Do a verb whose copies end when the caller is interrupted."""
+        stop = Cancellation(self._runtime)
+        return self._runtime.uninterrupted(partial(verb, stop, self._callers(), *given), cancel=stop.cancel)
 
     @property
     def _transfer(self) -> Transfer:

@@ -1,6 +1,5 @@
 """The pool: page-aligned host or device memory that is reserved, filled, sealed and leased."""
 
-from kvloom.memory.origin import Origin, caller
-from kvloom.memory.pool import Block, Lease, Pool, Reservation, pages_of
+from kvloom.memory.pool import Block, Lease, Origin, Pool, Reservation, caller, pages_of
 
 __all__ = ["Block", "Lease", "Origin", "Pool", "Reservation", "caller", "pages_of"]

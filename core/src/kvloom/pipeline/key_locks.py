@@ -33,12 +33,12 @@ class KeyLocks:
                     self._changed.notify_all()
 
     def taken(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Which of `keys` somebody has claimed just now."""
+        """Return which of `keys` somebody has claimed just now."""
         with self._changed:
             return self._taken & set(keys)
 
     def wait(self, keys: Sequence[ChunkKey], until: float) -> bool:
-        """Wait until nobody claims any of `keys`; False if `until` came first."""
+        """Wait until nobody holds any of `keys`; False if `until` came first."""
         with self._changed:
             self._waiting += 1
             try:
@@ -93,11 +93,11 @@ class LongKeyLocks:
         return new
 
     def go_on(self, holder: Holder) -> None:
-        """The holder has done something towards storing what it claims."""
+        """The holder has done something towards storing what it holds."""
         holder.at = self._now()
 
     def give(self, holder: Holder, keys: Collection[ChunkKey] | None = None) -> set[ChunkKey]:
-        """Give up claims, by default all; which of them others had left to the holder."""
+        """Give up keys, by default all; which of them others had left to the holder."""
         with self._lock:
             given = holder.keys if keys is None else holder.keys & set(keys)
             holder.keys = holder.keys - given

@@ -54,10 +54,10 @@ class Storing:
         self._open = True
         self.num_layers = int(connector.shape(1)[1])
         self._context = stack.context(chain, record)
-        self._claims = stack.storer.claim(segments)
+        self._holder = stack.storer.claim(segments)
         self._reservations: list[Reservation] = []
         try:
-            self._todo = self._plan([segment for segment in segments if segment.key in self._claims.keys], events)
+            self._todo = self._plan([segment for segment in segments if segment.key in self._holder.keys], events)
         except BaseException as error:
             self._let_go(error)
             raise
@@ -72,7 +72,7 @@ class Storing:
             self.mask[segment.start : segment.end] = True
 
     def _plan(self, segments: Sequence[Segment], events: EventBus) -> Todo:
-        """What is missing and has room, each with the stored tiers to write it to; other claims are given up."""
+        """What is missing and has room, each with the stored tiers to write it to; other keys are given up."""
         stack, context = self._stack, self._context
         todo = stack.storer.missing(segments, context)
         for segment, _ in todo:
@@ -89,7 +89,7 @@ class Storing:
         mine = {segment.key for segment, _ in todo}
         there = [segment for segment in segments if segment.key not in mine]
         if there:
-            stack.storer.settle(self._claims, there, stored=True)
+            stack.storer.settle(self._holder, there, stored=True)
         return todo
 
     def _chunk(self, segment: Segment, reservation: Reservation) -> Chunk:
@@ -122,7 +122,7 @@ class Storing:
                 record = self._context.record
                 record.note("copy", "", began, record.now(), nbytes=nbytes, chunks=len(chunks))
             self._done.add(layer)
-            self._stack.storer.go_on(self._claims)
+            self._stack.storer.go_on(self._holder)
 
     @shielded
     def finish(self) -> int:
@@ -146,7 +146,7 @@ class Storing:
                 record.served_tokens = self._num_tokens
             self._finished()
         finally:
-            self._stack.storer.settle(self._claims, stored=True)
+            self._stack.storer.settle(self._holder, stored=True)
             self._on_end(self)
         return num_tokens
 
@@ -177,7 +177,7 @@ class Storing:
     def _let_go(self, error: BaseException | None = None) -> None:
         for reservation in self._reservations:
             reservation.abandon()
-        self._stack.storer.settle(self._claims, stored=False)
+        self._stack.storer.settle(self._holder, stored=False)
         self._context.record.end(error)
 
     def after_fork_in_child(self, error: BaseException) -> None:

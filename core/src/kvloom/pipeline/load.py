@@ -11,7 +11,6 @@ from kvloom.format.envelope import ALIGN_BYTES
 from kvloom.pipeline.locate import Search
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import NO_TRACE
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.inflight import Read
@@ -26,7 +25,7 @@ Runs = Generator[list[tuple[Segment, Loaded]], None, None]
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _Pending:
     """A segment on its way to the engine."""
 
     segment: Segment
@@ -70,34 +69,20 @@ class Loader:
         stored tiers are in memory afterwards, if there is a memory tier.
         """
         keys = [segment.key for segment in segments]
-        held = self.memory.lease(keys)
-        run = [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
+        here = self.memory.find(keys)
+        search = Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context)
         try:
-            if run and len(run) == len(segments):
-                self._from_memory(segments, context)
-                yield run
-                return
-        finally:
-            for _, loaded in run:
-                loaded.release()
-        # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
-        search = self._search(keys, context)
-        try:
-            yield from self._stream(deque(map(_Arrival, segments)), search, shape, context, gaps=gaps)
+            yield from self._stream(deque(map(_Pending, segments)), search, shape, context, gaps=gaps)
         finally:
             search.close()
 
-    def _search(self, keys: Sequence[ChunkKey], context: RequestContext) -> Search:
-        here = self.memory.find(keys)
-        return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context)
-
     def _stream(
-        self, waiting: deque[_Arrival], search: Search, shape: Shape, context: RequestContext, *, gaps: bool
+        self, waiting: deque[_Pending], search: Search, shape: Shape, context: RequestContext, *, gaps: bool
     ) -> Runs:  # fmt: skip
         if not waiting:
             return
         window = self._window(waiting[0], shape)
-        started: deque[_Arrival] = deque()
+        started: deque[_Pending] = deque()
         run: list[tuple[Segment, Loaded]] = []
         try:
             while waiting or started:
@@ -113,11 +98,11 @@ class Loader:
                 if not started:
                     search.tiers(waiting[0].segment.key)  # waits until a tier has answered, or has not in time
                     continue
-                arrival = started[0]
-                arrived = self._finish(arrival, shape, context)
+                pending = started[0]
+                arrived = self._finish(pending, shape, context)
                 started.popleft()
                 if arrived is not None:
-                    run.append((arrival.segment, arrived))
+                    run.append((pending.segment, arrived))
                 elif not gaps or context.given_up:
                     break
             if run:
@@ -125,9 +110,9 @@ class Loader:
         finally:
             for _, loaded in run:
                 loaded.release()
-            for arrival in started:
-                arrival.give_up()
-            rest = [arrival.segment for arrival in (*started, *waiting)]
+            for pending in started:
+                pending.give_up()
+            rest = [pending.segment for pending in (*started, *waiting)]
             self.missed(rest, "given up" if context.given_up else BEHIND)
 
     def why(self, key: ChunkKey, context: RequestContext) -> str:
@@ -143,46 +128,42 @@ class Loader:
             num_tokens = sum(segment.end - segment.start for segment in segments)
             self._events.emit(Event("missed", tokens=num_tokens, chunks=len(segments), reason=reason))
 
-    def _window(self, arrival: _Arrival, shape: Shape) -> int:
-        """How many chunks may be on their way at once: their buffers must fit beside each other."""
-        num_tokens = arrival.segment.end - arrival.segment.start
+    def _window(self, pending: _Pending, shape: Shape) -> int:
+        """Return how many chunks may be on their way at once: their buffers must fit beside each other."""
+        num_tokens = pending.segment.end - pending.segment.start
         nbytes = self.layout.nbytes(shape(num_tokens)) + 2 * ALIGN_BYTES  # a framed blob: a header, and whole pages
         return max(1, min(8, self.memory.pool.capacity // 2 // nbytes))
 
-    def _start(self, arrival: _Arrival, shape: Shape, context: RequestContext) -> None:
+    def _start(self, pending: _Pending, shape: Shape, context: RequestContext) -> None:
         """Lease the chunk from memory, or begin to read it from the next tier that may have it."""
-        segment = arrival.segment
-        arrival.loaded = self.memory.lease([segment.key])[0]
-        while arrival.loaded is None and arrival.read is None and arrival.tiers:
+        segment = pending.segment
+        pending.loaded = self.memory.lease([segment.key])[0]
+        while pending.loaded is None and pending.read is None and pending.tiers:
             num_tokens = segment.end - segment.start
-            arrival.source = arrival.tiers.pop(0)
-            found = arrival.source.loads.fetch(segment.key, shape(num_tokens), num_tokens, context)
+            pending.source = pending.tiers.pop(0)
+            found = pending.source.loads.fetch(segment.key, shape(num_tokens), num_tokens, context)
             if isinstance(found, Loaded):
-                arrival.loaded = found
+                pending.loaded = found
             else:
-                arrival.read = found
+                pending.read = found
 
-    def _finish(self, arrival: _Arrival, shape: Shape, context: RequestContext) -> Loaded | None:
+    def _finish(self, pending: _Pending, shape: Shape, context: RequestContext) -> Loaded | None:
         """Wait for a chunk; where it turns out not to be, ask the next tier."""
-        while arrival.loaded is None and arrival.read is not None:
-            source, read, arrival.read = arrival.source, arrival.read, None
+        while pending.loaded is None and pending.read is not None:
+            source, read, pending.read = pending.source, pending.read, None
             assert source is not None
             loaded = source.loads.collect(read)
             if loaded is not None:
                 context.progress()
-                context.record.gave(source.name, arrival.segment.end - arrival.segment.start)
-                self.promote(arrival.segment, loaded, context, below=source)
+                context.record.gave(source.name, pending.segment.end - pending.segment.start)
+                self.promote(pending.segment, loaded, context, below=source)
                 return loaded
-            self._start(arrival, shape, context)
-        if arrival.loaded is None:
-            self.missed([arrival.segment], self.why(arrival.segment.key, context))
+            self._start(pending, shape, context)
+        if pending.loaded is None:
+            self.missed([pending.segment], self.why(pending.segment.key, context))
         else:
-            self._from_memory([arrival.segment], context)
-        return arrival.loaded
-
-    def _from_memory(self, segments: Sequence[Segment], context: RequestContext) -> None:
-        if context.record is not NO_TRACE:
-            context.record.gave(self.memory.name, sum(segment.end - segment.start for segment in segments))
+            context.record.gave(self.memory.name, pending.segment.end - pending.segment.start)
+        return pending.loaded
 
     def promote(self, segment: Segment, loaded: Loaded, context: RequestContext, *, below: StoredTier) -> None:
         """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""

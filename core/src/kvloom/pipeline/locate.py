@@ -1,17 +1,14 @@
-"""Where chunks are: each stored tier is asked only for what no faster one has, while that is being read already."""
+"""Finds chunks: each stored tier is asked only for what no faster one has, while that is being read already."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from kvloom.tiers.request_context import RequestContext
+from kvloom.tiers.request_context import HURRIED_SHARE, RequestContext
 from kvloom.tiers.stored.existence import Question
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.types import ChunkKey
-
-HURRIED_SHARE = 0.1
-"""The part of its deadline within which a tier has to answer if chunks of faster ones wait for that."""
 
 
 class Search:
@@ -32,7 +29,7 @@ class Search:
         self._question: Question | None = None
 
     def knows(self, key: ChunkKey) -> bool:
-        """Whether `tiers` of this key needs no waiting."""
+        """Return whether `tiers` of this key needs no waiting."""
         if key in self._unknown:
             self._go_on(wait=False)
         return key not in self._unknown

@@ -30,18 +30,13 @@ class Prefix:
         self._lock = runtime.lock()
 
     def count(self, layer: int) -> int:
-        """How many leading chunks have this layer and all before it."""
+        """Return how many leading chunks have this layer and all before it."""
         return self._ends[layer]
 
     def cut(self, chunk: int, layer: int) -> None:
         """From `layer` on, `chunk` and all that follow are not good."""
         with self._lock:
             self._ends[layer:] = [min(end, chunk) for end in self._ends[layer:]]
-
-    def layers_of(self, chunk: int, layers: range) -> range:
-        """Those of `layers` in which `chunk` is good: the first ones."""
-        stop = next((layer for layer in layers if self._ends[layer] <= chunk), layers.stop)
-        return range(layers.start, stop)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +72,7 @@ class Incoming:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Request:
     tier: StoredTier
     piece: Piece
     place: LayerBuffer
@@ -102,7 +97,7 @@ class ReadAhead:
         self._runtime = runtime
         self._positions = self._all_positions()
         self._next: tuple[range, Incoming] | None = None
-        self._parts: dict[tuple[int, int], _Part] = {}
+        self._parts: dict[tuple[int, int], _Request] = {}
         self._wholes: dict[int, Read] = {}
         self._spare: list[Reservation] = []
         # For what others were to read, if that comes to nothing; and the same while it is in use.
@@ -125,7 +120,7 @@ class ReadAhead:
             self._reserved = 1
 
     def ready(self, chunk: Incoming, group: range) -> bool:
-        """Whether taking this needs no waiting."""
+        """Return whether taking this needs no waiting."""
         if chunk.elsewhere is not None:
             return chunk.elsewhere.done and self._lent is None
         read = self._wholes.get(chunk.index)
@@ -203,7 +198,7 @@ class ReadAhead:
         return any(chunk.loaded is not None or chunk.inflight is not None for chunk in self._chunks)
 
     def _wait(self, call: Call[Any], tier: StoredTier, chunk: Incoming, group: range) -> bool:
-        """Whether the call was done in time, and while anybody wanted it."""
+        """Return whether the call was done in time, and while anybody wanted it."""
         return call.wait(self._context.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
 
     def done_with(self, chunk: Incoming) -> None:
@@ -303,7 +298,7 @@ class ReadAhead:
             assert inflight.place is not None
             piece = tier.loads.inflight.ask(inflight, group)
             if piece is not None:
-                self._parts[start, chunk.index] = _Part(tier, piece, inflight.place)
+                self._parts[start, chunk.index] = _Request(tier, piece, inflight.place)
             return True
         place = self._passing(chunk, group)
         if place is None:
@@ -312,7 +307,7 @@ class ReadAhead:
         if call is None:
             self._let_go(place)
         else:
-            self._parts[start, chunk.index] = _Part(tier, Piece(call, group), place)
+            self._parts[start, chunk.index] = _Request(tier, Piece(call, group), place)
         return True
 
     def _is_in_memory(self, chunk: Incoming) -> bool:
@@ -343,7 +338,7 @@ class ReadAhead:
             found.home.leave(found)
 
     def _has_a_way_out(self) -> bool:
-        """Whether this can go on if it waits for somebody who, in turn, waits for what is held here."""
+        """Return whether this can go on if it waits for somebody who, in turn, waits for what is held here."""
         if self._aside is None and self._lent is None and self._holds_memory():
             self._aside = self._stack.memory.reserve(self._group_bytes)
             return self._aside is not None
@@ -367,7 +362,7 @@ class ReadAhead:
             return None
         return LayerBuffer.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
 
-    def _lose(self, part: _Part, chunk: Incoming, start: int) -> None:
+    def _lose(self, part: _Request, chunk: Incoming, start: int) -> None:
         """Give up what may still be under way; it keeps its memory until it returns."""
         if chunk.inflight is not None:
             group = next(group for group in self._groups if group.start == start)

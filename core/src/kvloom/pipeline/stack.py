@@ -5,21 +5,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvloom.contracts.observer import ChunkEvent
 from kvloom.errors import BackendError
 from kvloom.pipeline.load import Loader
-from kvloom.pipeline.locate import HURRIED_SHARE
 from kvloom.pipeline.store import Storer
 from kvloom.runtime import Runtime, close_all
 from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.request_context import RequestContext
+from kvloom.tiers.request_context import HURRIED_SHARE, RequestContext
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Layout, Tier
 from kvloom.types import ChunkKey, Health
@@ -55,7 +53,7 @@ class Stack:
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def all_in_memory(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> bool:
-        """Whether `locate` would say so of every key. Takes no lock and changes nothing: the main thread may ask."""
+        """Return whether `locate` would say so of every key. Takes no lock and changes nothing."""
         memory = self.memory
         return memory.keep and (names is None or memory.name in names) and memory.has_all(keys)
 
@@ -72,11 +70,7 @@ class Stack:
                 break
             if names is None or name in names:
                 wanted = keys if len(left) == len(keys) else [keys[index] for index in left]
-                if isinstance(tier, StoredTier):
-                    seconds = math.inf if where[0] is None else HURRIED_SHARE * tier.deadline
-                    found = tier.seek(wanted, context).answer(seconds)
-                else:
-                    found = tier.find(wanted, context)
+                found = tier.find_within(wanted, context, 1.0 if where[0] is None else HURRIED_SHARE)
                 if len(left) == len(keys) and all(found):
                     return [name] * len(keys)
                 for index, here in zip(left, found, strict=True):

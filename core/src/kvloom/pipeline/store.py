@@ -8,11 +8,10 @@ from typing import NamedTuple
 from kvloom.contracts.observer import Event
 from kvloom.memory import Reservation
 from kvloom.pipeline.key_locks import Holder, KeyLocks, LongKeyLocks
-from kvloom.pipeline.locate import HURRIED_SHARE
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.request_context import RequestContext
+from kvloom.tiers.request_context import HURRIED_SHARE, RequestContext
 from kvloom.tiers.stored.existence import Inquiry
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Layout, Loaded, Shape
@@ -50,7 +49,7 @@ class Storer:
         self._runtime = runtime
         self._through = tuple(tier for tier in stored if tier.policy.write == "through")
         self._behind = tuple(tier for tier in stored if tier.policy.write == "on_evict")
-        self._claims = KeyLocks(runtime)
+        self._locks = KeyLocks(runtime)
         self._by_layer = LongKeyLocks(runtime, deadline)
         if self._behind:
             memory.write_back = self._write_back
@@ -65,11 +64,11 @@ class Storer:
         left = list(segments)
         while left and not context.given_up:
             keys = [segment.key for segment in left]
-            with self._claims.of(keys) as mine:
+            with self._locks.of(keys) as mine:
                 todo = self.missing([segment for segment in left if segment.key in mine], context)
                 copied.update(self._copy_in(todo, shape, copy, context))
             left = [segment for segment in left if segment.key not in mine]
-            if left and not self._claims.wait([segment.key for segment in left], context.until):
+            if left and not self._locks.wait([segment.key for segment in left], context.until):
                 break
         return copied
 
@@ -115,18 +114,18 @@ class Storer:
     def claim(self, segments: Sequence[Segment]) -> Holder:
         """Claim those segments that nobody is storing just now: for as long as `LongKeyLocks` says, until `settle`.
 
-        `keep` does not wait for these claims, nor does it heed them: who stores a whole chunk has all of it now.
+        `keep` does not heed who holds these keys, and waits for none: who stores a whole chunk has all of it now.
         """
         keys = [segment.key for segment in segments]
-        busy = self._claims.taken(keys)
+        busy = self._locks.taken(keys)
         return self._by_layer.take([key for key in keys if key not in busy])
 
     def go_on(self, holder: Holder) -> None:
-        """Whoever holds these claims has done something for them."""
+        """The holder has done something for its keys."""
         self._by_layer.go_on(holder)
 
     def settle(self, holder: Holder, segments: Sequence[Segment] = (), *, stored: bool) -> None:
-        """Give up claims, by default all. What others left to the holder, and was not stored, is counted as dropped."""
+        """Give up keys, by default all. What others left to the holder, and was not stored, is counted as dropped."""
         left = self._by_layer.give(holder, [segment.key for segment in segments] or None)
         if left and not stored:
             self._events.emit(Event("dropped", chunks=len(left), reason="left to another, who did not store it"))

@@ -1,4 +1,4 @@
-"""Task: a load or save under way, and the promise that a cancelled one leaves the caller's KV alone."""
+"""Loads and saves under way, and the promise that a cancelled one leaves the caller's KV alone."""
 
 from __future__ import annotations
 
@@ -12,21 +12,54 @@ from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.runtime import Runtime
 
 
-class Task:
-    """A load or save under way.
+class Cancellation:
+    """Ends a load or save: once `cancel` has returned, nothing more is written to or read from the caller's KV."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        # Held while the caller's KV is touched, so that cancelling waits for a copy but never for a tier.
+        self._touching = runtime.lock()
+        self._cancelled = False
+        self._give_up: Callable[[], None] | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Somebody has asked it to stop; what was moved before counts."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Stop as soon as the copy under way, if any, is over, and give back what is held. Twice is fine."""
+        with self._touching:
+            self._cancelled = True
+        give_up = self._give_up
+        if give_up is not None:
+            give_up()
+
+    def on_cancel(self, give_up: Callable[[], None]) -> None:
+        """Have `give_up` called when this is cancelled; now, if it was already."""
+        self._give_up = give_up
+        if self._cancelled:
+            give_up()
+
+    def touch(self, copy: Callable[[], None]) -> bool:
+        """Copy to or from the caller's KV; False if this was cancelled."""
+        with self._touching:
+            if not self._cancelled:
+                copy()
+            return not self._cancelled
+
+
+class Task(Cancellation):
+    """A load or save under way in the background.
 
     Once `cancel` has returned, or `result` has raised DeadlineExceeded, nothing more is written to or read from the
     caller's KV.
     """
 
     def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
         self._runtime = runtime
-        # Held while the caller's KV is touched, so that cancelling waits for a copy but never for a tier.
-        self._touching = runtime.lock()
         self._changed = runtime.condition()
         self._done = False
-        self._cancelled = False
-        self._give_up: Callable[[], None] | None = None
         self._mask: torch.Tensor | None = None
         self._error: BaseException | None = None
 
@@ -34,11 +67,6 @@ class Task:
     def done(self) -> bool:
         """It is over: there is a result, or an error."""
         return self._done
-
-    @property
-    def cancelled(self) -> bool:
-        """Somebody has asked it to stop; what was moved before counts."""
-        return self._cancelled
 
     def result(self, timeout: float | None = None) -> torch.Tensor:
         """The mask of the segments that were moved (bool, one entry per segment).
@@ -54,7 +82,7 @@ class Task:
         return self._mask
 
     def wait(self, timeout: float) -> bool:
-        """Whether it is done, after at most `timeout` seconds. Nothing is cancelled."""
+        """Return whether it is done, after at most `timeout` seconds. Nothing is cancelled."""
         return self._done or self._wait(timeout)
 
     @shielded_waiting
@@ -68,30 +96,13 @@ class Task:
     @shielded
     def cancel(self) -> None:
         """Stop as soon as the copy under way, if any, is over, and give back what is held. Twice is fine."""
-        with self._touching:
-            self._cancelled = True
-        give_up = self._give_up
-        if give_up is not None:
-            give_up()
+        super().cancel()
 
     def after_fork_in_child(self, error: BaseException) -> None:
         """End it in a forked child, where nobody works on it."""
         self._touching, self._changed = self._runtime.lock(), self._runtime.condition()
         self._give_up = None
         self.fail(error)
-
-    def on_cancel(self, give_up: Callable[[], None]) -> None:
-        """Have `give_up` called when the task is cancelled; now, if it was already."""
-        self._give_up = give_up
-        if self._cancelled:
-            give_up()
-
-    def touch(self, copy: Callable[[], None]) -> bool:
-        """Copy to or from the caller's KV, unless the task was cancelled."""
-        with self._touching:
-            if not self._cancelled:
-                copy()
-            return not self._cancelled
 
     def fail(self, error: BaseException) -> None:
         """End a task whose work will never be done."""

@@ -1,32 +1,34 @@
-"""Moving: what a task does, run by run, between the engine's KV and the tiers."""
+"""Moves chunks between the engine's KV and the tiers, a run at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvloom.contracts.connector import GPUConnector
+from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
+from kvloom.pipeline.load import Runs
 from kvloom.pipeline.stack import Stack
-from kvloom.pipeline.task import Task
+from kvloom.pipeline.task import Cancellation
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
-from kvloom.telemetry.request_trace import RequestTrace
+from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.request_context import RequestContext
-from kvloom.types import Chunk, MemoryFormat, Segment
+from kvloom.types import Chunk, ChunkKey, MemoryFormat, Segment
 
 Where = Mapping[str, Any]
 
 
 class Transfer:
-    """The work of an engine's tasks. Keeps no state between calls.
+    """The work of an engine's loads and saves. Keeps no state between calls.
 
-    Each gives a bool for each segment: whether it was moved. record: where it is noted; it ends here.
+    Each gives a bool for each segment: whether it was moved. keys: the chain that they are part of. record: where it is
+    noted; it ends here.
     """
 
     def __init__(self, stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime) -> None:
@@ -36,63 +38,74 @@ class Transfer:
         self._now = runtime.now
 
     def load(
-        self, task: Task, segments: Sequence[Segment], where: Where, *, chain: Chain, gaps: bool, record: RequestTrace,
-        into: GPUConnector | None = None,
+        self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, *, keys: Sequence[ChunkKey],
+        gaps: bool, record: RequestTrace, into: GPUConnector | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """From the tiers into the engine's KV. gaps: go on behind a segment that is nowhere to be had."""
+        """From the tiers into the engine's KV; with None for `where`, into memory only.
+
+        gaps: go on behind a segment that is nowhere to be had.
+        """
         connector = into or self._connector
         moved: set[Segment] = set()
         began, nbytes = self._now(), 0
-        with record.going_on():
-            check_where(connector, segments, where)
-            runs = self._stack.loader.fetch(
-                segments, self._connector.shape, self._context(task, chain, record), gaps=gaps
-            )
-            with closing(runs):
-                for run in runs:
-                    here = [segment for segment, _ in run]
+        with record.going_on(), closing(self._runs(stop, segments, keys, record, gaps=gaps)) as runs:
+            if where is not None:
+                check_where(connector, segments, where)
+            for run in runs:
+                here = [segment for segment, _ in run]
+                if where is not None:
                     chunks = [loaded.chunk for _, loaded in run]
-                    if not task.touch(partial(_write, connector, here, chunks, where, record)):
+                    if not stop.touch(partial(_copy, connector.write, here, chunks, where, record)):
                         break
-                    moved.update(here)
                     nbytes += sum(chunk.nbytes for chunk in chunks)
+                moved.update(here)
+                if stop.cancelled:
+                    break
             record.served_tokens = num_tokens = sum(segment.end - segment.start for segment in moved)
-        if moved:
+        if moved and where is not None:
             self._events.emit(Event("retrieved", "", num_tokens, len(moved), nbytes, self._now() - began))
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
+    def _runs(
+        self, stop: Cancellation, segments: Sequence[Segment], keys: Sequence[ChunkKey], record: RequestTrace, *,
+        gaps: bool,
+    ) -> Runs:  # fmt: skip
+        """As `Loader.fetch`. If memory holds everything, nothing else is asked."""
+        memory = self._stack.memory
+        held = memory.lease([segment.key for segment in segments])
+        try:
+            if held and all(held):
+                if record is not NO_TRACE:
+                    record.gave(memory.name, sum(segment.end - segment.start for segment in segments))
+                yield [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
+                return
+        finally:
+            for loaded in held:
+                if loaded is not None:
+                    loaded.lease.release()
+        # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
+        yield from self._stack.loader.fetch(
+            segments, self._connector.shape, self._context(stop, keys, record), gaps=gaps
+        )
+
     def save(
-        self, task: Task, segments: Sequence[Segment], where: Where, *, chain: Chain, record: RequestTrace
-    ) -> torch.Tensor:
+        self, stop: Cancellation, segments: Sequence[Segment], where: Where, *, keys: Sequence[ChunkKey],
+        record: RequestTrace,
+    ) -> torch.Tensor:  # fmt: skip
         """From the engine's KV into the tiers that lack it. The mask is of the segments that were copied."""
 
         def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
-            return task.touch(lambda: _read(self._connector, some, chunks, where, record))
+            return stop.touch(partial(_copy, self._connector.read, some, chunks, where, record))
 
         with record.going_on():
             check_where(self._connector, segments, where)
-            copied = self._stack.storer.keep(segments, self._connector.shape, copy, self._context(task, chain, record))
+            copied = self._stack.storer.keep(segments, self._connector.shape, copy, self._context(stop, keys, record))
             record.served_tokens = sum(segment.end - segment.start for segment in segments)
         return torch.tensor([segment in copied for segment in segments], dtype=torch.bool)
 
-    def warm(self, task: Task, segments: Sequence[Segment], *, chain: Chain, record: RequestTrace) -> torch.Tensor:
-        """From the lower tiers into memory."""
-        warm: set[Segment] = set()
-        with record.going_on():
-            runs = self._stack.loader.fetch(
-                segments, self._connector.shape, self._context(task, chain, record), gaps=True
-            )
-            with closing(runs):
-                for run in runs:
-                    warm.update(segment for segment, _ in run)
-                    if task.cancelled:
-                        break
-            record.served_tokens = sum(segment.end - segment.start for segment in warm)
-        return torch.tensor([segment in warm for segment in segments], dtype=torch.bool)
-
-    def _context(self, task: Task, chain: Chain, record: RequestTrace) -> RequestContext:
-        context = self._stack.context(chain, record)
-        task.on_cancel(context.give_up)
+    def _context(self, stop: Cancellation, keys: Sequence[ChunkKey], record: RequestTrace) -> RequestContext:
+        context = self._stack.context(Chain(keys), record)
+        stop.on_cancel(context.give_up)
         return context
 
 
@@ -110,25 +123,13 @@ def check_where(connector: GPUConnector, segments: Sequence[Segment], where: Whe
         connector.check(where, max(segment.end for segment in segments))
 
 
-def _write(
-    connector: GPUConnector, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Where, record: RequestTrace
-) -> None:
+def _copy(
+    move: Callable[..., Fence | None], segments: Sequence[Segment], chunks: Sequence[Chunk], where: Where,
+    record: RequestTrace,
+) -> None:  # fmt: skip
+    """move: the connector's `read` or `write`."""
     began = record.now()
-    fence = connector.write(segments, chunks, **where)
+    fence = move(segments, chunks, **where)
     if fence is not None:
         fence.wait()
-    _note_copy(record, began, chunks)
-
-
-def _read(
-    connector: GPUConnector, segments: Sequence[Segment], chunks: Sequence[Chunk], where: Where, record: RequestTrace
-) -> None:
-    began = record.now()
-    fence = connector.read(segments, chunks, **where)
-    if fence is not None:
-        fence.wait()
-    _note_copy(record, began, chunks)
-
-
-def _note_copy(record: RequestTrace, began: float, chunks: Sequence[Chunk]) -> None:
     record.note("copy", "", began, record.now(), nbytes=sum(chunk.nbytes for chunk in chunks), chunks=len(chunks))

@@ -48,7 +48,7 @@ class Chain:
         return digest in self._by_digest()
 
     def leads_to(self, key: ChunkKey, digest: bytes) -> bool:
-        """Whether the chunk of `digest` comes before `key`."""
+        """Return whether the chunk of `digest` comes before `key`."""
         return self._by_digest().get(digest, key.depth) < key.depth
 
     def _by_digest(self) -> dict[bytes, int]:
@@ -61,7 +61,7 @@ class Chain:
         self._ends[id(place)] = min(key.depth, self._ends.get(id(place), key.depth))
 
     def ends_before(self, key: ChunkKey, place: object) -> bool:
-        """Whether there was no room in that place for something before `key`."""
+        """Return whether there was no room in that place for something before `key`."""
         return bool(self._ends) and self._ends.get(id(place), key.depth) < key.depth
 
     def expected_before(self, key: ChunkKey, place: object, expected: Callable[[ChunkKey], bool]) -> int:

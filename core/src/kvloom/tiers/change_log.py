@@ -1,4 +1,4 @@
-"""What has changed lately: what was learnt of it before is out of date."""
+"""A bounded log of changes: what was learnt of something before it changed is out of date."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ChangeLog:
         self._moment = moment
 
     def after(self, since: int, *subjects: Hashable) -> bool:
-        """Whether one of these changed after the mark `since`, or may have: that can be too long ago to tell."""
+        """Return whether one of these changed after the mark `since`, or may have: that can be too long ago to tell."""
         if since == self._moment:
             return False
         return any(self._moments.get(subject, 0) > since for subject in subjects) or self._dropped > since

@@ -1,4 +1,4 @@
-"""What is being removed, or was lately, so that nothing that was under way at the time brings it back."""
+"""Removals, under way and lately over: nothing that was being read or written at the time brings a chunk back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Invalidations:
                 self._under_way = tuple(other for other in self._under_way if other is not match)
 
     def hit(self, key: ChunkKey, since: int) -> bool:
-        """Whether `key` was removed after `since`, or is being; yes also if that is too long ago to tell."""
+        """Return whether `key` was removed after `since`, or is being; yes also if that is too long ago to tell."""
         if self._under_way and any(match(key) for match in self._under_way):
             return True
         return since != self.mark() and self._log.after(since, key, *_prefixes_of(key))

@@ -9,6 +9,9 @@ from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.types import ChunkKey
 
+HURRIED_SHARE = 0.1
+"""The part of its deadline that a tier gets for an answer, or a write, that keeps others waiting."""
+
 
 class RequestContext:
     """Made for each `retrieve`, `store` and so on.

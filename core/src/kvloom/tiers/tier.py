@@ -99,7 +99,11 @@ class Tier(ABC):
 
     @abstractmethod
     def find(self, keys: Sequence[ChunkKey], context: RequestContext | None = None) -> list[bool]:
-        """Which keys the tier says it holds, asked in one go, as part of the operation `visit`."""
+        """Return which keys the tier says it holds, asked in one go, as part of the operation `context`."""
+
+    def find_within(self, keys: Sequence[ChunkKey], context: RequestContext, share: float) -> list[bool]:
+        """`find`; a tier that has to ask somebody has that share of its deadline for it."""
+        return self.find(keys, context)
 
     @abstractmethod
     def health(self) -> TierHealth:
@@ -107,7 +111,7 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:
-        """Whether the tier says it holds `key`: a forecast, nothing is verified."""
+        """Return whether the tier says it holds `key`: a forecast, nothing is verified."""
 
     @shielded
     def get(self, key: ChunkKey) -> torch.Tensor | None:

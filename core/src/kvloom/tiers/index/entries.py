@@ -181,7 +181,7 @@ class Entries:
         self._log.note(("written", digest))
 
     def may_be_forgotten(self, key: ChunkKey, since: int) -> bool:
-        """Whether the blob was, or if that was long ago may have been, forgotten after the moment `since`."""
+        """Return whether the blob was, or if that was long ago may have been, forgotten after the moment `since`."""
         return self._log.after(since, ("forgotten", key.digest))
 
     def may_be_written(self, key: ChunkKey, since: int) -> bool:
@@ -217,7 +217,7 @@ class Entries:
         return tenant.ring.oldest()
 
     def has_room_behind(self, chain: Chain, key: ChunkKey, nbytes: int) -> bool:
-        """Whether nothing of `chain` that comes before `key` would have to go for `key` to have `nbytes`.
+        """Return whether nothing of `chain` that comes before `key` would have to go for `key` to have `nbytes`.
 
         Threads write at the same time: what comes before `key` and has no room yet is to have as much. If there is not
         that much, it is said to the chain where it ends.
@@ -258,13 +258,13 @@ class Entries:
         return True
 
     def is_over(self, tenant: Tenant | None) -> bool:
-        """Whether there is more than there may be, of a tenant's or of all."""
+        """Return whether there is more than there may be, of a tenant's or of all."""
         if tenant is not None and tenant.quota is not None and tenant.bytes > tenant.quota:
             return True
         return self.capacity is not None and self.bytes > self.capacity
 
     def is_behind_written(self, chain: Chain, key: ChunkKey) -> bool:
-        """Whether something of `chain` behind `key` is being written; if not, the chain has its places now."""
+        """Return whether something of `chain` behind `key` is being written; if not, the chain has its places now."""
         rows = [self.find(each) for each in chain.backwards()]
         if any(self.rows.state[row] >= WRITING and self.rows.depth[row] > key.depth for row in rows):
             return True

@@ -44,7 +44,7 @@ class Freshness:
         self._doubted = self._now()
 
     def doubtful(self, keys: Iterable[ChunkKey]) -> list[bool]:
-        """Which of these are taken to be there, and should be asked about again."""
+        """Return which of these are taken to be there, and should be asked about again."""
         state, at = self._rows.state, self._at
         since = max(self._doubted, self._now() - self._seconds)
         with self._lock:

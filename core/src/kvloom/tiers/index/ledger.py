@@ -109,7 +109,7 @@ class Ledger:
         return self._held.bytes
 
     def __len__(self) -> int:
-        """How many blobs count: all but those that are only expected."""
+        """Return how many blobs count: all but those that are only expected."""
         return self._held.count
 
     def tenants(self) -> dict[str, int]:
@@ -184,7 +184,7 @@ class Ledger:
                 self._held.remove(row)
 
     def welcome(self, key: ChunkKey, nbytes: int) -> bool:
-        """Whether the policy would let in a blob of about this size: not if it is used less than what would go."""
+        """Return whether the policy lets in a blob of about this size: not if it is used less than what would go."""
         sketch, held = self._sketch, self._held
         if sketch is None:
             return True

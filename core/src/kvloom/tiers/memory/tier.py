@@ -16,8 +16,7 @@ from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.invalidation import Invalidations
-from kvloom.tiers.memory.index import Changes, MemoryIndex
-from kvloom.tiers.memory.lru import MemoryEntry
+from kvloom.tiers.memory.index import Changes, MemoryEntry, MemoryIndex
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.tier import Layout, Loaded, Tier
 from kvloom.types import Chunk, ChunkKey, TierHealth
@@ -91,7 +90,7 @@ class MemoryTier(Tier):
     def find(
         self, keys: Sequence[ChunkKey], context: RequestContext | None = None, *, exact: bool = False
     ) -> list[bool]:
-        """Which keys are held (with `exact`: exactly)."""
+        """Return which keys are held (with `exact`: exactly)."""
         self._check_here()
         entries = self._held.entries
         with self._lock:
@@ -106,7 +105,7 @@ class MemoryTier(Tier):
             return [(held := entries.get(key)) is not None and held.chunk.exact for key in keys]
 
     def has_all(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether every key is held; takes no lock, and says no where keys expire."""
+        """Return whether every key is held; takes no lock, and says no where keys expire."""
         return self._held.ttl is None and all(map(self._held.entries.__contains__, keys))
 
     @shielded_waiting
@@ -155,8 +154,8 @@ class MemoryTier(Tier):
         """Keep a sealed chunk and lease it. An exact one replaces a lossy one, never the other way round.
 
         written: when it was first stored, in seconds since the epoch, if that was not now. dirty: it is to be written
-        back before it is evicted, if there is a `write_back`. since: a mark of `purges` from before it was read; what
-        was removed after it is not kept. chain: what it is part of; it does not take its salt's room from what is
+        back before it is evicted, if there is a `write_back`. since: a mark of `invalidations` from before it was read;
+        what was removed after it is not kept. chain: what it is part of; it does not take its salt's room from what is
         before it.
         """
         wall = self._runtime.wall()
@@ -293,7 +292,7 @@ class MemoryTier(Tier):
         return reservation
 
     def _may_get(self, nbytes: int) -> bool:
-        """Whether waiting can help: something in use, other than what is pinned, is still to be given back."""
+        """Return whether waiting can help: something in use, other than what is pinned, is still to be given back."""
         pinned = self._held.pinned_bytes
         return nbytes <= min(self.pool.capacity - pinned, self.pool.largest_bytes) and self.pool.used_bytes > pinned
 

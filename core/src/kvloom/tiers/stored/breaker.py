@@ -38,7 +38,7 @@ class Breaker:
         return self.open and self._runtime.now() >= self.probe_at
 
     def take_probe(self) -> bool:
-        """Whether the caller is to probe now. If so nobody else is, until a longer back-off is over."""
+        """Return whether the caller is to probe now. If so nobody else is, until a longer back-off is over."""
         with self._lock:
             due = self.probe_is_due
             if due:

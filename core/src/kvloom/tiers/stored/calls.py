@@ -32,6 +32,10 @@ class NoRoomError(BackendError):
     """There was no memory for what a store had to give: not the store's fault."""
 
 
+class DecodeFailedError(UnreadableBlobError):
+    """A serializer broke off at a blob with something that it should not raise."""
+
+
 class Calls:
     """Threads for one backend, in groups: a question must not wait behind reads, nor an operator behind a listing.
 
@@ -62,7 +66,7 @@ class Calls:
     # -- whether to call at all ----------------------------------------------------------------------------------------
 
     def serves(self, context: RequestContext) -> bool:
-        """Whether reading may be tried in this operation. If the tier is paused and a probe is due, it is begun."""
+        """Return whether this operation may read. If the tier is paused and a probe is due, that is begun."""
         return self.name not in context.lost and not context.given_up and not self.paused
 
     @property
@@ -279,3 +283,16 @@ def tamed(function: Callable[[], T]) -> T:
         raise
     except BaseException as error:
         raise BackendError(f"{type(error).__name__}: {error}") from error
+
+
+def guarded(function: Callable[[], T]) -> T:
+    """What a serializer says of a store's bytes. Raises CorruptBlobError or UnreadableBlobError, and nothing else.
+
+    However it ends, it is the blob's doing and not the store's.
+    """
+    try:
+        return tamed(function)
+    except (CorruptBlobError, UnreadableBlobError):
+        raise
+    except Exception as error:
+        raise DecodeFailedError(f"{type(error).__name__}: {error}") from error

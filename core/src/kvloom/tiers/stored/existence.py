@@ -61,7 +61,7 @@ class Inquiry:
         self, known: Callable[[Sequence[ChunkKey]], list[bool]], asked: Collection[ChunkKey],
         call: Call[set[ChunkKey]] | None, calls: Calls, context: RequestContext,
     ) -> None:  # fmt: skip
-        """known: as `Presence.known_enough`. asked: what the store has to say something about. call: returns those of
+        """known: as `Existence.known_enough`. asked: what the store has to say something about. call: returns those of
         them about which the store only raised; None if it could not be asked."""
         self._known = known
         self._asked = asked
@@ -133,7 +133,7 @@ class Existence:
         self.doomed = doomed
 
     def find(self, keys: Sequence[ChunkKey], context: RequestContext) -> list[bool]:
-        """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
+        """Return which keys the tier should hold in a form that this engine can use; none while it is paused."""
         return self.seek(keys, context).answer()
 
     def seek(self, keys: Sequence[ChunkKey], context: RequestContext) -> Question:
@@ -172,7 +172,7 @@ class Existence:
         return Question(learnt, call)
 
     def may_hold(self, key: ChunkKey) -> bool:
-        """Whether it is worth reading a key, as far as is known here and now: nothing is asked of the store."""
+        """Return whether it is worth reading a key, as far as is known here and now: nothing is asked of the store."""
         known = self._ledger.known([key])[0]
         if known is None:
             return self._may_hold_more and self._remembered.get([key]).get(key, True)

@@ -19,7 +19,7 @@ from kvloom.types import Chunk, ChunkKey
 T = TypeVar("T")
 
 Arrived = tuple[LayeredBlob | None, int]
-"""How a blob's layers lie in it, and how many of those that were asked for are right."""
+"""The layout of a blob's layers, and how many of those that were asked for are right."""
 ReadLayers = Callable[[ChunkKey, LayeredBlob | None, LayerBuffer, int, range], Arrived | None]
 """`Loads.read_layers`."""
 
@@ -103,7 +103,7 @@ class Read:
         return call.done if call is not None else all(each.done for each in self.inflight.calls)
 
     def wait(self, until: float, *, stopped: Callable[[], bool]) -> bool:
-        """Whether it was done by `until`, unless `stopped()` came first."""
+        """Return whether it was done by `until`, unless `stopped()` came first."""
         return all(call.wait(until, stopped=stopped) for call in self.inflight.calls)
 
 

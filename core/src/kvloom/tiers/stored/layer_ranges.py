@@ -13,7 +13,7 @@ from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
 from kvloom.format import envelope
 from kvloom.memory import Reservation
-from kvloom.tiers.stored.decode import guarded
+from kvloom.tiers.stored.calls import guarded
 from kvloom.types import Chunk, MemoryFormat
 
 WHOLE_BYTES = 1 << 20
@@ -23,7 +23,7 @@ RANGE_BYTES = 2 << 20
 
 
 def reads_ranges(backend: StorageBackend) -> bool:
-    """Whether the backend reads a part of a blob without reading all of it."""
+    """Return whether the backend reads a part of a blob without reading all of it."""
     return type(backend).get_range is not StorageBackend.get_range
 
 

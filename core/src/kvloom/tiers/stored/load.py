@@ -17,8 +17,7 @@ from kvloom.telemetry.events import EventBus
 from kvloom.tiers.index.ledger import Fidelity, Ledger
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
-from kvloom.tiers.stored.calls import Calls, NoRoomError
-from kvloom.tiers.stored.decode import DecodeFailedError
+from kvloom.tiers.stored.calls import Calls, DecodeFailedError, NoRoomError
 from kvloom.tiers.stored.existence import Existence
 from kvloom.tiers.stored.inflight import Arrived, InflightRead, InflightReads, Read, release
 from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob, layered, read_layers

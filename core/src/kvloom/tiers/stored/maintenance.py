@@ -213,7 +213,7 @@ class Maintenance:
             self._events.emit(Event("evicted", self.name, chunks=len(sizes), bytes=sum(sizes), reason=reason))
 
     def _elected(self) -> bool:
-        """Whether this process may evict from the start; waits a deadline at most."""
+        """Return whether this process may evict from the start; waits a deadline at most."""
         try:
             return self._calls.chore("hold", lambda: self._backend.hold(EVICT), seconds=self._calls.deadline).result()
         except Exception:  # told of already, if it did not hang; the rounds go on asking

@@ -18,8 +18,7 @@ from kvloom.runtime import Runtime
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.tiers.stored.calls import NoRoomError
-from kvloom.tiers.stored.decode import guarded
+from kvloom.tiers.stored.calls import NoRoomError, guarded
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
 
@@ -65,18 +64,18 @@ class BlobReader:
         _, longest = self._outline(shape, num_tokens)
         room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
         reserve = partial(self._reserve, until=until, room_by=room_by, on_wait=on_wait)
-        landing = _Landing(
+        buffer = _BlobBuffer(
             reserve, str(key), max_bytes=longest + envelope.MAX_HEADER_BYTES, protection=self._protection
         )
         try:
-            if not backend.get_into(str(key), landing):
+            if not backend.get_into(str(key), buffer):
                 return None
-            header = landing.finish()
+            header = buffer.finish()
             serializer = self.check(header, shape, num_tokens)
-            loaded = self._decode(key, header, landing, serializer, reserve, since=since, chain=chain, record=record)
+            loaded = self._decode(key, header, buffer, serializer, reserve, since=since, chain=chain, record=record)
             return header, loaded
         finally:
-            landing.abandon()  # now, not when a traceback that refers to it is collected
+            buffer.abandon()  # now, not when a traceback that refers to it is collected
 
     def _outline(self, shape: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, int]:
         """What a chunk of this shape is like, without its bytes, and the most that its blob's payload may take.
@@ -101,7 +100,7 @@ class BlobReader:
         return reservation
 
     def expired(self, header: envelope.Header) -> bool:
-        """Whether the blob is past its time."""
+        """Return whether the blob is past its time."""
         return self.outlived(header.description.written)
 
     def outlived(self, written: float) -> bool:
@@ -124,17 +123,17 @@ class BlobReader:
         return serializer
 
     def _decode(
-        self, key: ChunkKey, header: envelope.Header, landing: _Landing, serializer: Serializer, reserve: _Reserve, *,
+        self, key: ChunkKey, header: envelope.Header, buffer: _BlobBuffer, serializer: Serializer, reserve: _Reserve, *,
         since: int, chain: Chain, record: RequestTrace,
     ) -> Loaded | None:  # fmt: skip
         about, dtype = header.description, self._layout.dtype
         tensor, _ = self._outline(about.shape, about.num_tokens)
         like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
-        payload = landing.view[header.header_bytes :]
+        payload = buffer.view[header.header_bytes :]
         chunk = guarded(partial(serializer.view, payload, like))
         if chunk is not None:
             chunk = replace(like, tensor=chunk.tensor)
-            reservation = landing.take()
+            reservation = buffer.take()
         else:
             decoded = reserve(like.nbytes)
             if decoded is None:
@@ -156,7 +155,7 @@ class BlobReader:
         )
 
 
-class _Landing:
+class _BlobBuffer:
     """Where a backend puts a blob: pool memory, verified as it fills."""
 
     def __init__(self, reserve: _Reserve, key: str, *, max_bytes: int, protection: Protection | None) -> None:

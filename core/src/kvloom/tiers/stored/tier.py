@@ -156,9 +156,12 @@ class StoredTier(Tier):
 
     @shielded_waiting
     def find(self, keys: Sequence[ChunkKey], context: RequestContext | None = None) -> list[bool]:
-        """Which keys the tier is believed to hold in a form that this engine can use; none while it is paused."""
+        """Return which keys the tier should hold in a form that this engine can use; none while it is paused."""
         self._check_here()
         return self._existence.find(keys, context or self._context())
+
+    def find_within(self, keys: Sequence[ChunkKey], context: RequestContext, share: float) -> list[bool]:
+        return self.seek(keys, context).answer(share * self.deadline)
 
     def seek(self, keys: Sequence[ChunkKey], context: RequestContext) -> Question:
         """Begin `find`, for whoever has something else to do until the store has answered."""
@@ -166,7 +169,7 @@ class StoredTier(Tier):
         return self._existence.seek(keys, context)
 
     def may_hold(self, key: ChunkKey) -> bool:
-        """Whether it is worth reading a key, as far as is known here and now."""
+        """Return whether it is worth reading a key, as far as is known here and now."""
         return self._existence.may_hold(key)
 
     def inquire(self, keys: Sequence[ChunkKey], context: RequestContext) -> Inquiry | None:
@@ -192,7 +195,7 @@ class StoredTier(Tier):
         return not self._existence.known_enough([key])[0] and self._welcome(key)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a write would be accepted without waiting."""
+        """Return whether a write would be accepted without waiting."""
         return self._writes.has_room(nbytes)
 
     @shielded_waiting

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from kvloom.errors import BackendError
 from kvloom.runtime import Call, Runtime, Workers
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
+from kvloom.tiers.request_context import HURRIED_SHARE
 from kvloom.tiers.tier import Loaded
 from kvloom.types import ChunkKey
-
-STILL_SHARE = 0.1
-"""The part of its deadline after which a queue out of which no write has come is not waited for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +73,7 @@ class WriteQueue:
         return key in self._open
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a chunk would be accepted without waiting."""
+        """Return whether a chunk would be accepted without waiting."""
         return not self._open or self._bytes + nbytes <= self._max_bytes
 
     def submit(
@@ -84,7 +82,7 @@ class WriteQueue:
     ) -> Write | None:  # fmt: skip
         """Queue a write, waiting for room until `until`; None (the chunk released) if there was none.
 
-        Room is waited for only while writes return: once none has for `STILL_SHARE` of the deadline, nobody waits.
+        Room is waited for only while writes return: once none has for `HURRIED_SHARE` of the deadline, nobody waits.
         A write of the same key that is under way stands for this one. accepted: called before the write can begin, and
         only if no other stands for it: that one may have done already what it does to the ledger. wanted: called on the
         thread, before the write counts as begun; if it says no, the write is done. It has a bound of its own.
@@ -119,13 +117,13 @@ class WriteQueue:
                     self._open[write.key] = write
                     self._bytes += write.loaded.chunk.nbytes
                     return write
-                left = min(until, self._moved_at + STILL_SHARE * self._deadline) - self._runtime.now()
+                left = min(until, self._moved_at + HURRIED_SHARE * self._deadline) - self._runtime.now()
                 if left <= 0 or self.workers.stuck:
                     return None
                 self._changed.wait(min(left, 0.1))
 
     def wait(self, write: Write, until: float) -> bool:
-        """Whether the write was stored by `until`."""
+        """Return whether the write was stored by `until`."""
         while write.outcome is None and self._runtime.now() < until:
             self._expire()
             with self._changed:
