@@ -1,4 +1,4 @@
-"""How the verbs print: tables, sizes, moments, and progress where there is someone to watch it."""
+"""Output of the verbs: tables, sizes, moments, and progress on a terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def say(text: str, *, stderr: bool = False) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where tables go. No markup: brackets in a path or a message are brackets."""
+    """The console for tables. No markup: brackets in a path or a message are brackets."""
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False)
@@ -108,7 +108,7 @@ def byte_progress(what: str, total_bytes: int | None = None) -> Iterator[ByteSte
 
 
 def watched() -> bool:
-    """Whether somebody sees the bars."""
+    """Return whether stderr is a terminal, which shows progress bars."""
     return console(stderr=True).is_terminal
 
 
