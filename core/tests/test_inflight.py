@@ -133,3 +133,14 @@ def test_what_nobody_collects_is_given_back(store: Store) -> None:
         time.sleep(0.001)
     assert reservation is not None
     reservation.abandon()
+
+
+def test_a_read_from_before_a_removal_is_not_shared(store: Store) -> None:
+    before, same = (store.inflight.board(KEY, store.load, store.context()) for _ in range(2))
+    with store.memory.invalidations.removing([KEY]):
+        pass
+    after = store.inflight.board(KEY, store.load, store.context())
+    assert before is not None and same is not None and after is not None
+    assert same.inflight is before.inflight is not after.inflight
+    for read in (before, same, after):
+        store.inflight.leave(read.inflight)

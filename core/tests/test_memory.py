@@ -238,3 +238,26 @@ def test_a_large_pool_opens_without_touching_its_memory() -> None:
     pool = Pool(8 << 30, SystemRuntime())
     pool.close()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4 << 20, "KiB: less than 4 GiB"
+
+
+def test_memory_goes_back_with_its_last_holder() -> None:
+    pool = Pool(PAGE, SystemRuntime())
+    reservation = pool.reserve(PAGE)
+    assert reservation is not None and reservation.hold()
+    reservation.abandon()
+    assert pool.reserve(PAGE) is None, "a call may still write to it"
+    reservation.abandon()
+    assert not reservation.hold(), "it is somebody else's by now"
+    again = pool.reserve(PAGE)
+    assert again is not None
+    reservation.abandon()
+    assert pool.reserve(PAGE) is None
+    again.abandon()
+    assert pool.used_bytes == pool.leaked == 0
+
+
+def test_half_of_a_pool_may_be_staged() -> None:
+    pool = Pool(4 * PAGE, SystemRuntime())
+    assert pool.stage(2 * PAGE) and not pool.stage(PAGE)
+    pool.stage(-PAGE)
+    assert pool.stage(PAGE)
