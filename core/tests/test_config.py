@@ -110,7 +110,7 @@ def test_a_config_and_what_it_resolves_to_are_frozen(registry: Registry) -> None
         ({"tiers": [{"type": "memory", "path": "/x"}]}, "tiers.0.path: unknown key; known: capacity, deadline, name"),
         ({"tiers": [{"type": "memory", "serializer": "raw"}]}, "tiers.0.serializer: unknown key; known: capacity,"),
         ({"tiers": [{"type": "memory", "deadline": "3q"}]}, "tiers.0.deadline: not a duration: '3q'; write 250ms"),
-        ({"tiers": [{"type": "memory", "deadline": float("inf")}]}, "tiers.0.deadline: should be more than nothing"),
+        ({"tiers": [{"type": "memory", "deadline": float("inf")}]}, "tiers.0.deadline: should be a finite number"),
         ({"tiers": ["memory", "memory"]}, "tiers.1.type: a memory tier cannot be here: there is one already"),
         ({"tiers": ["dict", "memory"]}, "tiers.1.type: a memory tier cannot be here: it must come first"),
         ({"tiers": ["dict", "dict"]}, "tiers.1.name: tiers.0 is called 'dict' too; set another `name`"),
@@ -328,7 +328,8 @@ def test_every_default_can_be_written_as_yaml() -> None:
 
 def test_every_key_of_the_schema_says_what_it_means() -> None:
     schema = json_schema(Registry.discover())
-    assert schema["$defs"]["DiskBackend"]["properties"]["capacity"]["description"] == "How many bytes it may hold."
+    capacity = schema["$defs"]["DiskBackend"]["properties"]["capacity"]
+    assert capacity["description"] == "Maximum number of bytes in the tier."
     silent = [
         f"{name}.{key}"
         for name, model in (("file", schema), *schema["$defs"].items())

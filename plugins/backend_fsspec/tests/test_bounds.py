@@ -75,7 +75,7 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
     ("kind", "problem"),
     [
         ("long", "more than 1000 bytes"),
-        ("packed", "packs what it sends"),
+        ("packed", "compresses its answer"),
         ("header", "timed out"),
         ("body", "timed out"),
     ],

@@ -85,7 +85,7 @@ def bound_http(client: Any, seconds: float) -> None:
 
     def shorten(answer: Any) -> None:
         if answer.headers.get("Content-Encoding", "identity") != "identity":  # it has no length that is known before
-            raise BackendError("the server packs what it sends, though it was asked not to")
+            raise BackendError("the server compresses its answer, although it was asked not to")
         if answer.request.method != "GET":  # files are read piece by piece
             answer.stream = Short(answer.stream)
 
