@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 
 from kvloom import Observer, PluginError, Registry, StorageBackend, hookimpl
-from kvloom.config import Block, StoredBlock
+from kvloom.config import ComponentBlock, StoredBlock
 from kvloom.config.blocks import BlendBlock, SerializerBlock
 from kvloom.plugins import hookspecs, installing
 from kvloom.plugins.registry import KINDS
@@ -64,7 +64,7 @@ def test_the_keys_that_plugins_may_not_use_are_those_that_the_core_reads() -> No
     assert set(KINDS["backend"].owned) == set(StoredBlock.model_fields)
     assert set(KINDS["serializer"].owned) == set(SerializerBlock.model_fields)
     assert set(KINDS["blend executor"].owned) == {"type", *BlendBlock.model_fields}
-    assert set(KINDS["observer"].owned) == set(Block.model_fields)
+    assert set(KINDS["observer"].owned) == set(ComponentBlock.model_fields)
 
 
 def test_a_hook_may_be_a_generator(install: Install) -> None:

@@ -70,7 +70,7 @@ class _Over:
         return self.yes
 
 
-class _Call(Generic[T]):
+class _Work(Generic[T]):
     """A function that a server runs for the main thread."""
 
     __slots__ = ("_discard", "_state", "_todo", "abandoned", "error", "outcome", "over")
@@ -151,7 +151,7 @@ class _Servers:
 
     def __init__(self, main: int) -> None:
         self.main = main
-        self._calls: queue.SimpleQueue[_Call[Any]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Work[Any]] = queue.SimpleQueue()
         self._last: _Over | None = None
         self._unfinished: deque[_Over] = deque(maxlen=64)
         # Only ever taken by servers.
@@ -162,7 +162,7 @@ class _Servers:
         self, function: Callable[[], T], *, cancel: Callable[[], None] | None, discard: Callable[[T], object] | None,
         leave: bool,
     ) -> T:  # fmt: skip
-        call = _Call(function, discard)
+        call = _Work(function, discard)
         last, self._last = self._last, call.over
         if (last is None or not last.yes) and not self._add():
             return function()  # the interpreter is going away, or the machine has no more threads
@@ -180,11 +180,11 @@ class _Servers:
         finally:
             del error  # else it would be in a cycle with this frame, and hold what its traceback refers to
 
-    def _abandon(self, call: _Call[Any], cancel: Callable[[], None] | None, *, wait: bool) -> None:
+    def _abandon(self, call: _Work[Any], cancel: Callable[[], None] | None, *, wait: bool) -> None:
         """Return when the call is cancelled or, without `cancel`, over and its result discarded."""
         call.abandoned = True
         until = time.monotonic() + MOST_SECONDS
-        tidy = _Call(partial(_tidy, call, cancel, until if wait and cancel is None else 0.0))
+        tidy = _Work(partial(_tidy, call, cancel, until if wait and cancel is None else 0.0))
         while True:
             try:
                 self._unfinished.append(call.over)
@@ -230,7 +230,7 @@ class _Servers:
             self._unfinished.popleft().wait(until)
 
 
-def _tidy(call: _Call[Any], cancel: Callable[[], None] | None, until: float) -> None:
+def _tidy(call: _Work[Any], cancel: Callable[[], None] | None, until: float) -> None:
     try:
         if cancel is not None:
             cancel()

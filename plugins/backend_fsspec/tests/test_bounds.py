@@ -125,7 +125,7 @@ def test_a_bucket_whose_listing_begins_again_for_ever_is_given_up(
 ) -> None:
     """repeats: the same page each time; else the pages are new ones."""
     pytest.importorskip("obstore")
-    from kvloom_backend_fsspec import obstore_store
+    from kvloom_backend_fsspec.stores import obstore_store
 
     asked: list[str] = []
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvloom import ConfigError, EngineConfig, Registry
 from kvloom.config import resolve
-from kvloom_backend_fsspec import obstore_client
 from kvloom_backend_fsspec.backend import ExclusiveFsspecBackend, FsspecBackend, ProcessFsspecBackend
 from kvloom_backend_fsspec.config import Config, Place, place_of
+from kvloom_backend_fsspec.stores import obstore_client
 
 
 def problem(**settings: Any) -> str:

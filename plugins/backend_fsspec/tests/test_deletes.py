@@ -11,7 +11,7 @@ import pytest
 
 from kvloom import BackendError
 from kvloom_backend_fsspec.config import Config
-from kvloom_backend_fsspec.obstore_store import ObstoreStore
+from kvloom_backend_fsspec.stores.obstore_store import ObstoreStore
 
 
 @pytest.mark.parametrize(("losses", "requests"), [(0, 1), (1, 2), (5, 2)])

@@ -11,7 +11,7 @@ import pytest
 
 from kvloom import BackendError, CorruptBlobError
 from kvloom_backend_fsspec.backend import FsspecBackend
-from kvloom_backend_fsspec.obstore_store import PART_BYTES, ObstoreStore
+from kvloom_backend_fsspec.stores.obstore_store import PART_BYTES, ObstoreStore
 
 SIZE = 3 * PART_BYTES + 12_345
 

@@ -16,7 +16,7 @@ from kvloom_backend_fsspec import lease
 from kvloom_backend_fsspec.backend import ExclusiveFsspecBackend, FsspecBackend
 from kvloom_backend_fsspec.lease import LEASE_SECONDS, Leases
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.store import Listed
+from kvloom_backend_fsspec.stores.base import Listed
 
 RIGHT = "evict"
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvloom import BackendError, IncompleteListingError
-from kvloom_backend_fsspec import fsspec_store
 from kvloom_backend_fsspec.backend import FsspecBackend
+from kvloom_backend_fsspec.stores import fsspec_store
 
 
 class ServerError(Exception):

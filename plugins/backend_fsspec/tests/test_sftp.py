@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from kvloom import BackendError, IncompleteListingError
-from kvloom_backend_fsspec import pace, sftp_store
+from kvloom_backend_fsspec import pace
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.pace import Pace, PacedChannel
-from kvloom_backend_fsspec.store import Memory
+from kvloom_backend_fsspec.stores import sftp_store
+from kvloom_backend_fsspec.stores.base import Memory
 
 pytest.importorskip("paramiko")
 

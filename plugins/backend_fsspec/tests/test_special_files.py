@@ -13,7 +13,7 @@ import pytest
 
 from kvloom import BackendError, CorruptBlobError
 from kvloom_backend_fsspec.backend import FsspecBackend
-from kvloom_backend_fsspec.store import Memory
+from kvloom_backend_fsspec.stores.base import Memory
 
 DRIVERS = ("obstore", "fsspec")
 

@@ -18,7 +18,7 @@ _CELL_CHARS = 300
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-class Step(Protocol):
+class Progress(Protocol):
     def __call__(self) -> None: ...
 
 
@@ -72,7 +72,7 @@ def print_table(
 
 
 @contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Step]:
+def progress(what: str, total: int | None = None) -> Iterator[Progress]:
     """A bar on a terminal, which goes away when done; nothing elsewhere. Call what it gives once per step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -84,7 +84,7 @@ class Open(BaseModel):
             yield name, self._origins.masked_tree(masked(value, name))
 
 
-class Block(Open):
+class ComponentBlock(Open):
     """`{type: word, ...}`, or the bare word: which plugin, and settings that only it understands."""
 
     type: Word
@@ -100,7 +100,7 @@ class Block(Open):
         return dict(self.model_extra or {})
 
 
-class SerializerBlock(Block):
+class SerializerBlock(ComponentBlock):
     """A tier's encoding of chunks."""
 
     type: Word = "raw"
@@ -117,7 +117,7 @@ class ProtectBlock(Config):
     """A file, or `env:NAME`: keys of 32 bytes in base64, one on each line. The first is written with, all are taken."""
 
 
-class StoredBlock(Block):
+class StoredBlock(ComponentBlock):
     """A tier on a storage backend: the keys that the core owns."""
 
     name: TierName = ""
@@ -191,7 +191,7 @@ class BlendBlock(Open):
 
     executor: Word = "cacheblend"
     """The component that selects the tokens to compute again, and merges the rest."""
-    retriever: Block = Block(type="separator")
+    retriever: ComponentBlock = ComponentBlock(type="separator")
     """The component that finds stored KV for the parts of a prompt: a word, or a block with settings."""
     min_tokens: NonNegativeInt = 256
     """Shorter prompts are computed as they would be without blending."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, ProtectBlock, StoredBlock
+from kvloom.config.blocks import BlendBlock, ComponentBlock, MemoryBlock, ProtectBlock, StoredBlock
 from kvloom.config.paths import absolute, absolute_paths
 from kvloom.config.validation_errors import KeyPath, Origins, Problem, dotted, problems, unknown
 from kvloom.contracts.component import Config
@@ -127,7 +127,7 @@ class Checks:
                     break
             seen.append(tier)
 
-    def block(self, at: KeyPath, kind: str, block: Block) -> Choice:
+    def block(self, at: KeyPath, kind: str, block: ComponentBlock) -> Choice:
         return self._choose(at, kind, block.type, block.settings, at_type=(*at, "type"))
 
     def tier(self, at: KeyPath, block: MemoryBlock | StoredBlock) -> TierChoice:

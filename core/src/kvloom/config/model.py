@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from kvloom.config import legacy, sources
 from kvloom.config.blocks import (
     BlendBlock,
-    Block,
+    ComponentBlock,
     MemoryBlock,
     Open,
     PluginsBlock,
@@ -49,15 +49,15 @@ class EngineConfig(BaseModel):
     """The engine's name for observers: the label `engine` of metrics."""
     chunk_tokens: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(no_bool)] = 256
     """Tokens per chunk: the unit that is kept, found and moved."""
-    tokens: Block = Block(type="chunked")
+    tokens: ComponentBlock = ComponentBlock(type="chunked")
     """The component that cuts sequences into chunks: a word, or a block with settings."""
-    connector: Block = Block(type="plain")
+    connector: ComponentBlock = ComponentBlock(type="plain")
     """The engine whose KV is read and written: a word, or a block with settings."""
     tiers: tuple[TierBlock, ...] = (MemoryBlock(),)
     """Fast to slow."""
     blend: BlendBlock | None = None
     """Reuse of KV wherever a passage stands in a prompt."""
-    observers: tuple[Block, ...] = ()
+    observers: tuple[ComponentBlock, ...] = ()
     """The observers that events are sent to: words, or blocks with settings."""
     save_decode_cache: bool = False
     """Keep the KV of generated tokens too."""

@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from kvloom.config.blocks import BlendBlock, Block, MemoryBlock, PluginsBlock, StoredBlock, TierBlock
+from kvloom.config.blocks import BlendBlock, ComponentBlock, MemoryBlock, PluginsBlock, StoredBlock, TierBlock
 from kvloom.config.choices import Checks
 from kvloom.config.cross_checks import cross_checks
 from kvloom.config.validation_errors import KeyPath, Origins, Problem
 from kvloom.plugins.registry import Registry
 
 _tier: TypeAdapter[MemoryBlock | StoredBlock] = TypeAdapter(TierBlock)
-_block: TypeAdapter[Block] = TypeAdapter(Block)
+_block: TypeAdapter[ComponentBlock] = TypeAdapter(ComponentBlock)
 _blend: TypeAdapter[BlendBlock] = TypeAdapter(BlendBlock)
 
 

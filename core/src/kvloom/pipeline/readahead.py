@@ -72,7 +72,7 @@ class Incoming:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _Part:
     tier: StoredTier
     piece: Piece
     place: LayerBuffer
@@ -97,7 +97,7 @@ class ReadAhead:
         self._runtime = runtime
         self._positions = self._all_positions()
         self._next: tuple[range, Incoming] | None = None
-        self._parts: dict[tuple[int, int], _Request] = {}
+        self._parts: dict[tuple[int, int], _Part] = {}
         self._wholes: dict[int, Read] = {}
         self._spare: list[Reservation] = []
         # For what others were to read, if that comes to nothing; and the same while it is in use.
@@ -298,7 +298,7 @@ class ReadAhead:
             assert inflight.place is not None
             piece = tier.loads.inflight.ask(inflight, group)
             if piece is not None:
-                self._parts[start, chunk.index] = _Request(tier, piece, inflight.place)
+                self._parts[start, chunk.index] = _Part(tier, piece, inflight.place)
             return True
         place = self._passing(chunk, group)
         if place is None:
@@ -307,7 +307,7 @@ class ReadAhead:
         if call is None:
             self._let_go(place)
         else:
-            self._parts[start, chunk.index] = _Request(tier, Piece(call, group), place)
+            self._parts[start, chunk.index] = _Part(tier, Piece(call, group), place)
         return True
 
     def _is_in_memory(self, chunk: Incoming) -> bool:
@@ -362,7 +362,7 @@ class ReadAhead:
             return None
         return LayerBuffer.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
 
-    def _lose(self, part: _Request, chunk: Incoming, start: int) -> None:
+    def _lose(self, part: _Part, chunk: Incoming, start: int) -> None:
         """Give up what may still be under way; it keeps its memory until it returns."""
         if chunk.inflight is not None:
             group = next(group for group in self._groups if group.start == start)

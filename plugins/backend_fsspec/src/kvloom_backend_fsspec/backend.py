@@ -15,7 +15,7 @@ from kvloom_backend_fsspec.config import OBSTORE_SCHEMES
 from kvloom_backend_fsspec.config import Config as FsspecConfig
 from kvloom_backend_fsspec.lease import Leases
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.store import ObjectStore
+from kvloom_backend_fsspec.stores.base import ObjectStore
 
 logger = logging.getLogger("kvloom.backend_fsspec")
 
@@ -212,17 +212,17 @@ def _class_for(config: FsspecConfig) -> type[FsspecBackend]:
 def _open_store(config: FsspecConfig) -> ObjectStore:
     """Make a client of this process. Raises ValueError or ImportError with the remedy if the settings cannot work."""
     if config.place.scheme in ("file", "local"):
-        from kvloom_backend_fsspec import local_files
+        from kvloom_backend_fsspec.stores import local_files
 
         return (local_files.LocalObstoreStore if config.by_obstore else local_files.LocalFsspecStore)(config)
     if config.by_obstore:
-        from kvloom_backend_fsspec.obstore_store import ObstoreStore
+        from kvloom_backend_fsspec.stores.obstore_store import ObstoreStore
 
         return ObstoreStore(config)
     if config.by_sftp:
-        from kvloom_backend_fsspec.sftp_store import SftpStore
+        from kvloom_backend_fsspec.stores.sftp_store import SftpStore
 
         return SftpStore(config)
-    from kvloom_backend_fsspec.fsspec_store import FsspecStore
+    from kvloom_backend_fsspec.stores.fsspec_store import FsspecStore
 
     return FsspecStore(config)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.store import Listed, ObjectStore
+from kvloom_backend_fsspec.stores.base import Listed, ObjectStore
 
 logger = logging.getLogger("kvloom.backend_fsspec")
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from kvloom import BackendError, CorruptBlobError, Sink
 from kvloom_backend_fsspec.errors import explained
-from kvloom_backend_fsspec.fsspec_store import FsspecStore
-from kvloom_backend_fsspec.local_listing import LocalListing
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.obstore_store import ObstoreStore
-from kvloom_backend_fsspec.store import Listed, Memory
+from kvloom_backend_fsspec.stores.base import Listed, Memory
+from kvloom_backend_fsspec.stores.fsspec_store import FsspecStore
+from kvloom_backend_fsspec.stores.local_listing import LocalListing
+from kvloom_backend_fsspec.stores.obstore_store import ObstoreStore
 from kvloom_backend_fsspec.unread import Unread
 
 if TYPE_CHECKING:

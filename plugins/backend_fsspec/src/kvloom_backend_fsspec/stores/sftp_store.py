@@ -26,7 +26,7 @@ from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained
 from kvloom_backend_fsspec.names import Names
 from kvloom_backend_fsspec.pace import Pace, PacedChannel
-from kvloom_backend_fsspec.store import MOST_DIRECTORIES, Listed, Memory
+from kvloom_backend_fsspec.stores.base import MOST_DIRECTORIES, Listed, Memory
 from kvloom_backend_fsspec.unread import Unread, is_refused
 
 _CONNECTIONS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from kvloom_backend_fsspec.store import Listed
+from kvloom_backend_fsspec.stores.base import Listed
 from kvloom_backend_fsspec.unread import NOTHING_THERE, Unread
 
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from kvloom import BackendError, Sink
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained, says_no_bucket
-from kvloom_backend_fsspec.fsspec_open import close_fs, open_fs
 from kvloom_backend_fsspec.names import Names
-from kvloom_backend_fsspec.store import MOST_DIRECTORIES, Listed
+from kvloom_backend_fsspec.stores.base import MOST_DIRECTORIES, Listed
+from kvloom_backend_fsspec.stores.fsspec_open import close_fs, open_fs
 from kvloom_backend_fsspec.unread import Unread, is_refused
 
 _WHOLE_AT_ONCE = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2", "hf"}

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from kvloom import BackendError, CorruptBlobError, Sink
 from kvloom_backend_fsspec.config import Config
 from kvloom_backend_fsspec.errors import explained, failed_for_one, is_beyond_the_end, says_no_bucket, was_not_sent
-from kvloom_backend_fsspec.native import native
-from kvloom_backend_fsspec.obstore_client import client_of
-from kvloom_backend_fsspec.store import Listed, Memory
+from kvloom_backend_fsspec.stores.base import Listed, Memory
+from kvloom_backend_fsspec.stores.native import native
+from kvloom_backend_fsspec.stores.obstore_client import client_of
 
 PART_BYTES = 8 << 20
 """Maximum size of one request, so that its timeout is meaningful for a blob of any size."""

@@ -1,0 +1,1 @@
+"""Stores behind the backend: obstore, fsspec, SFTP and local files."""
