@@ -10,7 +10,7 @@ from kvloom.types import ChunkKey
 
 
 class KeyLocks:
-    """Which chunks somebody is copying in just now."""
+    """Locks on the keys of chunks that are being copied in."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._now = runtime.now
@@ -59,7 +59,7 @@ class Holder:
 
     def __init__(self, at: float) -> None:
         self.at = at
-        """When it last went on."""
+        """Time of its last progress."""
         self.keys: set[ChunkKey] = set()
         self.wanted: set[ChunkKey] = set()
         """Those of its chunks that others have left to it."""

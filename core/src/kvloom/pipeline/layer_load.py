@@ -91,7 +91,7 @@ class Loading:
         self._run()
 
     def wait(self, layer: int) -> torch.Tensor:
-        """Whose KV of `layer`, and of all layers before it, is in the engine's KV: a bool CPU mask `[tokens]`.
+        """Return a bool CPU mask `[tokens]`: True if the KV of `layer` and of all layers before it is in the engine's KV.
 
         Waits no longer than the deadline of the slowest tier; what is not there by then counts as lost. Raises
         BackendError if this was closed before, ValueError if there is no such layer, and what the connector raised.
@@ -168,7 +168,7 @@ class Loading:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _cut(self, layer: int) -> None:
-        """What of this layer was not written by now never will be."""
+        """Give up the part of this layer that is not written yet."""
         with self._writing:
             if self._ready <= layer:
                 written = next((index for index, layers in enumerate(self._moved) if layers <= layer), len(self._moved))

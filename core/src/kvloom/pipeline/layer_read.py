@@ -27,7 +27,7 @@ class Part:
     """Verified layers of one chunk: `chunk.tensor` is `[planes, len(layers), tokens, hidden]`."""
 
     index: int
-    """Which of the segments."""
+    """Index of the segment."""
     segment: Segment
     layers: range
     chunk: Chunk

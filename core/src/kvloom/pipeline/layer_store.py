@@ -72,7 +72,7 @@ class Storing:
             self.mask[segment.start : segment.end] = True
 
     def _plan(self, segments: Sequence[Segment], events: EventBus) -> Todo:
-        """What is missing and has room, each with the stored tiers to write it to; other keys are given up."""
+        """Return the missing segments that have room, each with the stored tiers to write it to; unlock other keys."""
         stack, context = self._stack, self._context
         todo = stack.storer.missing(segments, context)
         for segment, _ in todo:

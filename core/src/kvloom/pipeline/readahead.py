@@ -23,7 +23,7 @@ _WHOLES = 8
 
 
 class Prefix:
-    """How many leading chunks are good in each layer: fewer from layer to layer, and never more again."""
+    """Number of leading chunks that are good in each layer. It never grows from layer to layer."""
 
     def __init__(self, chunks: int, layers: int, runtime: Runtime) -> None:
         self._ends = [chunks] * layers
@@ -59,7 +59,7 @@ class Incoming:
     """And that came to nothing: it is read by layers after all."""
     blob: LayeredBlob | None = None
     inflight: InflightRead | None = None
-    """Where all of its layers are put together, for whoever wants it, if there is room for that."""
+    """The read that joins all of its layers, for other requests, if there is room for that."""
     passing: LayerBuffer | None = None
     """Else: where the layers that have just arrived are."""
     began: float = 0.0
@@ -72,7 +72,7 @@ class Incoming:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PartRead:
     tier: StoredTier
     piece: Piece
     place: LayerBuffer
@@ -97,7 +97,7 @@ class ReadAhead:
         self._runtime = runtime
         self._positions = self._all_positions()
         self._next: tuple[range, Incoming] | None = None
-        self._parts: dict[tuple[int, int], _Part] = {}
+        self._parts: dict[tuple[int, int], _PartRead] = {}
         self._wholes: dict[int, Read] = {}
         self._spare: list[Reservation] = []
         # For what others were to read, if that comes to nothing; and the same while it is in use.
@@ -130,7 +130,7 @@ class ReadAhead:
         return chunk.loaded is not None if part is None else part.piece.call.done
 
     def part(self, chunk: Incoming, group: range) -> tuple[LayerBuffer, int] | None:
-        """Where the layers of `group` are, and how many of them are right; None if they are not to be had so.
+        """Return the place of the layers of `group`, and the number of right ones; None if they cannot be had this way.
 
         Asked for by `fill` before, and by none in between: that may find the chunk elsewhere.
         """
@@ -172,7 +172,7 @@ class ReadAhead:
         return self._landed(tier, read)
 
     def from_elsewhere(self, chunk: Incoming, group: range) -> Loaded | None:
-        """What somebody else was reading, whole; None if it is better, or necessary, to read it by layers after all."""
+        """Return the chunk that another request was reading whole; None to read it by layers after all."""
         read, chunk.elsewhere = chunk.elsewhere, None
         assert read is not None
         tier, inflight = chunk.tiers[0], read.inflight
@@ -202,7 +202,7 @@ class ReadAhead:
         return call.wait(self._context.patience(tier.deadline), stopped=lambda: not self._wanted(chunk, group))
 
     def done_with(self, chunk: Incoming) -> None:
-        """What was in passing is no longer needed."""
+        """Release chunks that were only in passing."""
         place, chunk.passing = chunk.passing, None
         if place is None:
             return
@@ -298,7 +298,7 @@ class ReadAhead:
             assert inflight.place is not None
             piece = tier.loads.inflight.ask(inflight, group)
             if piece is not None:
-                self._parts[start, chunk.index] = _Part(tier, piece, inflight.place)
+                self._parts[start, chunk.index] = _PartRead(tier, piece, inflight.place)
             return True
         place = self._passing(chunk, group)
         if place is None:
@@ -307,7 +307,7 @@ class ReadAhead:
         if call is None:
             self._let_go(place)
         else:
-            self._parts[start, chunk.index] = _Part(tier, Piece(call, group), place)
+            self._parts[start, chunk.index] = _PartRead(tier, Piece(call, group), place)
         return True
 
     def _is_in_memory(self, chunk: Incoming) -> bool:
@@ -362,7 +362,7 @@ class ReadAhead:
             return None
         return LayerBuffer.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
 
-    def _lose(self, part: _Part, chunk: Incoming, start: int) -> None:
+    def _lose(self, part: _PartRead, chunk: Incoming, start: int) -> None:
         """Give up what may still be under way; it keeps its memory until it returns."""
         if chunk.inflight is not None:
             group = next(group for group in self._groups if group.start == start)

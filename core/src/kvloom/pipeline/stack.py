@@ -112,7 +112,7 @@ class Stack:
         return all(done)
 
     def health(self) -> Health:
-        """How the tiers of the config are."""
+        """State of the tiers of the config."""
         return Health(tuple(tier.health() for tier in self.tiers.values()))
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class RequestContext:
         self._now = runtime.now
         self._seconds = seconds
         self.until = self._now() + seconds
-        """When to stop waiting, unless something arrives before."""
+        """Time to stop waiting, unless something arrives before."""
         self.lost: set[str] = set()
         """Names of the tiers not to be asked again."""
         self.misses: dict[ChunkKey, str] = {}
@@ -47,7 +47,7 @@ class RequestContext:
         return min(self.until, self._now() + seconds)
 
     def waits_for(self, wake: Callable[[], None] | None) -> None:
-        """What `give_up` has to call for whoever waits to look at `given_up` again; None: nobody waits."""
+        """Function that `give_up` calls to have a waiting thread look at `given_up` again; None: no thread waits."""
         self._wake = wake
 
     def give_up(self) -> None:

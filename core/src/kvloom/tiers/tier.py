@@ -27,7 +27,7 @@ Shape = Callable[[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What every chunk of one engine looks like."""
+    """Layout of every chunk of one engine."""
 
     format: MemoryFormat
     dtype: torch.dtype
@@ -45,9 +45,9 @@ class Loaded:
     chunk: Chunk
     lease: Lease
     written: float = 0.0
-    """When the KV was first stored, in seconds since the epoch; 0 if that is not known."""
+    """Time at which the KV was first stored, in seconds since the epoch; 0 if that is not known."""
     chain: Chain = NO_CHAIN
-    """What it is part of, if it is to be written when memory lets go of it."""
+    """The chain it is part of, if it is to be written when memory evicts it."""
 
     def again(self) -> Loaded:
         """The same chunk with another lease."""
@@ -107,7 +107,7 @@ class Tier(ABC):
 
     @abstractmethod
     def health(self) -> TierHealth:
-        """How the tier is, from what is known here."""
+        """State of the tier, as known here."""
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:

@@ -1,4 +1,4 @@
-"""Which uses the store has not been told of, so that what it shows after a restart is in the right order.
+"""Uses that the store has not been told of yet, so that it shows the right order after a restart.
 
 Told of every use, a store would do little else. So a blob is told of again only after some time; but never may the
 store show a chain's head as older than what comes behind it, or after a restart heads would go before their tails.
@@ -39,7 +39,7 @@ class AccessTimeSync:
                 self._keys -= len(self._chains.popitem(last=False)[1][1])
 
     def tell(self, rows: Columns, now: float, *, since_seconds: float, limit: int) -> list[ChunkKey]:
-        """What the store should be told of one chain now, heads first; it counts as told."""
+        """Return the uses of one chain to tell the store now, heads first; they count as told."""
         if not self._chains:
             return []
         last, (used, chain) = self._chains.popitem(last=False)

@@ -37,7 +37,7 @@ class Columns:
         self.seen: array[int] = self.column("B")
         """The listing during which, or after which, the blob was last known to be there."""
         self.shown: array[float] = self.column("d")
-        """When the blob was last used as far as the store can show it, in seconds since the epoch."""
+        """Last use of the blob that the store can show, in seconds since the epoch."""
 
     def column(self, typecode: str) -> array[Any]:
         """A new column of zeros. It stays the same object, and is as long as every other."""

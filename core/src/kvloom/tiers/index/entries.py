@@ -41,11 +41,11 @@ class Entries:
     ) -> None:
         self.capacity = capacity
         self.enforced = True
-        """Who is over a bound goes; if not, all stay, and are only counted."""
+        """Evict blobs over a bound; if False, all stay and are only counted."""
         self.wall = wall
         self.rows = Columns()
         self.freshness: Freshness | None = None
-        """Where what is there may go without a word."""
+        """For stores that may lose blobs without notice."""
         self.undated = False
         """A listing did not say when blobs were written."""
         self._links = Links(self.rows)
@@ -64,7 +64,7 @@ class Entries:
         self.leaving: set[bytes] = set()
         """Victims that may still be there: until they are deleted nothing is learnt of them, and nothing written."""
         self.gone: OrderedDict[bytes, float] = OrderedDict()
-        """When blobs were forgotten: a listing that is under way may have seen them before."""
+        """Times at which blobs were forgotten: a listing under way may have seen them before."""
 
     def find(self, key: ChunkKey) -> int:
         """The row of a key, 0 if there is none."""
@@ -200,16 +200,16 @@ class Entries:
     # -- who goes ------------------------------------------------------------------------------------------------------
 
     def next_victim(self, more: int = 0, *, anyway: bool = False) -> int:
-        """Who would go first if `more` bytes came; 0 if there is room for them, or nothing may go.
+        """Return the row that is evicted first if `more` bytes come; 0 if there is room for them, or nothing may go.
 
-        anyway: though it is for another process to say.
+        anyway: even if another process decides on evictions.
         """
         if not (self.enforced or anyway) or self.capacity is None or self.bytes + more <= self.capacity:
             return 0
         return self.ring.oldest()
 
     def next_victim_of(self, tenant: Tenant | None, more: int = 0, *, anyway: bool = False) -> int:
-        """Who of a tenant's would go first if `more` bytes came; 0 if its quota has room, or nothing may go."""
+        """Return the tenant's row that is evicted first for `more` bytes; 0 if its quota has room, or nothing may go."""
         if not (self.enforced or anyway) or tenant is None or tenant.ring is None or tenant.quota is None:
             return 0
         if tenant.bytes + more <= tenant.quota:

@@ -1,4 +1,4 @@
-"""What a tier had and let go, and why: a short memory, so that `kvloom why` can tell evicted from never stored.
+"""Recent evictions of a tier and their reasons, so that `kvloom why` can tell evicted from never stored.
 
 The process that evicts keeps it, in a ring of the last so many, and now and then puts it into the store as one small
 record. Thirteen bytes for each: the first eight of the digest, when in seconds since the epoch, and the reason.
@@ -15,9 +15,9 @@ import xxhash
 from kvloom.runtime import Runtime
 
 RECORD = "spec/evicted"
-"""Where it is, beside the blobs."""
+"""Name of the record, beside the blobs."""
 MOST = 1 << 15
-"""How many are remembered."""
+"""Number of evictions that are kept."""
 REASONS = ("capacity", "quota", "expired", "removed", "corrupt")
 
 _MAGIC = b"KVGONE01"
@@ -76,7 +76,7 @@ class EvictionHistory:
         self._lock = runtime.lock()
         self._ring = bytearray()
         self._at = 0
-        """Where the oldest is, once the ring is full."""
+        """Index of the oldest, once the ring is full."""
         self._since = runtime.wall()
         self._noted, self._told = 0, -1
 

@@ -1,4 +1,4 @@
-"""What a shared store said a moment ago of keys that this process knows nothing else about."""
+"""Recent answers of a shared store about keys that this process knows nothing else about."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExistenceCache:
         self._answers.clear()
 
     def put(self, keys: Sequence[ChunkKey], there: Mapping[ChunkKey, bool]) -> None:
-        """What the store has just said of `keys`."""
+        """Keep the answers that the store has just given about `keys`."""
         if not self._seconds:
             return
         now = self._now()

@@ -1,4 +1,4 @@
-"""Which blobs are past their time to live: rows by when they were written, O(1) each however they come.
+"""Expired blobs: rows ordered by the time of writing, O(1) each in any order of arrival.
 
 Times are cut into slots of a thousandth of the time to live, with a ring of rows in each. A blob counts as expired to
 the second, but is handed out for deletion only when all of its slot is past.

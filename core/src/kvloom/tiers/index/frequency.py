@@ -1,4 +1,4 @@
-"""How often keys were used lately, in a few bytes a row: a count-min sketch, as in TinyLFU (arXiv:1512.00727).
+"""Recent frequency of use of keys, in a few bytes a row: a count-min sketch, as in TinyLFU (arXiv:1512.00727).
 
 It is made of pages, each a small sketch for some of the keys, so that growing and ageing never take long: it grows by a
 page at a time, as linear hashing does, and its counters are halved a page at a time. A key is a digest of SHA-256, so
@@ -27,7 +27,7 @@ class Sketch:
         """Bits of a hash that choose a page, as far as there are so many pages: else one bit less."""
         self._uses = 0
         self._aged = 1
-        """How many pages were halved this time; when it is all of them there is nothing to do."""
+        """Number of pages halved in this round; if it is all of them, there is nothing to do."""
 
     def add(self, digests: Iterable[bytes], *, rows: int) -> None:
         """Count a use of each digest. rows: how many keys are kept; after ten times as many uses, counts are halved."""

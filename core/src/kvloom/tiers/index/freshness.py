@@ -1,4 +1,4 @@
-"""When blobs were last known to be there: a store that others write to, or that evicts by itself, may have lost them.
+"""Times at which blobs were last known to be there, for stores that others write to or that evict by themselves.
 
 Such a store is asked again after some time, and about everything after it has failed. Nothing else would tell: what the
 ledger believes to be there is not written, and while it is a hit in memory it is not read either.

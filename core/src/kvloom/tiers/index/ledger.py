@@ -24,7 +24,7 @@ POLICIES = ("lru", "tiny_lfu")
 
 
 class Fidelity(enum.Enum):
-    """What is known of a stored blob's content."""
+    """The known fidelity of a stored blob's content."""
 
     PENDING = "pending"
     """Accepted for writing: it has its place in the order, but is not there yet."""
@@ -70,7 +70,7 @@ class Ledger:
         self.complete = False
         """The store was listed to its end: what is not here was not there."""
         self.evictions = EvictionHistory(runtime)
-        """What was in the store and is not any more, and why."""
+        """Blobs that were evicted from the store, with the reason."""
         self._lock = runtime.lock()
         self._wall = runtime.wall
         self._held = Entries(runtime.wall, capacity=capacity, ttl=ttl, quota=quota)
@@ -81,7 +81,7 @@ class Ledger:
         self._access_times = AccessTimeSync()
         self._listed = False
         self.freshness: Freshness | None = None
-        """What has to be asked about again, and when."""
+        """Blobs to ask the store about again, and when."""
         if believed is not None:
             self.freshness = self._held.freshness = Freshness(self._rows, self._lock, runtime.now, seconds=believed)
 
@@ -120,7 +120,7 @@ class Ledger:
     # -- use -----------------------------------------------------------------------------------------------------------
 
     def known(self, keys: Iterable[ChunkKey]) -> list[Fidelity | None]:
-        """What is known of each key; None if it is not believed to be there."""
+        """Return the known fidelity of each key; None if it is not believed to be there."""
         find, state, ages = self._rows.find, self._rows.state, self._held.ages
         with self._lock:
             found = [find[digest[0]](digest, 0) for _, _, digest in keys]

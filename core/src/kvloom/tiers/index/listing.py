@@ -11,7 +11,7 @@ import numpy as np
 from kvloom.types import Entry
 
 SLICE = 1000
-"""How many blobs are worked on before others get their turn."""
+"""Number of blobs that are handled before the lock is released."""
 
 Listed = tuple[str, int, bytes, int, float, float]
 """A blob of ours: namespace, depth and digest of its key; bytes; when it was written; the later of that and when it was
@@ -25,7 +25,7 @@ _DIGEST_CHARS = 64
 
 
 def slices(entries: Iterable[Entry], now: float) -> Iterator[list[Listed]]:
-    """What is ours of a listing, some at a time. What has no name of ours is left out."""
+    """Yield the blobs of a listing in slices. Files without a name of ours are left out."""
     entries = iter(entries)
     while some := list(islice(entries, SLICE)):
         yield [listed for entry in some if (listed := _listed(entry, now)) is not None]

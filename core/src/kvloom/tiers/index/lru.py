@@ -9,7 +9,7 @@ from kvloom.tiers.index.columns import CURSOR, FREE, PENDING, Columns
 
 
 class Links:
-    """Who comes before and after each row. Several rings may share one pair of columns: a row is in one at most."""
+    """Neighbours of each row. Several rings may share one pair of columns: a row is in one at most."""
 
     def __init__(self, rows: Columns) -> None:
         self.before: array[int] = rows.column("i")

@@ -53,7 +53,7 @@ class Quotas:
 
     @property
     def limits(self) -> bool:
-        """Whether anybody has a quota."""
+        """True if any tenant has a quota."""
         return self._links is not None
 
     def get(self, namespace: str) -> Tenant | None:

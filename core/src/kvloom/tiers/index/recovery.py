@@ -23,7 +23,7 @@ class Recovery:
         holdings.listing_now = True
 
     def news(self, some: Sequence[Listed]) -> list[Listed]:
-        """What of it is to be given a place; what is said of the rest is noted."""
+        """Return the listed blobs that need a row; the rest is updated."""
         find = self._holdings.rows.find
         rows = [find[listed[2][0]](listed[2], 0) for listed in some]
         return [listed for row, listed in zip(rows, some, strict=True) if not row or self._is_news(row, listed)]
@@ -97,7 +97,7 @@ class Recovery:
         return dict.fromkeys(map(holdings.tenants.tenant, rows)) if holdings.tenants.limits else ()
 
     def close(self) -> object:
-        """What is to be freed, without the lock."""
+        """Return the objects to free, outside the lock."""
         gone, self._holdings.gone = self._holdings.gone, OrderedDict()
         self._holdings.listing_now = False
         return gone

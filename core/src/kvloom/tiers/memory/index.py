@@ -1,4 +1,4 @@
-"""What the memory tier holds, in every order that something is asked of it: of use, of each tenant's use, of age.
+"""The entries of the memory tier, ordered by use, by each tenant's use and by age.
 
 Not thread-safe: the memory tier holds its lock. Every operation takes O(1) a key, except where it says otherwise.
 """
@@ -21,7 +21,7 @@ _BUCKETS = 64
 _MOST_CHANGES = 1 << 16
 """Changes that are kept for whoever asks for them; beyond that it is cheaper to list everything."""
 _LOOK = 16
-"""How many chunks that cannot go are looked past for one that can."""
+"""Number of chunks that cannot be evicted which are skipped to find one that can."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class MemoryEntry:
     """It is to be written to a lower tier before it may go."""
     pinned: bool = False
     chain: Chain = NO_CHAIN
-    """What it is part of, if it may have to be written."""
+    """The chain it is part of, if it may have to be written."""
     leaving: str = ""
     """Why it goes once nobody uses it any more; empty if it stays."""
 
@@ -133,7 +133,7 @@ class LRU:
 
 
 class Changes(NamedTuple):
-    """What came into memory and what left it since the last time that somebody asked."""
+    """Chunks that came into memory and chunks that left it since the last call."""
 
     came: list[ChunkKey]
     left: list[ChunkKey]
@@ -194,7 +194,7 @@ class MemoryIndex:
         return held
 
     def changes(self) -> Changes:
-        """What changed since the last call; everything the first time, and after too many changes."""
+        """Return the changes since the last call; everything the first time, and after too many changes."""
         changed, self._changed = self._changed, {}
         if changed is None:
             return Changes(list(self.entries), [], whole=True)
@@ -255,7 +255,7 @@ class MemoryIndex:
         return self._tenants is None or self._tenants.fits(key, nbytes)
 
     def coldest_of_tenant(self, key: ChunkKey) -> ChunkKey | None:
-        """What the tenant of `key` gives up first, dirty or not."""
+        """Return the entry that the tenant of `key` gives up first, dirty or not."""
         recency = None if self._tenants is None else self._tenants.recency(key)
         return None if recency is None else recency.coldest(dirty=True)
 

@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 _CLEAN_PART = 8
 """One part in eight of the pool is kept free, clean or on its way to a lower tier, so that nobody waits for room."""
 _SCATTERED = 4
-"""How many chunks make room by their age before others do by where they lie."""
+"""Number of chunks evicted by age before others are evicted by their address."""
 _SWEPT_EACH_TIME = 2
-"""How many chunks that are due to go are let go by each insert."""
+"""Number of expired chunks that each insert evicts."""
 
 
 class MemoryTier(Tier):
@@ -60,7 +60,7 @@ class MemoryTier(Tier):
         self._runtime = runtime
         self._lock = runtime.lock()
         self.invalidations = Invalidations(runtime)
-        """What is being removed from this tier and those below."""
+        """Removals under way in this tier and those below."""
         self._held = MemoryIndex(ttl=ttl, quota=quota, told=self._tell if events.sees_chunks else None)
         # Keys that `write_back` is being asked about: whoever removes one waits for the answer.
         self._offered: list[ChunkKey] = []
@@ -81,7 +81,7 @@ class MemoryTier(Tier):
 
     @shielded_waiting
     def health(self) -> TierHealth:
-        """What is held; memory does not fail."""
+        """State of the tier; memory does not fail."""
         return TierHealth(self.name, "ok", blobs=len(self), bytes=self.used_bytes, capacity=self.pool.capacity)
 
     # -- finding -------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class MemoryTier(Tier):
 
     @shielded_waiting
     def changes(self) -> Changes:
-        """What came and what left since the last call, for a process that mirrors this tier. One caller only."""
+        """Return chunks that came and left since the last call, for a process that mirrors this tier. One caller only."""
         with self._lock:
             return self._held.changes()
 
@@ -198,7 +198,7 @@ class MemoryTier(Tier):
     def _settle(
         self, key: ChunkKey, new: MemoryEntry, wall: float, *, kept: bool
     ) -> tuple[Loaded, Block | None] | None:
-        """Which of two chunks stays, leased, and the block that does not; None if the tenant must make room first."""
+        """Return the chunk of two that stays, leased, and the other block; None if the tenant must make room first."""
         origin = new.block.origin  # where it was reserved says enough about who inserts it
         present = self._held.entries.get(key)
         if (
@@ -401,7 +401,7 @@ class MemoryTier(Tier):
             self._events.emit(Event("dropped", self.name, chunk.num_tokens, 1, chunk.nbytes, reason=reason))
 
     def _ask(self, key: ChunkKey, loaded: Loaded) -> bool | None:
-        """What `write_back` says; the lease is released unless it took it."""
+        """Return the answer of `write_back`; the lease is released unless it took it."""
         assert self.write_back is not None
         verdict = None
         try:

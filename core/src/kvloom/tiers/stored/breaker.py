@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvloom.runtime import Runtime
 
 FAILURES = 3
-"""How many failures in a row it takes."""
+"""Number of failures in a row that open it."""
 FIRST_SECONDS = 1.0
 MOST_SECONDS = 60.0
-"""How long a tier is left alone the first time, and at most: the time doubles with every probe that fails."""
+"""First and longest pause of a tier, in seconds: it doubles with every probe that fails."""
 
 
 class Breaker:
@@ -26,11 +26,11 @@ class Breaker:
         self._in_a_row: dict[str, int] = {}
         self.open = False
         self.probe_at = 0.0
-        """When the next probe is due, while it is open."""
+        """Time of the next probe, while it is open."""
 
     @property
     def failures(self) -> int:
-        """How many calls of one verb have failed in a row."""
+        """Number of calls of one verb that have failed in a row."""
         return max(self._in_a_row.values(), default=0)
 
     @property

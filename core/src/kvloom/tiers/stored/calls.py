@@ -24,7 +24,7 @@ T = TypeVar("T")
 PROBE_KEY = "probe-"
 """The beginning of what a store is asked for to find out whether it answers. Nobody stores it."""
 WRITE_PROBE_KEY = "spec/probe-"
-"""Of what is written and deleted to find out whether it can be written: among the records, which count for nothing."""
+"""Prefix of the keys that are written and deleted to test writing. They are records, which count for nothing."""
 _PROBE_BYTES = 4096
 
 
@@ -276,7 +276,7 @@ class Calls:
 
 
 def tamed(function: Callable[[], T]) -> T:
-    """What a library breaks off with, such as a panic of native code, is a failure like any other."""
+    """Turn what a library raises outside Exception, such as a panic of native code, into a failure like any other."""
     try:
         return function()
     except (Exception, KeyboardInterrupt, GeneratorExit):
@@ -286,7 +286,7 @@ def tamed(function: Callable[[], T]) -> T:
 
 
 def guarded(function: Callable[[], T]) -> T:
-    """What a serializer says of a store's bytes. Raises CorruptBlobError or UnreadableBlobError, and nothing else.
+    """Run a serializer on a store's bytes. Raises CorruptBlobError or UnreadableBlobError, and nothing else.
 
     However it ends, it is the blob's doing and not the store's.
     """

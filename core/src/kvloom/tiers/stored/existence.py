@@ -1,4 +1,4 @@
-"""What a stored tier holds, as far as is known or can be asked: forecasts for reading, and what need not be written."""
+"""Existence of chunks in a stored tier, known or asked: forecasts for reading, and chunks that need no writing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chains(keys: Sequence[ChunkKey]) -> list[Sequence[ChunkKey]]:
 
 
 class Question:
-    """What a tier was asked about some keys: one answer for each, in their order."""
+    """A question to a tier about some keys: one answer for each, in their order."""
 
     __slots__ = ("_answer", "_call")
 
@@ -190,7 +190,7 @@ class Existence:
             self._ledger.freshness.doubt()
 
     def _doubtful(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
-        """What the store has to be asked about again, though it is believed to be there."""
+        """Return the keys to ask the store about again, though they are believed to be there."""
         if self._ledger.freshness is None:
             return set()
         return {key for key, doubt in zip(keys, self._ledger.freshness.doubtful(keys), strict=True) if doubt}
@@ -252,8 +252,8 @@ class Existence:
     def _there(
         self, keys: Sequence[ChunkKey], doubtful: Collection[ChunkKey], undated: Collection[ChunkKey]
     ) -> list[bool]:
-        """Which keys the store has a blob for. Where blobs expire, headers are asked: others wrote them, or nobody
-        knows when."""
+        """Return the keys that the store has a blob for. If blobs expire, headers are read: the time of writing is not
+        known otherwise."""
         since = self._ledger.mark()
         answers = dict(zip(keys, self._listed(keys), strict=True))
         self._learn({key: answers[key] for key in doubtful}, since=since)
@@ -274,7 +274,7 @@ class Existence:
         self._learn(answers, since=since)
 
     def _learn(self, answers: Mapping[ChunkKey, bool | None], *, since: int) -> None:
-        """What the store said of blobs that were taken to be there; None: nothing."""
+        """Note the answers of the store about blobs that were believed to be there; None: no answer."""
         assert self._ledger.freshness is not None or not answers
         if self._ledger.freshness is not None:
             self._ledger.freshness.confirm([key for key, here in answers.items() if here])
@@ -283,14 +283,14 @@ class Existence:
                 self._ledger.forget_absent(key, since=since)
 
     def _listed(self, keys: Sequence[ChunkKey]) -> Sequence[bool | None]:
-        """Which keys the store has a blob for, or is taken to have: see `StorageBackend.one_by_one`. None: not asked,
-        for something before it is lacking."""
+        """Return the keys that the store has a blob for, or is believed to have: see `StorageBackend.one_by_one`. None:
+        not asked, because a key before it is missing."""
         if self._backend.one_by_one:
             return [here for chain in chains(keys) for here in self._leading(chain)]
         return list(self._backend.contains_many([str(key) for key in keys]))
 
     def _leading(self, chain: Sequence[ChunkKey]) -> list[bool | None]:
-        """How far a chain is there, as heads stay longer than tails: a few places at a time are looked at."""
+        """Return the length of the leading part that is there. Heads outlive tails, so a few places are asked."""
         here, gone = 0, len(chain)  # what is before `here` is there; what is from `gone` on is of no use
         absent: set[int] = set()
         while here < gone:
@@ -317,7 +317,7 @@ class Existence:
         return header is not None and not self._expired(header)
 
     def _unsure(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Of which keys it has to be found out whether, and as what, they are in the store."""
+        """Return the keys whose existence or fidelity has to be asked."""
         may_hold_more = self._backend.shared or (not self._ledger.complete and self._backend.persistent)
         vague: set[Fidelity | None] = {None} if may_hold_more else set()
         if self._lossless:

@@ -64,9 +64,9 @@ class InflightRead:
         self.call: Call[Loaded | None] | None = None
         """Reads it whole."""
         self.failed = False
-        """That raised: the tier is not to be asked again by those who waited."""
+        """The read raised: those who waited do not ask the tier again."""
         self.starved = False
-        """That waits for memory: who has some of it in use should not wait for this."""
+        """The read waits for memory: a request that holds memory should not wait for it."""
         self.groups = groups
         self.place = place
         self.num_tokens = num_tokens

@@ -35,5 +35,5 @@ class InflightWrites:
                 self._since = tuple(other for other in self._since if other is not mine)
 
     def doomed(self) -> set[ChunkKey]:
-        """What will be deleted as soon as it is written. There are as many as threads of the tier at most."""
+        """Return the keys that will be deleted as soon as they are written: at most one for each thread of the tier."""
         return {key for key, since in self._since if self._invalidations.hit(key, since)}

@@ -36,7 +36,7 @@ class LayeredBlob:
     buffers: Sequence[Sequence[int]]
     """For each layer the numbers of the buffers that hold it."""
     offsets: Sequence[int]
-    """Where each buffer begins, in bytes from the beginning of the blob."""
+    """Offset of each buffer, in bytes from the beginning of the blob."""
 
     @property
     def raw(self) -> bool:
@@ -100,7 +100,7 @@ def layered(header: envelope.Header, serializer: Serializer, like: Chunk) -> Lay
 
 
 def groups(num_layers: int, nbytes: int) -> list[range]:
-    """Which layers to read together if one (plane of one) has `nbytes` bytes; with 0, nothing is read: each alone.
+    """Return the layers to read together if one (plane of one) has `nbytes` bytes; with 0, nothing is read: each alone.
 
     The first comes alone, for it is waited for; then more and more at a time, until a range is long enough.
     """

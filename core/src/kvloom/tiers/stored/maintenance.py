@@ -29,18 +29,18 @@ from kvloom.types import Buffers, ChunkKey, Entry
 log = logging.getLogger(__name__)
 
 ROUND_SECONDS = 5.0
-"""How often there is a look at what is to be done."""
+"""Seconds between rounds."""
 RELIST_SECONDS = 30.0
-"""How often a store that others write to is listed again, at most; a listing that takes long is made less often."""
+"""Shortest time between listings of a store that others write to; slow listings are made less often."""
 TELL_SECONDS = 60.0
-"""How exactly a store that keeps the times of last use is told them."""
+"""Seconds between updates of the times of last use in a store that keeps them."""
 RECORD_SECONDS = 60.0
-"""How often the record of what went is written, at most."""
+"""Shortest time between writes of the eviction record."""
 EVICT = "evict"
 """The right that one of the processes on a shared store has."""
 
 _MOST_OWED = 4096
-"""How many blobs are remembered that are still to be deleted, of which nobody else knows."""
+"""Most owed deletes that are kept; nothing else knows of these blobs."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

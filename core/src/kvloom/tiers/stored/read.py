@@ -78,7 +78,7 @@ class BlobReader:
             buffer.abandon()  # now, not when a traceback that refers to it is collected
 
     def _outline(self, shape: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, int]:
-        """What a chunk of this shape is like, without its bytes, and the most that its blob's payload may take.
+        """Return a chunk of this shape without bytes, and the largest size of its blob's payload.
 
         Kept: there are as many as lengths of a prompt's last chunk, at most, and making one takes torch a while.
         """
@@ -104,11 +104,11 @@ class BlobReader:
         return self.outlived(header.description.written)
 
     def outlived(self, written: float) -> bool:
-        """Whether KV that was first stored at `written`, in seconds since the epoch, is past its time; 0: unknown."""
+        """Return whether KV first stored at `written`, in seconds since the epoch, has expired; 0: unknown."""
         return self._ttl is not None and written > 0 and written + self._ttl <= self._wall()
 
     def check(self, header: envelope.Header, shape: tuple[int, ...], num_tokens: int) -> Serializer:
-        """What decodes the blob. Raises CorruptBlobError, ExpiredBlobError or UnreadableBlobError if nothing may."""
+        """Return the decoder of the blob. Raises CorruptBlobError, ExpiredBlobError or UnreadableBlobError without one."""
         about = header.description
         here = (shape, str(self._layout.dtype).removeprefix("torch."), self._layout.format.value, num_tokens)
         if (about.shape, about.dtype, about.format, about.num_tokens) != here:
@@ -156,7 +156,7 @@ class BlobReader:
 
 
 class _BlobBuffer:
-    """Where a backend puts a blob: pool memory, verified as it fills."""
+    """Memory of the pool that a backend fills with a blob, verified as it fills."""
 
     def __init__(self, reserve: _Reserve, key: str, *, max_bytes: int, protection: Protection | None) -> None:
         self.max_bytes = max_bytes

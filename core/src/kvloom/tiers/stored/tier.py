@@ -49,16 +49,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 QUARANTINE = "quarantine/"
-"""Where `kvloom scrub` puts corrupt blobs, under their keys."""
+"""Prefix under which `kvloom scrub` puts corrupt blobs."""
 BELIEVED_SECONDS = 30.0
-"""How long a store that may lose blobs without a word is believed to have what it had, unless `remember` says so."""
+"""Default of `remember`: seconds for which a store that may lose blobs is believed to have what it had."""
 OPERATOR_SECONDS = 60.0
-"""How long an operator's verb may take, if the deadline is shorter: it may have many blobs to delete."""
+"""Longest time of an operator's verb, in seconds, if the deadline is shorter: it may delete many blobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the config says about a stored tier."""
+    """Settings of a stored tier from the config."""
 
     capacity: int | None = None
     deadline: float = 10.0
@@ -73,7 +73,7 @@ class Policy:
     remember: float | None = None
     """For how many seconds an answer about keys is taken for granted, if not as long as it is by default."""
     protection: Protection | None = None
-    """Whose blobs are taken, and how they are written."""
+    """Keys that sign or encrypt blobs."""
 
     @property
     def bounded(self) -> bool:
@@ -118,7 +118,7 @@ class StoredTier(Tier):
             protection=policy.protection, name=name,
         )  # fmt: skip
         self.outlived = reader.outlived
-        """Whether the tier has no use for KV that was first stored at a time, in seconds since the epoch."""
+        """Return whether KV first stored at a time, in seconds since the epoch, has expired for this tier."""
         self._memory = memory
         self._events = events
         self._runtime = runtime
@@ -365,7 +365,7 @@ class StoredTier(Tier):
 
     @shielded_waiting
     def health(self) -> TierHealth:
-        """How the tier is, from what is known here: nothing is asked of the backend."""
+        """State of the tier as known here; the backend is not asked."""
         self._check_here()
         calls = self.calls
         breaker = calls.reading if calls.reading.open else calls.writing
@@ -397,7 +397,7 @@ class StoredTier(Tier):
 
     @property
     def _may_not_grow(self) -> bool:
-        """What the tier holds is bounded, and not known."""
+        """True if the tier has a bound and its content is not known."""
         return bool(self.maintenance.unlisted) and (self.policy.capacity is not None or bool(self.policy.quota))
 
     def _context(self) -> RequestContext:

@@ -19,7 +19,7 @@ from kvloom.types import EXACT, Buffers, ChunkKey
 
 
 class Written(NamedTuple):
-    """What became of a chunk."""
+    """Result of writing a chunk."""
 
     nbytes: int
     fits: bool

@@ -56,7 +56,7 @@ class WriteQueue:
         self._open: dict[ChunkKey, Write] = {}
         self._bytes = 0
         self._moved_at = -math.inf
-        """When a write last returned from the backend, or the queue was last empty."""
+        """Last time at which a write returned from the backend or the queue was empty."""
 
     @property
     def stuck(self) -> bool:
