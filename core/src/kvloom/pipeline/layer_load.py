@@ -91,7 +91,7 @@ class Loading:
         self._run()
 
     def wait(self, layer: int) -> torch.Tensor:
-        """Return a bool CPU mask `[tokens]`: True if the KV of `layer` and of all layers before it is in the engine's KV.
+        """Return a bool CPU mask `[tokens]`: True if the engine has the KV of `layer` and of all layers before it.
 
         Waits no longer than the deadline of the slowest tier; what is not there by then counts as lost. Raises
         BackendError if this was closed before, ValueError if there is no such layer, and what the connector raised.

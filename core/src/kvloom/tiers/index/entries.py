@@ -209,7 +209,7 @@ class Entries:
         return self.ring.oldest()
 
     def next_victim_of(self, tenant: Tenant | None, more: int = 0, *, anyway: bool = False) -> int:
-        """Return the tenant's row that is evicted first for `more` bytes; 0 if its quota has room, or nothing may go."""
+        """Return the tenant's row that is evicted first for `more` bytes; 0 if its quota has room or nothing may go."""
         if not (self.enforced or anyway) or tenant is None or tenant.ring is None or tenant.quota is None:
             return 0
         if tenant.bytes + more <= tenant.quota:

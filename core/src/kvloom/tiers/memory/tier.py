@@ -141,7 +141,7 @@ class MemoryTier(Tier):
 
     @shielded_waiting
     def changes(self) -> Changes:
-        """Return chunks that came and left since the last call, for a process that mirrors this tier. One caller only."""
+        """Return the chunks that came and left since the last call, for a mirror of this tier. One caller only."""
         with self._lock:
             return self._held.changes()
 

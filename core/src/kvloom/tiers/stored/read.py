@@ -108,7 +108,7 @@ class BlobReader:
         return self._ttl is not None and written > 0 and written + self._ttl <= self._wall()
 
     def check(self, header: envelope.Header, shape: tuple[int, ...], num_tokens: int) -> Serializer:
-        """Return the decoder of the blob. Raises CorruptBlobError, ExpiredBlobError or UnreadableBlobError without one."""
+        """Return the decoder of the blob, or raise CorruptBlobError, ExpiredBlobError or UnreadableBlobError."""
         about = header.description
         here = (shape, str(self._layout.dtype).removeprefix("torch."), self._layout.format.value, num_tokens)
         if (about.shape, about.dtype, about.format, about.num_tokens) != here:
