@@ -194,6 +194,17 @@ class MemoryTierRules(RuleBasedStateMachine):
         assert all(nbytes <= tenants.quota(tag) for tag, nbytes in counted.items())
 
 
+def test_a_chunk_given_up_for_a_quota_is_not_pinned_beyond_it() -> None:
+    state = MemoryTierRules()
+    state.open(settings={"ttl": None, "quota": {"a": 3 * PAGE}}, writes=True)
+    large, small = ChunkKey("f/a", 1, bytes(32)), ChunkKey("f/a", 0, b"1".rjust(32))
+    state.insert(key=large, exact=True, keep=False, dirty=True, age=0, pages=3)
+    state.insert(key=small, exact=False, keep=False, dirty=False, age=0, pages=1)
+    assert state.one.tier.pin([large], True) == 0
+    state.accounts_agree()
+    state.teardown()
+
+
 TestMemoryTierRules = MemoryTierRules.TestCase
 TestMemoryTierRules.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
 

@@ -215,14 +215,19 @@ class MemoryIndex:
             self._tenants.touch(chain)
 
     def pin(self, key: ChunkKey, pinned: bool, wall: float) -> bool:
-        """Take a chunk out of the order, or bring it back as the most recent; whether it is there."""
+        """Take a chunk out of the order, or bring it back as the most recent; whether it is there.
+
+        A chunk that was given up stays after all, unless its tenant's quota has been filled since.
+        """
         held = self.entries.get(key)
         if held is None or self.expired(held, wall):
             return False
         if pinned and held.leaving:
-            held.leaving = ""  # it stays after all
             if self._tenants is not None:
+                if not self._tenants.fits(key, held.block.size):
+                    return False
                 self._tenants.add(key, held)
+            held.leaving = ""
         if held.pinned is not pinned:
             held.pinned = pinned
             if pinned:
