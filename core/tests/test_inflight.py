@@ -92,7 +92,7 @@ def store() -> Iterator[Store]:
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(store: Store, first: int) -> None:
-    reads = [store.inflight.board(KEY, store.load, store.context()) for _ in range(3)]
+    reads = [store.inflight.begin_or_join(KEY, store.load, store.context()) for _ in range(3)]
     store.gate.set()
     shares = []
     for read in reads:
@@ -110,7 +110,7 @@ def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(store: Store, fir
 
 
 def test_who_gives_up_leaves_the_lease_to_the_others(store: Store) -> None:
-    one, other = (store.inflight.board(KEY, store.load, store.context()) for _ in range(2))
+    one, other = (store.inflight.begin_or_join(KEY, store.load, store.context()) for _ in range(2))
     assert one is not None and other is not None
     store.inflight.leave(one.inflight)
     store.gate.set()
@@ -123,7 +123,7 @@ def test_who_gives_up_leaves_the_lease_to_the_others(store: Store) -> None:
 
 
 def test_what_nobody_collects_is_given_back(store: Store) -> None:
-    reads = [store.inflight.board(KEY, store.load, store.context()) for _ in range(2)]
+    reads = [store.inflight.begin_or_join(KEY, store.load, store.context()) for _ in range(2)]
     store.gate.set()
     for read in reads:
         assert read is not None
@@ -136,10 +136,10 @@ def test_what_nobody_collects_is_given_back(store: Store) -> None:
 
 
 def test_a_read_from_before_a_removal_is_not_shared(store: Store) -> None:
-    before, same = (store.inflight.board(KEY, store.load, store.context()) for _ in range(2))
+    before, same = (store.inflight.begin_or_join(KEY, store.load, store.context()) for _ in range(2))
     with store.memory.invalidations.removing([KEY]):
         pass
-    after = store.inflight.board(KEY, store.load, store.context())
+    after = store.inflight.begin_or_join(KEY, store.load, store.context())
     assert before is not None and same is not None and after is not None
     assert same.inflight is before.inflight is not after.inflight
     for read in (before, same, after):

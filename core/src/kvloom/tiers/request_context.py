@@ -34,7 +34,7 @@ class RequestContext:
         self.lost: set[str] = set()
         """Names of the tiers not to be asked again."""
         self.misses: dict[ChunkKey, str] = {}
-        """Of chunks that a tier has and that are of no use: why. Of those that others read at the time, not always."""
+        """Miss reason per key. May be absent for a read shared with another request."""
         self.given_up = False
         self._wake: Callable[[], None] | None = None
 

@@ -10,11 +10,11 @@ from typing import Any
 from kvloom import BackendError
 
 _BYTES = 256 << 10
-"""So much has to move in each `timeout`."""
+"""Bytes that have to move in each `timeout`."""
 _MOST_PACKET_BYTES = 4 << 20
-"""Of one message of an SFTP server; OpenSSH's have 256 KiB at most."""
+"""Longest message of an SFTP server; those of OpenSSH have 256 KiB at most."""
 _MOST_ANSWER_BYTES = 256 << 20
-"""Of what a client of httpx reads whole, such as the listing of a directory."""
+"""Longest answer that a client of httpx reads whole, such as the listing of a directory."""
 
 
 class Pace:

@@ -27,7 +27,7 @@ _SETUP_ATTEMPTS = 2
 _told: dict[str, str] = {}
 """Environment variables that were set here."""
 _left: list[Callable[[Any], object]] = []
-"""Of clients under which a call hangs: what keeps the memory that it uses."""
+"""Keeps alive the memory of clients that were closed while a call hung."""
 
 
 def _check_local(host: str) -> None:

@@ -15,7 +15,7 @@ from .page_store import Moved, PageStore
 
 _WHERE = "hicache_storage_backend_extra_config"
 _MOST_SECONDS = 86_400
-"""Of one call."""
+"""Longest `timeout` of a call."""
 
 
 class KVLoomHiCache(HiCacheStorage):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from .planner import Chunks
 _MOST_CHUNKS = 1 << 17
 """Chunks that are remembered with their tokens: a removal names the blocks that a chunk was."""
 _MOST_TOKENS = 1 << 24
-"""Of those chunks together, four bytes each."""
+"""Tokens of those chunks together, four bytes each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def add_blending(draft: Draft) -> None:
 
 
 def _block(draft: Draft) -> dict[str, Any]:
-    """Of several ratios LMCache uses the first."""
+    """Make the `blend` block. LMCache uses the first of several ratios."""
     ratios = _numbers(draft, "blend_recompute_ratios") or _numbers(draft, "blend_recompute_ratio")
     layers = _numbers(draft, "blend_check_layers")
     least = draft.values["blend_min_tokens"]

@@ -137,7 +137,7 @@ class _Tier:
         return said
 
     def _judge(self, name: str) -> _Said | None:
-        """Of a blob that was there a moment ago; None if it is not any more."""
+        """Judge a blob that was there a moment ago; None if it is gone."""
         from kvloom_tools.verify import Verdict
 
         try:

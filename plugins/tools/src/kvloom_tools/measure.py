@@ -34,10 +34,10 @@ _LEFT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one tier, for blobs of one size."""
+    """Speed of one tier, for blobs of one size."""
 
     blob_bytes: int
-    """Of one chunk, as it is stored."""
+    """Size of one chunk, as it is stored."""
     write_bytes_per_second: float
     read_bytes_per_second: float
     latency_seconds: float

@@ -10,6 +10,7 @@ from kvloom_testkit.backends.lifetime import LifetimeRequirements
 from kvloom_testkit.backends.listing import ListingRequirements
 from kvloom_testkit.backends.names import NameRequirements
 from kvloom_testkit.backends.processes import ProcessRequirements
+from kvloom_testkit.backends.refusals import RefusalRequirements
 from kvloom_testkit.backends.values import ValueRequirements
 
 
@@ -22,6 +23,7 @@ class BackendConformance(
     LifetimeRequirements,
     ProcessRequirements,
     DeathRequirements,
+    RefusalRequirements,
     HistoryRequirements,
 ):
     """Requirements of a `StorageBackend`.

@@ -78,7 +78,7 @@ class InflightRead:
         """Somebody waits for all of it."""
         self.began = 0.0
         self.lease: Lease | None = None
-        """Of its memory, once it is complete."""
+        """A lease of its memory, once it is complete."""
 
     @property
     def calls(self) -> list[Call[Any]]:
@@ -124,7 +124,7 @@ class InflightReads:
 
     # -- getting a share -----------------------------------------------------------------------------------------------
 
-    def board(
+    def begin_or_join(
         self, key: ChunkKey, load: Callable[[InflightRead], Loaded | None], context: RequestContext, *,
         instead: Callable[[], T | None] = lambda: None, anew: bool = False,
     ) -> Read | T | None:  # fmt: skip
@@ -342,6 +342,6 @@ class InflightReads:
 
 
 def release(loaded: Loaded | None) -> None:
-    """Of a chunk that nobody waits for any more, if there is one."""
+    """Release a chunk, if there is one, that no request waits for any more."""
     if loaded is not None:
         loaded.release()

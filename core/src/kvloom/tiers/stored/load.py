@@ -57,7 +57,7 @@ class Loads:
         """
         if not self._calls.serves(context):
             return None
-        return self.inflight.board(key, partial(self._load, tuple(shape), num_tokens, context), context)
+        return self.inflight.begin_or_join(key, partial(self._load, tuple(shape), num_tokens, context), context)
 
     def fetch(
         self, key: ChunkKey, shape: Sequence[int], num_tokens: int, context: RequestContext
@@ -67,7 +67,7 @@ class Loads:
             return None
         load = partial(self._load, tuple(shape), num_tokens, context)
         # What is no longer on its way was in memory before that, if it is to be had.
-        return self.inflight.board(key, load, context, instead=lambda: self._memory.lease([key])[0])
+        return self.inflight.begin_or_join(key, load, context, instead=lambda: self._memory.lease([key])[0])
 
     def collect(self, read: Read) -> Loaded | None:
         """The verified chunk, or None: not there, not readable, or not in time."""
@@ -87,7 +87,7 @@ class Loads:
             return None
         assert inflight.place is not None
         load = partial(self._load, inflight.place.chunk_shape, inflight.num_tokens, context)
-        again = self.inflight.board(inflight.key, load, context, anew=True)
+        again = self.inflight.begin_or_join(inflight.key, load, context, anew=True)
         return None if again is None else self.inflight.collect(again)
 
     def give_up(self, read: Read) -> None:

@@ -20,7 +20,7 @@ PART_BYTES = 8 << 20
 _PIECE_BYTES = 256 << 10
 _PAGE = 1000
 _MOST_PAGES = 1 << 16
-"""Of one listing, which a server may repeat for ever."""
+"""Longest listing, in pages: a server may repeat one for ever."""
 _PARTS_AT_ONCE = 4
 _MOST_WHOLE_BYTES = 1 << 30
 """Maximum size of an object that is read whole for a part of it."""

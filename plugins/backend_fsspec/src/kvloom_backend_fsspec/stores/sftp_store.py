@@ -34,7 +34,7 @@ _CONNECTIONS = 4
 _READ_BYTES = 128 << 10
 """Asked for at once. Servers give at least 32 KiB of it, OpenSSH's 64 or all: fewer round trips."""
 _MOST_ENTRIES = 1 << 22
-"""Of one directory."""
+"""Most entries of one directory."""
 _LOG = "kvloom.backend_fsspec.paramiko"
 _PAUSE_SECONDS = 0.1
 _WAITS = 4

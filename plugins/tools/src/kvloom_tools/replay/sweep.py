@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NO_LIMIT = "without limits"
 _MOST_BYTES = 1 << 40
-"""Of one token: no model comes near."""
+"""Largest size of the KV of one token: no model comes near."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 from kvloom import ConfigError
 
 BLOCK_TOKENS = 512
-"""Of a block in Mooncake's traces."""
+"""Tokens of a block in Mooncake's traces."""
 VERBS = frozenset(
     {"", "retrieve", "store", "retrieve_layer", "store_layer", "load", "save", "prefetch", "pin", "lookup"}
 )
@@ -38,7 +38,7 @@ class Line(NamedTuple):
     seconds: float
     """The time at which it began, counted from any moment."""
     input_tokens: int
-    """Of the whole prompt, with what did not fill a block."""
+    """Tokens of the whole prompt, with the tail that fills no block."""
     hash_ids: list[int]
     """One for each block of `block_tokens`, in order; the last may be of a block that is not full."""
     block_tokens: int
@@ -51,8 +51,8 @@ class Line(NamedTuple):
     served: dict[str, int] = {}  # noqa: RUF012 - never changed
     """Tokens that the recorded engine got, by tier."""
     asked: int = 0
-    """Of a save: the number of leading blocks that the engine did not have to compute. kvloom had them already when
-    they came to be saved, so that the engine's own cache had them, too, or they were loaded and are counted there."""
+    """For a save: leading blocks that the engine did not compute. kvloom had them already, so the engine's own cache
+    had them too, or they were loaded and are counted there."""
 
 
 class Broken(NamedTuple):
@@ -68,7 +68,7 @@ class Trace:
 
     path: Path
     block_tokens: int | None = None
-    """Of lines that do not say; None: 512, as in Mooncake's."""
+    """Block size of lines that give none; None: 512, as in Mooncake's."""
     lines: int = 0
     """Read so far, broken ones too, empty ones not."""
     broken: int = 0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvloom_tools.verify import Examiner, Finding
 
 _HOLES_BYTES = 64 << 10
-"""Of a file with holes, so much more is copied to quarantine than twice what it takes up."""
+"""Bytes of a file with holes that are copied to quarantine, beyond twice its size on disk."""
 _CALLS = 6
 """Calls of the backend for one blob, at most; each may take the tier's deadline."""
 _SHOWN = 20
