@@ -33,7 +33,7 @@ LAYOUTS = {
 def test_what_was_stored_comes_back(open_engine: Open, tiers: tuple[dict[str, object], ...]) -> None:
     engine = open_engine(*tiers)
     tokens, kv = tokens_of(22), kv_of(22)
-    engine.store(tokens, kv=kv)
+    assert engine.store(tokens, kv=kv) == 20
     assert engine.flush(20)
     got = torch.zeros_like(kv)
     mask = engine.retrieve(tokens, kv=got)
