@@ -106,7 +106,7 @@ class Reservation:
         return self._pool.tensor(self.start + offset, shape, dtype)
 
     def hold(self) -> bool:
-        """Become another holder; False if there is none left, and the memory is somebody else's."""
+        """Add a holder; False if there is none left, and the memory may be in other use."""
         pool = self._pool
         if pool is None:
             return False
@@ -132,7 +132,7 @@ class Reservation:
         return Block(pool, self.start, self.size, self.origin)
 
     def abandon(self, after: Done | None = None) -> None:
-        """Hold it no longer: the last one gives the memory back (once `after` is over). Without a holder, nothing."""
+        """Give up one hold; the last gives the memory back (once `after` is over). Does nothing if there is none."""
         pool = self._pool
         if pool is None:
             return
@@ -329,8 +329,9 @@ class Pool:
         return Reservation(self, start, size, nbytes, deadline, caller())
 
     def stage(self, nbytes: int) -> bool:
-        """Count so many bytes as staged, if at most half of the pool is then: the other half goes round. Negative: give
-        them back.
+        """Count `nbytes` more as staged; False if that were over half of the pool: the other half is for copies.
+
+        Negative: count fewer.
         """
         self._collect()
         with self.lock:

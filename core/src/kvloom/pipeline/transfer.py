@@ -83,7 +83,7 @@ class Transfer:
             for loaded in held:
                 if loaded is not None:
                     loaded.lease.release()
-        # What comes from below needs room: nothing was held but for a moment, and little is held ahead.
+        # Reads from below need room in memory, so the leases are released first; `fetch` leases a few chunks ahead.
         yield from self._stack.loader.fetch(
             segments, self._connector.shape, self._context(stop, keys, record), gaps=gaps
         )

@@ -10,7 +10,7 @@ from kvloom.tiers.change_log import ChangeLog
 from kvloom.types import ChunkKey
 
 _MOST = 1 << 16
-"""So many keys and namespaces are remembered: a prompt of a million tokens in the smallest chunks."""
+"""Number of removed keys and namespaces that are remembered: a prompt of a million tokens in the smallest chunks."""
 
 Match = Callable[[ChunkKey], bool]
 
@@ -23,7 +23,7 @@ class Invalidations:
     """
 
     def __init__(self, runtime: Runtime, *, most: int = _MOST) -> None:
-        """most: of what was removed longest ago beyond that, nobody knows what it was."""
+        """most: number of removals that are remembered. An older one counts as a removal of everything."""
         self._changing = runtime.lock()
         self._under_way: tuple[Match, ...] = ()
         self._log = ChangeLog(most)

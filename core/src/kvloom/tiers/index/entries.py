@@ -21,7 +21,7 @@ from kvloom.tiers.index.quotas import Quotas, Tenant
 from kvloom.types import ChunkKey
 
 _KEPT = 4096
-"""So many blobs that were forgotten or written are remembered."""
+"""Number of forgotten and written blobs that are remembered."""
 
 
 class Victim(NamedTuple):
