@@ -194,14 +194,15 @@ class MemoryTierRules(RuleBasedStateMachine):
         assert all(nbytes <= tenants.quota(tag) for tag, nbytes in counted.items())
 
 
-def test_a_chunk_given_up_for_a_quota_is_not_pinned_beyond_it() -> None:
+def test_room_is_made_in_the_quota_for_a_chunk_that_is_pinned_after_it_was_given_up() -> None:
     state = MemoryTierRules()
     state.open(settings={"ttl": None, "quota": {"a": 3 * PAGE}}, writes=True)
     large, small = ChunkKey("f/a", 1, bytes(32)), ChunkKey("f/a", 0, b"1".rjust(32))
     state.insert(key=large, exact=True, keep=False, dirty=True, age=0, pages=3)
     state.insert(key=small, exact=False, keep=False, dirty=False, age=0, pages=1)
-    assert state.one.tier.pin([large], True) == 0
+    assert state.one.tier.pin([large], True) == 1
     state.accounts_agree()
+    assert state.one.has(large, small) == [True, False]
     state.teardown()
 
 

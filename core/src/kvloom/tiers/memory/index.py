@@ -214,10 +214,10 @@ class MemoryIndex:
         if self._tenants is not None:
             self._tenants.touch(chain)
 
-    def pin(self, key: ChunkKey, pinned: bool, wall: float) -> bool:
+    def pin(self, key: ChunkKey, pinned: bool, wall: float) -> bool | None:
         """Take a chunk out of the order, or bring it back as the most recent; whether it is there.
 
-        A chunk that was given up stays after all, unless its tenant's quota has been filled since.
+        A chunk that was given up stays after all. None if its tenant must make room for that first.
         """
         held = self.entries.get(key)
         if held is None or self.expired(held, wall):
@@ -225,7 +225,7 @@ class MemoryIndex:
         if pinned and held.leaving:
             if self._tenants is not None:
                 if not self._tenants.fits(key, held.block.size):
-                    return False
+                    return None
                 self._tenants.add(key, held)
             held.leaving = ""
         if held.pinned is not pinned:

@@ -221,11 +221,17 @@ class MemoryTier(Tier):
     @shielded_waiting
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> int:
         """Keep chunks from being evicted, or allow it again; how many are held."""
-        chain = list(keys)
-        wall = self._runtime.wall()
-        with self._lock:
-            # From the tail, so that a head that is unpinned is more recent than its tail.
-            return sum(self._held.pin(key, pinned, wall) for key in reversed(chain))
+        # From the tail, so that a head that is unpinned is more recent than its tail.
+        return sum(self._pin(key, pinned) for key in reversed(list(keys)))
+
+    def _pin(self, key: ChunkKey, pinned: bool) -> bool:
+        while True:
+            with self._lock:
+                held = self._held.pin(key, pinned, self._runtime.wall())
+            if held is not None:
+                return held
+            if not self._let_go(partial(self._held.coldest_of_tenant, key), reason="quota"):
+                return False
 
     @shielded_waiting
     def remove(self, keys: Iterable[ChunkKey]) -> int:
