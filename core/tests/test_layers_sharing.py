@@ -307,7 +307,7 @@ def test_what_came_to_memory_a_moment_ago_is_not_read_again(open_engine: Open, r
     engine = open_engine(MEMORY, SHELF, spec=DEEP)
     tier, came = engine._stack.stored[0], False
     at = tier.loads.inflight
-    name = "join" if verb == "by layers" else "board"
+    name = "join" if verb == "by layers" else "begin_or_join"
     ask = getattr(at, name)
 
     def ask_late(*args: Any, **more: Any) -> Any:
