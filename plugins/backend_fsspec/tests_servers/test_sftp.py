@@ -16,7 +16,7 @@ from kvloom import BackendError, ConfigError, CorruptBlobError, Engine, KVSpec, 
 from kvloom_backend_fsspec.backend import ExclusiveFsspecBackend, FsspecBackend
 from kvloom_backend_fsspec.testing import SshServer
 from kvloom_testkit import BackendConformance
-from kvloom_testkit.faults import TcpProxy
+from kvloom_testkit.faults import TcpProxy, refusing_port
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=64, dtype="bfloat16")
 TOKENS = torch.arange(512)
@@ -135,10 +135,8 @@ def test_a_directory_that_cannot_be_made(sshd: SshServer) -> None:
 
 
 def test_nobody_is_there(sshd: SshServer, here: Path) -> None:
-    with TcpProxy("127.0.0.1", sshd.port) as closed:
-        port = closed.port
-    (here / "known_hosts").write_text(sshd.known_hosts.read_text().replace(str(sshd.port), str(port)))
-    assert "it cannot be reached" in refused(settings(sshd, here, port=port))
+    with refusing_port() as port:
+        assert "it cannot be reached" in refused(settings(sshd, here, port=port))
 
 
 def test_what_does_not_fit_is_an_error_and_what_is_there_is_read(sshd: SshServer, here: Path) -> None:

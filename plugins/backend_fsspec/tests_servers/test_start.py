@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvloom import ConfigError, Engine, KVSpec
-from kvloom_backend_fsspec.testing import CephRGW, free_port, s3_client
+from kvloom_backend_fsspec.testing import CephRGW, s3_client
+from kvloom_testkit.faults import refusing_port
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
 READER, READER_SECRET = "READER", "reader-secret"
@@ -44,7 +45,8 @@ def test_wrong_credentials(rgw: CephRGW, bucket: str, variable: str, monkeypatch
 
 
 def test_nobody_is_there(bucket: str) -> None:
-    said = refused(f"s3://{bucket}/kv", f"http://127.0.0.1:{free_port()}", allow_http=True)
+    with refusing_port() as port:
+        said = refused(f"s3://{bucket}/kv", f"http://127.0.0.1:{port}", allow_http=True)
     assert "it cannot be reached: is it up, and are host and port right?" in said
 
 

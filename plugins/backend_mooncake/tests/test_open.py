@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -17,6 +16,7 @@ from kvloom.config import resolve
 from kvloom_backend_mooncake import client
 from kvloom_backend_mooncake.backend import MooncakeBackend
 from kvloom_backend_mooncake.config import MooncakeConfig
+from kvloom_testkit.faults import refusing_port
 
 
 def test_it_is_found_by_its_entry_point() -> None:
@@ -75,9 +75,8 @@ def test_a_client_whose_libraries_are_missing(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "load", lambda: None)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with refusing_port() as port:
+        address = f"127.0.0.1:{port}"
         with pytest.raises(ValueError, match=f"^master: no answer at {address}.*start mooncake_master"):
             MooncakeBackend(MooncakeConfig(master=address))
 

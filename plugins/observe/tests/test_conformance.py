@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import SPEC, free_port
+from observe_support import SPEC
 
 from kvloom_observe.live.observer import LiveObserver
 from kvloom_observe.otel import OpenTelemetryObserver
 from kvloom_observe.prometheus.observer import PrometheusObserver
 from kvloom_testkit import ObserverConformance
+from kvloom_testkit.faults import refusing_port
 
 
 class TestPrometheus(ObserverConformance):
@@ -23,9 +24,10 @@ class TestPrometheus(ObserverConformance):
 
 class TestOpenTelemetry(ObserverConformance):
     @pytest.fixture
-    def make(self) -> Callable[[], Any]:
-        config = OpenTelemetryObserver.Config(endpoint=f"http://127.0.0.1:{free_port()}/v1/traces", timeout=0.2)
-        return lambda: OpenTelemetryObserver(config, SPEC)
+    def make(self) -> Iterator[Callable[[], Any]]:
+        with refusing_port() as port:
+            config = OpenTelemetryObserver.Config(endpoint=f"http://127.0.0.1:{port}/v1/traces", timeout=0.2)
+            yield lambda: OpenTelemetryObserver(config, SPEC)
 
 
 class TestLive(ObserverConformance):

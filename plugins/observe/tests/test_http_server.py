@@ -210,8 +210,8 @@ def test_the_last_descriptors_are_left_to_the_process(served: Served, monkeypatc
     gc.collect()  # sockets that tests before this one have left would be closed in the middle of it
     lowest = os.dup(0)
     os.close(lowest)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (lowest + 4, lowest + 4))
-    assert http_server._few_descriptors(lowest + 4)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (lowest + 2, lowest + 2))
+    assert http_server._few_descriptors(lowest + 1)
     client = served.connect(b"GET / HTTP/1.1\r\n\r\n")
     served.turn()
     assert not is_open(client) and served.count == 0

@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -142,20 +143,35 @@ def test_a_socket_of_another_program_is_left_alone(short_path: Path) -> None:
         assert path.exists() and list(short_path.glob("*.lock")) == []
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="files of another user are to be made")
-@pytest.mark.parametrize("verb", ["__init__", "start"])
+@pytest.mark.parametrize("short_of", ["descriptors", "threads"])
 def test_a_server_that_cannot_start_leaves_nothing(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, short_of: str
 ) -> None:
-    def short(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def open_sockets() -> list[str]:
+        files = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+        return sorted(os.readlink(one) for one in files if os.path.islink(one) and "socket:" in os.readlink(one))
 
-    monkeypatch.setattr(HTTPServer, verb, short)
-    with pytest.raises(Exception, match="open files"), opened(tmp_path, "live"):
+    start, before = threading.Thread.start, open_sockets()
+
+    def no_descriptors() -> None:
+        raise OSError(errno.EMFILE, "there is none left")
+
+    def no_threads(thread: threading.Thread) -> None:
+        if thread.name == "kvloom-live":
+            raise RuntimeError("there is none left")
+        start(thread)
+
+    if short_of == "descriptors":
+        monkeypatch.setattr(socket, "socketpair", no_descriptors)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", no_threads)
+    with pytest.raises(Exception, match="none left") as caught, opened(tmp_path, "live"):
         pass
-    assert not sockets._bound and not sockets.running()
+    assert caught.tb is not None, "it keeps the objects, and so their sockets, from being collected"
+    assert not sockets._bound and not sockets.running() and open_sockets() == before
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="files of another user are to be made")
 def test_the_lock_of_another_user_is_not_taken(short_path: Path) -> None:
     lock = short_path / "s.lock"
     lock.touch()

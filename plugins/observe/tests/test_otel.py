@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import free_port, kv_of, opened, settled, tokens_of
+from observe_support import kv_of, opened, settled, tokens_of
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -23,6 +23,7 @@ from kvloom import ConfigError
 from kvloom_observe import otel
 from kvloom_observe.otel import OpenTelemetryObserver
 from kvloom_observe.otlp import exporter
+from kvloom_testkit.faults import refusing_port
 
 
 @pytest.fixture
@@ -142,10 +143,13 @@ def test_without_a_provider_spans_go_to_a_collector_by_otlp(tmp_path: Path) -> N
     assert names == {"kvloom.store", "copy", "write disk", "encode torch"}
 
 
+def exporting_to(port: int) -> dict[str, Any]:
+    return {"type": "opentelemetry", "endpoint": f"http://127.0.0.1:{port}/v1/traces", "timeout": 0.3}
+
+
 def test_a_collector_that_is_not_there_keeps_nobody(tmp_path: Path) -> None:
-    block = {"type": "opentelemetry", "endpoint": f"http://127.0.0.1:{free_port()}/v1/traces", "timeout": 0.3}
     before = set(threading.enumerate())
-    with opened(tmp_path, block) as engine:
+    with refusing_port() as port, opened(tmp_path, exporting_to(port)) as engine:
         engine.store(tokens_of(8), kv=kv_of(8))
         assert engine.retrieve(tokens_of(8), kv=kv_of(8)).all()
     assert not [thread for thread in set(threading.enumerate()) - before if "pages" not in thread.name]
@@ -181,8 +185,10 @@ def test_ids_are_not_drawn_from_the_applications_random_numbers(monkeypatch: pyt
 
 
 def test_a_batch_that_fails_draws_none_of_the_applications_random_numbers() -> None:
-    out, before = exporter(f"http://127.0.0.1:{free_port()}/v1/traces", 0.1), random.getstate()
-    assert out.export([]) is SpanExportResult.FAILURE and random.getstate() == before
+    before = random.getstate()
+    with refusing_port() as port:
+        assert exporter(f"http://127.0.0.1:{port}/v1/traces", 0.1).export([]) is SpanExportResult.FAILURE
+    assert random.getstate() == before
 
 
 def answered(serve: Callable[[socket.socket], None], timeout: float) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import busy, free_port, opened, own_sockets, path_of, port_of
+from observe_support import busy, opened, own_sockets, path_of, port_of
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -28,6 +28,7 @@ from kvloom_observe.sources import Source, find
 from kvloom_observe.top import watch as watch_module
 from kvloom_observe.top.screen import screen
 from kvloom_observe.top.watch import keys, quits, watch
+from kvloom_testkit.faults import refusing_port
 
 
 @pytest.fixture(autouse=True)
@@ -158,9 +159,10 @@ def test_what_is_no_engine_of_kvloom(tmp_path: Path) -> None:
         server.shutdown()
         thread.join()
         server.server_close()
-    for word in (f"http://127.0.0.1:{free_port()}/metrics", str(tmp_path / "nobody.sock")):
-        error = top(word, "--once").exception
-        assert isinstance(error, BackendError) and "\n" not in str(error) and str(error).count(word) == 1
+    with refusing_port() as port:
+        for word in (f"http://127.0.0.1:{port}/metrics", str(tmp_path / "nobody.sock")):
+            error = top(word, "--once").exception
+            assert isinstance(error, BackendError) and "\n" not in str(error) and str(error).count(word) == 1
 
 
 def test_on_a_terminal_it_goes_on_without_the_engine_until_q(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

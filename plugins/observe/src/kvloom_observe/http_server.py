@@ -124,7 +124,10 @@ class HTTPServer:
         refuse: Callable[[int, str], Response] | None = None, name: str = "kvloom-http",
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """listener: bound and listening; it is closed with the server. refuse: makes the answer that says an error."""
+        """listener: bound and listening; it is closed with the server, also where the server cannot be made.
+
+        refuse: makes the answer that says an error. Raises OSError where the process has no descriptors left.
+        """
         self._listener, self._handle, self._limits, self._name, self._now = listener, handle, limits, name, now
         self._refuse = refuse or _plain
         self._connections: list[_Connection] = []
@@ -134,14 +137,24 @@ class HTTPServer:
         self._closing = False
         self._paused_until = 0.0
         self._thread: threading.Thread | None = None
-        self._bell, self._ear = socket.socketpair()
+        try:
+            self._bell, self._ear = socket.socketpair()
+        except OSError:
+            listener.close()
+            raise
         for one in (listener, self._bell, self._ear):
             one.setblocking(False)
         _servers.add(self)
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        """Raises RuntimeError where the system gives no thread; everything is closed then."""
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self.leave()
+            raise
+        self._thread = thread
 
     def _run(self) -> None:
         try:

@@ -17,9 +17,9 @@ from kvloom_testkit.faults.backends import (
     behind,
 )
 from kvloom_testkit.faults.namespaces import Namespaces, namespaces
-from kvloom_testkit.faults.network import Faults, TcpProxy
+from kvloom_testkit.faults.network import Faults, TcpProxy, refusing_port
 
 __all__ = [
     "READS", "VERBS", "WRITES", "Alters", "Delays", "FailsOn", "Faults", "Flips", "Hangs", "Namespaces", "Proxy",
-    "TcpProxy", "Truncates", "behind", "namespaces",
+    "TcpProxy", "Truncates", "behind", "namespaces", "refusing_port",
 ]  # fmt: skip

@@ -6,13 +6,24 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 _START_SECONDS = 10.0
 _READ_BYTES = 1 << 16
+
+
+@contextlib.contextmanager
+def refusing_port() -> Iterator[int]:
+    """A port of 127.0.0.1 at which every connection is refused.
+
+    It is bound and does not listen, so that no other process can come to listen there meanwhile.
+    """
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 @dataclass
