@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvloom import CorruptBlobError, UnreadableBlobError, envelope
 from kvloom.inspection import Store
 from kvloom_tools.stores import said
-from kvloom_tools.verify import Landing
+from kvloom_tools.verify import VerifyingSink
 
 if TYPE_CHECKING:
     from kvloom import ChunkKey
@@ -94,11 +94,11 @@ class Copier:
 def _verified(source: Store, key: str) -> tuple[envelope.Header, memoryview] | None:
     """The blob, or None. Only what is corrupt twice is called so: it may have been replaced while it was read."""
     for attempt in (1, 2):
-        landing = Landing(key, mmap.mmap(-1, mmap.PAGESIZE), source.choice.protection, decrypt=False)
+        sink = VerifyingSink(key, mmap.mmap(-1, mmap.PAGESIZE), source.choice.protection, decrypt=False)
         try:
-            if not source.backend.get_into(key, landing):
+            if not source.backend.get_into(key, sink):
                 return None
-            return landing.finish(), landing.content
+            return sink.finish(), sink.content
         except CorruptBlobError:
             if attempt == 2:
                 raise

@@ -16,7 +16,7 @@ import torch
 from kvloom import Chunk, envelope
 from kvloom.inspection import Store, at_once
 from kvloom_tools.stores import PROBES
-from kvloom_tools.verify import Landing
+from kvloom_tools.verify import VerifyingSink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,16 +128,16 @@ class _Probe:
 
     def read(self, key: str) -> None:
         buffer = self.buffers.pop() if self.buffers else mmap.mmap(-1, mmap.PAGESIZE)
-        landing = Landing(key, buffer, self.store.choice.protection)
+        sink = VerifyingSink(key, buffer, self.store.choice.protection)
         try:
-            if not self.store.backend.get_into(key, landing):
+            if not self.store.backend.get_into(key, sink):
                 raise LookupError(f"what was written is not there: {key}")
-            self._decode(landing.finish(), landing)
+            self._decode(sink.finish(), sink)
         finally:
-            self.buffers.append(landing.buffer)
+            self.buffers.append(sink.buffer)
 
-    def _decode(self, header: envelope.Header, landing: Landing) -> None:
-        payload, like = landing.payload(header), self.chunk.tensor
+    def _decode(self, header: envelope.Header, sink: VerifyingSink) -> None:
+        payload, like = sink.payload(header), self.chunk.tensor
         meta = torch.empty(like.shape, dtype=like.dtype, device="meta")
         about = (self.chunk.format, self.chunk.num_tokens, header.description.fidelity)
         if self.serializer.view(payload, Chunk(meta, *about)) is None:

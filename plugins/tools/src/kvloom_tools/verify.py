@@ -65,17 +65,17 @@ class Examiner:
     def examine(self, key: str) -> Finding:
         """Judge a blob. Only what is corrupt twice is called so: it may have been replaced while it was read."""
         for _ in range(2):
-            landing = Landing(key, self._take(), self._protection)
+            sink = VerifyingSink(key, self._take(), self._protection)
             try:
-                if not self._backend.get_into(key, landing):
+                if not self._backend.get_into(key, sink):
                     finding = Finding(key, Verdict.GONE)
                 else:
-                    finding = self._judge(key, landing.finish())
+                    finding = self._judge(key, sink.finish())
                 break
             except CorruptBlobError as error:
-                finding = Finding(key, Verdict.CORRUPT, landing.num_bytes, str(error))
+                finding = Finding(key, Verdict.CORRUPT, sink.num_bytes, str(error))
             except UnreadableBlobError as error:
-                finding = Finding(key, Verdict.UNREADABLE, landing.num_bytes, str(error))
+                finding = Finding(key, Verdict.UNREADABLE, sink.num_bytes, str(error))
                 break
             except TooLongError as error:
                 finding = Finding(key, Verdict.UNREADABLE, reason=str(error))
@@ -84,7 +84,7 @@ class Examiner:
                 finding = Finding(key, Verdict.FAILED, reason=said(error))
                 break
             finally:
-                self._buffers.append(landing.buffer)
+                self._buffers.append(sink.buffer)
         return finding
 
     def put_aside(self, key: str, *, copy: bool, most: int) -> str:
@@ -131,7 +131,7 @@ class Content:
         return memoryview(self.buffer)[: self.num_bytes]
 
 
-class Landing(Content):
+class VerifyingSink(Content):
     """Memory for a backend to read a blob into, verified as it fills."""
 
     def __init__(

@@ -18,7 +18,7 @@ from kvloom_testkit.backends.base import (
     torn,
     versions_of,
 )
-from kvloom_testkit.backends.landing import Landing
+from kvloom_testkit.backends.doubles import RecordingSink
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import in_rounds, together
@@ -140,7 +140,7 @@ class ConcurrencyRequirements(BackendRequirements):
             lambda key: backend.get(key),
             lambda key: (backend.contains(key), backend.get_many([key, keys[0]]), backend.contains_many([key])),
             lambda key: list(backend.scan(names.prefix)),
-            lambda key: (backend.get_range(key, 7, memory), backend.get_into(key, Landing(blob))),
+            lambda key: (backend.get_range(key, 7, memory), backend.get_into(key, RecordingSink(blob))),
             lambda key: (backend.delete(key), backend.put_over(key, [blob], [keys[1]])),
         ]
 
@@ -189,8 +189,8 @@ def _read_whole(backend: StorageBackend, key: str, version: Callable[[int], byte
 
 
 def _got_into(backend: StorageBackend, key: str) -> bytes | None:
-    landing = Landing()
-    return bytes(landing.memory) if backend.get_into(key, landing) else None
+    sink = RecordingSink()
+    return bytes(sink.memory) if backend.get_into(key, sink) else None
 
 
 class _Work:

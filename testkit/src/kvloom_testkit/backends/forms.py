@@ -6,7 +6,7 @@ import pytest
 
 from kvloom import BackendError
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, content, contents
-from kvloom_testkit.backends.landing import Landing
+from kvloom_testkit.backends.doubles import RecordingSink
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.running import together
 
@@ -26,20 +26,20 @@ class FormRequirements(BackendRequirements):
         elsewhere; or its exception is taken for a miss, or leaves a lock behind.
         """
         backend, key = opened(), names.key()
-        absent = Landing()
+        absent = RecordingSink()
         assert backend.get_into(key, absent) is False and absent.reserved == [] and absent.told == []
         for size in (1, 5000, (1 << 20) + 17):
             blob = blob_of(size)
             backend.put(key, [blob])
-            landing = Landing(blob)
-            assert backend.get_into(key, landing) is True
-            assert landing.reserved == [size], "what was reserved"
-            assert landing.early is None, f"{landing.early} bytes were said to have arrived, which had not"
-            assert landing.memory == blob, "what arrived"
-            assert landing.told == sorted(landing.told) and landing.told[-1:] == [size], "what was said to have arrived"
+            sink = RecordingSink(blob)
+            assert backend.get_into(key, sink) is True
+            assert sink.reserved == [size], "what was reserved"
+            assert sink.early is None, f"{sink.early} bytes were said to have arrived, which had not"
+            assert sink.memory == blob, "what arrived"
+            assert sink.told == sorted(sink.told) and sink.told[-1:] == [size], "what was said to have arrived"
             refusal = BackendError("no room")
             with pytest.raises(BackendError) as raised:
-                backend.get_into(key, Landing(refusal=refusal))
+                backend.get_into(key, RecordingSink(refusal=refusal))
             assert raised.value is refusal
             together(lambda: (backend.get(key), backend.put(names.key(1), [b"blob"])), seconds=ANSWER_SECONDS)
         assert content(backend.get(key)) == blob, "read again after a refusal"

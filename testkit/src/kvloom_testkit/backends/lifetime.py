@@ -14,8 +14,7 @@ from pathlib import Path
 
 from kvloom import BackendError, StorageBackend
 from kvloom_testkit.backends.base import BackendRequirements, Make, Open, again, content
-from kvloom_testkit.backends.broken import BreaksHalfWay, Broken
-from kvloom_testkit.backends.landing import Landing
+from kvloom_testkit.backends.doubles import BreaksHalfWay, Broken, RecordingSink
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.remaking import by_another_path
@@ -251,12 +250,12 @@ def _use(backend: StorageBackend, names: Namespace) -> None:
     backend.put_over(keys[1], [blob], [keys[2], absent])
     for key in (keys[0], absent):
         backend.get(key)
-        backend.get_into(key, Landing())
+        backend.get_into(key, RecordingSink())
         for offset in (10, 4000, 6000):
             backend.get_range(key, offset, room)
         backend.contains(key)
     with contextlib.suppress(BackendError):
-        backend.get_into(keys[0], Landing(refusal=BackendError("no room")))
+        backend.get_into(keys[0], RecordingSink(refusal=BackendError("no room")))
     with contextlib.suppress(Broken):
         backend.put(keys[3], BreaksHalfWay(blob))
     if claims(backend, "create", StorageBackend):

@@ -9,7 +9,7 @@ from functools import partial
 from kvloom import Entry, StorageBackend
 from kvloom_testkit import effort
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, contents
-from kvloom_testkit.backends.landing import Landing
+from kvloom_testkit.backends.doubles import RecordingSink
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import comes_true, together
@@ -83,7 +83,7 @@ class ListingRequirements(BackendRequirements):
         now = time.time()
         for seconds in (entry.modified, entry.used):
             assert seconds == 0.0 or abs(seconds - now) < ABOUT_NOW_SECONDS, f"{seconds}, and now is {now}"
-        for read in (backend.get, lambda key: backend.get_into(key, Landing()), backend.contains):
+        for read in (backend.get, lambda key: backend.get_into(key, RecordingSink()), backend.contains):
             assert read(key)
             assert _listed(backend, names)[key].modified == entry.modified, "after it was read"
 

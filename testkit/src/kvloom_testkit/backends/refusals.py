@@ -118,7 +118,7 @@ backend.close()
 
 LEFT = """
 import contextlib, resource
-from kvloom_testkit.backends.broken import FAILURES, BreaksHalfWay
+from kvloom_testkit.backends.doubles import FAILURES, BreaksHalfWay
 
 key, blob = keys[0], bytes(range(256)) * 2000
 folders = [one for one in arguments if one != "create"]

@@ -9,8 +9,7 @@ import pytest
 
 from kvloom import StorageBackend
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, Raw, again, content
-from kvloom_testkit.backends.broken import FAILURES, BreaksHalfWay
-from kvloom_testkit.backends.landing import Landing
+from kvloom_testkit.backends.doubles import FAILURES, BreaksHalfWay, RecordingSink
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims
 from kvloom_testkit.running import together
@@ -216,9 +215,9 @@ class ValueRequirements(BackendRequirements):
         whole = got is not None and length == size and got.startswith(half) and got.endswith(half)
         assert whole or (bounded and none), f"of {size} bytes came {length}"
         del got
-        landing, end = Landing(), memoryview(bytearray(1000))
-        there = backend.get_into(key, landing)
-        whole = landing.reserved == [size] and landing.memory[: len(half)] == landing.memory[len(half) :] == half
+        sink, end = RecordingSink(), memoryview(bytearray(1000))
+        there = backend.get_into(key, sink)
+        whole = sink.reserved == [size] and sink.memory[: len(half)] == sink.memory[len(half) :] == half
         assert whole or (bounded and not there), f"into the memory of {size} bytes came something else"
         there = backend.get_range(key, size - len(end), end)
         whole = end == half[-len(end) :]
