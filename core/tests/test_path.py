@@ -20,15 +20,23 @@ CORE = str(Path(kvloom.__file__).parent)
 TOKENS, KV = tokens_of(4 * CHUNK), kv_of(4 * CHUNK)
 
 
+def for_the_call() -> bool:
+    name = threading.current_thread().name
+    return name == "caller" or "-read-" in name or "-ask-" in name
+
+
 class Passed:
-    """The files of the core whose code ran on any thread that began while this was installed."""
+    """The files of the core whose code ran for the call: on its thread, and on those that read for it.
+
+    Other threads, such as the one that makes pages of the pool, run when they come to it.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, None] = {}
         self.counting = False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if self.counting and event == "call" and frame.f_code.co_filename.startswith(CORE):
+        if self.counting and event == "call" and frame.f_code.co_filename.startswith(CORE) and for_the_call():
             self.files[frame.f_code.co_filename[len(CORE) + 1 :]] = None
 
 
@@ -54,7 +62,7 @@ def files_passed(below: list[str], *, cold: bool) -> list[str]:
     threading.setprofile(passed)
     try:
         # Not the main thread, whose verbs run on threads that began earlier.
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, name="caller")
         thread.start()
         thread.join(60)
     finally:
