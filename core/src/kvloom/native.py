@@ -21,6 +21,7 @@ from kvloom.plugins.installing import pip_install
 if TYPE_CHECKING:
     import torch
 
+    from kvloom.contracts.storage import Sink
     from kvloom.types import Buffer
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -89,6 +90,12 @@ def pointer(memory: torch.Tensor | Buffer) -> int:
     if isinstance(memory, bytes | bytearray | memoryview):
         return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
     return memory.data_ptr()
+
+
+def filled_by(sink: Sink) -> tuple[int, int] | None:
+    """The C function and state that `NativeSink.native_filled` describes; None if this sink has none."""
+    ask = getattr(sink, "native_filled", None)
+    return None if ask is None else ask()
 
 
 def current_stream(device: torch.device | str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
 from kvloom.contracts.component import Component
@@ -30,6 +30,23 @@ class Sink(Protocol):
 
     def filled(self, num_bytes: int) -> None:
         """The first `num_bytes` bytes have arrived: the core verifies them while they are in the processor's cache."""
+
+
+class NativeSink(Sink, Protocol):
+    """A sink that native code can report to without the interpreter. Ask `kvloom.native.filled_by` for it."""
+
+    def native_filled(self) -> tuple[int, int] | None:
+        """The address of a C function `int (*)(void *state, uint64_t num_bytes)` that does the work of `filled`, and
+        its state; None if there is none.
+
+        Asked for after `reserve`, whose memory it is about; valid until the request is reported as done. It may be
+        called by any one thread at a time. Anything but 0: the bytes are not right, and no more need be read. Call
+        `filled` once when all bytes have arrived, whatever it returned.
+        """
+
+
+Done = Callable[[int, "bool | Exception"], None]
+"""Told of each request of `get_many_into`, once: its number, and what `get_into` returned or raised."""
 
 
 class StorageBackend(Component):
@@ -96,6 +113,21 @@ class StorageBackend(Component):
         sink.reserve(len(view))[:] = view
         sink.filled(len(view))
         return True
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+        """`get_into` of several at once, in any order, for stores that do that better than one after the other.
+
+        `done` is called on the calling thread, once for each request and as soon as its outcome is known: True, False,
+        or the exception that `get_into` would have raised. A sink that raises ends its own request only. If this
+        raises, requests that were not reported have failed with that exception. The core forms batches only for
+        backends that override it, of some MiB each, and up to `threads` of them at once.
+        """
+        for number, (key, sink) in enumerate(requests):
+            try:
+                outcome: bool | Exception = self.get_into(key, sink)
+            except Exception as error:
+                outcome = error
+            done(number, outcome)
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         """Fill `into` with the blob's bytes from `offset`; False if there is no blob or it ends before.
