@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from kvloom.telemetry.events import EventBus
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
-from kvloom.tiers.stored.inflight import InflightRead, InflightReads
+from kvloom.tiers.stored.inflight import InflightRead, InflightReads, Read, Wanted
 from kvloom.tiers.tier import Layout, Loaded
 
 PAGE = 4096
@@ -67,7 +67,14 @@ class Store:
     def context(self) -> RequestContext:
         return RequestContext(self._runtime, 20.0, since=self.memory.invalidations.mark())
 
-    def load(self, inflight: InflightRead) -> Loaded:
+    def begin(self) -> Read:
+        read = self.inflight.begin_or_join([Wanted(KEY, SHAPE, 4)], self.load, self.context())[0]
+        assert isinstance(read, Read)
+        return read
+
+    def load(
+        self, begun: Sequence[InflightRead], wanted: Callable[[int], bool], tell: Callable[[int, Loaded | None], None]
+    ) -> None:
         """A chunk of sevens, once the gate is open."""
         self.gate.wait(20)
         self.loads += 1
@@ -76,7 +83,7 @@ class Store:
         chunk = Chunk(reservation.tensor(SHAPE, torch.uint8).fill_(7), MemoryFormat.KV_BLOB, 4)
         block = reservation.seal()
         assert block is not None
-        return self.memory.insert(KEY, chunk, block)
+        tell(0, self.memory.insert(KEY, chunk, block))
 
 
 @pytest.fixture
@@ -92,7 +99,7 @@ def store() -> Iterator[Store]:
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(store: Store, first: int) -> None:
-    reads = [store.inflight.begin_or_join(KEY, store.load, store.context()) for _ in range(3)]
+    reads = [store.begin() for _ in range(3)]
     store.gate.set()
     shares = []
     for read in reads:
@@ -110,7 +117,7 @@ def test_each_of_those_who_share_a_read_has_a_lease_of_its_own(store: Store, fir
 
 
 def test_who_gives_up_leaves_the_lease_to_the_others(store: Store) -> None:
-    one, other = (store.inflight.begin_or_join(KEY, store.load, store.context()) for _ in range(2))
+    one, other = (store.begin() for _ in range(2))
     assert one is not None and other is not None
     store.inflight.leave(one.inflight)
     store.gate.set()
@@ -123,7 +130,7 @@ def test_who_gives_up_leaves_the_lease_to_the_others(store: Store) -> None:
 
 
 def test_what_nobody_collects_is_given_back(store: Store) -> None:
-    reads = [store.inflight.begin_or_join(KEY, store.load, store.context()) for _ in range(2)]
+    reads = [store.begin() for _ in range(2)]
     store.gate.set()
     for read in reads:
         assert read is not None
@@ -136,10 +143,10 @@ def test_what_nobody_collects_is_given_back(store: Store) -> None:
 
 
 def test_a_read_from_before_a_removal_is_not_shared(store: Store) -> None:
-    before, same = (store.inflight.begin_or_join(KEY, store.load, store.context()) for _ in range(2))
+    before, same = (store.begin() for _ in range(2))
     with store.memory.invalidations.removing([KEY]):
         pass
-    after = store.inflight.begin_or_join(KEY, store.load, store.context())
+    after = store.begin()
     assert before is not None and same is not None and after is not None
     assert same.inflight is before.inflight is not after.inflight
     for read in (before, same, after):

@@ -10,6 +10,7 @@ import torch
 from core_support import CHUNK, SPEC, Gate, Shelf, kv_of, tokens_of
 
 from kvloom import ConfigError, Engine, Segment, chain, open_tier
+from kvloom.tiers.stored.inflight import Wanted
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
@@ -131,7 +132,7 @@ def test_a_lossy_chunk_never_replaces_an_exact_one_in_memory(open_engine: Open) 
     assert engine.flush(20)
     (segment,) = engine.segments(tokens)
     tier = engine._stack.stored[0]
-    read = tier.loads.read(segment.key, (2, 2, 4, 8), 4, tier._context())
+    read = tier.loads.read(Wanted(segment.key, (2, 2, 4, 8), 4), tier._context())
     assert read is not None
     loaded = tier.loads.collect(read)
     assert loaded is not None and loaded.chunk.exact

@@ -166,19 +166,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class Call(Generic[T]):
-    """A function under way on a worker: wait for it, or give it up."""
+    """A result under way on a worker: wait for it, or give it up."""
 
-    __slots__ = ("_began", "_discard", "_error", "_function", "_given_up", "_seconds", "_state", "_value", "_workers")
+    __slots__ = ("_awaited", "_batch", "_discard", "_error", "_given_up", "_seconds", "_state", "_value", "_workers")
 
-    def __init__(
-        self, workers: Workers, function: Callable[[], T], seconds: float, discard: Callable[[T], None] | None
-    ) -> None:
+    def __init__(self, workers: Workers, batch: Batch[T], seconds: float, discard: Callable[[T], None] | None) -> None:
         self._workers = workers
-        self._function: Callable[[], T] | None = function
+        self._batch = batch
         self._seconds = seconds
         self._discard = discard
         self._state = "queued"  # -> running -> done;  queued -> cancelled
-        self._began = workers.now()
+        self._awaited = False
         self._given_up = False
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -193,8 +191,9 @@ class Call(Generic[T]):
 
     @property
     def overdue_at(self) -> float:
-        """Time at which it will be overdue: its seconds after it was queued, and once it has begun, after that."""
-        return self._began + self._seconds
+        """Time at which it will be overdue: its seconds after it was queued, then after it has begun, then after the
+        last result of the same function."""
+        return self._batch.since + self._seconds
 
     def result(self, until: float | None = None) -> T:
         """The function's result or error.
@@ -223,6 +222,7 @@ class Call(Generic[T]):
         """
         workers = self._workers
         with workers._changed:
+            self._awaited = True
             while not self.done and not stopped():
                 left = (self.overdue_at if until is None else until) - workers.now()
                 if left <= 0:
@@ -242,6 +242,31 @@ class Call(Generic[T]):
         return self._workers._give_up(self)
 
 
+class Batch(Generic[T]):
+    """What one thread does in one go: a function that gives a result to each of some calls, one after the other."""
+
+    __slots__ = ("_function", "_workers", "calls", "since")
+
+    def __init__(
+        self, workers: Workers, function: Callable[[Batch[T]], object], count: int, seconds: float,
+        discard: Callable[[T], None] | None,
+    ) -> None:  # fmt: skip
+        self._workers = workers
+        self._function: Callable[[Batch[T]], object] | None = function
+        self.since = workers.now()
+        """Time at which it was queued, then began, then gave its last result."""
+        self.calls = [Call(workers, self, seconds, discard) for _ in range(count)]
+
+    def wanted(self, number: int) -> bool:
+        """Return whether anybody still waits for that call."""
+        call = self.calls[number]
+        return call.running and not call._given_up
+
+    def give(self, number: int, value: T | None) -> None:
+        """Give call `number` its result. Once for each call; the others get None when the function returns."""
+        self._workers._settle(self.calls[number], value)
+
+
 class NoThreadError(BackendError):
     """The machine has no thread for a call."""
 
@@ -255,7 +280,7 @@ class Workers:
         self.now = runtime.now
         self._runtime = runtime
         self._changed = runtime.condition()
-        self._queue: deque[Call[Any]] = deque()
+        self._queue: deque[Batch[Any]] = deque()
         self._started: list[Thread] = []
         self._idle = 0
         self._given_up: set[Call[Any]] = set()
@@ -268,10 +293,10 @@ class Workers:
 
     @property
     def abandoned(self) -> int:
-        """Number of overdue calls that were abandoned and have not returned yet. Calls that were only cancelled do not
-        count."""
+        """Number of threads held by overdue calls that were abandoned and have not returned yet. Calls that were only
+        cancelled do not count."""
         now = self._runtime.now()
-        return sum(call.overdue_at <= now for call in tuple(self._given_up))
+        return len({call._batch for call in tuple(self._given_up) if call.overdue_at <= now})
 
     def submit(
         self, function: Callable[[], T], *, seconds: float = math.inf, discard: Callable[[T], None] | None = None
@@ -281,14 +306,25 @@ class Workers:
         discard: called with the result if the caller does not wait any more. Raises BackendError if all threads are
         stuck, if there is none and none can be started, or if the workers are closed.
         """
-        call = Call(self, function, seconds, discard)
+        return self.submit_batch(lambda batch: batch.give(0, function()), 1, seconds=seconds, discard=discard)[0]
+
+    def submit_batch(
+        self, function: Callable[[Batch[T]], object], count: int, *, seconds: float = math.inf,
+        discard: Callable[[T], None] | None = None,
+    ) -> list[Call[T]]:  # fmt: skip
+        """Queue a function that gives `count` results to the batch it is called with; a call for each of them.
+
+        seconds: as for `submit`, between two results too. What it raises is the error of the calls that have no result
+        yet.
+        """
+        batch = Batch(self, function, count, seconds, discard)
         stuck = self.stuck
         with self._changed:
             if self._closed:
                 raise BackendError(f"{self.name}: closed")
             if stuck:
                 raise BackendError(f"{self.name}: all {self.threads} threads are held by calls past their deadline")
-            self._queue.append(call)
+            self._queue.append(batch)
             grow = self._idle < len(self._queue) and len(self._started) < self.threads
             if grow:
                 try:
@@ -298,7 +334,7 @@ class Workers:
                         self._queue.pop()
                         raise NoThreadError(f"{self.name}: {error}") from error
             self._changed.notify_all()
-        return call
+        return batch.calls
 
     def wake(self) -> None:
         """Make all threads that wait for a call check again whether to continue waiting."""
@@ -324,19 +360,22 @@ class Workers:
             self._cancel_queued()
 
     def _cancel_queued(self) -> None:
-        for call in self._queue:
-            call._state = "cancelled"
-            call._function = None
+        for batch in self._queue:
+            for call in batch.calls:
+                call._state = "cancelled"
+            batch._function = None
         self._queue.clear()
 
     def _give_up(self, call: Call[Any]) -> bool:
         value = None
         with self._changed:
             if call._state == "queued":
-                with contextlib.suppress(ValueError):
-                    self._queue.remove(call)
                 call._state = "cancelled"
-                call._function = None
+                batch = call._batch
+                if all(each.done for each in batch.calls):
+                    with contextlib.suppress(ValueError):
+                        self._queue.remove(batch)
+                    batch._function = None
                 return True
             if call._state == "running":
                 call._given_up = True
@@ -357,27 +396,36 @@ class Workers:
                 self._idle -= 1
                 if not self._queue:
                     return
-                call = self._queue.popleft()
-                call._state = "running"
-                call._began = self._runtime.now()
-                function = call._function
-                call._function = None
+                batch = self._queue.popleft()
+                for call in batch.calls:
+                    if call._state == "queued":
+                        call._state = "running"
+                batch.since = self._runtime.now()
+                function, batch._function = batch._function, None
             assert function is not None
-            self._finish(call, function)
-            del call, function
+            self._run(batch, function)
+            del batch, function, call
 
-    def _finish(self, call: Call[Any], function: Callable[[], Any]) -> None:
-        value, error = None, None
+    def _run(self, batch: Batch[Any], function: Callable[[Batch[Any]], object]) -> None:
+        error = None
         try:
-            value = function()
+            function(batch)
         except BaseException as caught:  # a plugin may raise anything; it is the caller's to judge
             error = caught
+        for call in batch.calls:
+            if call.running:
+                self._settle(call, None, error)
+
+    def _settle(self, call: Call[Any], value: Any, error: BaseException | None = None) -> None:
         with self._changed:
-            given_up = call._given_up
+            given_up = call._given_up or not call.running
             self._given_up.discard(call)
-            call._state = "done"
+            if call.running:
+                call._state = "done"
+            call._batch.since = self._runtime.now()
             if not given_up:
                 call._value, call._error = value, error
-            self._changed.notify_all()
+            if call._awaited:
+                self._changed.notify_all()
         if given_up and value is not None and call._discard is not None:
             call._discard(value)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from kvloom.format import envelope
 from kvloom.memory import pool
 from kvloom.pipeline import readahead
-from kvloom.runtime import Call, Workers
+from kvloom.runtime import Batch, Call, Workers
 from kvloom.tiers import invalidation, request_context
 from kvloom.tiers.index import entries, ledger
 from kvloom.tiers.memory import tier
@@ -74,22 +74,13 @@ def eviction_of_a_leased_buffer() -> Iterator[None]:
 def lost_wake_up() -> AbstractContextManager[Any]:
     """A call that has ended does not say so."""
 
-    def finish(self: Workers, call: Call[Any], function: Callable[[], Any]) -> None:
-        value, error = None, None
-        try:
-            value = function()
-        except BaseException as caught:
-            error = caught
-        with self._changed:
-            given_up = call._given_up
-            self._given_up.discard(call)
-            call._state = "done"
-            if not given_up:
-                call._value, call._error = value, error
-        if given_up and value is not None and call._discard is not None:
-            call._discard(value)
+    real = Workers._settle
 
-    return patch.object(Workers, "_finish", finish)
+    def settle(self: Workers, call: Call[Any], value: Any, error: BaseException | None = None) -> None:
+        call._awaited = False
+        real(self, call, value, error)
+
+    return patch.object(Workers, "_settle", settle)
 
 
 def double_free() -> AbstractContextManager[Any]:
@@ -223,6 +214,16 @@ def layer_not_checked() -> AbstractContextManager[Any]:
     return patch.object(envelope.Header, "right", lambda self, number, buffer: True)
 
 
+def batch_in_another_order() -> AbstractContextManager[Any]:
+    """The chunks of a batch are given to those who wait in the order in which they arrive."""
+    real = Batch.give
+
+    def give(self: Batch[Any], number: int, value: Any) -> None:
+        real(self, next(at for at, call in enumerate(self.calls) if not call.done), value)
+
+    return patch.object(Batch, "give", give)
+
+
 def layers_go_on_growing() -> AbstractContextManager[Any]:
     """A mask tells what has come in each layer, not in every layer up to it."""
     return patch.object(readahead.Prefix, "cut", lambda self, chunk, layer: None)
@@ -253,6 +254,7 @@ PLANTS: dict[Plant, Planted] = {
     pinned_is_evicted: Planted(("lost pin",), 2004),
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
-    layer_not_checked: Planted(("wrong bytes",), 3148),
+    batch_in_another_order: Planted(("wrong bytes",), 2003),
+    layer_not_checked: Planted(("wrong bytes",), 3205),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
 }

@@ -23,6 +23,7 @@ from kvloom import (
     hookimpl,
 )
 from kvloom.builtin.plain import PlainConnector
+from kvloom.contracts.storage import Done
 from simulation.store import Client
 
 
@@ -91,8 +92,13 @@ class SimBackend(StorageBackend):
 
 
 class SimShared(SimBackend):
+    """Reads many blobs at once."""
+
     type = "sim_shared"
     shared = True
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+        self.client.get_many_into(requests, done)
 
 
 class SimVolatile(SimBackend):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from kvloom import Buffers, Entry, Sink
+from kvloom.contracts.storage import Done
 from simulation.fibers import EPOCH, Fiber, Process, Scheduler, Violation
 
 
@@ -270,28 +271,59 @@ class Client:
         return data
 
     def get_into(self, key: str, sink: Sink) -> bool:
-        store, rng = self.store, self.store.rng
         self._count("get", 1)
         try:
-            store.take_time()
-            data = self._read(key)
-            if data is None:
-                return False
-            guard = self._guard()
-            view = sink.reserve(len(data))
-            mark = guard.mark(view)
-            # It arrives in parts, and any of them may take long.
-            cuts = [0, *sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(3))), len(data)]
-            for start, end in itertools.pairwise(cuts):
-                if start:
-                    store.take_time()
-                if not guard.owned(view, mark):
-                    store.scheduler.stop(Violation("late write", f"{key} arrived in memory that has a new owner"))
-                view[start:end] = data[start:end]
-                sink.filled(end)
-            return True
+            arriving = self._arriving(key, sink)
+            while True:
+                next(arriving)
+        except StopIteration as end:
+            return bool(end.value)
         finally:
             self._count("get", -1)
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+        """Two blobs at a time arrive side by side; sometimes it breaks off in the middle."""
+        rng = self.store.rng
+        arriving = {number: self._arriving(key, sink) for number, (key, sink) in enumerate(requests)}
+        self._count("get", 1)
+        try:
+            while arriving:
+                number = rng.choice(list(arriving)[:2])
+                try:
+                    next(arriving[number])
+                    continue
+                except StopIteration as end:
+                    outcome: bool | Exception = bool(end.value)
+                except Exception as error:
+                    if rng.random() < 0.3:
+                        raise
+                    outcome = error
+                del arriving[number]
+                done(number, outcome)
+        finally:
+            self._count("get", -1)
+
+    def _arriving(self, key: str, sink: Sink) -> Generator[None, None, bool]:
+        """`get_into`, in steps."""
+        store, rng = self.store, self.store.rng
+        store.take_time()
+        data = self._read(key)
+        if data is None:
+            return False
+        guard = self._guard()
+        view = sink.reserve(len(data))
+        mark = guard.mark(view)
+        # It arrives in parts, and any of them may take long.
+        cuts = [0, *sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(3))), len(data)]
+        for start, end in itertools.pairwise(cuts):
+            if start:
+                yield
+                store.take_time()
+            if not guard.owned(view, mark):
+                store.scheduler.stop(Violation("late write", f"{key} arrived in memory that has a new owner"))
+            view[start:end] = data[start:end]
+            sink.filled(end)
+        return True
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         self.store.take_time()

@@ -13,13 +13,17 @@ from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
-from kvloom.tiers.stored.inflight import Read
+from kvloom.tiers.stored.inflight import Read, Wanted
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Layout, Loaded, Shape
 from kvloom.types import ChunkKey, Segment
 
 BEHIND = "behind a miss"
 """Why what comes after the first chunk that is nowhere is not given: it was not looked at."""
+
+_WINDOW = 8
+_WINDOW_BYTES = 64 << 20
+"""Chunks on their way at once: so many of any length, and more as long as they have no more bytes than that."""
 
 Runs = Generator[list[tuple[Segment, Loaded]], None, None]
 
@@ -81,15 +85,18 @@ class Loader:
     ) -> Runs:  # fmt: skip
         if not waiting:
             return
-        window = self._window(waiting[0], shape)
+        window = self._window(waiting[0].segment, shape)
         started: deque[_Pending] = deque()
         run: list[tuple[Segment, Loaded]] = []
         try:
             while waiting or started:
-                while waiting and len(started) < window and search.knows(waiting[0].segment.key):
-                    started.append(waiting.popleft())
-                    started[-1].tiers = search.tiers(started[-1].segment.key)
-                    self._start(started[-1], shape, context)
+                if len(started) <= window // 2:  # not one by one: many at once are read in fewer calls
+                    fresh: list[_Pending] = []
+                    while waiting and len(started) + len(fresh) < window and search.knows(waiting[0].segment.key):
+                        fresh.append(waiting.popleft())
+                        fresh[-1].tiers = search.tiers(fresh[-1].segment.key)
+                    started += fresh
+                    self._start(fresh, shape, context)
                 if run and (len(run) >= window or not started or not started[0].done):
                     yield run  # what is here need not wait for what is not, and nothing waits holding a lease
                     for _, loaded in run:
@@ -128,24 +135,26 @@ class Loader:
             num_tokens = sum(segment.end - segment.start for segment in segments)
             self._events.emit(Event("missed", tokens=num_tokens, chunks=len(segments), reason=reason))
 
-    def _window(self, pending: _Pending, shape: Shape) -> int:
+    def _window(self, segment: Segment, shape: Shape) -> int:
         """Return how many chunks may be on their way at once: their buffers must fit beside each other."""
-        num_tokens = pending.segment.end - pending.segment.start
-        nbytes = self.layout.nbytes(shape(num_tokens)) + 2 * ALIGN_BYTES  # a framed blob: a header, and whole pages
-        return max(1, min(8, self.memory.pool.capacity // 2 // nbytes))
+        nbytes = self.layout.nbytes(shape(segment.end - segment.start))
+        fitting = self.memory.pool.capacity // 2 // (nbytes + 2 * ALIGN_BYTES)  # a framed blob: a header, whole pages
+        return max(1, min(fitting, max(_WINDOW, _WINDOW_BYTES // max(1, nbytes))))
 
-    def _start(self, pending: _Pending, shape: Shape, context: RequestContext) -> None:
-        """Lease the chunk from memory, or begin to read it from the next tier that may have it."""
-        segment = pending.segment
-        pending.loaded = self.memory.lease([segment.key])[0]
-        while pending.loaded is None and pending.read is None and pending.tiers:
-            num_tokens = segment.end - segment.start
-            pending.source = pending.tiers.pop(0)
-            found = pending.source.loads.fetch(segment.key, shape(num_tokens), num_tokens, context)
-            if isinstance(found, Loaded):
-                pending.loaded = found
-            else:
-                pending.read = found
+    def _start(self, some: Sequence[_Pending], shape: Shape, context: RequestContext) -> None:
+        """Lease each chunk from memory, or begin to read it from the next tier that may have it."""
+        for pending, held in zip(some, self.memory.lease([one.segment.key for one in some]), strict=True):
+            pending.loaded = held
+        while lacking := [one for one in some if one.loaded is None and one.read is None and one.tiers]:
+            source = lacking[0].tiers[0]
+            these = [one for one in lacking if one.tiers[0] is source]
+            found = source.loads.fetch([_wanted(one.segment, shape) for one in these], context)
+            for pending, one in zip(these, found, strict=True):
+                pending.source = pending.tiers.pop(0)
+                if isinstance(one, Loaded):
+                    pending.loaded = one
+                else:
+                    pending.read = one
 
     def _finish(self, pending: _Pending, shape: Shape, context: RequestContext) -> Loaded | None:
         """Wait for a chunk; where it turns out not to be, ask the next tier."""
@@ -158,7 +167,7 @@ class Loader:
                 context.record.gave(source.name, pending.segment.end - pending.segment.start)
                 self.promote(pending.segment, loaded, context, below=source)
                 return loaded
-            self._start(pending, shape, context)
+            self._start([pending], shape, context)
         if pending.loaded is None:
             self.missed([pending.segment], self.why(pending.segment.key, context))
         else:
@@ -177,3 +186,8 @@ class Loader:
                     segment.key, loaded.again(), until=self._runtime.now(), since=context.since, chain=context.chain,
                     record=context.record,
                 )  # fmt: skip
+
+
+def _wanted(segment: Segment, shape: Shape) -> Wanted:
+    num_tokens = segment.end - segment.start
+    return Wanted(segment.key, tuple(shape(num_tokens)), num_tokens)

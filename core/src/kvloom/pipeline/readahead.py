@@ -12,7 +12,7 @@ from kvloom.memory import Reservation
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Call, Runtime
 from kvloom.tiers.request_context import RequestContext
-from kvloom.tiers.stored.inflight import InflightRead, Piece, Read
+from kvloom.tiers.stored.inflight import InflightRead, Piece, Read, Wanted
 from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob, layer_bytes
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Loaded
@@ -320,14 +320,15 @@ class ReadAhead:
 
         What others read until a moment ago is in memory: look there afterwards.
         """
-        tier, key, groups, context = chunk.tiers[0], chunk.segment.key, self._groups, self._context
-        found = tier.loads.inflight.join(key, groups, context)
+        tier, groups, context = chunk.tiers[0], self._groups, self._context
+        wanted = _wanted(chunk)
+        found = tier.loads.inflight.join(wanted, groups, context)
         if found is None:
             reservation = self._stack.memory.stage(self._stack.layout.nbytes(chunk.shape))
             if reservation is None:
                 return
             place = LayerBuffer.of(reservation, chunk.shape, self._stack.layout.dtype)
-            found = tier.loads.inflight.join(key, groups, context, place=place, num_tokens=chunk.num_tokens)
+            found = tier.loads.inflight.join(wanted, groups, context, place=place)
             if found is None or found.place is not place:
                 reservation.abandon()
         if found is not None and found.call is None:
@@ -346,7 +347,7 @@ class ReadAhead:
 
     def _read_whole(self, chunk: Incoming) -> Read | None:
         chunk.asked = True
-        return chunk.tiers[0].loads.read(chunk.segment.key, chunk.shape, chunk.num_tokens, self._context)
+        return chunk.tiers[0].loads.read(_wanted(chunk), self._context)
 
     def _passing(self, chunk: Incoming, group: range) -> LayerBuffer | None:
         """Memory for these layers only, until they are handed on."""
@@ -377,3 +378,7 @@ class ReadAhead:
             self._lent = None
         else:
             self._reserved -= 1
+
+
+def _wanted(chunk: Incoming) -> Wanted:
+    return Wanted(chunk.segment.key, chunk.shape, chunk.num_tokens)

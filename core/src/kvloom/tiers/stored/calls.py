@@ -161,6 +161,8 @@ class Calls:
 
     def in_time(self, read: Call[Any], context: RequestContext) -> bool:
         """Wait for a read for as long as the operation does. If it is late, or given up, the tier is lost to it."""
+        if read.done:
+            return True
         context.waits_for(self.reads.wake)
         try:
             done = read.wait(context.patience(self.deadline), stopped=lambda: context.given_up)

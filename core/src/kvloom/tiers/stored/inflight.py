@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from kvloom.errors import BackendError
 from kvloom.memory import Block, Lease
-from kvloom.runtime import Call, Runtime
+from kvloom.runtime import Batch, Call, Runtime
 from kvloom.tiers.invalidation import Invalidations
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
@@ -16,12 +16,25 @@ from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
 
-T = TypeVar("T")
-
 Arrived = tuple[LayeredBlob | None, int]
 """The layout of a blob's layers, and how many of those that were asked for are right."""
 ReadLayers = Callable[[ChunkKey, LayeredBlob | None, LayerBuffer, int, range], Arrived | None]
 """`Loads.read_layers`."""
+
+
+class Wanted(NamedTuple):
+    """A chunk that is to be read whole."""
+
+    key: ChunkKey
+    shape: tuple[int, ...]
+    num_tokens: int
+
+
+ReadWhole = Callable[["Sequence[InflightRead]", "Callable[[int], bool]", "Callable[[int, Loaded | None], None]"], None]
+"""A function that reads chunks whole, on the tier's thread: `Loads._load`.
+
+Its arguments: the chunks; a function that returns whether anybody still waits for chunk number n; a function to be
+told, once for each number, of the chunk in memory, or of None if it cannot be had. If it raises, the others failed."""
 
 
 class Piece:
@@ -48,16 +61,17 @@ class InflightRead:
     """
 
     __slots__ = (
-        "began", "blob", "call", "failed", "groups", "home", "hurried", "key", "lease", "num_tokens", "pieces", "place",
-        "shares", "since", "starved",
+        "began", "blob", "call", "failed", "groups", "home", "hurried", "key", "lease", "pieces", "place", "shares",
+        "since", "starved", "wanted",
     )  # fmt: skip
 
     def __init__(
-        self, home: InflightReads, key: ChunkKey, since: int, *, groups: Sequence[range] = (),
-        place: LayerBuffer | None = None, num_tokens: int = 0,
+        self, home: InflightReads, wanted: Wanted, since: int, *, groups: Sequence[range] = (),
+        place: LayerBuffer | None = None,
     ) -> None:  # fmt: skip
         self.home = home
-        self.key = key
+        self.wanted = wanted
+        self.key = wanted.key
         self.since = since
         """A mark of the removals from before anything of it was read."""
         self.shares = 1
@@ -69,7 +83,6 @@ class InflightRead:
         """The read waits for memory: a request that holds memory should not wait for it."""
         self.groups = groups
         self.place = place
-        self.num_tokens = num_tokens
         self.pieces: dict[int, Piece] = {}
         """By the first layer of each group. A piece is never asked for again: its call may still write to its place."""
         self.blob: LayeredBlob | None = None
@@ -125,55 +138,74 @@ class InflightReads:
     # -- getting a share -----------------------------------------------------------------------------------------------
 
     def begin_or_join(
-        self, key: ChunkKey, load: Callable[[InflightRead], Loaded | None], context: RequestContext, *,
-        instead: Callable[[], T | None] = lambda: None, anew: bool = False,
-    ) -> Read | T | None:  # fmt: skip
-        """Share what reads `key`, or have `load` read it whole; None if the tier cannot take that.
+        self, wanted: Sequence[Wanted], load: ReadWhole, context: RequestContext, *, most: int = 1,
+        in_memory: Callable[[Sequence[ChunkKey]], Sequence[Loaded | None]] | None = None, anew: bool = False,
+    ) -> list[Read | Loaded | None]:  # fmt: skip
+        """Share what reads each of `wanted`, or have `load` read it whole; None if the tier cannot take that.
 
-        instead: asked under the lock for another way to get it, if nobody reads it. anew: do not share what reads it by
-        layers.
+        most: chunks that one call reads. in_memory: asked under the lock for those that nobody reads. anew: do not
+        share what reads a chunk by layers.
         """
+        found: list[Read | Loaded | None] = [None] * len(wanted)
         try:
             with self._lock:
-                inflight = self._joinable(key)
-                if inflight is not None and not (anew and inflight.call is None):
-                    inflight.shares += 1
-                else:
-                    other = instead()
-                    if other is not None:
-                        return other
-                    inflight = InflightRead(self, key, context.since)
-                    run = partial(
-                        self._run, inflight, self._calls.judged("read", partial(load, inflight), self._calls.reading)
-                    )
-                    inflight.call = self._calls.reads.submit(run, seconds=self._calls.deadline, discard=release)
-                    self._open[key] = inflight
+                lacking: dict[ChunkKey, list[int]] = {}
+                for number, one in enumerate(wanted):
+                    inflight = self._joinable(one.key)
+                    if inflight is None or (anew and inflight.call is None):
+                        lacking.setdefault(one.key, []).append(number)
+                    else:
+                        inflight.shares += 1
+                        found[number] = Read(inflight, context)
+                if in_memory is not None and lacking:
+                    for key, loaded in zip(tuple(lacking), in_memory(tuple(lacking)), strict=True):
+                        if loaded is not None:
+                            first, *others = lacking.pop(key)
+                            found[first] = loaded
+                            for number in others:
+                                found[number] = loaded.again()
+                rest = list(lacking.values())
+                for start in range(0, len(rest), most):
+                    some = rest[start : start + most]
+                    begun = [InflightRead(self, wanted[numbers[0]], context.since) for numbers in some]
+                    self._begin_whole(begun, load)
+                    for inflight, numbers in zip(begun, some, strict=True):
+                        inflight.shares = len(numbers)
+                        for number in numbers:
+                            found[number] = Read(inflight, context)
         except BackendError as error:
             self._calls.failed("read", error, self._calls.reading)
             context.lost.add(self._calls.name)
-            return None
-        if inflight.call is None:
-            self._hurry(inflight)
-        return Read(inflight, context)
+        for read in found:
+            if isinstance(read, Read) and read.inflight.call is None:
+                self._hurry(read.inflight)
+        return found
+
+    def _begin_whole(self, begun: Sequence[InflightRead], load: ReadWhole) -> None:
+        calls = self._calls.reads.submit_batch(
+            partial(self._run, begun, load), len(begun), seconds=self._calls.deadline, discard=release
+        )
+        for inflight, call in zip(begun, calls, strict=True):
+            inflight.call = call
+            self._open[inflight.key] = inflight
 
     def join(
-        self, key: ChunkKey, groups: Sequence[range], context: RequestContext, *, place: LayerBuffer | None = None,
-        num_tokens: int = 0,
+        self, wanted: Wanted, groups: Sequence[range], context: RequestContext, *, place: LayerBuffer | None = None
     ) -> InflightRead | None:  # fmt: skip
         """A share in what is under way, whole or by layers. Otherwise it begins in `place`; without a place, None.
 
         What begins holds the reservation of `place` from then on. None too if it comes in other groups of layers.
         """
         with self._lock:
-            inflight = self._joinable(key)
+            inflight = self._joinable(wanted.key)
             if inflight is not None:
                 if inflight.call is None and inflight.groups != groups:
                     return None
                 inflight.shares += 1
             elif place is not None:
-                inflight = InflightRead(self, key, context.since, groups=groups, place=place, num_tokens=num_tokens)
+                inflight = InflightRead(self, wanted, context.since, groups=groups, place=place)
                 inflight.began = self._now()
-                self._open[key] = inflight
+                self._open[wanted.key] = inflight
             return inflight
 
     def _joinable(self, key: ChunkKey) -> InflightRead | None:
@@ -185,16 +217,25 @@ class InflightReads:
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, inflight: InflightRead, load: Callable[[], Loaded | None]) -> Loaded | None:
+    def _run(self, begun: Sequence[InflightRead], load: ReadWhole, batch: Batch[Loaded]) -> None:
         """On the tier's thread."""
-        try:
-            return load()
-        except Exception:  # judged and told of already
-            inflight.failed = True
-            return None
-        finally:
+        told: set[int] = set()
+
+        def tell(number: int, loaded: Loaded | None) -> None:
+            told.add(number)
             with self._lock:  # from now on it is in memory, or not to be had
-                self._forget(inflight)
+                self._forget(begun[number])
+            batch.give(number, loaded)
+
+        try:
+            self._calls.judged("read", partial(load, begun, batch.wanted, tell), self._calls.reading)()
+        except Exception:  # judged and told of already
+            for number, inflight in enumerate(begun):
+                inflight.failed = inflight.failed or number not in told
+        finally:
+            with self._lock:
+                for inflight in begun:
+                    self._forget(inflight)
 
     def starve(self, inflight: InflightRead) -> None:
         """The call that reads it whole waits for memory."""
@@ -263,7 +304,7 @@ class InflightReads:
     def _run_layers(self, inflight: InflightRead, layers: range) -> Arrived | None:
         """On the tier's thread."""
         assert inflight.place is not None
-        arrived = self._read(inflight.key, inflight.blob, inflight.place, inflight.num_tokens, layers)
+        arrived = self._read(inflight.key, inflight.blob, inflight.place, inflight.wanted.num_tokens, layers)
         if arrived is not None and arrived[0] is not None:
             with self._lock:
                 inflight.blob = arrived[0]
@@ -283,7 +324,9 @@ class InflightReads:
                 assert block is not None, "these reservations have no deadline"
                 inflight.lease = block.lease()
             lease = inflight.lease.again()
-        chunk = Chunk(inflight.place.tensor, self._layout.format, inflight.num_tokens, about.fidelity, about.start)
+        chunk = Chunk(
+            inflight.place.tensor, self._layout.format, inflight.wanted.num_tokens, about.fidelity, about.start
+        )
         return Loaded(chunk, lease, float(about.written)), block
 
     def await_all(self, read: Read) -> bool | None:

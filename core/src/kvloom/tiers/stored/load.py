@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -19,13 +20,17 @@ from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls, DecodeFailedError, NoRoomError
 from kvloom.tiers.stored.existence import Existence
-from kvloom.tiers.stored.inflight import Arrived, InflightRead, InflightReads, Read, release
+from kvloom.tiers.stored.inflight import Arrived, InflightRead, InflightReads, Read, Wanted, release
 from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob, layered, read_layers
-from kvloom.tiers.stored.read import BlobReader, ExpiredBlobError
+from kvloom.tiers.stored.read import BlobReader, ExpiredBlobError, Outcome
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
 
 log = logging.getLogger(__name__)
+
+_LEAST_BATCH_BYTES = 1 << 20
+_MOST_BATCH_BYTES = 8 << 20
+"""Bytes of chunks that one call reads: enough that a thread is woken for it, and soon done for those who wait."""
 
 
 class Loads:
@@ -48,26 +53,40 @@ class Loads:
         self._events = events
         self._now = runtime.now
         self._deletes = deletes
+        self._batches = type(backend).get_many_into is not StorageBackend.get_many_into
         self.inflight = InflightReads(calls, memory.invalidations, layout, runtime, self.read_layers)
 
-    def read(self, key: ChunkKey, shape: Sequence[int], num_tokens: int, context: RequestContext) -> Read | None:
+    def read(self, wanted: Wanted, context: RequestContext) -> Read | None:
         """Begin to load a chunk into the pool; None if the tier cannot take the call. Collect with `collect`.
 
         Whoever asks for a chunk that is on its way already, whole or by layers, shares the calls that read it.
         """
-        if not self._calls.serves(context):
-            return None
-        return self.inflight.begin_or_join(key, partial(self._load, tuple(shape), num_tokens, context), context)
+        return self._begin(wanted, context) if self._calls.serves(context) else None
 
-    def fetch(
-        self, key: ChunkKey, shape: Sequence[int], num_tokens: int, context: RequestContext
-    ) -> Loaded | Read | None:
-        """`read`, unless somebody has just done so: then the chunk from memory."""
+    def fetch(self, wanted: Sequence[Wanted], context: RequestContext) -> list[Loaded | Read | None]:
+        """`read` of each, many by one call where the backend has better than one after the other.
+
+        Where somebody has just read a chunk, it comes from memory.
+        """
         if not self._calls.serves(context):
-            return None
-        load = partial(self._load, tuple(shape), num_tokens, context)
+            return [None] * len(wanted)
         # What is no longer on its way was in memory before that, if it is to be had.
-        return self.inflight.begin_or_join(key, load, context, instead=lambda: self._memory.lease([key])[0])
+        return self.inflight.begin_or_join(
+            wanted, partial(self._load, context), context, most=self._most(wanted), in_memory=self._memory.lease
+        )
+
+    def _begin(self, wanted: Wanted, context: RequestContext, *, anew: bool = False) -> Read | None:
+        read = self.inflight.begin_or_join([wanted], partial(self._load, context), context, anew=anew)[0]
+        assert not isinstance(read, Loaded)
+        return read
+
+    def _most(self, wanted: Sequence[Wanted]) -> int:
+        """Return how many of these chunks one call reads: few enough that every thread has some, unless all are few."""
+        if not self._batches:
+            return 1
+        nbytes = max(1, max(self._layout.nbytes(one.shape) for one in wanted))
+        share = -(-len(wanted) // self._backend.threads)
+        return max(1, min(max(share, _LEAST_BATCH_BYTES // nbytes), _MOST_BATCH_BYTES // nbytes))
 
     def collect(self, read: Read) -> Loaded | None:
         """The verified chunk, or None: not there, not readable, or not in time."""
@@ -85,9 +104,7 @@ class Loads:
             self.inflight.leave(inflight)
         if outcome is None or not self._calls.serves(context):
             return None
-        assert inflight.place is not None
-        load = partial(self._load, inflight.place.chunk_shape, inflight.num_tokens, context)
-        again = self.inflight.begin_or_join(inflight.key, load, context, anew=True)
+        again = self._begin(inflight.wanted, context, anew=True)
         return None if again is None else self.inflight.collect(again)
 
     def give_up(self, read: Read) -> None:
@@ -103,7 +120,7 @@ class Loads:
         header = inflight.blob.header
         nbytes, ended = header.header_bytes + header.payload_bytes, self._now()
         context.record.note("read", self._name, inflight.began, ended, nbytes=nbytes)
-        self._events.emit(Event("retrieved", self._name, inflight.num_tokens, 1, nbytes, ended - inflight.began))
+        self._events.emit(Event("retrieved", self._name, inflight.wanted.num_tokens, 1, nbytes, ended - inflight.began))
         kept = self._memory.insert(
             inflight.key, loaded.chunk, block, written=loaded.written or None, dirty=False, since=inflight.since,
             chain=context.chain,
@@ -157,42 +174,68 @@ class Loads:
         return layered(header, serializer, Chunk(empty, self._layout.format, num_tokens, header.description.fidelity))
 
     def _load(
-        self, shape: tuple[int, ...], num_tokens: int, context: RequestContext, inflight: InflightRead
-    ) -> Loaded | None:
-        """On the tier's thread. context: of whoever was the first to ask; others share what comes of it."""
-        began, record, key = self._now(), context.record, inflight.key
+        self, context: RequestContext, inflights: Sequence[InflightRead], wanted: Callable[[int], bool],
+        tell: Callable[[int, Loaded | None], None],
+    ) -> None:  # fmt: skip
+        """As `ReadWhole`. context: of whoever was the first to ask; others share what comes of it."""
+        began, record = self._now(), context.record
         since, known_since = self._invalidations.mark(), self._ledger.mark()
-        if key in self._existence.doomed():
-            return None
-        until = began + self._calls.deadline
-        for attempt in (1, 2):
-            try:
-                arrived = self._reader.read(
-                    self._backend, key, shape, num_tokens, until=until, since=since, chain=context.chain,
-                    on_wait=partial(self.inflight.starve, inflight), record=record,
-                )  # fmt: skip
-            except (UnreadableBlobError, ExpiredBlobError, NoRoomError) as error:
-                self._miss(key, num_tokens, error, context, since=known_since)
-                return None
-            except CorruptBlobError as error:
-                if attempt == 2:
-                    self._discard(key, num_tokens, error, context, since=known_since)
-                continue
-            if arrived is None:
+        again: deque[int] = deque()
+        corrupt: set[int] = set()
+        failures: list[Exception] = []
+
+        def settle(number: int, outcome: Outcome, *, waited: bool) -> None:
+            key, _, num_tokens = inflights[number].wanted
+            loaded = None
+            if isinstance(outcome, CorruptBlobError) and number not in corrupt:
+                corrupt.add(number)
+                again.append(number)
+                return
+            if isinstance(outcome, NoRoomError) and not waited:
+                again.append(number)
+                return
+            if isinstance(outcome, CorruptBlobError):
+                self._discard(key, num_tokens, outcome, context, since=known_since)
+            elif isinstance(outcome, (UnreadableBlobError, ExpiredBlobError, NoRoomError)):
+                self._miss(key, num_tokens, outcome, context, since=known_since)
+            elif isinstance(outcome, Exception):
+                failures.append(outcome)
+                return
+            elif outcome is None:
                 self._ledger.forget_absent(key, since=known_since)
-                return None
-            header, loaded = arrived
-            if self._invalidations.hit(key, since):
-                release(loaded)
-                return None
-            self._existence.note(key, header, since=known_since)
-            if loaded is not None:
-                nbytes = header.header_bytes + header.payload_bytes
-                ended = self._now()
-                record.note("read", self._name, began, ended, nbytes=nbytes)
-                self._events.emit(Event("retrieved", self._name, num_tokens, 1, nbytes, ended - began))
-            return loaded
-        return None
+            else:
+                header, loaded = outcome
+                if self._invalidations.hit(key, since):
+                    release(loaded)
+                    loaded = None
+                else:
+                    self._existence.note(key, header, since=known_since)
+                if loaded is not None:
+                    nbytes = header.header_bytes + header.payload_bytes
+                    ended = self._now()
+                    record.note("read", self._name, began, ended, nbytes=nbytes)
+                    self._events.emit(Event("retrieved", self._name, num_tokens, 1, nbytes, ended - began))
+            tell(number, loaded)
+
+        def read(numbers: Sequence[int], on_wait: Callable[[], None] | None = None) -> None:
+            self._reader.read(
+                self._backend, [inflights[number].wanted for number in numbers],
+                lambda index, outcome: settle(numbers[index], outcome, waited=on_wait is not None),
+                seconds=self._calls.deadline, since=since, chain=context.chain, on_wait=on_wait, record=record,
+            )  # fmt: skip
+
+        doomed = self._existence.doomed()
+        numbers = [number for number, inflight in enumerate(inflights) if inflight.key not in doomed]
+        if len(numbers) > 1:
+            read(numbers)
+        else:
+            again.extend(numbers)
+        while again:
+            number = again.popleft()
+            if wanted(number):
+                read([number], partial(self.inflight.starve, inflights[number]))
+        if failures:
+            raise failures[0]
 
     def _miss(self, key: ChunkKey, num_tokens: int, error: Exception, context: RequestContext, *, since: int) -> None:
         reason = "no room in memory"

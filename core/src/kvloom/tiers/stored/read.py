@@ -10,7 +10,7 @@ import torch
 
 from kvloom.contracts.serializer import Serializer
 from kvloom.contracts.storage import StorageBackend
-from kvloom.errors import CorruptBlobError, KVLoomError, UnreadableBlobError
+from kvloom.errors import BackendError, CorruptBlobError, KVLoomError, UnreadableBlobError
 from kvloom.format import envelope
 from kvloom.format.encryption import Protection
 from kvloom.memory import Reservation
@@ -19,12 +19,17 @@ from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.stored.calls import NoRoomError, guarded
+from kvloom.tiers.stored.inflight import Wanted
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
 
 _MOST_OUTLINES = 4096
 
 _Reserve = Callable[[int], Reservation | None]
+Outcome = tuple[envelope.Header, Loaded | None] | Exception | None
+"""Of reading a blob: its header, and its chunk unless it came too late; None if there is no blob.
+
+Else CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError, or whatever the backend raised."""
 
 
 class ExpiredBlobError(KVLoomError):
@@ -50,32 +55,56 @@ class BlobReader:
         self._outlines: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
 
     def read(
-        self, backend: StorageBackend, key: ChunkKey, shape: tuple[int, ...], num_tokens: int, *, until: float,
-        since: int, chain: Chain = NO_CHAIN,
-        on_wait: Callable[[], None] = lambda: None, record: RequestTrace = NO_TRACE,
-    ) -> tuple[envelope.Header, Loaded | None] | None:  # fmt: skip
-        """The blob's header, and its chunk unless `until` has passed; None if there is no blob.
+        self, backend: StorageBackend, wanted: Sequence[Wanted], tell: Callable[[int, Outcome], None], *,
+        seconds: float, since: int, chain: Chain = NO_CHAIN, on_wait: Callable[[], None] | None = None,
+        record: RequestTrace = NO_TRACE,
+    ) -> None:  # fmt: skip
+        """Read blobs in one call of the backend, and tell of each, once, as soon as that is known.
 
-        since: a mark of the removals from before; what was removed after it is not kept in memory. chain: what it is
-        part of, as `MemoryTier.insert` takes it. on_wait: called before this waits for memory that is in use. record:
-        where it is noted. Raises CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError and whatever the
-        backend raises.
+        seconds: how long filling the memory of a blob may take. since: a mark of the removals from before; what was
+        removed after it is not kept in memory. chain: what they are part of, as `MemoryTier.insert` takes it. on_wait:
+        called before this waits for memory that is in use; None: it does not wait, which it may only do where it holds
+        no memory for other blobs. record: where it is noted.
         """
-        _, longest = self._outline(shape, num_tokens)
-        room_by = self._now() + 0.8 * (until - self._now())  # so that a lack of memory is not taken for a slow store
-        reserve = partial(self._reserve, until=until, room_by=room_by, on_wait=on_wait)
-        buffer = _BlobBuffer(
-            reserve, str(key), max_bytes=longest + envelope.MAX_HEADER_BYTES, protection=self._protection
-        )
+        reserve = partial(self._reserve, seconds=seconds, on_wait=on_wait)
+        buffers = [
+            _BlobBuffer(
+                reserve, str(one.key), protection=self._protection,
+                max_bytes=self._outline(one.shape, one.num_tokens)[1] + envelope.MAX_HEADER_BYTES,
+            )
+            for one in wanted
+        ]  # fmt: skip
+        unreported = set(range(len(wanted)))
+
+        def done(number: int, outcome: bool | Exception) -> None:
+            unreported.remove(number)  # a KeyError in a backend that says it twice
+            buffer = buffers[number]
+            told: Outcome = outcome if isinstance(outcome, Exception) else None
+            try:
+                if outcome is True:
+                    told = self._arrived(buffer, wanted[number], reserve, since=since, chain=chain, record=record)
+            except Exception as error:
+                told = error
+            finally:
+                buffer.abandon()  # now, not when a traceback that refers to it is collected
+            tell(number, told)
+
+        error: Exception = BackendError("the backend gave no answer for a key")
         try:
-            if not backend.get_into(str(key), buffer):
-                return None
-            header = buffer.finish()
-            serializer = self.check(header, shape, num_tokens)
-            loaded = self._decode(key, header, buffer, serializer, reserve, since=since, chain=chain, record=record)
-            return header, loaded
+            backend.get_many_into([(str(one.key), buffer) for one, buffer in zip(wanted, buffers, strict=True)], done)
+        except Exception as caught:
+            error = caught
         finally:
-            buffer.abandon()  # now, not when a traceback that refers to it is collected
+            for number in tuple(unreported):
+                done(number, error)
+
+    def _arrived(
+        self, buffer: _BlobBuffer, wanted: Wanted, reserve: _Reserve, *, since: int, chain: Chain, record: RequestTrace
+    ) -> tuple[envelope.Header, Loaded | None]:
+        header = buffer.finish()
+        serializer = self.check(header, wanted.shape, wanted.num_tokens)
+        loaded = self._decode(wanted.key, header, buffer, serializer, reserve, since=since, chain=chain, record=record)
+        return header, loaded
 
     def _outline(self, shape: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, int]:
         """Return a chunk of this shape without bytes, and the largest size of its blob's payload.
@@ -92,11 +121,13 @@ class BlobReader:
             outline = self._outlines[shape] = tensor, longest
         return outline
 
-    def _reserve(self, nbytes: int, *, until: float, room_by: float, on_wait: Callable[[], None]) -> Reservation | None:
-        reservation = self._memory.reserve(nbytes, deadline=until)
-        if reservation is None:
+    def _reserve(self, nbytes: int, *, seconds: float, on_wait: Callable[[], None] | None) -> Reservation | None:
+        now = self._now()
+        reservation = self._memory.reserve(nbytes, deadline=now + seconds)
+        if reservation is None and on_wait is not None:
             on_wait()
-            reservation = self._memory.reserve_by(nbytes, room_by, deadline=until)
+            room_by = now + 0.8 * seconds  # so that a lack of memory is not taken for a slow store
+            reservation = self._memory.reserve_by(nbytes, room_by, deadline=now + seconds)
         return reservation
 
     def expired(self, header: envelope.Header) -> bool:

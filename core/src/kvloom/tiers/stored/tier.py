@@ -36,6 +36,7 @@ from kvloom.tiers.memory.tier import MemoryTier
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.calls import Calls
 from kvloom.tiers.stored.existence import Existence, Inquiry, Question
+from kvloom.tiers.stored.inflight import Wanted
 from kvloom.tiers.stored.inflight_writes import InflightWrites
 from kvloom.tiers.stored.load import Loads
 from kvloom.tiers.stored.maintenance import Maintenance
@@ -417,7 +418,7 @@ class StoredTier(Tier):
         # Nobody said of which shape it should be: of one that cannot be in memory, it is no chunk.
         if header is None or not self._fits(header.description.shape):
             return None
-        read = self.loads.read(key, header.description.shape, header.description.num_tokens, context)
+        read = self.loads.read(Wanted(key, header.description.shape, header.description.num_tokens), context)
         return None if read is None else self.loads.collect(read)
 
     def _fits(self, shape: Sequence[int]) -> bool:
