@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from kvloom import (
     Observer,
     Request,
     Serializer,
+    Sink,
     StorageBackend,
     Watched,
     hookimpl,
@@ -32,6 +33,7 @@ from kvloom import (
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.builtin.plain import PlainConnector
 from kvloom.builtin.raw import RawSerializer
+from kvloom.contracts.storage import Done
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.index.ledger import Ledger, Victim
 
@@ -92,6 +94,27 @@ class Shelf(DictBackend):
     @property
     def blobs(self) -> dict[str, bytes]:
         return {key: blob for key, blob in list(self._blobs.items()) if not key.startswith("spec/")}
+
+
+class Crate(Shelf):
+    """A shelf that is read in batches, from the last key to the first."""
+
+    type = "crate"
+    threads = 2
+
+    def __init__(self, config: Any, spec: object = None) -> None:
+        super().__init__(config, spec)
+        self.batches: list[list[str]] = []
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+        self.batches.append([key for key, _ in requests])
+        for number, (key, sink) in reversed(list(enumerate(requests))):
+            self.before("batch", key)
+            try:
+                outcome: bool | Exception = self.get_into(key, sink)
+            except Exception as error:
+                outcome = error
+            done(number, outcome)
 
 
 def eventually(done: Callable[[], Any]) -> bool:
@@ -221,7 +244,7 @@ def kvloom_gpu_connectors() -> list[type[GPUConnector]]:
 
 @hookimpl
 def kvloom_storage_backends() -> list[type[StorageBackend]]:
-    return [Shelf]
+    return [Shelf, Crate]
 
 
 class Watcher(Observer):
