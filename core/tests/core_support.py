@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -105,16 +105,23 @@ class Crate(Shelf):
     def __init__(self, config: Any, spec: object = None) -> None:
         super().__init__(config, spec)
         self.batches: list[list[str]] = []
+        self.all_at_once = False
+        """They come from the first to the last, and it says nothing of any before all have come."""
 
     def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
         self.batches.append([key for key, _ in requests])
-        for number, (key, sink) in reversed(list(enumerate(requests))):
+        numbered = list(enumerate(requests))
+        outcomes = list(self._outcomes(numbered)) if self.all_at_once else self._outcomes(numbered[::-1])
+        for number, outcome in outcomes:
+            done(number, outcome)
+
+    def _outcomes(self, requests: Sequence[tuple[int, tuple[str, Sink]]]) -> Iterator[tuple[int, bool | Exception]]:
+        for number, (key, sink) in requests:
             self.before("batch", key)
             try:
-                outcome: bool | Exception = self.get_into(key, sink)
+                yield number, self.get_into(key, sink)
             except Exception as error:
-                outcome = error
-            done(number, outcome)
+                yield number, error
 
 
 def eventually(done: Callable[[], Any]) -> bool:

@@ -11,7 +11,7 @@ from core_support import eventually
 from simulation.fibers import Process, Scheduler, SimRuntime
 
 from kvloom import BackendError, DeadlineExceeded
-from kvloom.runtime import SystemRuntime, Workers
+from kvloom.runtime import Batch, SystemRuntime, Workers
 
 
 @pytest.fixture
@@ -54,6 +54,45 @@ def test_an_overdue_call_is_abandoned_and_bounded() -> None:
         assert workers.run(lambda: 3, seconds=LATER) == 3, "open again once one has returned"
 
     in_virtual_time(work)
+
+
+def test_each_call_of_a_batch_has_its_time_after_the_one_before() -> None:
+    def work(runtime: SimRuntime, workers: Workers) -> None:
+        def slowly(batch: Batch[int]) -> None:
+            for number in range(3):
+                runtime.sleep(0.8 * SOON)
+                batch.give(number, number)
+            runtime.sleep(LATER)
+
+        calls = workers.submit_batch(slowly, 4, seconds=SOON)
+        assert [call.result() for call in calls[:3]] == [0, 1, 2]
+        with pytest.raises(DeadlineExceeded):
+            calls[3].result()
+        assert workers.abandoned == 1
+
+    in_virtual_time(work)
+
+
+def test_a_call_that_a_batch_does_not_answer_has_its_error(workers: Workers) -> None:
+    def half(batch: Batch[int]) -> None:
+        batch.give(1, 7)
+        raise ZeroDivisionError
+
+    first, second = workers.submit_batch(half, 2)
+    assert second.result() == 7
+    with pytest.raises(ZeroDivisionError):
+        first.result()
+
+
+def test_a_queued_batch_is_only_gone_when_nobody_wants_any_of_it(workers: Workers) -> None:
+    gate, ran = threading.Event(), []
+    busy = [workers.submit(gate.wait) for _ in range(2)]
+    assert eventually(lambda: all(call.running for call in busy))
+    calls = [workers.submit_batch(lambda batch: ran.append([batch.wanted(0), batch.wanted(1)]), 2) for _ in range(2)]
+    assert calls[0][0].cancel() and calls[1][0].cancel() and calls[1][1].cancel()
+    gate.set()
+    calls[0][1].result()
+    assert ran == [[False, True]]
 
 
 def test_a_queued_call_that_is_given_up_never_runs(workers: Workers) -> None:

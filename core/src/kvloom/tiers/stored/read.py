@@ -66,7 +66,15 @@ class BlobReader:
         called before this waits for memory that is in use; None: it does not wait, which it may only do where it holds
         no memory for other blobs. record: where it is noted.
         """
-        reserve = partial(self._reserve, seconds=seconds, on_wait=on_wait)
+        short_of_room = False
+
+        def reserve(nbytes: int) -> Reservation | None:
+            nonlocal short_of_room
+            # What comes after it must not hold memory that the first without room will wait for.
+            reservation = None if short_of_room else self._reserve(nbytes, seconds=seconds, on_wait=on_wait)
+            short_of_room = short_of_room or reservation is None
+            return reservation
+
         buffers = [
             _BlobBuffer(
                 reserve, str(one.key), protection=self._protection,
