@@ -120,7 +120,7 @@ bench-lmcache-remote: $(SERVERS_READY) $(PEER_READY) ## the same through Redis a
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.stamp-ready
 VLLM_PYTHON ?= $(shell command -v python3.11)
-VLLM_PACKAGES := core testkit plugins/backend_disk plugins/events_zmq plugins/serde_cachegen plugins/connector_vllm \
+VLLM_PACKAGES := core testkit plugins/backend_disk plugins/native plugins/events_zmq plugins/serde_cachegen plugins/connector_vllm \
 	plugins/connector_transformers plugins/blend plugins/tools
 
 $(VLLM_READY): scripts/vllm_requirements.txt $(VLLM_PACKAGES:=/pyproject.toml)

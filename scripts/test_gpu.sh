@@ -31,6 +31,7 @@ nvcc $gpu --fmad=false -diag-suppress 20091 -Xcompiler -fPIC,-ffp-contract=off,-
 wait
 g++ -shared "$objects"/*.o -pthread -o $codec/src/kvloom_serde_cachegen/libkvz.so
 g++ $cpu -shared $pages/csrc/paged.cpp -pthread -o $pages/src/kvloom_connector_vllm/libkvpaged.so
+g++ $cpu -shared plugins/native/csrc/*.cpp -o plugins/native/src/kvloom_native/libkvloom.so
 nvcc $gpu -Xcompiler -fPIC,-fvisibility=hidden $pages/csrc/paged.cu -o $pages/src/kvloom_connector_vllm/libkvpaged_cuda.so
 
 rotate="$blend/csrc/rotate.cpp $blend/csrc/portable.cpp"

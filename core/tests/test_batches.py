@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from clock_support import Hang
-from core_support import CHUNK, Crate, Gate, Shelf, kv_of, tokens_of
+from core_support import CHUNK, Crate, Gate, Shelf, eventually, kv_of, tokens_of
 from faults_support import DAMAGE, MEMORY, TOKENS, Open, chunk_names, count, misses, retrieve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -157,6 +157,8 @@ def test_who_gives_a_batch_up_leaves_it_to_those_who_share_it(open_engine: Open)
     crate().before = lambda verb, key: gate(verb, key) if verb == "batch" else None
     one, other = (engine.load(engine.segments(TOKENS), kv=torch.zeros_like(kv_of(16))) for _ in range(2))
     gate.reached()
+    under_way = engine._stack.stored[0].loads.inflight._open
+    assert eventually(lambda: [read.shares for read in tuple(under_way.values())] == [2] * 4)
     one.cancel()
     gate.open()
     assert other.result(20).all()

@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import Sink
     from kvloom.types import Buffer
 
+VERSION = 1
+"""Of the interface of the library of `kvloom-native`. One of another version is not used."""
+
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 
-def load(package: str, name: str) -> ctypes.CDLL:
+def load(package: str, name: str, *, brief: bool = False) -> ctypes.CDLL:
     """The library `lib<name>` that lies in the directory of the installed `package`.
 
-    Calls into it release the GIL. Raises PluginError, with the remedy, if it is missing or cannot be loaded.
+    Calls into it release the GIL. brief: they keep it, for functions that take less time than to get it back. Raises
+    PluginError, with the remedy, if it is missing or cannot be loaded.
     """
     dist = package.replace("_", "-")
     spec = importlib.util.find_spec(package)
@@ -44,7 +48,7 @@ def load(package: str, name: str) -> ctypes.CDLL:
             f"install a C++ compiler, then {pip_install(dist)} --force-reinstall --no-deps"
         )
     try:
-        return ctypes.CDLL(str(file))
+        return (ctypes.PyDLL if brief else ctypes.CDLL)(str(file))
     except OSError as error:
         raise PluginError(f"{package}: {file} cannot be loaded ({error}); reinstall {dist} on this machine") from error
 

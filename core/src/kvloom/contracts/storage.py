@@ -40,8 +40,8 @@ class NativeSink(Sink, Protocol):
         its state; None if there is none.
 
         Asked for after `reserve`, whose memory it is about; valid until the request is reported as done. It may be
-        called by any one thread at a time. Anything but 0: the bytes are not right, and no more need be read. Call
-        `filled` once when all bytes have arrived, whatever it returned.
+        called by any one thread at a time. Anything but 0: do not call it again for this blob, but read all of it.
+        Call `filled` once when all bytes have arrived, whatever it returned.
         """
 
 

@@ -27,7 +27,9 @@ from typing import Any
 import xxhash
 
 from kvloom.errors import CorruptBlobError, LaterVersionError, UnreadableBlobError
+from kvloom.format import native_verifier
 from kvloom.format.encryption import ENCRYPTED, NONCE_BYTES, SIGNED, TAG_BYTES, BlobKey, Check, Protection
+from kvloom.format.native_verifier import NativeVerifier
 from kvloom.types import EXACT, Buffer, Buffers, canonical_json
 
 MAGIC = b"KVLOOM\r\n"
@@ -282,6 +284,15 @@ class Verifier:
         self._row_end = 0
         self._at = 0
         self._check: Check | None = None
+        self._native: NativeVerifier | None = None
+
+    def native_filled(self) -> tuple[int, int] | None:
+        """As `NativeSink.native_filled`: for blobs that are not signed, where the native library is installed."""
+        found = None if self._protection is not None else native_verifier.library()
+        if found is None:
+            return None
+        self._native = NativeVerifier(found, self._data, self._max_buffers)
+        return self._native.filled
 
     def filled(self, num_bytes: int) -> None:
         """The first `num_bytes` bytes of the blob are there.
@@ -293,6 +304,9 @@ class Verifier:
                 self._data[:num_bytes], key=self._key, protection=self._protection, max_buffers=self._max_buffers
             )
             if self._header is None:
+                return
+            if self._native is not None and self._native.right:
+                self._row = len(self._header.lengths)
                 return
             self._at = self._row_end = self._header.header_bytes
             self._row_end += self._header.lengths[0] if self._header.lengths else 0

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _LARGE_BYTES = 4 << 20
 _HEADROOM_BYTES = 16 << 10
 _MANY = 32
+_MOST_GRIDS = 1024
 
 Origin = tuple[tuple[CodeType, int], ...]
 """Code and the offset of the instruction in it, the innermost first. Holds no frame, so nobody's local variables."""
@@ -280,6 +281,7 @@ class Pool:
         self._freed = runtime.condition()
         self._waiting = 0
         self._extents = Extents(self.capacity, ends[:-1])
+        self._grids: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
         # Given back, and still in use by a device.
         self._later: deque[tuple[int, int, tuple[Done, ...]]] = deque()
         self._gone = False
@@ -350,8 +352,27 @@ class Pool:
             self._waiting -= 1
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The memory from byte `start` as a tensor."""
+        # An index into one tensor of all places where such a tensor may begin: unlike `view`, it keeps the GIL, which
+        # a thread that reads many chunks would otherwise have to wait for again and again.
+        shape = tuple(shape)
+        grid = self._grids.get((shape, dtype))
+        if grid is None:
+            grid = self._grid(shape, dtype)
+        place, rest = divmod(start, PAGE_BYTES)
+        assert not rest, "it begins with a page"
+        return grid[place]
+
+    def _grid(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
-        return self.pages.bytes[start : start + nbytes].view(dtype).view(tuple(shape))
+        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        places = (self.capacity - nbytes) // PAGE_BYTES + 1
+        size, stride = (places, *shape), (PAGE_BYTES // dtype.itemsize, *strides)
+        grid = self.pages.bytes.view(dtype).as_strided(size, stride)
+        if len(self._grids) >= _MOST_GRIDS:
+            self._grids.clear()
+        self._grids[shape, dtype] = grid
+        return grid
 
     def free(self, start: int, size: int, after: tuple[Done, ...] = ()) -> None:
         if self._gone:

@@ -22,6 +22,8 @@ from pydantic import field_validator
 
 from kvloom import Buffer, Buffers, CorruptBlobError, Entry, KVSpec, Sink, StorageBackend
 from kvloom import Config as BaseConfig
+from kvloom.contracts.storage import Done
+from kvloom_backend_disk import native_reads
 from kvloom_backend_disk.hold import Holds
 from kvloom_backend_disk.layout import SCRATCH, Layout
 from kvloom_backend_disk.scratch import Scratch, drop
@@ -39,6 +41,8 @@ _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_ATIME = getattr(os, "O_NOATIME", 0)
 # What opening a symbolic link or a socket says, on one system or another; the last of a link to an impossible name.
 _NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EOPNOTSUPP, errno.ENAMETOOLONG)
+# What a path says where there is no blob; the last: one that was evicted a moment ago, see `Scratch.take`.
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.EAGAIN)
 # What a path says that has something else than a directory in it.
 _BLOCKED = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 # Not there, just evicted, the file of another user (whose times only that user may set), or a store that is only read.
@@ -170,12 +174,29 @@ class DiskBackend(StorageBackend):
         return memory.view if self.get_into(key, memory) else None
 
     def get_into(self, key: str, sink: Sink) -> bool:
+        if self._reads_natively:
+            outcomes: list[bool | Exception] = []
+            self.get_many_into([(key, sink)], lambda _, outcome: outcomes.append(outcome))
+            if isinstance(outcomes[0], Exception):
+                raise outcomes[0]
+            return outcomes[0]
         with self._opened(key) as blob:
             if blob is None:
                 return False
             fd, size = blob
             self._transfer.read(fd, 0, sink.reserve(size)[:size], sink.filled, blob_bytes=size)
         return True
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+        if self._reads_natively:
+            native_reads.read_many(requests, self._layout.path, self._transfer.mode, _outcome_of, done)
+        else:
+            super().get_many_into(requests, done)
+
+    @property
+    def _reads_natively(self) -> bool:
+        """There is native code, and it is known whether O_DIRECT works."""
+        return self._transfer.tried and native_reads.available()
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         with self._opened(key) as blob:
@@ -193,19 +214,19 @@ class DiskBackend(StorageBackend):
 
         Raises CorruptBlobError if there is something other than a file.
         """
+        path = self._layout.path(key)
         try:
-            fd = _open_to_read(self._layout.path(key))
-        except (FileNotFoundError, NotADirectoryError, BlockingIOError):  # the last: evicted a moment ago, see `take`
+            fd = _open_to_read(path)
+        except OSError as error:
+            outcome = _outcome_of(path, error)
+            if isinstance(outcome, Exception):
+                raise outcome from error
             yield None
             return
-        except OSError as error:
-            if error.errno in _NO_FILE:
-                raise CorruptBlobError(f"not a regular file: {self._layout.path(key)}") from error
-            raise
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise CorruptBlobError(f"not a regular file: {self._layout.path(key)}")
+                raise CorruptBlobError(f"not a regular file: {path}")
             yield fd, status.st_size
         finally:
             os.close(fd)
@@ -280,6 +301,13 @@ class _Memory:
 
     def filled(self, num_bytes: int) -> None:
         pass
+
+
+def _outcome_of(path: str, error: OSError) -> bool | Exception:
+    """Return what an error at opening a file to read it comes to: there is no blob, or this exception."""
+    if error.errno in _NOTHING:
+        return False
+    return CorruptBlobError(f"not a regular file: {path}") if error.errno in (0, *_NO_FILE) else error
 
 
 def _open_to_read(path: str) -> int:

@@ -39,8 +39,8 @@ class Transfer:
 
     def __init__(self, mode: Mode, *, tried: bool = True) -> None:
         """tried: O_DIRECT is known to work, if `mode` wants it; else it is found out when it is first read with."""
-        self._mode = mode
-        self._tried = tried
+        self.mode = mode
+        self.tried = tried
 
     def write(self, fd: int, blob: Buffers) -> None:
         """Make the blob the content of the file `fd`, open at its start. Raises OSError, with part of it written."""
@@ -64,7 +64,7 @@ class Transfer:
         """
         size = len(into)
         direct_bytes = 0
-        if not self._tried:
+        if not self.tried:
             self._try_direct(fd)
         if self._reads_directly(fd, offset, size, blob_bytes) and (address(into) | offset) % BLOCK_BYTES == 0:
             direct_bytes = size - size % BLOCK_BYTES
@@ -81,19 +81,19 @@ class Transfer:
                 filled(done)
 
     def _try_direct(self, fd: int) -> None:
-        if self._mode != "never" and not _reads_past_the_cache(fd):
-            self._mode = "never"
-        self._tried = True
+        if self.mode != "never" and not _reads_past_the_cache(fd):
+            self.mode = "never"
+        self.tried = True
 
     def writes_directly(self, blob: Buffers) -> bool:
         """Return whether to write a blob past the page cache."""
-        if self._mode != "auto":
-            return self._mode == "always"
+        if self.mode != "auto":
+            return self.mode == "always"
         return sum(memoryview(buffer).nbytes for buffer in blob) >= SMALL_BYTES
 
     def _reads_directly(self, fd: int, offset: int, size: int, blob_bytes: int) -> bool:
-        if self._mode != "auto":
-            return self._mode == "always"
+        if self.mode != "auto":
+            return self.mode == "always"
         return size >= SMALL_BYTES and blob_bytes > SMALL_BLOB_BYTES and not is_cached(fd, offset, size)
 
 

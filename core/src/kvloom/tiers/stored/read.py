@@ -169,10 +169,12 @@ class BlobReader:
         tensor, _ = self._outline(about.shape, about.num_tokens)
         like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
         payload = buffer.view[header.header_bytes :]
-        chunk = guarded(partial(serializer.view, payload, like))
-        if chunk is not None:
-            chunk = replace(like, tensor=chunk.tensor)
+        if guarded(partial(serializer.stored_as_is, len(payload), like)):
             reservation = buffer.take()
+            chunk = replace(like, tensor=reservation.tensor(about.shape, dtype, offset=header.header_bytes))
+        elif (viewed := guarded(partial(serializer.view, payload, like))) is not None:
+            reservation = buffer.take()
+            chunk = replace(like, tensor=viewed.tensor)
         else:
             decoded = reserve(like.nbytes)
             if decoded is None:
@@ -220,6 +222,10 @@ class _BlobBuffer:
     def filled(self, num_bytes: int) -> None:
         assert self._verifier is not None
         self._verifier.filled(num_bytes)
+
+    def native_filled(self) -> tuple[int, int] | None:
+        assert self._verifier is not None
+        return self._verifier.native_filled()
 
     def finish(self) -> envelope.Header:
         if self._verifier is None:

@@ -1,0 +1,58 @@
+"""Verifies blobs in native code, where the package `kvloom-native` is installed: what it finds right is right."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from kvloom import native
+from kvloom.errors import PluginError
+
+_RIGHT = 1
+
+
+class NativeVerifier:
+    """Checks an unsigned blob while it arrives: everything in it but what its description says.
+
+    `csrc/verify.h` of the package has the details. What is not right has to be looked at by `envelope.Verifier`.
+    """
+
+    __slots__ = ("_data", "_function", "_state")
+
+    def __init__(self, library: Library, data: memoryview, max_buffers: int) -> None:
+        self._data = data  # held as long as an address of it
+        self._state = (ctypes.c_uint32 * library.words)()
+        self._function = library.filled_address
+        library.begin(self._state, native.pointer(data), len(data), max_buffers)
+
+    @property
+    def filled(self) -> tuple[int, int]:
+        """The function and state that `NativeSink.native_filled` describes."""
+        return self._function, ctypes.addressof(self._state)
+
+    @property
+    def right(self) -> bool:
+        """All of it has arrived, and is right."""
+        return bool(self._state[0] == _RIGHT)
+
+
+class Library:
+    """The functions of the library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        library.kvloom_verifier_bytes.restype = ctypes.c_uint64
+        self.words = -(-library.kvloom_verifier_bytes() // 4)
+        self.begin = library.kvloom_verifier_begin
+        self.begin.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32)
+        self.begin.restype = None
+        self.filled_address = ctypes.cast(library.kvloom_verifier_filled, ctypes.c_void_p).value or 0
+
+
+@cache
+def library() -> Library | None:
+    """The library, or None if it is not installed or not of this version."""
+    try:
+        found = native.load("kvloom_native", "kvloom", brief=True)
+    except PluginError:
+        return None
+    return Library(found) if found.kvloom_version() == native.VERSION else None

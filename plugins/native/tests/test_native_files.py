@@ -1,0 +1,96 @@
+"""Files are opened and read by two calls, each with an outcome of its own."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+import kvloom_native
+from kvloom_native.files import NOT_A_FILE, TOO_SHORT, Files
+
+pytestmark = pytest.mark.skipif(kvloom_native.library() is None, reason="installed without its library")
+
+
+def opened() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "a").write_bytes(b"a" * 5000)
+    (tmp_path / "empty").touch()
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "b\u00e9").write_bytes(bytes(range(256)) * 8192)
+    return tmp_path
+
+
+NAMES = ("a", "gone", "directory", "link", "fifo", "b\u00e9", "empty")
+
+
+@pytest.mark.parametrize("mode", ["never", "auto"])
+def test_each_has_its_outcome(place: Path, mode: str) -> None:
+    before = opened()
+    files = Files([str(place / name) for name in NAMES])
+    said = [files.error(number) for number in range(len(NAMES))]
+    assert said == [0, errno.ENOENT, NOT_A_FILE, errno.ELOOP, NOT_A_FILE, 0, 0]
+    assert opened() == before + 3
+    steps: list[int] = []
+    memory = {number: memoryview(mmap.mmap(-1, files.size(number))) for number in (0, 5)}
+    files.place_slowly(0, memory[0], lambda num_bytes: None)
+    files.place_slowly(5, memory[5], steps.append)
+    files.read(mode)  # type: ignore[arg-type]
+    assert opened() == before
+    assert bytes(memory[0]) == b"a" * 5000 and bytes(memory[5]) == bytes(range(256)) * 8192
+    assert steps == sorted(steps) and steps[-1] == files.size(5) and len(steps) > 1
+    assert not files.error(0) and not files.error(5)
+    files.close()
+    assert opened() == before
+
+
+def test_a_file_that_became_shorter(place: Path) -> None:
+    files = Files([str(place / "a"), str(place / "b\u00e9")])
+    for number in (0, 1):
+        files.place_slowly(number, memoryview(mmap.mmap(-1, files.size(number))), lambda num_bytes: None)
+    os.truncate(place / "a", 100)
+    files.read("never")
+    assert (files.error(0), files.error(1)) == (TOO_SHORT, 0)
+
+
+def test_what_a_sink_raises_ends_its_telling_only(place: Path) -> None:
+    files = Files([str(place / "a"), str(place / "b\u00e9")])
+    memory = memoryview(mmap.mmap(-1, files.size(1)))
+    told: list[int] = []
+
+    def refuse(num_bytes: int) -> None:
+        told.append(num_bytes)
+        raise RuntimeError("no")
+
+    files.place_slowly(1, memory, refuse)
+    files.read("never")
+    assert len(told) == 1 and str(files.raised[1]) == "no" and not files.error(1)
+    assert bytes(memory) == bytes(range(256)) * 8192, "all of it is there all the same"
+
+
+def test_memory_that_is_too_short_or_read_only_is_refused(place: Path) -> None:
+    files = Files([str(place / "a")])
+    for memory in (memoryview(bytearray(4999)), memoryview(bytes(5000)), memoryview(bytearray(10_000))[::2]):
+        with pytest.raises(ValueError, match="bytes of memory"):
+            files.place_slowly(0, memory, lambda num_bytes: None)
+    files.close()
+
+
+def test_a_path_with_a_zero_character_is_none(place: Path) -> None:
+    with pytest.raises(ValueError, match="zero character"):
+        Files([str(place / "a"), "b\0c"])
+
+
+def test_nothing_to_read() -> None:
+    files = Files([])
+    files.read("auto")
+    files.close()
