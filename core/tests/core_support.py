@@ -23,6 +23,7 @@ from kvloom import (
     KVSpec,
     MemoryFormat,
     Observer,
+    ReadDone,
     Request,
     Serializer,
     Sink,
@@ -33,7 +34,6 @@ from kvloom import (
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom.builtin.plain import PlainConnector
 from kvloom.builtin.raw import RawSerializer
-from kvloom.contracts.storage import Done
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.index.ledger import Ledger, Victim
 
@@ -108,7 +108,7 @@ class Crate(Shelf):
         self.all_at_once = False
         """They come from the first to the last, and it says nothing of any before all have come."""
 
-    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
         self.batches.append([key for key, _ in requests])
         numbered = list(enumerate(requests))
         outcomes = list(self._outcomes(numbered)) if self.all_at_once else self._outcomes(numbered[::-1])

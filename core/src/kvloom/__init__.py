@@ -27,7 +27,7 @@ _HOME = {
     "pip_install": "plugins.installing",
     "Tier": "tiers.tier",
     **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
-    **dict.fromkeys(["StorageBackend", "Sink", "join"], "contracts.storage"),
+    **dict.fromkeys(["StorageBackend", "NativeSink", "ReadDone", "Sink", "join"], "contracts.storage"),
     **dict.fromkeys(["Serializer", "Place"], "contracts.serializer"),
     **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
     **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
@@ -143,6 +143,8 @@ if TYPE_CHECKING:
     from kvloom.contracts.observer import Watched as Watched
     from kvloom.contracts.serializer import Place as Place
     from kvloom.contracts.serializer import Serializer as Serializer
+    from kvloom.contracts.storage import NativeSink as NativeSink
+    from kvloom.contracts.storage import ReadDone as ReadDone
     from kvloom.contracts.storage import Sink as Sink
     from kvloom.contracts.storage import StorageBackend as StorageBackend
     from kvloom.contracts.storage import join as join

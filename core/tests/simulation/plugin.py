@@ -16,6 +16,7 @@ from kvloom import (
     Entry,
     GPUConnector,
     MemoryFormat,
+    ReadDone,
     Segment,
     Serializer,
     Sink,
@@ -23,7 +24,6 @@ from kvloom import (
     hookimpl,
 )
 from kvloom.builtin.plain import PlainConnector
-from kvloom.contracts.storage import Done
 from simulation.store import Client
 
 
@@ -97,7 +97,7 @@ class SimShared(SimBackend):
     type = "sim_shared"
     shared = True
 
-    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
         self.client.get_many_into(requests, done)
 
 

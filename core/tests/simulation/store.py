@@ -12,8 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from kvloom import Buffers, Entry, Sink
-from kvloom.contracts.storage import Done
+from kvloom import Buffers, Entry, ReadDone, Sink
 from simulation.fibers import EPOCH, Fiber, Process, Scheduler, Violation
 
 
@@ -281,7 +280,7 @@ class Client:
         finally:
             self._count("get", -1)
 
-    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
         """Two blobs at a time arrive side by side; sometimes it breaks off in the middle."""
         rng = self.store.rng
         arriving = {number: self._arriving(key, sink) for number, (key, sink) in enumerate(requests)}

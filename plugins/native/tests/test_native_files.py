@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvloom_native
-from kvloom_native.files import NOT_A_FILE, TOO_SHORT, Files
+from kvloom_native import NOT_A_FILE, TOO_SHORT, Files
 
 pytestmark = pytest.mark.skipif(kvloom_native.library() is None, reason="installed without its library")
 

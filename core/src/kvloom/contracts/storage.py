@@ -45,7 +45,7 @@ class NativeSink(Sink, Protocol):
         """
 
 
-Done = Callable[[int, "bool | Exception"], None]
+ReadDone = Callable[[int, "bool | Exception"], None]
 """Told of each request of `get_many_into`, once: its number, and what `get_into` returned or raised."""
 
 
@@ -114,7 +114,7 @@ class StorageBackend(Component):
         sink.filled(len(view))
         return True
 
-    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
         """`get_into` of several at once, in any order, for stores that do that better than one after the other.
 
         `done` is called on the calling thread, once for each request and as soon as its outcome is known: True, False,

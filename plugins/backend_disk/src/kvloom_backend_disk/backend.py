@@ -20,9 +20,8 @@ from typing import Any, ClassVar
 
 from pydantic import field_validator
 
-from kvloom import Buffer, Buffers, CorruptBlobError, Entry, KVSpec, Sink, StorageBackend
+from kvloom import Buffer, Buffers, CorruptBlobError, Entry, KVSpec, ReadDone, Sink, StorageBackend
 from kvloom import Config as BaseConfig
-from kvloom.contracts.storage import Done
 from kvloom_backend_disk import native_reads
 from kvloom_backend_disk.hold import Holds
 from kvloom_backend_disk.layout import SCRATCH, Layout
@@ -187,7 +186,7 @@ class DiskBackend(StorageBackend):
             self._transfer.read(fd, 0, sink.reserve(size)[:size], sink.filled, blob_bytes=size)
         return True
 
-    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: Done) -> None:
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
         if self._reads_natively:
             native_reads.read_many(requests, self._layout.path, self._transfer.mode, _outcome_of, done)
         else:

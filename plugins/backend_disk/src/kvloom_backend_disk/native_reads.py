@@ -6,16 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from kvloom import BackendError, Sink
-from kvloom.contracts.storage import Done
-from kvloom.native import filled_by
+from kvloom import BackendError, ReadDone, Sink, native
 from kvloom_backend_disk.transfer import Mode
 
-if find_spec("kvloom_native") is not None:
-    import kvloom_native
-    from kvloom_native.files import NOT_A_FILE, TOO_SHORT, Files
-else:
-    kvloom_native = None  # type: ignore[assignment]
+_INSTALLED = find_spec("kvloom_native") is not None
+if _INSTALLED:
+    from kvloom_native import NOT_A_FILE, TOO_SHORT, Files, library
 
 _AT_ONCE = 32
 """Files that are open at once."""
@@ -23,12 +19,12 @@ _AT_ONCE = 32
 
 def available() -> bool:
     """Return whether there is native code to read with."""
-    return kvloom_native is not None and kvloom_native.library() is not None
+    return _INSTALLED and library() is not None
 
 
 def read_many(
     requests: Sequence[tuple[str, Sink]], path: Callable[[str], str], mode: Mode,
-    failure: Callable[[str, OSError], Exception | bool], done: Done,
+    failure: Callable[[str, OSError], Exception | bool], done: ReadDone,
 ) -> None:  # fmt: skip
     """As `get_many_into`. path: the file of a key. failure: what an error about a file comes to, given its path."""
     for start in range(0, len(requests), _AT_ONCE):
@@ -37,7 +33,7 @@ def read_many(
 
 def _read_some(
     numbers: range, requests: Sequence[tuple[str, Sink]], path: Callable[[str], str], mode: Mode,
-    failure: Callable[[str, OSError], Exception | bool], done: Done,
+    failure: Callable[[str, OSError], Exception | bool], done: ReadDone,
 ) -> None:  # fmt: skip
     paths: list[tuple[int, str]] = []
     for number in numbers:
@@ -80,12 +76,12 @@ def _place(files: Files, at: int, sink: Sink) -> bool:
     """Return whether the sink has a native function."""
     size = files.size(at)
     into = sink.reserve(size)[:size]
-    native = filled_by(sink) if size else None
-    if native is not None:
-        files.place(at, into, native)
+    native_filled = native.filled_by(sink) if size else None
+    if native_filled is not None:
+        files.place(at, into, native_filled)
     elif size:
         files.place_slowly(at, into, sink.filled)
-    return native is not None
+    return native_filled is not None
 
 
 def _failed(files: Files, at: int, place: str, failure: Callable[[str, OSError], Exception | bool]) -> Exception | bool:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal
 
-from kvloom import native
-from kvloom_native import library
+from kvloom import PluginError, native
 
 NOT_A_FILE = -1
 """In `errors`: there is something else than a regular file."""
 TOO_SHORT = -2
 """In `errors`: the file has become shorter than it was when it was opened."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where it was not built or is not of this version."""
+    try:
+        found = native.load("kvloom_native", "kvloom")
+    except PluginError:
+        return None
+    if found.kvloom_version() != native.VERSION:
+        return None
+    found.kvloom_files_open.restype = found.kvloom_files_read.restype = None
+    return found
+
 
 _MODES = {"never": 0, "auto": 1, "always": 2}
 

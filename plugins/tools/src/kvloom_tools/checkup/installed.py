@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvloom import Registry, pip_install
+from kvloom import PluginError, Registry, native, pip_install
 from kvloom_tools.checkup.finding import Finding, note, ok, problem
 
 PYTHON = ((3, 11), (3, 13))
@@ -37,6 +37,7 @@ def looked_at(registry: Registry) -> Iterator[Finding]:
     yield _python()
     yield from _plugins(registry)
     yield from _libraries()
+    yield _native()
     yield from _compiled(registry)
 
 
@@ -74,6 +75,14 @@ def _libraries() -> Iterator[Finding]:
             yield note("library", name, f"{here}: later than what is tested ({newest})")
         else:
             yield ok("library", name, here)
+
+
+def _native() -> Finding:
+    try:
+        native.load("kvloom_native", "kvloom")
+    except PluginError as error:
+        return note("library", "kvloom-native", f"blobs are read and verified in Python, which is slower: {error}")
+    return ok("library", "kvloom-native", "blobs are verified, and files read, in native code")
 
 
 def parts(text: str) -> tuple[int, ...]:
