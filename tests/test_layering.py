@@ -214,11 +214,34 @@ def test_importing_kvloom_loads_no_torch() -> None:
     assert run("-c", "import kvloom, sys; print('torch' in sys.modules)").strip() == "False"
 
 
+def heavy_components() -> list[tuple[str, str]]:
+    """Every connector beside every serializer, each at least once."""
+    registry = kvloom.Registry.discover()
+    connectors, serializers = (list(registry.all_settings(kind)) for kind in ("connector", "serializer"))
+    assert {"vllm", "transformers", "sglang"} <= set(connectors) and {"cachegen", "torch"} <= set(serializers)
+    return [(one, serializers[number % len(serializers)]) for number, one in enumerate(connectors)]
+
+
+def test_settings_of_our_components_load_no_torch() -> None:
+    script = (
+        "import sys, kvloom\n"
+        "registry = kvloom.Registry.discover()\n"
+        "for kind in kvloom.KINDS: assert registry.all_settings(kind), kind\n"
+        "print('torch' in sys.modules)"
+    )
+    assert run("-c", script).strip() == "False"
+
+
 def test_verbs_that_move_no_kv_load_no_torch(tmp_path: Path) -> None:
     config = tmp_path / "kv.yaml"
-    config.write_text(f"tiers: [memory, {{type: disk, path: {tmp_path}}}]")
-    verbs = [["--help"], ["plugins"], ["config", "check", str(config)], ["config", "show", str(config)]]
-    verbs += [["stat", str(config)], ["config", "schema", "--help"]]
+    verbs = [["--help"], ["plugins"], ["config", "schema"]]
+    for number, (connector, serializer) in enumerate(heavy_components()):
+        config = tmp_path / f"{number}.yaml"
+        tier = f"{{type: disk, path: {tmp_path}, serializer: {serializer}}}"
+        blend = "blend: {retriever: {type: separator, separator: 1}}"
+        config.write_text(f"connector: {connector}\ntiers: [memory, {tier}]\n{blend}\n")
+        verbs += [["config", "check", str(config)]]
+    verbs += [["config", "show", str(config)], ["stat", str(config)]]
     script = (
         "import contextlib, sys\n"
         "from kvloom.cli.main import main\n"

@@ -156,7 +156,7 @@ $change
 with the reasons, to `contracts/$page.md`.
 """
 
-_ENTRY = '''"""The entry module: every `kvloom` command imports it, so it imports the class only when asked."""
+_ENTRY = '''"""The entry module: every `kvloom` command imports it, so it names the class and does not import it."""
 
 from __future__ import annotations
 
@@ -164,11 +164,15 @@ import kvloom
 
 
 @kvloom.hookimpl
-def $hook() -> list[type]:
-    from $package.$module import $cls
-
-    return [$cls]
+def $hook() -> $named:
+    return {$names}
 '''
+
+_NAMES = """
+        # The class, and its settings. If it gets some, write them into a module that does not import torch, set the
+        # class's `Config` to them, and name them here.
+        "$type": ("$package.$module:$cls", "kvloom:Config"),
+    """
 
 _TEST = '''"""$cls meets the requirements of its kind."""
 
@@ -224,6 +228,7 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
     conformance = CLASSES[start.kind].split(":")[1]
     source = _begun(_renamed(start.module, start, cls).replace(f'"{start.type}"', f'"{type_}"'), start)
     made = f"{cls}({cls}.Config({start.settings}), SPEC)"
+    heavy = "import torch" in source
     values = {
         "change": textwrap.fill(start.change, _WIDTH),
         "cls": cls,
@@ -234,7 +239,8 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         "noun": start.noun,
         "page": start.kind.replace(" ", "-"),
         "module": module,
-        "more": ', "torch>=2.6"' if "import torch" in source else "",
+        "more": ', "torch>=2.6"' if heavy else "",
+        "named": "dict[str, tuple[str, str]]" if heavy else "dict[str, str]",
         "options": start.options,
         "source": f"src/{package}/{module}.py",
         "package": package,
@@ -245,6 +251,7 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         "imports": f"from {package}.{module} import {cls}\n",
         "make": f"lambda: harness(lambda: {made})" if start.harness else f"lambda: {made}",
     }
+    values["names"] = Template(_NAMES if heavy else '"$type": "$package.$module:$cls"').substitute(values)
     if start.harness:
         name, home = f"{start.kind.replace(' ', '_')}.{type_}", f"{package}.testing:harness"
         values["harness_entry"] = _HARNESS.format(group=HARNESSES, name=name, home=home)

@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple, cast
 
 import torch
-from pydantic import NonNegativeInt
 
-from kvloom import BlendRetriever, BlendRetrieverTask, Config, ConfigError, Segment
+from kvloom import BlendRetriever, BlendRetrieverTask, ConfigError, Segment
 
 from ..executors.session import check_starts
+from ..settings import PassageConfig
 from .landing import LandingTask
 
 _ELSEWHERE = "elsewhere"
@@ -25,17 +25,6 @@ class Passage(NamedTuple):
 
     start: int
     end: int
-
-
-class PassageConfig(Config):
-    lead: tuple[NonNegativeInt, ...] = ()
-    """Token ids that are put before a passage when it is computed alone: the BOS, or a prefix that all prompts share.
-    Without one, each passage begins like a prompt, and its first tokens draw attention that they should not."""
-    prefix: bool = True
-    """Use the stored prefix of the prompt, which is exact."""
-    in_context: bool = True
-    """Keep passages of prompts that were computed as a whole, and prefer them to passages that were computed alone:
-    first what stood behind the same passage as now, then what stood behind any other."""
 
 
 class PassageRetriever(BlendRetriever):
