@@ -232,9 +232,9 @@ def test_settings_of_our_components_load_no_torch() -> None:
     assert run("-c", script).strip() == "False"
 
 
-def test_verbs_that_move_no_kv_load_no_torch(tmp_path: Path) -> None:
+def test_verbs_that_move_no_kv_load_little(tmp_path: Path) -> None:
     config = tmp_path / "kv.yaml"
-    verbs = [["--help"], ["plugins"], ["config", "schema"]]
+    verbs = [["--help"], ["plugins"]]
     for number, (connector, serializer) in enumerate(heavy_components()):
         config = tmp_path / f"{number}.yaml"
         tier = f"{{type: disk, path: {tmp_path}, serializer: {serializer}}}"
@@ -242,6 +242,7 @@ def test_verbs_that_move_no_kv_load_no_torch(tmp_path: Path) -> None:
         config.write_text(f"connector: {connector}\ntiers: [memory, {tier}]\n{blend}\n")
         verbs += [["config", "check", str(config)]]
     verbs += [["config", "show", str(config)], ["stat", str(config)]]
+    unwanted = {"torch", "transformers", "vllm", "numpy", "fsspec", "rich", "asyncio", "kvloom.engine"}
     script = (
         "import contextlib, sys\n"
         "from kvloom.cli.main import main\n"
@@ -249,7 +250,7 @@ def test_verbs_that_move_no_kv_load_no_torch(tmp_path: Path) -> None:
         "    sys.argv = ['kvloom', *verb]\n"
         "    try: main()\n"
         "    except SystemExit as left: assert not left.code, (verb, left.code)\n"
-        "    assert 'torch' not in sys.modules, verb\n"
+        f"    assert not {unwanted} & set(sys.modules), verb\n"
     )
     assert "kvloom-backend-disk" in run("-c", script)
 

@@ -17,11 +17,11 @@ from kvloom.config.paths import absolute, absolute_paths
 from kvloom.config.validation_errors import KeyPath, Origins, Problem, dotted, problems, unknown
 from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError, PluginError
-from kvloom.format.encryption import Protection
 from kvloom.plugins.registry import KINDS, Registry
 from kvloom.redaction import looks_like_a_key
 
 if TYPE_CHECKING:
+    from kvloom.format.encryption import Protection
     from kvloom.types import KVSpec
 
 
@@ -164,9 +164,11 @@ class Checks:
         )
 
     def _protection(self, at: KeyPath, block: ProtectBlock | None) -> Protection | None:
+        if block is None:
+            return None
+        from kvloom.format.encryption import Protection
+
         try:
-            if block is None:
-                return None
             keys = block.keys
             if not keys.startswith("env:") and not looks_like_a_key(keys):
                 keys = str(absolute(keys, self._directory((*at, "keys"))))
