@@ -164,14 +164,14 @@ import kvloom
 
 
 @kvloom.hookimpl
-def $hook() -> $named:
+def $hook() -> dict[str, str]:
     return {$names}
 '''
 
 _NAMES = """
-        # The class, and its settings. If it gets some, write them into a module that does not import torch, set the
-        # class's `Config` to them, and name them here.
-        "$type": ("$package.$module:$cls", "kvloom:Config"),
+        # `kvloom config check` imports torch because of this class. It does not if you name the settings too: write a
+        # pair, with "kvloom:Config" for none, or else the class's `Config` in a module that does not import torch.
+        "$type": "$package.$module:$cls",
     """
 
 _TEST = '''"""$cls meets the requirements of its kind."""
@@ -240,7 +240,6 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         "page": start.kind.replace(" ", "-"),
         "module": module,
         "more": ', "torch>=2.6"' if heavy else "",
-        "named": "dict[str, tuple[str, str]]" if heavy else "dict[str, str]",
         "options": start.options,
         "source": f"src/{package}/{module}.py",
         "package": package,
