@@ -30,7 +30,7 @@ def test_what_is_listed_is_what_there_is() -> None:
 
 def test_a_verb_of_another_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's own line installs three packages; the others' verbs are missing then."""
-    builtin = [one for one in registry._installed() if one.name == "builtin"]
+    builtin = [one for one in registry._installed() if one[0].name == "builtin"]
     monkeypatch.setattr(registry, "_installed", lambda: builtin)
     commands = main.app()
     assert "top" not in get_group(main.app("")).get_help(typer.Context(get_group(commands)))

@@ -15,9 +15,15 @@ from kvloom_blend import blended
 from kvloom_blend.retrievers.landing import LandingTask
 from kvloom_connector_transformers import spec_of
 
+KNOWN: list[tuple[int, ...]] = [(), (0,), (3,), (1, 2), (0, 2), (0, 1, 2, 3)]
+KNOWN_TO = [
+    pytest.param(executor, known, marks=[pytest.mark.slow] if executor != "cacheblend" and len(known) % 2 else [])
+    for executor in ("full", "none", "cacheblend", "epic", "hybrid", "question_attention")
+    for known in KNOWN
+]
 
-@pytest.mark.parametrize("known", [(), (0,), (3,), (1, 2), (0, 2), (0, 1, 2, 3)], ids=str)
-@pytest.mark.parametrize("executor", ["full", "none", "cacheblend", "epic", "hybrid", "question_attention"])
+
+@pytest.mark.parametrize(("executor", "known"), KNOWN_TO, ids=str)
 def test_whatever_is_known_of_a_prompt(executor: str, known: tuple[int, ...]) -> None:
     """Places that are valid are those of the texts that are known; all computed again, it is a whole prefill."""
     ratio = {} if executor in ("full", "none") else {"recompute_ratio": 1.0}

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -151,7 +151,7 @@ class Registry:
         only: names of the entry points to load, besides the core's own. block: names of those not to load.
         entry_points: instead of those that are installed.
         """
-        found = [_Plugin(entry) for entry in (_installed() if entry_points is None else entry_points)]
+        found = [_Plugin(*each) for each in (_installed() if entry_points is None else _with_dists(entry_points))]
         found.sort(key=lambda plugin: (plugin.entry.name, plugin.entry.group, plugin.dist, plugin.entry.value))
         served = {(plugin.dist, plugin.entry.name) for plugin in found if plugin.entry.group == API}
         plugins = []
@@ -260,9 +260,10 @@ class Registry:
 class _Plugin:
     """One entry point: its state and, once asked for, what each of its hooks returned."""
 
-    def __init__(self, entry: metadata.EntryPoint) -> None:
+    def __init__(self, entry: metadata.EntryPoint, dist: str) -> None:
+        """dist: the name of its distribution."""
         self.entry = entry
-        self.dist = entry.dist.name if entry.dist else ""  # reads the distribution's metadata: once is enough
+        self.dist = dist
         self.state: State = "ok"
         self.reason = ""
         self._hooks: Any = None
@@ -480,17 +481,25 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _installed() -> tuple[metadata.EntryPoint, ...]:
-    """The entry points of all installed plugins. Reading those of every distribution takes a while."""
+_Found = tuple[metadata.EntryPoint, str]
+"""An entry point, and the name of its distribution."""
+
+
+def _installed() -> tuple[_Found, ...]:
+    """All installed plugins. Reading the entry points of every distribution takes a while."""
     return _entry_points(tuple((path, Path(path).stat().st_mtime_ns) for path in sys.path if Path(path).is_dir()))
 
 
 @lru_cache(maxsize=1)
-def _entry_points(of: tuple[tuple[str, int], ...]) -> tuple[metadata.EntryPoint, ...]:
+def _entry_points(of: tuple[tuple[str, int], ...]) -> tuple[_Found, ...]:
     """As they are in these directories at these times."""
     found = metadata.entry_points()
     groups = [group for group in found.groups if group.startswith(_GROUPS)]
-    return tuple(entry for group in groups for entry in found.select(group=group))
+    return tuple(_with_dists(entry for group in groups for entry in found.select(group=group)))
+
+
+def _with_dists(entries: Iterable[metadata.EntryPoint]) -> Iterator[_Found]:
+    return ((entry, entry.dist.name if entry.dist else "") for entry in entries)
 
 
 def _brief(error: BaseException) -> str:
