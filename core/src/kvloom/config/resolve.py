@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvloom.config.choices import BlendChoice, Checks, Choice, TierChoice
+from kvloom.config.components import BlendChoice, Checks, Choice, TierChoice
 from kvloom.config.model import EngineConfig
 from kvloom.plugins.registry import Registry
 

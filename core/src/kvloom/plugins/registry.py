@@ -355,15 +355,15 @@ class _Plugin:
         import typer
         from typer.main import get_group
 
-        from kvloom.plugins import command_outline
+        from kvloom.plugins import verb_list
 
         apart = typer.Typer()
         try:
             self._hooks.kvloom_add_commands(commands=apart)
-            tried = apart if verb is None else command_outline.only(apart, verb)
+            tried = apart if verb is None else verb_list.only(apart, verb)
             if tried is not None:
                 get_group(tried)
-            command_outline.merge(commands, apart)
+            verb_list.merge(commands, apart)
         except (Exception, SystemExit) as error:
             self._faults["commands"] = _brief(error)
 

@@ -11,7 +11,7 @@ import torch
 from kvloom import BlendOutput, BlendRequest, BlendSession, Engine
 
 from .executors.deviation import CacheBlendExecutor
-from .retrievers.landing import LandingTask
+from .retrievers.load_task import LoadTask
 from .retrievers.passages import Passage
 from .retrievers.separator import SeparatorRetriever, occurrences
 from .settings import CacheBlendConfig, SeparatorConfig
@@ -76,7 +76,7 @@ def _positions(query_start_loc: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(starts[-1]), device=starts.device) - starts[:-1].repeat_interleave(starts.diff())
 
 
-class SPTBlendRetrieverTask(LandingTask):
+class SPTBlendRetrieverTask(LoadTask):
     """The task of `SPTBlendRetriever`."""
 
 

@@ -14,7 +14,7 @@ from kvloom import BlendRetriever, BlendRetrieverTask, ConfigError, Segment
 
 from ..executors.session import check_starts
 from ..settings import PassageConfig
-from .landing import LandingTask
+from .load_task import LoadTask
 
 _ELSEWHERE = "elsewhere"
 """The context of a passage's KV that was computed in some prompt or other."""
@@ -33,7 +33,7 @@ class PassageRetriever(BlendRetriever):
     Config = PassageConfig
     takes_boundaries: ClassVar[bool] = False
     """The client may say where passages begin."""
-    task: ClassVar[type[LandingTask]] = LandingTask
+    task: ClassVar[type[LoadTask]] = LoadTask
 
     @property
     def settings(self) -> PassageConfig:
