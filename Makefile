@@ -80,8 +80,8 @@ OPS ?= 400
 simulate: $(READY) ## one seed of the deterministic simulation: SEED=, OPS=, ARGS=--trace
 	cd core/tests && ../../$(BIN)/python -m simulation --seed $(SEED) --ops $(OPS) $(ARGS)
 
-bench: $(READY) ## every script in bench/, results into bench/results/
-	@set -e; for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script; done
+bench: $(READY) ## every script in bench/ that can run here, results into bench/results/; fio and root for all rows
+	@$(BIN)/python scripts/bench.py $(BENCHES)
 
 test-gpu: ## on a machine with a GPU: the kernels against what processors do, from the source tree, without a network
 	sh scripts/test_gpu.sh "$(PYTHON)"

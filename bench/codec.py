@@ -28,7 +28,7 @@ from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.bins import CacheGenConfig
 from kvloom_serde_cachegen.native_profile import NativeProfile
 from kvloom_serde_cachegen.profile import Profile, Transform, quantised, rotations_of
-from kvloom_serde_cachegen.serializer import QUALITY
+from kvloom_serde_cachegen.settings import QUALITY
 from kvloom_serde_cachegen.streams import Mode, Settings
 
 TOKENS, START = 256, 4096

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from table import SPEC, Rows, kv_cache, median_seconds, tokens_of
+from table import SPEC, Rows, kv_cache, median_seconds, say_once, tokens_of
 
 from kvloom import Engine
 
@@ -25,10 +25,12 @@ TOKENS = CHUNK * CHUNKS
 
 
 def drop_caches() -> bool:
+    """Drop the page cache; return whether that is permitted."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
-    except OSError:
+    except OSError as error:
+        say_once(f"cold reads are left out: dropping the page cache needs root ({error.strerror})")
         return False
     return True
 

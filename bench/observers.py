@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import socket
 import statistics
 import tempfile
 import time
@@ -25,15 +24,10 @@ from table import Rows
 from tqdm import tqdm
 
 from kvloom import Engine, KVSpec
+from kvloom_testkit.faults import free_port
 
 SPEC = KVSpec("bench", num_layers=16, num_kv_heads=4, head_size=64, dtype="bfloat16")
 LENGTHS = (1024, 8192)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def observers() -> dict[str, list[Any]]:

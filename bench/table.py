@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -36,6 +37,11 @@ def median_seconds(run: Callable[[], object], times: int) -> float:
         run()
         taken.append(time.perf_counter() - began)
     return statistics.median(taken)
+
+
+@cache
+def say_once(text: str) -> None:
+    print(text, flush=True)
 
 
 class Rows:

@@ -31,7 +31,8 @@ from kvloom_testkit.subjects import Subject
 RESULTS = Path(__file__).with_suffix(".json")
 SETTINGS: dict[str, dict[str, Any]] = {"backend": {"path": "{tmp}"}}
 RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "B36", "S09", "X14"}
-"""Requirements that are about what happens at the same time, or at a chance moment: tried TIMES times."""
+"""Requirements that are about what happens at the same time, or at a chance moment: tried TIMES or `--times` times."""
+TIMES = 100
 FEW = 3
 """Number of tries for the others."""
 ENOUGH = 0.99
@@ -39,7 +40,7 @@ SAVED_AS = ("kind", "mutant", "breaks", "about", "times", "found", "seconds")
 
 
 def name_of(kind: str, cls: type[Any]) -> str:
-    return f"{kind}: {cls.__module__.rsplit('.', 1)[-1]}.{cls.__name__}"
+    return f"{kind}: {cls.__name__}"
 
 
 def tried(kind: str, cls: type[Any], times: int) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--times", type=int, default=100, help="how often what races is tried; default: 100")
+    parser.add_argument("--times", type=int, help="how often what races is tried; default: 100")
     parser.add_argument(
         "--only", nargs="*", metavar="WORD", default=[], help="ids of requirements, or names of mutants"
     )
@@ -99,15 +100,15 @@ def main() -> None:
     rows = {
         name: row
         for name, row in rows.items()
-        if name in all_of_them and row["times"] >= (asked.times if row["breaks"] in RACES else FEW)
+        if name in all_of_them and row["times"] >= (asked.times or 1 if row["breaks"] in RACES else FEW)
     }
     left = [] if asked.table else [name for name in all_of_them if name not in rows]
     if asked.only:
-        left = [name for name in left if {all_of_them[name][1].breaks, name.rsplit(".", 1)[-1]} & {*asked.only}]
+        left = [name for name in left if {all_of_them[name][1].breaks, all_of_them[name][1].__name__} & {*asked.only}]
     with output.progress("mutants", len(left)) as step:
         for name in left:
             kind, cls = all_of_them[name]
-            rows[name] = tried(kind, cls, asked.times if cls.breaks in RACES else FEW)
+            rows[name] = tried(kind, cls, (asked.times or TIMES) if cls.breaks in RACES else FEW)
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
             step()
     ordered = sorted(rows.values(), key=lambda row: (list(CLASSES).index(row["kind"]), row["breaks"], row["mutant"]))

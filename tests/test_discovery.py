@@ -37,7 +37,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def discover(**choice: list[str]) -> Registry:
     """The core and the fixtures, whatever else is installed where this runs."""
-    found = [entry for entry in plugins._installed() if entry.dist and entry.dist.name in DISTRIBUTIONS]
+    found = [entry for entry, dist in plugins._installed() if dist in DISTRIBUTIONS]
     return Registry.discover(entry_points=found, **choice)
 
 
@@ -53,6 +53,16 @@ def command(*arguments: str) -> Ended:
         main()
 
     return forked(work)
+
+
+def test_a_plugin_that_is_installed_meanwhile_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "meanwhile" not in Registry.discover().names
+    about = tmp_path / "meanwhile-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: meanwhile\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[kvloom.v1]\nmeanwhile = json\n")
+    assert "meanwhile" in Registry.discover().names
 
 
 @pytest.mark.usefixtures("installed")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +48,8 @@ class Import(NamedTuple):
     only_for_types: bool
 
 
-def imports(source: str, package: str) -> list[Import]:
+@cache
+def imports(source: str, package: str) -> tuple[Import, ...]:
     """Every import of `source`, a module inside `package`, relative ones made absolute."""
 
     def walk(node: ast.AST, only_for_types: bool) -> Iterator[Import]:
@@ -68,7 +70,12 @@ def imports(source: str, package: str) -> list[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, only_for_types)
 
-    return list(walk(ast.parse(source), False))
+    return tuple(walk(parsed(source), False))
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def core_part(found: Import) -> str | None:
@@ -117,7 +124,7 @@ def plugin_violations(source: str, module: str) -> list[str]:
         if len(parts) > 1 or (found.name and found.name not in public):
             what = ".".join([*parts, found.name]).rstrip(".")
             problems.append(f"{module}:{found.line} imports {what}, which is not public")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Attribute(value=ast.Name(id="kvloom"), attr=name) if name not in public:
                 problems.append(f"{module}:{node.lineno} uses kvloom.{name}, which is not public")
@@ -130,9 +137,14 @@ def sibling_violations(source: str, module: str) -> list[str]:
     problems = []
     for found in imports(source, module.rpartition(".")[0]):
         top, *below = found.module.split(".")
-        if top.startswith("kvloom_") and top != own and (below or list(ROOT.glob(f"*/*/src/{top}/{found.name}*"))):
+        if top.startswith("kvloom_") and top != own and (below or is_module(top, found.name)):
             problems.append(f"{module}:{found.line} imports {found.module}.{found.name}, which is not public")
     return problems
+
+
+@cache
+def is_module(package: str, name: str) -> bool:
+    return any(ROOT.glob(f"*/*/src/{package}/{name}*"))
 
 
 def modules(source_folder: Path) -> Iterator[tuple[str, str]]:
@@ -200,25 +212,52 @@ def test_packages_use_only_public_names_of_each_other(package: Path) -> None:
     assert [problem for name, source in found for problem in sibling_violations(source, name)] == []
 
 
-@pytest.mark.parametrize("plugin", [path for path in PLUGINS if path.name.startswith("backend_")], ids=lambda p: p.name)
-def test_backends_import_no_torch(plugin: Path) -> None:
-    names = [name.removesuffix(".__init__") for name, _ in modules(plugin / "src")]
-    for name, source in modules(plugin / "src"):
-        assert [
-            i.line for i in imports(source, name) if i.module.split(".")[0] == "torch" and not i.only_for_types
-        ] == []
-    assert run("-c", f"import sys, {', '.join(names)}; print('torch' in sys.modules)").strip() == "False"
+def test_kvloom_and_backends_import_no_torch() -> None:
+    backends = [path for path in PLUGINS if path.name.startswith("backend_")]
+    found = [module for plugin in backends for module in modules(plugin / "src")]
+    torch = {name: [one.line for one in imports(source, name) if is_torch(one)] for name, source in found}
+    assert found and {name: lines for name, lines in torch.items() if lines} == {}
+    names = ["kvloom", *(name.removesuffix(".__init__") for name, _ in found)]
+    script = (
+        f"import importlib, sys\nfor name in {names}:\n"
+        "    importlib.import_module(name)\n    assert 'torch' not in sys.modules, name"
+    )
+    run("-c", script)
 
 
-def test_importing_kvloom_loads_no_torch() -> None:
-    assert run("-c", "import kvloom, sys; print('torch' in sys.modules)").strip() == "False"
+def is_torch(found: Import) -> bool:
+    return found.module.split(".")[0] == "torch" and not found.only_for_types
 
 
-def test_verbs_that_move_no_kv_load_no_torch(tmp_path: Path) -> None:
+def heavy_components() -> list[tuple[str, str]]:
+    """Every connector beside every serializer, each at least once."""
+    registry = kvloom.Registry.discover()
+    connectors, serializers = (list(registry.all_settings(kind)) for kind in ("connector", "serializer"))
+    assert {"vllm", "transformers", "sglang"} <= set(connectors) and {"cachegen", "torch"} <= set(serializers)
+    return [(one, serializers[number % len(serializers)]) for number, one in enumerate(connectors)]
+
+
+def test_settings_of_our_components_load_no_torch() -> None:
+    script = (
+        "import sys, kvloom\n"
+        "registry = kvloom.Registry.discover()\n"
+        "for kind in kvloom.KINDS: assert registry.all_settings(kind), kind\n"
+        "print('torch' in sys.modules)"
+    )
+    assert run("-c", script).strip() == "False"
+
+
+def test_verbs_that_move_no_kv_load_little(tmp_path: Path) -> None:
     config = tmp_path / "kv.yaml"
-    config.write_text(f"tiers: [memory, {{type: disk, path: {tmp_path}}}]")
-    verbs = [["--help"], ["plugins"], ["config", "check", str(config)], ["config", "show", str(config)]]
-    verbs += [["stat", str(config)], ["config", "schema", "--help"]]
+    verbs = [["--help"], ["plugins"]]
+    for number, (connector, serializer) in enumerate(heavy_components()):
+        config = tmp_path / f"{number}.yaml"
+        tier = f"{{type: disk, path: {tmp_path}, serializer: {serializer}}}"
+        blend = "blend: {retriever: {type: separator, separator: 1}}"
+        config.write_text(f"connector: {connector}\ntiers: [memory, {tier}]\n{blend}\n")
+        verbs += [["config", "check", str(config)]]
+    verbs += [["config", "show", str(config)], ["stat", str(config)]]
+    unwanted = {"torch", "transformers", "vllm", "numpy", "fsspec", "rich", "asyncio", "kvloom.engine"}
     script = (
         "import contextlib, sys\n"
         "from kvloom.cli.main import main\n"
@@ -226,7 +265,7 @@ def test_verbs_that_move_no_kv_load_no_torch(tmp_path: Path) -> None:
         "    sys.argv = ['kvloom', *verb]\n"
         "    try: main()\n"
         "    except SystemExit as left: assert not left.code, (verb, left.code)\n"
-        "    assert 'torch' not in sys.modules, verb\n"
+        f"    assert not {unwanted} & set(sys.modules), verb\n"
     )
     assert "kvloom-backend-disk" in run("-c", script)
 

@@ -35,7 +35,7 @@ def test_defaults(registry: Registry) -> None:
     resolved = resolve(EngineConfig.from_defaults(), registry)
     (memory,) = resolved.tiers
     assert (memory.name, memory.path, memory.backend, memory.capacity) == ("memory", "tiers.0", None, 5 * GiB)
-    assert (resolved.tokens.cls.type, resolved.connector.cls.type) == ("chunked", "plain")
+    assert (resolved.tokens.type, resolved.connector.type) == ("chunked", "plain")
     assert (resolved.observers, resolved.blend) == ((), None)
 
 
@@ -288,7 +288,7 @@ def test_what_blending_needs_is_named_at_its_own_paths(registry: Registry) -> No
     ],
 )
 def test_a_constructor_that_refuses_is_a_config_error_with_the_path(fault: Exception, message: str) -> None:
-    choice = Choice("tiers.1", Shelf, Shelf.Config())
+    choice = Choice("tiers.1", "shelf", Shelf.Config(), lambda: Shelf)
     assert choice.make(SPEC).spec == SPEC
     with pytest.raises(ConfigError) as caught:
         choice.make(SPEC, fault=fault)
@@ -297,7 +297,7 @@ def test_a_constructor_that_refuses_is_a_config_error_with_the_path(fault: Excep
 
 def test_a_bug_in_a_constructor_is_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError):
-        Choice("tiers.1", Shelf, Shelf.Config()).make(SPEC, fault=ZeroDivisionError())
+        Choice("tiers.1", "shelf", Shelf.Config(), lambda: Shelf).make(SPEC, fault=ZeroDivisionError())
 
 
 # -- for editors -------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_the_schema_is_closed_over_what_is_installed(registry: Registry) -> None
     words, blocks = schema["properties"]["tiers"]["items"]["anyOf"]
     assert words["enum"] == ["memory", "dict", "shelf"]
     assert set(blocks["discriminator"]["mapping"]) == {"memory", "dict", "shelf"}
-    shelf = schema["$defs"]["Shelf"]
+    shelf = schema["$defs"]["shelf"]
     assert shelf["additionalProperties"] is False
     assert {"shelf", "capacity", "serializer", "write", "deadline", "name", "type"} <= set(shelf["properties"])
     assert shelf["properties"]["type"]["const"] == "shelf"
@@ -328,7 +328,7 @@ def test_every_default_can_be_written_as_yaml() -> None:
 
 def test_every_key_of_the_schema_says_what_it_means() -> None:
     schema = json_schema(Registry.discover())
-    capacity = schema["$defs"]["DiskBackend"]["properties"]["capacity"]
+    capacity = schema["$defs"]["disk"]["properties"]["capacity"]
     assert capacity["description"] == "Maximum number of bytes in the tier."
     silent = [
         f"{name}.{key}"

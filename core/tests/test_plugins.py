@@ -13,8 +13,9 @@ from unittest import mock
 from urllib.parse import quote
 
 import pytest
+from pydantic import create_model
 
-from kvloom import Observer, PluginError, Registry, StorageBackend, hookimpl
+from kvloom import Config, Observer, PluginError, Registry, StorageBackend, hookimpl
 from kvloom.config import ComponentBlock, StoredBlock
 from kvloom.config.blocks import BlendBlock, SerializerBlock
 from kvloom.plugins import hookspecs, installing
@@ -103,6 +104,33 @@ def test_a_type_given_twice_by_one_plugin_is_refused(install: Install) -> None:
     registry = discover(install("twice", kvloom_storage_backends=lambda: [backend("one"), backend("one")]))
     with pytest.raises(PluginError, match="broken: kvloom_storage_backends returned two classes of type 'one'"):
         registry.get("backend", "one")
+
+
+def test_settings_that_a_hook_names_are_known_without_their_class(install: Install) -> None:
+    module = ModuleType("a_module_of_settings")
+    module.Own, module.Other, module.Taken = (  # type: ignore[attr-defined]
+        type("Own", (Config,), {}), type("Other", (Config,), {}), create_model("Taken", __base__=Config, ttl=(int, 1)),
+    )  # fmt: skip
+    module.Unfit = module.One = backend("one")  # type: ignore[attr-defined]
+    module.One.Config = module.Own
+    at = module.__name__
+
+    def named(cls: str, settings: str) -> Registry:
+        return discover(install("pairs", kvloom_storage_backends=lambda: {"one": (cls, f"{at}:{settings}")}))
+
+    with mock.patch.dict(sys.modules, {at: module}):
+        registry = named("nosuchmodule:One", "Own")
+        assert registry.settings("backend", "one") is module.Own
+        assert registry.all_settings("backend") == {"one": module.Own}
+        with pytest.raises(PluginError, match=r"broken: ModuleNotFoundError: No module named 'nosuchmodule'"):
+            registry.get("backend", "one")
+        assert named(f"{at}:One", "Own").get("backend", "one") is module.One
+        with pytest.raises(PluginError, match=r"Made.Config is not a_module_of_settings:Other, which "):
+            named(f"{at}:One", "Other").get("backend", "one")
+        with pytest.raises(PluginError, match="settings:Taken uses the key 'ttl', which belongs to the core"):
+            named(f"{at}:One", "Taken").settings("backend", "one")
+        with pytest.raises(PluginError, match=r"settings:Unfit is not a subclass of kvloom\.Config"):
+            named(f"{at}:One", "Unfit").settings("backend", "one")
 
 
 def test_a_class_that_a_hook_names_is_imported_when_its_type_is_asked_for(install: Install) -> None:

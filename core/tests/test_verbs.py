@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from kvloom import ConfigError, PluginError, pip_install
 from kvloom.cli import main
-from kvloom.plugins import command_outline, registry
+from kvloom.plugins import registry, verb_list
 
 
 def test_what_is_listed_is_what_there_is() -> None:
     listed = get_group(main.app("")).commands
     commands = main.app()
     whole = get_group(commands).commands
-    assert set(listed) == set(whole) == command_outline.names(commands) and set(main.VERBS) <= set(whole)
+    assert set(listed) == set(whole) == verb_list.names(commands) and set(main.VERBS) <= set(whole)
     for name in set(whole) - set(main.VERBS):
         assert listed[name].get_short_help_str() == whole[name].get_short_help_str()
     for line in main.VERBS.values():
@@ -30,7 +30,7 @@ def test_what_is_listed_is_what_there_is() -> None:
 
 def test_a_verb_of_another_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's own line installs three packages; the others' verbs are missing then."""
-    builtin = [one for one in registry._installed() if one.name == "builtin"]
+    builtin = [one for one in registry._installed() if one[0].name == "builtin"]
     monkeypatch.setattr(registry, "_installed", lambda: builtin)
     commands = main.app()
     assert "top" not in get_group(main.app("")).get_help(typer.Context(get_group(commands)))
@@ -57,7 +57,7 @@ def test_a_group_that_is_there_takes_a_plugins_verbs() -> None:
     others.command("mend")(lambda: None)
     more.add_typer(others, name="config")
     more.command("polish")(lambda: None)
-    command_outline.merge(commands, more)
+    verb_list.merge(commands, more)
     group = get_group(commands).commands["config"]
     assert set(get_group(commands).commands) == {"config", "polish"}
     assert set(group.commands) == {"check", "mend"} and group.help == "Look."
@@ -66,7 +66,7 @@ def test_a_group_that_is_there_takes_a_plugins_verbs() -> None:
     again.command("dust")(lambda: None)
     again.add_typer(others, name="config")
     with pytest.raises(PluginError, match="the verb 'mend' is taken"):
-        command_outline.merge(commands, again)
+        verb_list.merge(commands, again)
     assert set(get_group(commands).commands) == {"config", "polish"}, "nothing of it is added"
 
 
@@ -164,13 +164,13 @@ def test_an_outline_keeps_what_a_list_shows() -> None:
     beside.command("ring", help="Ring.")(lambda: None)
     commands.add_typer(beside)
 
-    listed = get_group(command_outline.outlined(commands)).commands
+    listed = get_group(verb_list.outlined(commands)).commands
     assert {name: (verb.help, verb.hidden) for name, verb in listed.items()} == {
         "open-up": ("Open it.", False),
         "shut": (None, True),
         "goods": ("What it sells.", False),
         "ring": ("Ring.", False),
     }
-    assert command_outline.names(commands) == set(listed)
+    assert verb_list.names(commands) == set(listed)
     with pytest.raises(AssertionError, match=r"(?i)union"):
         get_group(commands)

@@ -31,9 +31,10 @@ from kvloom_blend.executors import (
     NoneExecutor,
     QuestionAttentionExecutor,
 )
-from kvloom_blend.executors.static import RatioConfig, StaticSession
+from kvloom_blend.executors.static import StaticSession
 from kvloom_blend.runner.given import GivenTask, kv_of
 from kvloom_blend.runner.runner import Runner
+from kvloom_blend.settings import RatioConfig
 from kvloom_connector_transformers import spec_of
 
 HERE = Path(__file__).parent

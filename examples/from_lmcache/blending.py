@@ -32,7 +32,7 @@ from kvloom_blend import (
     mask_to_indices,
     seed,
 )
-from kvloom_blend.retrievers.landing import LandingTask
+from kvloom_blend.retrievers.load_task import LoadTask
 from kvloom_connector_transformers import RestoredKV
 
 TOKENS, HIDDEN, SPT = 8, 16, 99
@@ -81,13 +81,13 @@ def retriever() -> None:
         task: BlendRetrieverTask = finder.new_request(
             input_tokens=prompt, query_start_loc=torch.tensor([0, len(prompt)])
         )
-        assert isinstance(task, SPTBlendRetrieverTask) and issubclass(SPTBlendRetrieverTask, LandingTask)
+        assert isinstance(task, SPTBlendRetrieverTask) and issubclass(SPTBlendRetrieverTask, LoadTask)
         result: BlendRetrieverResult = task.result(layer_id=1)
         assert result.k is not None and result.v is not None
         assert result.valid_mask.tolist() == [False] * 3 + [True] * 4 + [False]
         assert result.original_positions[result.valid_mask].tolist() == [0, 1, 2, 3]
-        landing = LandingTask(engine, segments=[], num_tokens=4, device=torch.device("cpu"))  # begins its loads itself
-        assert not landing.result(0).valid_mask.any()
+        task = LoadTask(engine, segments=[], num_tokens=4, device=torch.device("cpu"))  # begins its loads itself
+        assert not task.result(0).valid_mask.any()
     print("executor and retriever: ok;", sorted(kvloom.Registry.discover().types("blend retriever")))
 
 

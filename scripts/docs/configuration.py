@@ -60,7 +60,7 @@ def _kind(
 
     shared = set(getattr(blocks, block).model_fields) - {word} if block else set()
     provided = {type_: one.dist for one in registry.statuses() for what, type_ in one.provides if what == kind}
-    models = {type_: schema["$defs"][cls.__name__] for type_, cls in registry.types(kind).items()}
+    models = {type_: schema["$defs"][type_] for type_ in registry.types(kind)}
     if common:
         first = next(iter(models.values()))["properties"]
         yield from _section(f"{path}: {common}", "", {key: first[key] for key in first if key in shared}, (), schema)

@@ -17,23 +17,21 @@ PROCESSES = {"B23", "B24", "B26", "B36", "B37", "B45", "B46", "B47", "B48", "B49
 RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "S09", "X14"}
 """Requirements that are about threads which meet."""
 LARGE = {"B38", "B44"}
-"""Requirements that take long for another reason: of oddities."""
+"""Requirements that take long for another reason."""
 KINDS = pytest.mark.parametrize("kind", CLASSES)
 PARTS = pytest.mark.parametrize("outcomes", ["quick", pytest.param("slow", marks=pytest.mark.slow)], indirect=True)
 Outcomes = dict[str, tuple[str, str]]
 
 
 def label(cls: type) -> str:
-    return f"Test_{cls.__module__.rsplit('.', 1)[-1]}_{cls.__name__}"
+    """A name of its own: kinds have mutants of the same name, in modules of the same name."""
+    return f"Test_{'_'.join(cls.__module__.split('.')[-2:])}_{cls.__name__}"
 
 
 def ids_of(one: type, kind: str, part: str) -> set[str]:
     """The requirements that one is tried on: a mutant on its own, an oddity on all; in a part of the tests."""
-    slow = PROCESSES | RACES
-    if issubclass(one, Mutant):
-        ids = {one.breaks}
-    else:
-        ids, slow = {each.id for each in requirements_of(conformance_of(kind))}, slow | LARGE
+    slow = PROCESSES | RACES | LARGE
+    ids = {one.breaks} if issubclass(one, Mutant) else {each.id for each in requirements_of(conformance_of(kind))}
     return ids & slow if part == "slow" else ids - slow
 
 

@@ -9,6 +9,7 @@ import pkgutil
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvloom import ConfigError, EngineConfig
 from kvloom.cli.main import app
-from kvloom.plugins.registry import KINDS
+from kvloom.plugins.registry import KINDS, Registry
 from kvloom_testkit import effort
 from kvloom_testkit.cli import scaffold
 from kvloom_testkit.kinds import CLASSES
@@ -36,8 +37,9 @@ def test_what_is_generated_meets_its_requirements(
     monkeypatch.syspath_prepend(str(place / "src"))
     done = sessions.run(place)
     assert done.returncode == 0, done.stdout[-3000:]
-    plugin = importlib.import_module(f"kvloom_{word}_mine_too")
-    assert [component.type for component in getattr(plugin, _hook(word))()] == ["mine_too"]
+    kind = scaffold.STARTS[word].kind
+    registry = Registry.discover(entry_points=[EntryPoint("mine", f"kvloom_{word}_mine_too", "kvloom.v1")])
+    assert registry.settings(kind, "mine_too") is registry.get(kind, "mine_too").Config
 
 
 @pytest.mark.parametrize("word", STARTS)
@@ -110,10 +112,6 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists already"):
         scaffold.create("backend", "mine", tmp_path)
     assert (place / "README.md").read_text() == "mine"
-
-
-def _hook(word: str) -> str:
-    return KINDS[scaffold.STARTS[word].kind].hook
 
 
 @pytest.mark.parametrize(("word", "type_"), [("backend", "storage"), ("retriever", "blend"), ("executor", "blend")])

@@ -13,7 +13,7 @@ import torch
 from kvloom_testkit import effort, running, subjects
 from kvloom_testkit.process_state import put_back
 from kvloom_testkit.reference.observer import CountingObserver
-from kvloom_testkit.running import in_fresh_process
+from kvloom_testkit.running import in_fresh_process, with_torch
 from kvloom_testkit.subjects import Subject
 
 
@@ -77,3 +77,22 @@ def test_a_fresh_process_imports_nothing_from_where_it_is(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
     assert str(tmp_path) not in in_fresh_process("import yaml; print(yaml.__file__)")
+
+
+def test_processes_with_torch_share_an_interpreter_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os, sys, torch; print(hash('x'), sys.argv[1:], os.environ['HERE'], os.getcwd(), torch.mine)"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HERE", "now")
+    said = [with_torch(f"import torch; torch.mine = {one}\n{code}", str(one), environment={}) for one in (1, 2)]
+    ends = [f"['{one}'] now {tmp_path} {one}\n" for one in (1, 2)]
+    assert [line.partition(" ")[2] for line in said] == ends
+    assert len({line.partition(" ")[0] for line in said} | {str(hash("x"))}) == 2, "one hash seed, which is another"
+    with pytest.raises(AssertionError, match=r"failed \(1\):[\s\S]*AttributeError"):
+        with_torch("import torch; torch.mine", environment={})
+    with pytest.raises(AssertionError, match=r"failed \(-9\)"):
+        with_torch("import os; os.kill(os.getpid(), 9)", environment={})
+    with pytest.raises(AssertionError, match=r"failed \(\)"):
+        with_torch("import os; os.kill(os.getppid(), 9)", environment={})
+    assert with_torch("print(1)", environment={}) == "1\n"

@@ -70,7 +70,7 @@ _HOME = {
     **dict.fromkeys(["get_at_most", "one_line", "text_of"], "bounded"),
     "is_secret": "redaction",
     "uninterrupted": "interrupts",
-    **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "select"], "keys"),
+    **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "salt_tag_of", "select"], "keys"),
     **dict.fromkeys(
         [
             "BackendError",
@@ -167,6 +167,7 @@ if TYPE_CHECKING:
     from kvloom.keys import fingerprint as fingerprint
     from kvloom.keys import int32_tokens as int32_tokens
     from kvloom.keys import salt_tag as salt_tag
+    from kvloom.keys import salt_tag_of as salt_tag_of
     from kvloom.keys import select as select
     from kvloom.pipeline.layer_load import Loading as Loading
     from kvloom.pipeline.layer_store import Storing as Storing

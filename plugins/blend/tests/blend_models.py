@@ -18,7 +18,7 @@ from transformers import (
 
 from kvloom_blend import BlendedModel
 from kvloom_blend.retrievers import PassageRetriever
-from kvloom_blend.retrievers.landing import LandingTask
+from kvloom_blend.retrievers.load_task import LoadTask
 
 # The models are so small that threads only wait for each other, and where tests run side by side they wait long.
 torch.set_num_threads(1)
@@ -90,6 +90,6 @@ def valid(it: BlendedModel, prompt: torch.Tensor, **more: Any) -> torch.Tensor:
     assert isinstance(it.retriever, PassageRetriever)
     task = it.retriever.new_request(prompt, torch.tensor([0, len(prompt)]), **more)
     mask = task.result(0).valid_mask
-    assert isinstance(task, LandingTask)
+    assert isinstance(task, LoadTask)
     task.close()
     return mask

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from kvloom import KVSpec
 from kvloom_blend.vllm.twin import Pages
-from kvloom_connector_vllm.paged.blocks import Geometry
+from kvloom_connector_vllm.paged.settings import Geometry
 
 
 @pytest.mark.parametrize("seed", range(30))

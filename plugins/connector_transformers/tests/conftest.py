@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-transformers.logging.set_verbosity_error()
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -58,11 +57,15 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make() -> Callable[..., PreTrainedModel]:
     """`make("llama", dtype=..., seed=..., any_config_field=...)`: a fresh copy of a tiny model."""
+    import transformers  # here: the process that shares tests out among others loads this file, and makes no model
+
+    transformers.logging.set_verbosity_error()
 
     def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
         fields = _SMALL | _FAMILIES.get(family, {}) | settings
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).to(dtype).eval()
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **fields))
+        return model.to(dtype).eval()
 
     return make
 

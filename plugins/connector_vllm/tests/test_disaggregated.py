@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("aiohttp")
-openai = pytest.importorskip("openai")
 
-import aiohttp  # noqa: E402
-from disaggregated_support import MESSAGES, PIECE, Both, disaggregated, scenario  # noqa: E402
+import aiohttp
+from disaggregated_support import MESSAGES, PIECE, Both, disaggregated, openai, scenario
 
 
 @scenario()
@@ -98,7 +97,7 @@ def test_errors_are_passed_on(status: int) -> None:
     async def one(both: Both) -> None:
         both.decode.fault = str(status)
         for stream in (False, True):
-            with pytest.raises(openai.APIStatusError) as error:
+            with pytest.raises(openai().APIStatusError) as error:
                 await both.client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
             assert error.value.status_code == status and "as the test says" in error.value.message
 
@@ -118,7 +117,7 @@ async def test_what_is_no_json_is_the_engines_to_refuse(both: Both) -> None:
 @scenario()
 async def test_no_engine_is_an_error_of_its_own(both: Both) -> None:
     await both.servers["decode"].close()
-    with pytest.raises(openai.InternalServerError) as error:
+    with pytest.raises(openai().InternalServerError) as error:
         await both.client.completions.create(model="m", prompt="x")
     assert error.value.status_code == 502 and error.value.body["type"] == "upstream_error"
 
@@ -126,7 +125,7 @@ async def test_no_engine_is_an_error_of_its_own(both: Both) -> None:
 @scenario(timeout=0.05)
 async def test_an_engine_that_hangs_is_an_error(both: Both) -> None:
     both.decode.fault = "hangs"
-    with pytest.raises(openai.InternalServerError) as error:
+    with pytest.raises(openai().InternalServerError) as error:
         await both.client.completions.create(model="m", prompt="x")
     assert error.value.status_code == 504
 
@@ -143,7 +142,7 @@ def test_a_stream_that_ends_early_is_not_taken_for_whole(fault: str) -> None:
             async for event in stream:
                 found.append(event)
 
-        with pytest.raises(openai.APIError):
+        with pytest.raises(openai().APIError):
             await read()
         assert [event.choices[0].delta.content for event in found] == ["decode0 "]
 
@@ -178,7 +177,7 @@ async def test_the_rest_of_the_api_is_the_second_engines(both: Both) -> None:
 
 @scenario(max_body=1000)
 async def test_a_request_that_is_too_large(both: Both) -> None:
-    with pytest.raises(openai.APIStatusError) as error:
+    with pytest.raises(openai().APIStatusError) as error:
         await both.client.completions.create(model="m", prompt="x" * 2000)
     assert error.value.status_code == 413 and not both.decode.bodies and not both.prefill.bodies
 
@@ -189,7 +188,7 @@ async def test_too_many_at_once(both: Both) -> None:
     first = asyncio.create_task(both.client.completions.create(model="m", prompt="x"))
     while not both.decode.bodies:
         await asyncio.sleep(0)
-    with pytest.raises(openai.InternalServerError) as error:
+    with pytest.raises(openai().InternalServerError) as error:
         await both.client.completions.create(model="m", prompt="x")
     assert error.value.status_code == 503 and error.value.response.headers["Retry-After"] == "1"
     first.cancel()

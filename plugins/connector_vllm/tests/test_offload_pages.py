@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvloom import KVSpec
-from kvloom_connector_vllm.offload.pages import OffloadPagesConfig, OffloadPagesConnector, PieceGeometry
+from kvloom_connector_vllm.offload.pages import OffloadPagesConnector
+from kvloom_connector_vllm.offload.settings import OffloadPagesConfig, PieceGeometry
 from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory
 from kvloom_testkit.subjects import SPEC
 

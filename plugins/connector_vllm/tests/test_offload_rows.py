@@ -13,8 +13,8 @@ import pytest
 
 from kvloom import EngineConfig, KVSpec
 from kvloom_connector_vllm.offload import tiers
-from kvloom_connector_vllm.offload.pages import PieceGeometry
 from kvloom_connector_vllm.offload.rows import Done, RowStore
+from kvloom_connector_vllm.offload.settings import PieceGeometry
 from kvloom_connector_vllm.offload.tiers import Found, Tiers
 
 SPEC = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1, dtype="uint8")

@@ -13,7 +13,8 @@ import torch
 from vllm_fakes import vllm_config
 
 from kvloom import KVSpec, MemoryFormat, fingerprint
-from kvloom_connector_vllm.offload.pages import OffloadPagesConfig, OffloadPagesConnector, PieceGeometry
+from kvloom_connector_vllm.offload.pages import OffloadPagesConnector
+from kvloom_connector_vllm.offload.settings import OffloadPagesConfig, PieceGeometry
 from kvloom_connector_vllm.offload.setup import described, described_from_outside, refuse, told_by_worker
 
 

@@ -18,7 +18,7 @@ import torch
 from kvloom import ConfigError, EngineConfig, KVSpec
 from kvloom_connector_vllm.offload import tiers as offload_tiers
 from kvloom_connector_vllm.offload.copy import Blocks, Copier, Order
-from kvloom_connector_vllm.offload.pages import PieceGeometry
+from kvloom_connector_vllm.offload.settings import PieceGeometry
 from kvloom_connector_vllm.offload.setup import OffloadSettings
 from kvloom_connector_vllm.offload.store import OffloadStore
 from kvloom_connector_vllm.offload.tiers import Found, Pace, Tiers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from vllm.distributed import kv_events as theirs  # noqa: E402
 from kvloom import Engine  # noqa: E402
 from kvloom_events_zmq import wire as ours  # noqa: E402
 from kvloom_events_zmq.publisher import Publisher, Settings  # noqa: E402
+from kvloom_testkit.faults import free_port  # noqa: E402
 from kvloom_testkit.subjects import SPEC  # noqa: E402
 
 SECONDS = 20
@@ -26,11 +26,6 @@ STORED: dict[str, Any] = {
     "lora_id": None, "medium": "CPU", "lora_name": None,
 }  # fmt: skip
 REMOVED: dict[str, Any] = {"block_hashes": [b"x" * 32], "medium": "STORAGE"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize("more", [{}, {"ownership": "disk"}, {"extra_keys": [["salt"], None]}])

@@ -21,16 +21,12 @@ import pytest
 from conftest import BLOCK, disk, memory, tokens
 from warm import environment
 
+from kvloom_testkit.faults import free_port
+
 openai = pytest.importorskip("openai")
 
 SHARED = tokens(1, 640)
 PROMPTS = [SHARED + tokens(20 + number, 20 + number) for number in range(6)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from zmq_support import free_port
 
 from kvloom_events_zmq.observer import ZmqEventsObserver
 from kvloom_testkit import ObserverConformance
+from kvloom_testkit.faults import free_port
 from kvloom_testkit.subjects import SPEC
 
 

@@ -12,13 +12,14 @@ import torch
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zmq_support import SECONDS, Subscriber, free_port, subscriber
+from zmq_support import SECONDS, Subscriber, subscriber
 
 from kvloom import ChunkEvent, ChunkKey, ConfigError, Engine, EngineConfig, Segment, chain, check_config
 from kvloom_events_zmq.naming import Names, block_hashes
 from kvloom_events_zmq.observer import EventsLostError, ZmqEventsObserver
 from kvloom_events_zmq.publisher import Publisher, Settings
 from kvloom_events_zmq.wire import AllBlocksCleared, BlockRemoved, BlockStored
+from kvloom_testkit.faults import free_port
 from kvloom_testkit.subjects import SPEC
 
 CHUNK = 16

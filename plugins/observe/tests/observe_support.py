@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,6 @@ from kvloom import Engine, KVSpec
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
 SOON = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tokens_of(count: int, seed: int = 0) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_support import SPEC, busy, free_port, kv_of, opened, port_of, settled, tokens_of
+from observe_support import SPEC, busy, kv_of, opened, port_of, settled, tokens_of
 from prometheus_client.parser import text_string_to_metric_families
 from promql import names_and_labels
 
@@ -21,6 +21,7 @@ from kvloom_observe.prometheus import metrics as m
 from kvloom_observe.prometheus.figures import Figures
 from kvloom_observe.prometheus.observer import PrometheusObserver
 from kvloom_observe.reasons import bounded
+from kvloom_testkit.faults import free_port
 
 ANY_PORT = {"type": "prometheus", "port": 0}
 DOCS = Path(__file__).parents[3] / "docs" / "use" / "observe.md"

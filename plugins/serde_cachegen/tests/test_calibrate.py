@@ -182,14 +182,14 @@ def test_a_trained_model_loses_less_with_its_profile(tmp_path: Path, monkeypatch
     model, tokenizer = loaded(str(PYLM), "cpu")
     files = sorted(Path(torch.__file__).parent.glob("nn/modules/*.py"))
     ours, theirs = text.read(files, tokens=8192)
-    windows = text.windows(tokenizer, ours, length=1024, count=8)
+    windows = text.windows(tokenizer, ours, length=512, count=8)
     profile, spec = calibrated(model, windows, name="pylm", klt=True)
     profile.save(tmp_path / "profile")
     plain = CacheGenSerializer(CacheGenSerializer.Config(), spec)
     codecs = {"with": serializer("step/0.5", tmp_path / "profile", spec), "without": plain}
-    held_out = text.windows(tokenizer, theirs, length=768, count=8)
+    held_out = text.windows(tokenizer, theirs, length=384, count=8)
     measured = measuring.measure(
-        model, held_out, {name: measuring.through(codec) for name, codec in codecs.items()}, context=512
+        model, held_out, {name: measuring.through(codec) for name, codec in codecs.items()}, context=256
     )
     one, other = measured["with"].mean, measured["without"].mean
     assert one.kl < 0.6 * other.kl and abs(one.bits_per_value - other.bits_per_value) < 0.05

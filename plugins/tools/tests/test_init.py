@@ -13,8 +13,9 @@ import yaml
 from cli_support import Done, run
 from typer.testing import CliRunner
 
-from kvloom import EngineConfig, Registry, check_config
+from kvloom import EngineConfig, Registry
 from kvloom.cli.main import app
+from kvloom.config import resolve
 from kvloom_tools.verbs import init
 
 SOME = ("memory:1GiB", "disk:/kv:2GiB", "redis://h:1", "s3://bucket/kv", "mooncake:h:1:1GiB")
@@ -34,7 +35,7 @@ def test_every_combination_of_engines_tiers_and_serializers_is_a_configuration()
         tree = yaml.safe_load(init.written(engine, [init.tier_block(one) for one in tiers], serializer))
         config = EngineConfig.load(tree)
         if not init._missing(tree, serializer, registry):
-            check_config(config)
+            resolve(config, registry)
             checked += 1
     assert checked, "raw in memory, for `plain`, needs no package"
 

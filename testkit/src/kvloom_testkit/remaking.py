@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from kvloom import KVSpec
 from kvloom_testkit import subjects
-from kvloom_testkit.running import in_fresh_process
+from kvloom_testkit.running import with_torch
 
 _REMAKE = """
 import importlib, importlib.util, json, os, sys, tempfile
@@ -120,7 +120,7 @@ def _others(annotation: Any, now: Any) -> list[Any]:
 
 
 def elsewhere(component: Any, code: str, *arguments: str) -> str:
-    """Run Python code in a fresh interpreter in which `component` is an instance with the same settings.
+    """Run Python code in another process, in which `component` is an instance with the same settings.
 
     Its hash seed, working directory and environment differ; its `sys.argv[2:]` are `arguments`. Returns its output.
     """
@@ -133,4 +133,4 @@ def elsewhere(component: Any, code: str, *arguments: str) -> str:
         "spec": spec_of(component).to_json(),
     }
     assert "<locals>" not in cls.__qualname__, f"{cls.__qualname__} is defined in a function: no other process finds it"
-    return in_fresh_process(_REMAKE + code, json.dumps(recipe), *arguments, environment=_ENVIRONMENT)
+    return with_torch(_REMAKE + code, json.dumps(recipe), *arguments, environment=_ENVIRONMENT)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import random
+import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 
 SECONDS = 30.0
 _PROCESS_SECONDS = 120.0
@@ -95,6 +101,61 @@ def pauses(seed: int) -> Callable[..., None]:
             pause(1e-6)
 
     return now_and_then
+
+
+_FORKS = """
+import json, os, sys
+import torch, kvloom_testkit.chunks
+
+for line in sys.stdin:
+    folder, place, variables, code, arguments = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY, 0o600), descriptor)
+        os.chdir(place)
+        os.environ.update(variables)
+        sys.path[:], sys.argv[1:] = variables["PYTHONPATH"].split(os.pathsep), arguments
+        exec(compile(code, "<program>", "exec"))
+        sys.stdout.flush()
+        os._exit(0)  # the end of an interpreter with torch takes half a second
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""A program that forks for each line of its input: importing torch takes a processor seconds."""
+
+
+@cache
+def _forks(environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    variables = {**os.environ, **dict(environment), "PYTHONHASHSEED": "random"}
+    command = [sys.executable, "-P", "-c", _FORKS]
+    forks = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(forks.communicate)  # it ends with its input
+    return forks
+
+
+def with_torch(code: str, *arguments: str, environment: Mapping[str, str]) -> str:
+    """Run Python code in a process that has imported torch and this kit's chunks; return its output.
+
+    It is a fork of an interpreter with another hash seed, which waits for the next one. The rest is as in
+    `in_fresh_process`.
+    """
+    if not hasattr(os, "fork"):
+        return in_fresh_process(code, *arguments, environment=environment)
+    forks = _forks(tuple(environment.items()))
+    assert forks.stdin is not None and forks.stdout is not None
+    variables = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory() as folder:
+        forks.stdin.write(json.dumps([folder, os.getcwd(), variables, code, arguments]) + "\n")
+        forks.stdin.flush()
+        ready, _, _ = select.select([forks.stdout], [], [], _PROCESS_SECONDS)
+        status = forks.stdout.readline().strip() if ready else "still running"
+        if not status or not ready:  # the next one needs another
+            forks.kill()
+            _forks.cache_clear()
+        said, wrong = (Path(folder, name).read_text() if Path(folder, name).exists() else "" for name in ("out", "err"))
+    assert status == "0", f"the process failed ({status}):\n{wrong.strip()[-2000:]}"
+    return said
 
 
 def in_fresh_process(

@@ -62,7 +62,7 @@ def load(file: Path) -> tuple[EngineConfig, Resolved]:
     from kvloom.config import EngineConfig, check_config
 
     config = EngineConfig.from_file(file)
-    return config, check_config(config)
+    return config, check_config(config, imported=False)
 
 
 def _effective(config: EngineConfig, resolved: Resolved) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import typer
 
 import kvloom
 from kvloom.errors import ConfigError, KVLoomError
-from kvloom.plugins import command_outline
+from kvloom.plugins import verb_list
 from kvloom.plugins.installing import pip_install
 from kvloom.plugins.registry import Registry
 
@@ -56,14 +56,14 @@ def app(verb: str | None = None) -> typer.Typer:
         if verb in (None, name):
             importlib.import_module(f"kvloom.cli.{name}").add(commands, registry)
         else:
-            command_outline.outline(commands, name, line)
+            verb_list.outline(commands, name, line)
     registry.add_commands(commands, verb)
     for missing in sorted(ELSEWHERE):
         *above, name = missing.split()
-        there = command_outline.group(commands, above[0]) if above else commands
-        if there is not None and name not in command_outline.names(there):
+        there = verb_list.group(commands, above[0]) if above else commands
+        if there is not None and name not in verb_list.names(there):
             _add_missing(there, missing, registry)
-    return commands if verb is None else command_outline.only(commands, verb) or command_outline.outlined(commands)
+    return commands if verb is None else verb_list.only(commands, verb) or verb_list.outlined(commands)
 
 
 def _add_missing(commands: typer.Typer, verb: str, registry: Registry) -> None:

@@ -7,7 +7,7 @@ the settings of the plugin that it names.
 from __future__ import annotations
 
 from kvloom.config.blocks import ComponentBlock, MemoryBlock, StoredBlock
-from kvloom.config.choices import BlendChoice, Choice, TierChoice, same_store
+from kvloom.config.components import BlendChoice, Choice, TierChoice, same_store
 from kvloom.config.model import EngineConfig
 from kvloom.config.resolve import Resolved, check_config, resolve
 from kvloom.config.schema import json_schema

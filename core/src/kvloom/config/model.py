@@ -34,7 +34,7 @@ from kvloom.config.blocks import (
     no_bool,
 )
 from kvloom.config.cross_checks import cross_checks
-from kvloom.config.others import other_problems
+from kvloom.config.further_errors import further_errors
 from kvloom.config.validation_errors import KeyPath, Origins, Problem, problems, unknown
 from kvloom.errors import ConfigError
 from kvloom.redaction import MASK
@@ -172,7 +172,7 @@ class EngineConfig(BaseModel):
             shape = [(_without_tag(path), text) for path, text in problems(error, stray=_stray)]
             found += [(path, text) for path, text in shape if path not in empty]
         if found:
-            raise origins.error([*found, *other_problems(tree, found, origins)])
+            raise origins.error([*found, *further_errors(tree, found, origins)])
         config._origins = origins
         for value in (config.tokens, config.connector, *config.tiers, *config.observers, config.blend):
             if isinstance(value, Open):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvloom.config.choices import BlendChoice, Checks, Choice, TierChoice
+from kvloom.config.components import BlendChoice, Checks, Choice, TierChoice
 from kvloom.config.model import EngineConfig
 from kvloom.plugins.registry import Registry
 
@@ -20,9 +20,13 @@ class Resolved:
     blend: BlendChoice | None
 
 
-def resolve(config: EngineConfig, registry: Registry) -> Resolved:
-    """Find every plugin that `config` names and check its settings. Raises ConfigError with all problems."""
-    checks = Checks(registry, config.origins)
+def resolve(config: EngineConfig, registry: Registry, *, imported: bool = True) -> Resolved:
+    """Find every plugin that `config` names and check its settings. Raises ConfigError with all problems.
+
+    imported: import every class, which may load torch and an engine. Otherwise one whose hook names its settings is
+    imported when its `Choice.cls` is asked for; only then is it known to work.
+    """
+    checks = Checks(registry, config.origins, imported=imported)
     checks.check_plugins(config.plugins.only or ())
     tokens = checks.block(("tokens",), "tokens", config.tokens)
     connector = checks.block(("connector",), "connector", config.connector)
@@ -35,6 +39,11 @@ def resolve(config: EngineConfig, registry: Registry) -> Resolved:
     return Resolved(tokens, connector, tuple(tiers), tuple(observers), blend)
 
 
-def check_config(config: EngineConfig) -> Resolved:
-    """Check `config` against the installed plugins without opening anything; raise ConfigError with all problems."""
-    return resolve(config, Registry.discover(only=config.plugins.only, block=config.plugins.block))
+def check_config(config: EngineConfig, *, imported: bool = True) -> Resolved:
+    """Check `config` against the installed plugins without opening anything; raise ConfigError with all problems.
+
+    imported: False checks settings without importing torch or an engine, and leaves out whether each class can be
+    imported.
+    """
+    registry = Registry.discover(only=config.plugins.only, block=config.plugins.block)
+    return resolve(config, registry, imported=imported)

@@ -75,14 +75,14 @@ def _blocks(
     """For each type of `kind`, its settings and the core's keys in one model. word: the key that says which type."""
     blocks = {}
     said = dict(_said(core)) if core else {}
-    for type_, cls in registry.types(kind).items():
+    for type_, settings in registry.all_settings(kind).items():
         owned: dict[str, Any] = {}
         for name, field in core.model_fields.items() if core else ():
             owned[name] = (str, type_) if name == "name" else (field.annotation, field)
         owned[word] = (Literal[type_], ...)
-        blocks[type_] = create_model(cls.__name__, __base__=cls.Config, **(owned | fields))
+        blocks[type_] = create_model(type_, __base__=settings, **(owned | fields))
         for name, field in blocks[type_].model_fields.items():
-            if name in said and name not in cls.Config.model_fields:
+            if name in said and name not in settings.model_fields:
                 field.description = said[name]
         blocks[type_].model_rebuild(force=True)
     return blocks

@@ -140,7 +140,7 @@ def _refuse(problems: Sequence[tuple[str, str]]) -> None:
 
 def _too_small(choice: TierChoice, chunk_bytes: int) -> Iterator[tuple[str, str]]:
     # A stored chunk may be compressed: only an uncompressed one is known not to fit.
-    if choice.serializer is None or choice.serializer.cls.type == "raw":
+    if choice.serializer is None or choice.serializer.type == "raw":
         least = pages_of(chunk_bytes if choice.serializer is None else envelope.ALIGN_BYTES + chunk_bytes)
         text = f"is less than one chunk takes ({least} bytes); raise it or lower chunk_tokens"
         if choice.capacity is not None and choice.capacity < least:
@@ -154,7 +154,7 @@ def _policy(choice: TierChoice, *, exact_only: bool) -> Policy:
     assert choice.backend is not None
     if choice.backend.cls.bounded and (choice.capacity or choice.quota):
         which = "capacity" if choice.capacity else "quota"
-        text = f"{choice.backend.cls.type!r} evicts by itself, by its own limit; set that one and remove this"
+        text = f"{choice.backend.type!r} evicts by itself, by its own limit; set that one and remove this"
         raise ConfigError(f"{choice.path}.{which}", text)
     return Policy(
         capacity=choice.capacity, deadline=choice.deadline, write=choice.write, admission=choice.policy,

@@ -1,7 +1,8 @@
 """Every hook. Hooks register classes at start-up; a token, a tensor or a blob never passes through one.
 
 A hook that provides components returns classes or, so that none is imported before its type is asked for, a mapping
-from type to `module:class`.
+from type to `module:class`. A pair, of that and the `module:class` of its `Config`, lets a configuration be checked
+without importing the class.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.tokens import TokenDatabase
 
 T = TypeVar("T")
-Provided: TypeAlias = "Iterable[type[T]] | Mapping[str, str]"
+Provided: TypeAlias = "Iterable[type[T]] | Mapping[str, str] | Mapping[str, tuple[str, str]]"
 
 hookspec = pluggy.HookspecMarker("kvloom")
 hookimpl = pluggy.HookimplMarker("kvloom")

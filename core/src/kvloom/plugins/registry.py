@@ -10,10 +10,14 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from importlib import metadata
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
@@ -147,7 +151,7 @@ class Registry:
         only: names of the entry points to load, besides the core's own. block: names of those not to load.
         entry_points: instead of those that are installed.
         """
-        found = [_Plugin(entry) for entry in (_installed() if entry_points is None else entry_points)]
+        found = [_Plugin(*each) for each in (_installed() if entry_points is None else _with_dists(entry_points))]
         found.sort(key=lambda plugin: (plugin.entry.name, plugin.entry.group, plugin.dist, plugin.entry.value))
         served = {(plugin.dist, plugin.entry.name) for plugin in found if plugin.entry.group == API}
         plugins = []
@@ -181,23 +185,35 @@ class Registry:
             raise PluginError(self._missing(kind, type))
         return cls
 
+    def settings(self, kind: str, type: str) -> type[Any]:
+        """The `Config` of the class that `get` returns, not imported if its hook names the settings. PluginError as
+        there."""
+        plugin = self._provider(kind, type)
+        settings = None if plugin is None else plugin.settings(kind, type)
+        if settings is None:
+            raise PluginError(self._missing(kind, type))
+        return settings
+
     def lacks(self, kind: str, type: str) -> str:
         """Text on a missing optional dependency of this class, with the remedy; empty if none is missing.
 
-        Raises PluginError if several plugins provide the type.
+        Of a class whose hook names its settings, none is missing before `get` has imported it. Raises PluginError if
+        several plugins provide the type.
         """
         plugin = self._provider(kind, type)
         if plugin is not None:
-            for module, extra in getattr(plugin.get(kind, type), "extras", {}).items():
+            for module, extra in plugin.extras(kind, type).items():
                 if not _is_there(module):
                     return f"needs {module}: {pip_install(plugin.dist, extra)}"
         return ""
 
     def types(self, kind: str) -> dict[str, type[Any]]:
         """Every class of `kind` that can be used, by type, sorted. Imports all of them."""
-        provided = [cls for plugin in self._plugins for cls in plugin.classes(kind)]
-        names = [cls.type for cls in provided]
-        return {cls.type: cls for cls in sorted(provided, key=lambda cls: cls.type) if names.count(cls.type) == 1}
+        return self._of_all(kind, _Plugin.get)
+
+    def all_settings(self, kind: str) -> dict[str, type[Any]]:
+        """The settings of every class of `kind`, by type, sorted."""
+        return self._of_all(kind, _Plugin.settings)
 
     def add_commands(self, commands: typer.Typer, verb: str | None = None) -> None:
         """Let every plugin add its verbs to the `kvloom` command. A plugin whose verbs do not work adds none.
@@ -206,6 +222,15 @@ class Registry:
         """
         for plugin in self._plugins:
             plugin.add_commands(commands, verb)
+
+    def _of_all(self, kind: str, get: Callable[[_Plugin, str, str], type[Any] | None]) -> dict[str, Any]:
+        """The answers of `get` for each type that one plugin provides; of none whose types of `kind` do not all fit."""
+        found: list[tuple[str, Any]] = []
+        for plugin in self._plugins:
+            answers = [(type, get(plugin, kind, type)) for type in plugin.types(kind)]
+            found += answers if plugin.types(kind) else []
+        names = [type for type, _ in found]
+        return {type: answer for type, answer in sorted(found, key=itemgetter(0)) if names.count(type) == 1}
 
     def _provider(self, kind: str, type: str) -> _Plugin | None:
         """The plugin that provides the type. PluginError if there are several."""
@@ -235,15 +260,16 @@ class Registry:
 class _Plugin:
     """One entry point: its state and, once asked for, what each of its hooks returned."""
 
-    def __init__(self, entry: metadata.EntryPoint) -> None:
+    def __init__(self, entry: metadata.EntryPoint, dist: str) -> None:
+        """dist: the name of its distribution."""
         self.entry = entry
-        self.dist = entry.dist.name if entry.dist else ""  # reads the distribution's metadata: once is enough
+        self.dist = dist
         self.state: State = "ok"
         self.reason = ""
         self._hooks: Any = None
         self._faults: dict[str, str] = {}
-        self._found: dict[str, dict[str, type[Any] | str]] = {}
-        """By kind and type: a class, or `module:class` until that is asked for."""
+        self._found: dict[str, dict[str, type[Any] | _Named]] = {}
+        """By kind and type: a class, or its name until that is asked for."""
 
     @property
     def version(self) -> str:
@@ -294,18 +320,29 @@ class _Plugin:
         if type not in self.types(kind):
             return None
         found = self._found[kind][type]
-        if isinstance(found, str):
+        if isinstance(found, _Named):
             try:
-                found = self._found[kind][type] = _checked(kind, pkgutil.resolve_name(found), type)
+                found = self._found[kind][type] = found.load(kind, type)
             except (Exception, SystemExit) as error:
                 self._fail(kind, error)
                 return None
         return found
 
-    def classes(self, kind: str) -> tuple[type[Any], ...]:
-        """The classes of all its types, or none if any of them is unfit."""
-        found = [self.get(kind, type) for type in self.types(kind)]
-        return tuple(cls for cls in found if cls is not None and self._found[kind])
+    def settings(self, kind: str, type: str) -> type[Any] | None:
+        """The settings of this type; None if it has none that can be used."""
+        found = self._found[kind][type] if type in self.types(kind) else None
+        if not isinstance(found, _Named) or not found.settings:
+            return getattr(self.get(kind, type), "Config", None)
+        try:
+            return found.load_settings(kind)
+        except (Exception, SystemExit) as error:
+            self._fail(kind, error)
+            return None
+
+    def extras(self, kind: str, type: str) -> Mapping[str, str]:
+        """The optional dependencies of the class of this type; none before it is imported."""
+        extras: Mapping[str, str] = getattr(self._found.get(kind, {}).get(type), "extras", {})
+        return extras
 
     def _fail(self, kind: str, error: BaseException) -> None:
         self._found[kind] = {}
@@ -318,15 +355,15 @@ class _Plugin:
         import typer
         from typer.main import get_group
 
-        from kvloom.plugins import command_outline
+        from kvloom.plugins import verb_list
 
         apart = typer.Typer()
         try:
             self._hooks.kvloom_add_commands(commands=apart)
-            tried = apart if verb is None else command_outline.only(apart, verb)
+            tried = apart if verb is None else verb_list.only(apart, verb)
             if tried is not None:
                 get_group(tried)
-            command_outline.merge(commands, apart)
+            verb_list.merge(commands, apart)
         except (Exception, SystemExit) as error:
             self._faults["commands"] = _brief(error)
 
@@ -338,7 +375,8 @@ class _Plugin:
 
     def status(self, *, imported: bool) -> PluginStatus:
         for kind in KINDS if imported else ():
-            self.classes(kind)
+            for type in self.types(kind):
+                self.get(kind, type)
         provides = tuple((kind, type) for kind in KINDS for type in self.types(kind))
         state, reason = self.state, self.reason
         if self._faults:
@@ -346,25 +384,51 @@ class _Plugin:
         return PluginStatus(self.entry.name, self.dist, self.version, state, reason, provides)
 
 
-def _by_type(kind: str, answers: Iterable[Any]) -> dict[str, type[Any] | str]:
-    """Classes, or `module:class`, by type, from what the implementations of a hook returned. PluginError if it is
-    unfit."""
-    found: dict[str, type[Any] | str] = {}
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A class that a hook named and that is not imported yet."""
+
+    cls: str
+    """`module:class`."""
+    settings: str = ""
+    """`module:class` of its `Config`, if the hook named that too."""
+
+    @classmethod
+    def of(cls, answer: Any) -> _Named | None:
+        """From a value of a hook's mapping; None if it is neither a name nor two."""
+        names = (answer,) if isinstance(answer, str) else answer
+        fits = isinstance(names, tuple) and len(names) in (1, 2) and all(isinstance(name, str) for name in names)
+        return cls(*names) if fits else None
+
+    def load(self, kind: str, type: str) -> type[Any]:
+        """Import the class. PluginError if it is unfit."""
+        cls = _checked(kind, pkgutil.resolve_name(self.cls), type)
+        if self.settings and cls.Config is not self.load_settings(kind):
+            raise PluginError(f"{cls.__name__}.Config is not {self.settings}, which {KINDS[kind].hook} names")
+        return cls
+
+    def load_settings(self, kind: str) -> type[Any]:
+        """Import the settings. PluginError if they are unfit."""
+        return _checked_settings(kind, pkgutil.resolve_name(self.settings), self.settings)
+
+
+def _by_type(kind: str, answers: Iterable[Any]) -> dict[str, type[Any] | _Named]:
+    """Classes or names by type, from what the implementations of a hook returned. PluginError if it is unfit."""
+    found: dict[str, type[Any] | _Named] = {}
     for answer in answers:
         if isinstance(answer, str) or not isinstance(answer, Iterable):
             raise PluginError(f"{KINDS[kind].hook} returned {answer!r}; return a list of classes")
         named = answer.items() if isinstance(answer, Mapping) else ((None, cls) for cls in answer)
         for type, item in named:
-            if type is None:
-                item = _checked(kind, item)
-                type = item.type
-            elif not (isinstance(type, str) and isinstance(item, str)):
+            answer = _checked(kind, item) if type is None else _Named.of(item)
+            type = type if isinstance(answer, _Named | None) else answer.type
+            if answer is None or not isinstance(type, str):
                 raise PluginError(f"{KINDS[kind].hook} returned {type!r}: {item!r}; name it as 'type': 'module:class'")
             if (kind, type) in RESERVED:
                 raise PluginError(f"{getattr(item, '__name__', item)}: the type {type!r} is the core's own")
             if type in found:
                 raise PluginError(f"{KINDS[kind].hook} returned two classes of type {type!r}")
-            found[type] = item
+            found[type] = answer
     return found
 
 
@@ -372,7 +436,6 @@ def _checked(kind: str, cls: Any, named: str = "") -> type[Any]:
     """The class, or PluginError if it is not one of `kind`. named: the type that its hook says it has."""
     module, _, name = KINDS[kind].abc.partition(":")
     base = getattr(importlib.import_module(module), name)
-    config_base = importlib.import_module("kvloom.contracts.component").Config
     if not _is_subclass(cls, base):
         raise PluginError(f"{KINDS[kind].hook} returned {cls!r}, which is not a subclass of kvloom.{name}")
     if inspect.isabstract(cls):
@@ -381,12 +444,19 @@ def _checked(kind: str, cls: Any, named: str = "") -> type[Any]:
         raise PluginError(f"{cls.__name__} has no `type`, the word that users write in YAML")
     if named and cls.type != named:
         raise PluginError(f"{cls.__name__} has the type {cls.type!r}, and {KINDS[kind].hook} calls it {named!r}")
-    if not _is_subclass(cls.Config, config_base):
-        raise PluginError(f"{cls.__name__}.Config is not a subclass of kvloom.Config")
-    names = {word for key, field in cls.Config.model_fields.items() for word in (key, field.alias)}
-    if owned := [key for key in KINDS[kind].owned if key in names]:
-        raise PluginError(f"{cls.__name__}.Config uses the key {owned[0]!r}, which belongs to the core")
+    _checked_settings(kind, cls.Config, f"{cls.__name__}.Config")
     checked: type[Any] = cls
+    return checked
+
+
+def _checked_settings(kind: str, settings: Any, named: str) -> type[Any]:
+    """The settings of a class of `kind`, or PluginError if they cannot be. named: their name in an error."""
+    if not _is_subclass(settings, importlib.import_module("kvloom.contracts.component").Config):
+        raise PluginError(f"{named} is not a subclass of kvloom.Config")
+    names = {word for key, field in settings.model_fields.items() for word in (key, field.alias)}
+    if owned := [key for key in KINDS[kind].owned if key in names]:
+        raise PluginError(f"{named} uses the key {owned[0]!r}, which belongs to the core")
+    checked: type[Any] = settings
     return checked
 
 
@@ -411,11 +481,25 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _installed() -> Iterator[metadata.EntryPoint]:
-    entry_points = metadata.entry_points()
-    for group in entry_points.groups:
-        if group.startswith(_GROUPS):
-            yield from entry_points.select(group=group)
+_Found = tuple[metadata.EntryPoint, str]
+"""An entry point, and the name of its distribution."""
+
+
+def _installed() -> tuple[_Found, ...]:
+    """All installed plugins. Reading the entry points of every distribution takes a while."""
+    return _entry_points(tuple((path, Path(path).stat().st_mtime_ns) for path in sys.path if Path(path).is_dir()))
+
+
+@lru_cache(maxsize=1)
+def _entry_points(of: tuple[tuple[str, int], ...]) -> tuple[_Found, ...]:
+    """As they are in these directories at these times."""
+    found = metadata.entry_points()
+    groups = [group for group in found.groups if group.startswith(_GROUPS)]
+    return tuple(_with_dists(entry for group in groups for entry in found.select(group=group)))
+
+
+def _with_dists(entries: Iterable[metadata.EntryPoint]) -> Iterator[_Found]:
+    return ((entry, entry.dist.name if entry.dist else "") for entry in entries)
 
 
 def _brief(error: BaseException) -> str:

@@ -35,24 +35,26 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 @hookimpl
-def kvloom_blend_executors() -> Mapping[str, str]:
+def kvloom_blend_executors() -> Mapping[str, tuple[str, str]]:
+    executors, settings = f"{__name__}.executors", f"{__name__}.settings"
     return {
-        "cacheblend": "kvloom_blend.executors:CacheBlendExecutor",
-        "hybrid": "kvloom_blend.executors:HybridExecutor",
-        "question_attention": "kvloom_blend.executors:QuestionAttentionExecutor",
-        "epic": "kvloom_blend.executors:EpicExecutor",
-        "none": "kvloom_blend.executors:NoneExecutor",
-        "full": "kvloom_blend.executors:FullExecutor",
+        "cacheblend": (f"{executors}:CacheBlendExecutor", f"{settings}:CacheBlendConfig"),
+        "hybrid": (f"{executors}:HybridExecutor", f"{settings}:HybridConfig"),
+        "question_attention": (f"{executors}:QuestionAttentionExecutor", f"{settings}:RatioConfig"),
+        "epic": (f"{executors}:EpicExecutor", f"{settings}:EpicConfig"),
+        "none": (f"{executors}:NoneExecutor", "kvloom:Config"),
+        "full": (f"{executors}:FullExecutor", "kvloom:Config"),
     }
 
 
 @hookimpl
-def kvloom_blend_retrievers() -> Mapping[str, str]:
+def kvloom_blend_retrievers() -> Mapping[str, tuple[str, str]]:
+    retrievers, settings = f"{__name__}.retrievers", f"{__name__}.settings"
     return {
-        "separator": "kvloom_blend.retrievers:SeparatorRetriever",
-        "explicit": "kvloom_blend.retrievers:ExplicitRetriever",
-        "fixed": "kvloom_blend.retrievers:FixedRetriever",
-        "content": "kvloom_blend.retrievers:ContentRetriever",
+        "separator": (f"{retrievers}:SeparatorRetriever", f"{settings}:SeparatorConfig"),
+        "explicit": (f"{retrievers}:ExplicitRetriever", f"{settings}:PassageConfig"),
+        "fixed": (f"{retrievers}:FixedRetriever", f"{settings}:FixedConfig"),
+        "content": (f"{retrievers}:ContentRetriever", f"{settings}:ContentConfig"),
     }
 
 

@@ -10,10 +10,11 @@ import torch
 
 from kvloom import BlendOutput, BlendRequest, BlendSession, Engine
 
-from .executors.deviation import CacheBlendConfig, CacheBlendExecutor
-from .retrievers.landing import LandingTask
+from .executors.deviation import CacheBlendExecutor
+from .retrievers.load_task import LoadTask
 from .retrievers.passages import Passage
 from .retrievers.separator import SeparatorRetriever, occurrences
+from .settings import CacheBlendConfig, SeparatorConfig
 
 PositionalEncoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(positions, Q, K) -> (Q, K), each `[tokens, hidden]`, rotated to the positions or back from them."""
@@ -75,7 +76,7 @@ def _positions(query_start_loc: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(starts[-1]), device=starts.device) - starts[:-1].repeat_interleave(starts.diff())
 
 
-class SPTBlendRetrieverTask(LandingTask):
+class SPTBlendRetrieverTask(LoadTask):
     """The task of `SPTBlendRetriever`."""
 
 
@@ -91,7 +92,7 @@ class SPTBlendRetriever(SeparatorRetriever):
 
     def __init__(self, spt: torch.Tensor, cache_engine: Engine, metadata: object = None) -> None:
         separator = tuple(spt.reshape(-1).tolist())
-        settings = SeparatorRetriever.Config(separator=separator, prefix=False, in_context=False)
+        settings = SeparatorConfig(separator=separator, prefix=False, in_context=False)
         super().__init__(settings, cache_engine.spec)
         self.engine = cache_engine
 

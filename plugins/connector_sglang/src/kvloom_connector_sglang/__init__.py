@@ -8,5 +8,5 @@ from kvloom import hookimpl
 
 
 @hookimpl
-def kvloom_gpu_connectors() -> Mapping[str, str]:
-    return {"sglang": "kvloom_connector_sglang.connector:SGLangConnector"}
+def kvloom_gpu_connectors() -> Mapping[str, tuple[str, str]]:
+    return {"sglang": (f"{__name__}.connector:SGLangConnector", f"{__name__}.settings:SGLangConfig")}

@@ -6,28 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
 
-from kvloom import Chunk, Config, GPUConnector, KVSpec, MemoryFormat, Segment
+from kvloom import Chunk, GPUConnector, KVSpec, MemoryFormat, Segment
+
+from .settings import SGLangConfig
 
 _INTEGERS = (torch.int64, torch.int32)
 _METHODS = ("get_data_page", "set_from_flat_data_page")
-
-
-class Geometry(Config):
-    """The shape of a page, and everything else that its bytes depend on; all of it is in the fingerprint."""
-
-    page_tokens: int = Field(ge=1)
-    """Tokens of a page."""
-    page_elements: int = Field(ge=1)
-    """Size of one page in all layers, in elements of the KV's dtype."""
-    identity: dict[str, str | int] = Field(default_factory=dict)
-    """Layout, kind of pool, layers, and whose part of the model this is."""
-
-
-class SGLangConfig(Config):
-    geometry: Geometry | None = None
-    """Filled in by `KVLoomHiCache`."""
 
 
 class SGLangConnector(GPUConnector):

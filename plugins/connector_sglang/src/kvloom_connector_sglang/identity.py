@@ -6,7 +6,7 @@ from typing import Any
 
 from kvloom import KVSpec
 
-from .connector import Geometry
+from .settings import Geometry
 
 _RANKS = ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size")
 _SHAPES = ("layout", "start_layer", "end_layer", "storage_format_tag")

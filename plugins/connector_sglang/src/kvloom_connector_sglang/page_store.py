@@ -16,7 +16,7 @@ import torch
 
 from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, KVSpec, Segment, salt_tag
 
-from .connector import Geometry
+from .settings import Geometry
 
 logger = logging.getLogger("kvloom.connector_sglang")
 

@@ -10,7 +10,8 @@ import torch
 from kvloom import GPUConnector, KVSpec
 from kvloom_testkit import SPEC, ConnectorHarness, EngineMemory
 
-from .connector import Geometry, SGLangConfig, SGLangConnector
+from .connector import SGLangConnector
+from .settings import Geometry, SGLangConfig
 
 PAGE_TOKENS = 4
 

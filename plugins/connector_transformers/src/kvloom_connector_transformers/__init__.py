@@ -39,8 +39,8 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 @hookimpl
-def kvloom_gpu_connectors() -> Mapping[str, str]:
-    return {"transformers": "kvloom_connector_transformers.connector:TransformersConnector"}
+def kvloom_gpu_connectors() -> Mapping[str, tuple[str, str]]:
+    return {"transformers": (f"{__name__}.connector:TransformersConnector", "kvloom:Config")}
 
 
 @hookimpl

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from .adapter.platform import check_version as check_version
     from .identity import identify as identify
     from .identity import layer_spec as layer_spec
-    from .paged.blocks import Geometry as Geometry
     from .paged.blocks import VLLMBlobConnector as VLLMBlobConnector
-    from .paged.blocks import VLLMConfig as VLLMConfig
+    from .paged.settings import Geometry as Geometry
+    from .paged.settings import VLLMConfig as VLLMConfig
     from .paged.views import pages_of as pages_of
 
 _HOME = {
-    "Geometry": "paged.blocks",
+    "Geometry": "paged.settings",
     "PromMetrics": "adapter.metrics",
     "Stats": "adapter.metrics",
     "VLLMBlobConnector": "paged.blocks",
-    "VLLMConfig": "paged.blocks",
+    "VLLMConfig": "paged.settings",
     "about_model": "adapter.platform",
     "check_version": "adapter.platform",
     "identify": "identity",
@@ -40,14 +40,15 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 @hookimpl
-def kvloom_gpu_connectors() -> Mapping[str, str]:
+def kvloom_gpu_connectors() -> Mapping[str, tuple[str, str]]:
+    paged, offload = f"{__name__}.paged", f"{__name__}.offload"
     return {
-        "vllm": "kvloom_connector_vllm.paged.blocks:VLLMConnector",
-        "vllm_blob": "kvloom_connector_vllm.paged.blocks:VLLMBlobConnector",
-        "vllm_offload": "kvloom_connector_vllm.offload.pages:OffloadPagesConnector",
-        "nested_tuple": "kvloom_connector_vllm.paged.nested_tuple:NestedTupleConnector",
-        "paged": "kvloom_connector_vllm.paged.connector:PagedConnector",
-        "paged_cuda": "kvloom_connector_vllm.paged.cuda:PagedCudaConnector",
+        "vllm": (f"{paged}.blocks:VLLMConnector", f"{paged}.settings:VLLMConfig"),
+        "vllm_blob": (f"{paged}.blocks:VLLMBlobConnector", f"{paged}.settings:VLLMConfig"),
+        "vllm_offload": (f"{offload}.pages:OffloadPagesConnector", f"{offload}.settings:OffloadPagesConfig"),
+        "nested_tuple": (f"{paged}.nested_tuple:NestedTupleConnector", f"{paged}.settings:NestedTupleConfig"),
+        "paged": (f"{paged}.connector:PagedConnector", f"{paged}.settings:PagedConfig"),
+        "paged_cuda": (f"{paged}.cuda:PagedCudaConnector", f"{paged}.settings:PagedCudaConfig"),
     }
 
 

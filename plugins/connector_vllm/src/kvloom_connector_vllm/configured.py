@@ -9,7 +9,8 @@ from typing import Any
 from kvloom import ConfigError, EngineConfig, MemoryFormat, Registry, check_config
 
 from .offload.setup import OffloadSettings
-from .paged.blocks import Geometry, VLLMBlobConnector, VLLMConnector
+from .paged.blocks import VLLMBlobConnector, VLLMConnector
+from .paged.settings import Geometry
 
 _EXTRA = {"config", "async_load"}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvloom import KVSpec, one_line
 
-from .paged.blocks import Geometry
+from .paged.settings import Geometry
 from .weights import file_digest, folder_digest, has_weights
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, fingerprint, salt_tag
 
-from .paged.blocks import Geometry
+from .paged.settings import Geometry
 from .planner import Chunks, Owner
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from kvloom import ByteSize, ChunkEvent, ChunkKey, Config, Event, KVSpec, Observer
+from kvloom import ByteSize, ChunkEvent, ChunkKey, Config, Event, KVSpec, Observer, salt_tag_of
 from kvloom_events_zmq.naming import Named, Names, block_hashes
 from kvloom_events_zmq.publisher import Publisher, Settings, acquire, release
 from kvloom_events_zmq.wire import AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored, Hash
@@ -101,7 +101,7 @@ class ZmqEventsObserver(Observer):
         if event.name == "named":
             self._names.learn(event.segments, event.tokens)
             return
-        keys = [key for key in event.keys if self._settings.salted or _tag(key) == _UNSALTED]
+        keys = [key for key in event.keys if self._settings.salted or salt_tag_of(key.namespace) == _UNSALTED]
         medium = "CPU" if event.in_memory else "STORAGE"
         events: list[AnyEvent] = []
         if event.name == "stored":
@@ -129,7 +129,7 @@ class ZmqEventsObserver(Observer):
             self.unnamed += 1
             return None
         tokens = np.frombuffer(named.tokens, "<i4").tolist()
-        tag = _tag(key)
+        tag = salt_tag_of(key.namespace)
         return BlockStored(
             block_hashes=hashes,
             parent_block_hash=None if named.parent is None else self._hash(named.parent),
@@ -154,8 +154,3 @@ class ZmqEventsObserver(Observer):
 
     def _hash(self, key: ChunkKey) -> Hash:
         return block_hashes(key, 1, self._settings.hashes)[0]
-
-
-def _tag(key: ChunkKey) -> str:
-    """The salt tag in a key."""
-    return key.namespace.rpartition("/")[2]

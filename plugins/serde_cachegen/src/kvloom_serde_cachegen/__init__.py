@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def kvloom_serializers() -> Mapping[str, str]:
-    return {"cachegen": "kvloom_serde_cachegen:CacheGenSerializer"}
+def kvloom_serializers() -> Mapping[str, tuple[str, str]]:
+    return {"cachegen": (f"{__name__}:CacheGenSerializer", f"{__name__}.settings:CodecConfig")}
 
 
 @hookimpl

@@ -13,6 +13,7 @@ import torch
 
 from kvloom import EXACT, Buffer, Chunk, CorruptBlobError, MemoryFormat, UnreadableBlobError, envelope, join
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
+from kvloom_serde_cachegen.settings import CodecConfig
 from kvloom_serde_cachegen.streams import MOST_SIZE
 
 MAX_BYTES = 1 << 32
@@ -28,19 +29,19 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 def to_bytes(
-    kv: torch.Tensor, config: CacheGenSerializer.Config | None = None, *, model: str = "", start: int | None = None
+    kv: torch.Tensor, config: CodecConfig | None = None, *, model: str = "", start: int | None = None
 ) -> bytes:
     """`kv`, `[planes, layers, tokens, hidden]`, encoded.
 
     model: the model's name, which a reader must repeat. start: the position of the first token, which `mode: klt` uses.
     """
-    serializer = CacheGenSerializer(config or CacheGenSerializer.Config())
+    serializer = CacheGenSerializer(config or CodecConfig())
     streams = serializer.encode(Chunk(kv.contiguous(), MemoryFormat.KV_BLOB, kv.shape[2], start=start))
     return pack(streams, kv.shape, kv.dtype, fidelity=serializer.fidelity, model=model)
 
 
 def from_bytes(
-    data: Buffer, config: CacheGenSerializer.Config | None = None, *, model: str = "",
+    data: Buffer, config: CodecConfig | None = None, *, model: str = "",
     shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, max_bytes: int = MAX_BYTES,
 ) -> torch.Tensor:  # fmt: skip
     """Decode the KV of `to_bytes`, exactly or as near as the codec keeps it, into new memory.
@@ -56,7 +57,7 @@ def from_bytes(
         raise CorruptBlobError(f"byte {DESCRIBED_AT}: KV of {about.shape} and {own}, where other KV is wanted")
     kv = torch.empty(about.shape, dtype=own)
     try:
-        serializer = CacheGenSerializer(config or CacheGenSerializer.Config())
+        serializer = CacheGenSerializer(config or CodecConfig())
         serializer.decode(streams, Chunk(kv, MemoryFormat.KV_BLOB, kv.shape[2]))
     except CorruptBlobError as error:
         begin = len(memoryview(data).cast("B")) - sum(map(len, streams))

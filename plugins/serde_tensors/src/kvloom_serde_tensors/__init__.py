@@ -8,8 +8,9 @@ from kvloom import hookimpl
 
 
 @hookimpl
-def kvloom_serializers() -> Mapping[str, str]:
+def kvloom_serializers() -> Mapping[str, tuple[str, str]]:
+    settings = f"{__name__}.settings:TensorConfig"
     return {
-        "torch": "kvloom_serde_tensors.serializers:TorchSerializer",
-        "safetensors": "kvloom_serde_tensors.serializers:SafetensorsSerializer",
+        "torch": (f"{__name__}.serializers:TorchSerializer", settings),
+        "safetensors": (f"{__name__}.serializers:SafetensorsSerializer", settings),
     }

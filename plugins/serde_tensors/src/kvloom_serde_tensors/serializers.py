@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 import safetensors.torch
 import torch
 
 from kvloom import EXACT, Buffer, Buffers, Chunk, CorruptBlobError, KVSpec, MemoryFormat, Serializer, join
-from kvloom import Config as BaseConfig
 from kvloom_serde_tensors import archive
-
-DtypeName = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+from kvloom_serde_tensors.settings import DtypeName, TensorConfig
 
 _CASTABLE = frozenset(getattr(torch, name) for name in get_args(DtypeName)) | {torch.float64}
 
@@ -25,13 +23,9 @@ _MOST_HEADER_BYTES = 4096
 class TensorSerializer(Serializer):
     """The common part of both formats: the cast, its cost in fidelity, and the checks when decoding."""
 
-    class Config(BaseConfig):
-        """The settings of a serializer of tensors."""
+    Config = TensorConfig
 
-        dtype: DtypeName | None = None
-        """The dtype to store a chunk in; retrieving casts back. Without it, chunks are stored as they are."""
-
-    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+    def __init__(self, config: TensorConfig, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
         casts = config.dtype is not None and (spec is None or config.dtype != spec.dtype)
         if casts and spec is not None and spec.torch_dtype not in _CASTABLE:

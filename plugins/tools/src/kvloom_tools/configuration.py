@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
 
 
-def load(file: Path) -> tuple[EngineConfig, Resolved]:
-    """Load the configuration and resolve the plugins that it names. Raises ConfigError with all problems."""
+def load(file: Path, *, imported: bool = False) -> tuple[EngineConfig, Resolved]:
+    """Load the configuration and resolve the plugins that it names. Raises ConfigError with all problems.
+
+    imported: as `kvloom.check_config` takes it.
+    """
     from kvloom import EngineConfig, check_config
 
     config = EngineConfig.from_file(file)
-    return config, check_config(config)
+    return config, check_config(config, imported=imported)

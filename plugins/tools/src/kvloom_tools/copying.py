@@ -41,7 +41,7 @@ class Copier:
         """Lists the target, if it has a capacity."""
         self._target = target
         assert target.choice.serializer is not None
-        self._readable = {target.choice.serializer.cls.type, "raw"}
+        self._readable = {target.choice.serializer.type, "raw"}
         self._lock = threading.Lock()
         capacity = target.choice.capacity
         self._room = None if capacity is None else capacity - sum(entry.bytes for _, entry in target.blobs())

@@ -113,7 +113,7 @@ class _Tier:
 
         assert store.choice.serializer is not None
         self.store = store
-        self._serializers = {store.choice.serializer.cls.type, "raw"}
+        self._serializers = {store.choice.serializer.type, "raw"}
         self._exact = question.exact
         self._verify = question.verify
         self._examiner = Examiner(store.backend, self._serializers, store.choice.protection)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvloom import ByteSize, Config, Event, KVSpec, Observer
+from kvloom import ByteSize, Config, Event, KVSpec, Observer, salt_tag_of
 
 if TYPE_CHECKING:
     from kvloom import Request
@@ -106,7 +106,7 @@ class TraceObserver(Observer):
             "hash_ids": [self._hash_id(key.digest) for key in request.keys],
             "chunk_tokens": request.chunk_tokens,
             "verb": request.verb,
-            "salt": self._salt(namespace.partition("/")[2]),
+            "salt": self._salt(salt_tag_of(namespace)),
             "first": min(request.first, len(request.keys)),
         }
         if request.verb == "save":  # of these the engine had computed the KV: a larger cache could have given it

@@ -156,7 +156,7 @@ $change
 with the reasons, to `contracts/$page.md`.
 """
 
-_ENTRY = '''"""The entry module: every `kvloom` command imports it, so it imports the class only when asked."""
+_ENTRY = '''"""The entry module: every `kvloom` command imports it, so it names the class and does not import it."""
 
 from __future__ import annotations
 
@@ -164,11 +164,15 @@ import kvloom
 
 
 @kvloom.hookimpl
-def $hook() -> list[type]:
-    from $package.$module import $cls
-
-    return [$cls]
+def $hook() -> dict[str, str]:
+    return {$names}
 '''
+
+_NAMES = """
+        # `kvloom config check` imports torch because of this class. It does not if you name the settings too: write a
+        # pair, with "kvloom:Config" for none, or else the class's `Config` in a module that does not import torch.
+        "$type": "$package.$module:$cls",
+    """
 
 _TEST = '''"""$cls meets the requirements of its kind."""
 
@@ -224,6 +228,7 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
     conformance = CLASSES[start.kind].split(":")[1]
     source = _begun(_renamed(start.module, start, cls).replace(f'"{start.type}"', f'"{type_}"'), start)
     made = f"{cls}({cls}.Config({start.settings}), SPEC)"
+    heavy = "import torch" in source
     values = {
         "change": textwrap.fill(start.change, _WIDTH),
         "cls": cls,
@@ -234,7 +239,7 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         "noun": start.noun,
         "page": start.kind.replace(" ", "-"),
         "module": module,
-        "more": ', "torch>=2.6"' if "import torch" in source else "",
+        "more": ', "torch>=2.6"' if heavy else "",
         "options": start.options,
         "source": f"src/{package}/{module}.py",
         "package": package,
@@ -245,6 +250,7 @@ def _package(word: str, start: Start, type_: str, package: str) -> dict[str, str
         "imports": f"from {package}.{module} import {cls}\n",
         "make": f"lambda: harness(lambda: {made})" if start.harness else f"lambda: {made}",
     }
+    values["names"] = Template(_NAMES if heavy else '"$type": "$package.$module:$cls"').substitute(values)
     if start.harness:
         name, home = f"{start.kind.replace(' ', '_')}.{type_}", f"{package}.testing:harness"
         values["harness_entry"] = _HARNESS.format(group=HARNESSES, name=name, home=home)

@@ -17,9 +17,9 @@ from kvloom_testkit.faults.backends import (
     behind,
 )
 from kvloom_testkit.faults.namespaces import Namespaces, namespaces
-from kvloom_testkit.faults.network import Faults, TcpProxy, refusing_port
+from kvloom_testkit.faults.network import Faults, TcpProxy, free_port, refusing_port
 
 __all__ = [
     "READS", "VERBS", "WRITES", "Alters", "Delays", "FailsOn", "Faults", "Flips", "Hangs", "Namespaces", "Proxy",
-    "TcpProxy", "Truncates", "behind", "namespaces", "refusing_port",
+    "TcpProxy", "Truncates", "behind", "free_port", "namespaces", "refusing_port",
 ]  # fmt: skip

@@ -15,6 +15,13 @@ _START_SECONDS = 10.0
 _READ_BYTES = 1 << 16
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 at which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextlib.contextmanager
 def refusing_port() -> Iterator[int]:
     """A port of 127.0.0.1 at which every connection is refused.

@@ -216,7 +216,7 @@ class SerializerConformance(BytesRequirements, LayerRequirements, SettingsRequir
             (tmp_path / f"{number:06}").write_bytes(buffer)
         code = (
             "import pathlib\nfrom kvloom_testkit.chunks import bits, room_for\n"
-            "from kvloom_testkit.serializers.conformance import usual_chunk\n"
+            "from kvloom_testkit.serializers.models import usual_chunk\n"
             "into = room_for(usual_chunk(component))\n"
             "files = sorted(pathlib.Path(sys.argv[2]).iterdir())\n"
             "component.decode([file.read_bytes() for file in files], into)\n"

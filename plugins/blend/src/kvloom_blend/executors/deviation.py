@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Literal, cast
+from typing import cast
 
 import torch
-from pydantic import Field, model_validator
 
 from kvloom import BlendExecutor, BlendRequest, BlendSession, ConfigError, KVSpec
 
+from ..settings import CacheBlendConfig, DeviationConfig, HybridConfig, Metric
 from .session import Layer, SelectingSession
-from .static import RatioConfig, attention_of
-
-Metric = Literal["v", "k", "kv"]
-
-
-class DeviationConfig(RatioConfig):
-    """Settings of `cacheblend` and `hybrid`."""
-
-    check_layers: tuple[int, ...] = (1,)
-    """Layers in which tokens are compared, from 0; up to the first of them every token is computed."""
-    metric: Metric = "v"
-    """Compared are V, K, or both, each in relation to its size."""
-
-    @model_validator(mode="after")
-    def _layers_in_order(self) -> DeviationConfig:
-        layers = self.check_layers
-        if not layers or layers[0] < 0 or any(a >= b for a, b in pairwise(layers)):
-            raise ValueError(f"check_layers: {list(layers)}; name at least one layer, from 0, in ascending order")
-        return self
-
-
-class CacheBlendConfig(DeviationConfig):
-    gradual: float = Field(default=3.0, ge=1.0, strict=True)
-    """With several check layers, how many times `recompute_ratio` is kept in the first; the share falls evenly, by the
-    same factor from one to the next, to `recompute_ratio` in the last (CacheBlend's gradual filtering)."""
-
-    def ratios(self) -> dict[int, float]:
-        """The share of the candidates that is kept in each check layer."""
-        steps = len(self.check_layers) - 1
-        return {
-            layer: min(1.0, self.recompute_ratio * (self.gradual ** (1 - step / steps) if steps else 1.0))
-            for step, layer in enumerate(self.check_layers)
-        }
+from .static import attention_of
 
 
 def check_layers(config: DeviationConfig, spec: KVSpec | None) -> None:
@@ -114,17 +81,6 @@ class CacheBlendExecutor(BlendExecutor):
 
     def begin(self, request: BlendRequest) -> BlendSession:
         return CacheBlendSession(request, cast(CacheBlendConfig, self.config))
-
-
-class HybridConfig(DeviationConfig):
-    attention_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """The part of the budget for tokens that the question attends to; the rest goes to deviation."""
-
-    @model_validator(mode="after")
-    def _one_layer(self) -> HybridConfig:
-        if len(self.check_layers) != 1:
-            raise ValueError(f"check_layers: {list(self.check_layers)}; hybrid compares in one layer")
-        return self
 
 
 class HybridSession(SelectingSession):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from pydantic import Field
 
-from kvloom import BlendExecutor, BlendOutput, BlendRequest, BlendSession, Config
+from kvloom import BlendExecutor, BlendOutput, BlendRequest, BlendSession
 
+from ..settings import EpicConfig, RatioConfig
 from .session import Layer, SelectingSession
 
 
@@ -62,25 +62,15 @@ class FullExecutor(BlendExecutor):
         return FullSession()
 
 
-class RatioConfig(Config):
-    """Settings of an executor with a budget."""
-
-    recompute_ratio: float = Field(default=0.15, ge=0.0, le=1.0, strict=True)
-    """The share of the retrieved tokens that is computed again."""
-
-
 class EpicExecutor(BlendExecutor):
     """`epic`: computes the first tokens of each passage again, for it is these that draw attention where they should
     not once they stand in the middle of a prompt (EPIC's LegoLink)."""
 
     type = "epic"
-
-    class Config(RatioConfig):
-        tokens_per_passage: int | None = Field(default=None, ge=0)
-        """Number of tokens of each passage, instead of a share of all tokens."""
+    Config = EpicConfig
 
     def begin(self, request: BlendRequest) -> BlendSession:
-        config = cast(EpicExecutor.Config, self.config)
+        config = cast(EpicConfig, self.config)
         session = StaticSession(request)
         offsets = offsets_in_passages(request)
         if config.tokens_per_passage is not None:

@@ -7,9 +7,9 @@ from typing import cast
 
 import numpy as np
 import torch
-from pydantic import Field
 
-from .passages import Passage, PassageConfig
+from ..settings import ContentConfig
+from .passages import Passage
 from .pieces import PieceRetriever
 from .rolling import RollingHash
 
@@ -27,14 +27,11 @@ class ContentRetriever(PieceRetriever):
     """
 
     type = "content"
+    Config = ContentConfig
 
-    class Config(PassageConfig):
-        piece_tokens: int = Field(default=32, ge=16, le=4096)
-        """Tokens of a piece, on average. None is shorter than a quarter of it, or longer than four times."""
-
-    def __init__(self, config: ContentRetriever.Config, spec: object = None) -> None:
+    def __init__(self, config: ContentConfig, spec: object = None) -> None:
         super().__init__(config, spec)  # type: ignore[arg-type]
-        mean = cast(ContentRetriever.Config, self.config).piece_tokens
+        mean = cast(ContentConfig, self.config).piece_tokens
         self._least, self._most = mean // 4, mean * 4
         self._one_in = mean - self._least  # a cut comes so much later, on average, than it may
         self._rolling = RollingHash(_WINDOW, _BASES)

@@ -7,9 +7,9 @@ from threading import Lock
 from typing import cast
 
 import torch
-from pydantic import Field
 
-from .passages import Passage, PassageConfig
+from ..settings import FixedConfig
+from .passages import Passage
 from .pieces import PieceRetriever
 from .rolling import RollingHash
 
@@ -22,14 +22,9 @@ class FixedRetriever(PieceRetriever):
     """
 
     type = "fixed"
+    Config = FixedConfig
 
-    class Config(PassageConfig):
-        piece_tokens: int = Field(default=64, ge=16, le=4096)
-        """Tokens of a piece."""
-        most_pieces: int = Field(default=1 << 20, ge=1)
-        """Maximum number of remembered pieces; the oldest are forgotten first."""
-
-    def __init__(self, config: FixedRetriever.Config, spec: object = None) -> None:
+    def __init__(self, config: FixedConfig, spec: object = None) -> None:
         super().__init__(config, spec)  # type: ignore[arg-type]
         self._width = config.piece_tokens
         self._rolling = RollingHash(self._width)
@@ -44,7 +39,7 @@ class FixedRetriever(PieceRetriever):
     def learn(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
         """Remember that the pieces of a text are kept."""
         name = self._name(salt)
-        most = cast(FixedRetriever.Config, self.config).most_pieces
+        most = cast(FixedConfig, self.config).most_pieces
         with self._learning:
             for one in self._rolling.windows(_plain(tokens))[:: self._width].tolist():
                 self._known.pop((name, one), None)

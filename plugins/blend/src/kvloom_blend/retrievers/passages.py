@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple, cast
 
 import torch
-from pydantic import NonNegativeInt
 
-from kvloom import BlendRetriever, BlendRetrieverTask, Config, ConfigError, Segment
+from kvloom import BlendRetriever, BlendRetrieverTask, ConfigError, Segment
 
 from ..executors.session import check_starts
-from .landing import LandingTask
+from ..settings import PassageConfig
+from .load_task import LoadTask
 
 _ELSEWHERE = "elsewhere"
 """The context of a passage's KV that was computed in some prompt or other."""
@@ -27,24 +27,13 @@ class Passage(NamedTuple):
     end: int
 
 
-class PassageConfig(Config):
-    lead: tuple[NonNegativeInt, ...] = ()
-    """Token ids that are put before a passage when it is computed alone: the BOS, or a prefix that all prompts share.
-    Without one, each passage begins like a prompt, and its first tokens draw attention that they should not."""
-    prefix: bool = True
-    """Use the stored prefix of the prompt, which is exact."""
-    in_context: bool = True
-    """Keep passages of prompts that were computed as a whole, and prefer them to passages that were computed alone:
-    first what stood behind the same passage as now, then what stood behind any other."""
-
-
 class PassageRetriever(BlendRetriever):
     """Looks up, for each passage of a request: an exact prefix, the passage behind the same one, the passage alone."""
 
     Config = PassageConfig
     takes_boundaries: ClassVar[bool] = False
     """The client may say where passages begin."""
-    task: ClassVar[type[LandingTask]] = LandingTask
+    task: ClassVar[type[LoadTask]] = LoadTask
 
     @property
     def settings(self) -> PassageConfig:

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, cast
+from typing import cast
 
 import torch
-from pydantic import BeforeValidator, Field
 
-from .passages import Passage, PassageConfig, PassageRetriever
-
-
-def _as_tokens(value: object) -> object:
-    tokens = (value,) if type(value) is int else value
-    if isinstance(tokens, (list, tuple)) and not (tokens and all(type(one) is int and one >= 0 for one in tokens)):
-        raise ValueError("name the token id that stands between passages, or several in a row, such as [198]")
-    return tokens
-
-
-Separator = Annotated[tuple[int, ...], BeforeValidator(_as_tokens)]
-"""One token id, or several in a row."""
+from ..settings import SeparatorConfig
+from .passages import Passage, PassageRetriever
 
 
 class SeparatorRetriever(PassageRetriever):
     """The separators stay in the prompt and are always computed: they belong to no passage."""
 
     type = "separator"
-
-    class Config(PassageConfig):
-        separator: Separator = Field(default_factory=tuple, validate_default=True)
-        """Token ids, in order, that stand between passages."""
+    Config = SeparatorConfig
 
     @property
     def separator(self) -> tuple[int, ...]:
-        return cast(SeparatorRetriever.Config, self.config).separator
+        return cast(SeparatorConfig, self.config).separator
 
     def check_vocabulary(self, size: int) -> None:
         super().check_vocabulary(size)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from kvloom import BackendError, ConfigError, Engine, EngineConfig, Segment, check_config
 from kvloom_connector_transformers import check_call, signature, spec_of
 
-from ..retrievers.landing import LandingTask
+from ..retrievers.load_task import LoadTask
 from ..retrievers.passages import PassageRetriever
 from .runner import Prefilled, Runner
 
@@ -186,7 +186,7 @@ class BlendedModel:
                 log.warning("a prefill of %d tokens begins anew: %s", len(tokens), error)
                 continue
             finally:
-                if isinstance(task, LandingTask):
+                if isinstance(task, LoadTask):
                     task.close()
             if done.blended_tokens:
                 computed = round(done.computed_share * done.prompt_tokens)

@@ -17,7 +17,7 @@ from kvloom import BlendExecutor, BlendRequest, BlendRetrieverTask, Config, KVSp
 from kvloom_connector_transformers import transformers_model
 
 from ..executors import NoneExecutor
-from ..retrievers.landing import LandingTask
+from ..retrievers.load_task import LoadTask
 from ..rotation import Rotations, Turn, gate, rotations_of
 from .attention import set_for, settle
 from .blend_pass import BlendCache, BlendPass, Plane, split_caches
@@ -226,7 +226,7 @@ class _Batch:
         for begin, end in pairwise(edges):
             if end - begin < min_tokens:
                 valid[begin:end] = False
-        exact = task.exact_mask if isinstance(task, LandingTask) else torch.zeros_like(valid)
+        exact = task.exact_mask if isinstance(task, LoadTask) else torch.zeros_like(valid)
         stood = torch.where(valid, found.original_positions.cpu().long(), positions)
         return cls(torch.cat(list(rows)).cpu(), torch.tensor(edges), positions, valid, exact & valid, stood, wanted)
 
@@ -245,7 +245,7 @@ class _Turned:
         self._turns = turns
         self._rotations = rotations
         self._device = device
-        self.in_place = isinstance(task, LandingTask)
+        self.in_place = isinstance(task, LoadTask)
         self._done: dict[int, Plane] = {}
 
     def __call__(self, layer: int) -> Plane:

@@ -6,23 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
 
-from kvloom import Chunk, Config, GPUConnector, KVSpec, MemoryFormat, Segment
+from kvloom import Chunk, GPUConnector, KVSpec, MemoryFormat, Segment
 
-
-class PieceGeometry(Config):
-    """The size of a piece, and everything else that its bytes depend on; all of it is in the fingerprint."""
-
-    piece_bytes: list[int] = Field(min_length=1)
-    """Bytes of each rank, or of each layer of an engine's own host memory."""
-    identity: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
-    """Layout, layers, and whatever else the adapter found."""
-
-
-class OffloadPagesConfig(Config):
-    geometry: PieceGeometry | None = None
-    """Filled in by the adapter."""
+from .settings import OffloadPagesConfig
 
 
 class OffloadPagesConnector(GPUConnector):

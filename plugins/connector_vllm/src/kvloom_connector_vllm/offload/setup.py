@@ -14,7 +14,7 @@ from kvloom import ByteSize, Config, ConfigError, Duration, KVSpec
 
 from ..identity import digest_of, name_of, plain_json, revision_of, text_config
 from ..weights import folder_digest
-from .pages import PieceGeometry
+from .settings import PieceGeometry
 
 log = logging.getLogger(__name__)
 

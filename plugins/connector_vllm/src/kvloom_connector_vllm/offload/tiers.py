@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from kvloom import ChunkKey, ConfigError, Engine, EngineConfig, KVSpec, Segment, salt_tag
 
-from .pages import OffloadPagesConnector, PieceGeometry
+from .pages import OffloadPagesConnector
+from .settings import PieceGeometry
 
 log = logging.getLogger(__name__)
 

@@ -7,32 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from pydantic import Field
 
-from kvloom import Chunk, Config, GPUConnector, MemoryFormat, Segment
+from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
 
-
-class Geometry(Config):
-    """The shape of a page, and everything else that its bytes depend on; all of it is in the fingerprint."""
-
-    layers: int = Field(ge=1)
-    """Number of layers with pages in a chunk."""
-    block_tokens: int = Field(ge=1)
-    """Tokens of the engine's block."""
-    page_elements: int = Field(ge=1)
-    """Size of one block in one layer, in elements of the KV's dtype."""
-    identity: dict[str, str | int | bool | list[str]] = Field(default_factory=dict)
-    """Layout, attention backend, instruction set, the engine's hash and whatever else the adapter found."""
-
-    @property
-    def representation(self) -> dict[str, Any]:
-        """Everything that determines the bytes of a chunk, as JSON values."""
-        return self.model_dump(mode="json")
-
-
-class VLLMConfig(Config):
-    geometry: Geometry | None = None
-    """Filled in by the adapter."""
+from .settings import VLLMConfig
 
 
 class VLLMConnector(GPUConnector):

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import kvloom
 from kvloom import Chunk, Fence, GPUConnector, KVSpec, MemoryFormat, Segment
 
 from .. import native
-from .layout import LayoutName
 from .move import Move, by_torch, tensor_of
+from .settings import PagedConfig
 from .slots import Slots, slots_of
 from .table import PageTable, PageTables
 
@@ -40,13 +39,10 @@ class PagedConnector(GPUConnector):
     takes = frozenset({"kvcaches", "slot_mapping", "block_table", "block_size"})
     """The names of its arguments."""
 
-    class Config(kvloom.Config):
-        layout: LayoutName = "auto"
-        """The layout of `kvcaches`; `auto` refuses an ambiguous one."""
+    Config = PagedConfig
+    config: PagedConfig
 
-    config: Config
-
-    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+    def __init__(self, config: PagedConfig, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
         assert spec is not None
         self._tables = PageTables(spec, config.layout)

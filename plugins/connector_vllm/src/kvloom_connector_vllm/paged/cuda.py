@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ByteSize
 
 from kvloom import ConfigError, Fence, KVSpec
 
 from ..native import Kernels, Tables, about_kernels, kernels
 from .connector import PagedConnector
 from .move import Move
+from .settings import PagedCudaConfig
 from .slots import Slots
 from .table import PageTable
 
@@ -51,15 +51,10 @@ class PagedCudaConnector(PagedConnector):
     type = "paged_cuda"
     takes = PagedConnector.takes | {"stream"}
 
-    class Config(PagedConnector.Config):
-        use_gpu: bool = False
-        """Gather in a buffer on the device, and copy that to or from host memory."""
-        staging: ByteSize = ByteSize(256 << 20)
-        """Maximum size of a call's buffer; it holds one chunk at least."""
+    Config = PagedCudaConfig
+    config: PagedCudaConfig
 
-    config: Config
-
-    def __init__(self, config: Config, spec: KVSpec | None = None) -> None:
+    def __init__(self, config: PagedCudaConfig, spec: KVSpec | None = None) -> None:
         super().__init__(config, spec)
         found = kernels()
         if found is None:

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from kvloom import KVSpec
 
-LayoutName = Literal["auto", "nhd", "hnd", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-"""`auto`: heads and tokens are distinguished by their numbers. `nhd`, `hnd`: the order of tokens and heads in the
-shape. The others are vLLM's: each layer is `[B, H, N, C]`, with strides in the named order, or all layers are one
-tensor of this shape."""
+from .settings import LayoutName
+
 ORDERS = tuple(name for name in get_args(LayoutName) if name.isupper())
 
 

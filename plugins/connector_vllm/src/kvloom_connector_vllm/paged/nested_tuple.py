@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
 
-import kvloom
 from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
 
 from .move import tensor_of
+from .settings import NestedTupleConfig
 
 
 class NestedTupleConnector(GPUConnector):
@@ -25,11 +24,8 @@ class NestedTupleConnector(GPUConnector):
     type = "nested_tuple"
     format = MemoryFormat.KV_BLOB
 
-    class Config(kvloom.Config):
-        token_dim: int = Field(default=0, ge=0)
-        """The axis of tokens: 0 for `[tokens, heads, head_size]`, 2 for `[1, heads, tokens, head_size]`."""
-
-    config: Config
+    Config = NestedTupleConfig
+    config: NestedTupleConfig
 
     def check(self, where: Mapping[str, Any], num_tokens: int) -> None:
         """Raise ValueError, by name, unless `where` has room for `num_tokens` tokens of this model's KV."""

@@ -11,7 +11,8 @@ import torch
 
 from kvloom import KVSpec
 
-from .layout import LayoutName, PagedLayout
+from .layout import PagedLayout
+from .settings import LayoutName
 
 _MOST = 1024
 """Tables that are remembered. An engine has one, and one for each layer."""

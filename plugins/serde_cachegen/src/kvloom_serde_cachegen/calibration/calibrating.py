@@ -17,6 +17,7 @@ from kvloom_serde_cachegen.calibration.rope import NO_ROPE, UnknownRopeError, ro
 from kvloom_serde_cachegen.calibration.statistics import Statistics
 from kvloom_serde_cachegen.profile import Profile, Verdict, identity_of, rotations_of
 from kvloom_serde_cachegen.serializer import CacheGenSerializer
+from kvloom_serde_cachegen.settings import CodecConfig
 
 Step = Callable[[], None]
 
@@ -98,7 +99,7 @@ def serializer(codec: str, profile: Path, spec: KVSpec) -> CacheGenSerializer:
     """A serializer for `codec`, such as `step/0.75`, with the profile in a file, judged or not."""
     mode, _, step = codec.partition("/")
     settings = {"mode": mode, "quality": float(step), "profile": profile, "codec_gate": False}
-    return CacheGenSerializer(CacheGenSerializer.Config.model_validate(settings), spec)
+    return CacheGenSerializer(CodecConfig.model_validate(settings), spec)
 
 
 def saved_per_token(model: PreTrainedModel, tokens: torch.Tensor, profile: Path, spec: KVSpec) -> float:

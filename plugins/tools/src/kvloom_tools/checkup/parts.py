@@ -18,14 +18,14 @@ _ENGINES = {"vllm": "vllm", "vllm_offload": "vllm", "sglang": "sglang", "transfo
 
 
 def looked_at(resolved: Resolved) -> Iterator[Finding]:
-    word = resolved.connector.cls.type
+    word = resolved.connector.type
     engine = _ENGINES.get(word)
     if engine is not None and find_spec(engine) is None:
         yield note("connector", word, f"{engine} is not installed here; it is what this connector is for")
     else:
         yield ok("connector", word, "is there" if engine is None else f"{engine} is installed")
     for choice in resolved.observers:
-        yield _observer(choice.cls.type, choice.make)
+        yield _observer(choice.type, choice.make)
 
 
 def _observer(name: str, make: Any) -> Finding:

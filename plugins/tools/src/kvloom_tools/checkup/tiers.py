@@ -134,7 +134,7 @@ def _writable(choice: TierChoice, place: Path) -> Iterator[Finding]:
     """Check that files can be made there, and written past the page cache if the tier wants that."""
     assert choice.backend is not None
     flag: Any = getattr(os, "O_DIRECT", None)
-    wanted = choice.backend.cls.type == _DIRECT_TYPE and getattr(choice.backend.config, "direct", "") != "never"
+    wanted = choice.backend.type == _DIRECT_TYPE and getattr(choice.backend.config, "direct", "") != "never"
     if wanted and flag is None:
         yield note("tier", choice.name, "no O_DIRECT on this system: reads and writes go through the page cache")
         return

@@ -104,16 +104,16 @@ def _stored(
         blob_bytes, header_bytes = _framed(serializer, chunk)
         views, exact = serializer.type == "raw", serializer.fidelity == EXACT
     else:
-        if ratio is None and choice.serializer.cls.type != "raw":
-            text = f"how much {choice.serializer.cls.type!r} compresses is not known without a spec"
+        if ratio is None and choice.serializer.type != "raw":
+            text = f"how much {choice.serializer.type!r} compresses is not known without a spec"
             raise ConfigError(f"{choice.path}.serializer", f"{text}; give --spec, or --ratio {choice.name}=0.3")
         blob_bytes, header_bytes = chunk_bytes + _PAGE_BYTES, _PAGE_BYTES
-        views, exact = choice.serializer.cls.type == "raw", choice.serializer.cls.lossless
+        views, exact = choice.serializer.type == "raw", choice.serializer.cls.lossless
     if ratio is not None:
         blob_bytes = header_bytes + max(1, round(ratio * chunk_bytes))
     bounded = choice.backend.cls.bounded
     return TierPlan(
-        choice.name, choice.backend.cls.type, choice.capacity, inspection.stored_bytes(blob_bytes), blob_bytes,
+        choice.name, choice.backend.type, choice.capacity, inspection.stored_bytes(blob_bytes), blob_bytes,
         inspection.pool_bytes(blob_bytes if views else chunk_bytes, pool), write=choice.write, admission=choice.policy,
         ttl=choice.ttl, quota=choice.quota, exact=exact, evicts_itself=bounded and choice.capacity is None,
     )  # fmt: skip

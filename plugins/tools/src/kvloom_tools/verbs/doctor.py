@@ -31,7 +31,7 @@ def add(commands: typer.Typer) -> None:
         """
         from kvloom_tools.configuration import load
 
-        resolved = None if file is None else load(file)[1]
+        resolved = None if file is None else load(file, imported=True)[1]
         found = []
         with output.progress("looking", None) as step:
             for finding in _findings(Registry.discover(), resolved):

@@ -204,12 +204,12 @@ def _missing(tree: dict[str, Any], serializer: str, registry: Registry) -> list[
     missing = []
     for kind, type_ in dict.fromkeys(wanted):
         try:
-            registry.get(kind, type_)
+            registry.settings(kind, type_)
             missing.append(registry.lacks(kind, type_))
         except PluginError as error:
             missing.append(str(error))
     if not any(missing):
-        check_config(config)
+        check_config(config, imported=False)
     return [line for line in missing if line]
 
 

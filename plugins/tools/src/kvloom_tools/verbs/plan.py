@@ -133,7 +133,7 @@ def _sample(resolved: Resolved, spec: Any, chunk_tokens: int) -> Sample:
 def _row(choice: TierChoice, sample: Sample, rate: float | None) -> Row:
     from kvloom_tools.stores import said
 
-    kind = "memory" if choice.backend is None else choice.backend.cls.type
+    kind = "memory" if choice.backend is None else choice.backend.type
     row = Row(choice.name, kind, choice.capacity)
     if choice.write == "never":
         row.warnings.append("not measured: the configuration says `write: never`, and nothing is written")

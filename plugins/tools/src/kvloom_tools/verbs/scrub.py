@@ -109,7 +109,7 @@ def _resolved(path: Path) -> tuple[Resolved, bool]:
 
 def _serializers(choice: TierChoice) -> set[str]:
     assert choice.serializer is not None
-    return {choice.serializer.cls.type, "raw"}
+    return {choice.serializer.type, "raw"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def _summary(choice: TierChoice) -> Summary:
     from kvloom_tools.stores import said
 
     assert choice.backend is not None
-    summary = Summary(choice.name, choice.backend.cls.type, choice.capacity, state="not opened")
+    summary = Summary(choice.name, choice.backend.type, choice.capacity, state="not opened")
     try:
         with opened(choice, made=False) as store:
             summary.state = "failed"

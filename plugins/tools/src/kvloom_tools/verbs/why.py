@@ -67,7 +67,7 @@ def add(commands: typer.Typer) -> None:
             keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
             salts = tuple(salt) if salt else (config.salt,)
             found = fates(opened, Question(keys, prompt, salts, exact=config.exact, verify=verify))
-            nowhere = bool(found) and found[0].verdict in (NEVER, GONE) and resolved.tokens.cls.type == "chunked"
+            nowhere = bool(found) and found[0].verdict in (NEVER, GONE) and resolved.tokens.type == "chunked"
             there = chunk_tokens_of(opened, keys.fingerprint) if nowhere else None
         if as_json:
             print(json.dumps({**_as_json(found, keys, len(prompt)), "stored_chunk_tokens": there}, indent=2))

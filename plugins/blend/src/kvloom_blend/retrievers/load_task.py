@@ -24,10 +24,10 @@ _MOST_LOST = 8
 """Number of found segments that could not be read, after which the rest is computed."""
 
 
-class Landing(GPUConnector):
+class LoadedBuffers(GPUConnector):
     """Takes chunks of an engine to `[planes, layers, tokens, hidden]`, wherever in the prompt they stand now."""
 
-    type = "blend landing"
+    type = "blend buffers"
     format = MemoryFormat.KV_BLOB
 
     def __init__(self, engine: BlendEngine, num_tokens: int, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Landing(GPUConnector):
             self.original_positions[segment.start : segment.end] = stood
 
 
-class LandingTask(BlendRetrieverTask):
+class LoadTask(BlendRetrieverTask):
     """KV of segments on its way, layer by layer, into buffers of its own."""
 
     def __init__(
@@ -80,8 +80,8 @@ class LandingTask(BlendRetrieverTask):
         self._exact = torch.zeros(num_tokens, dtype=torch.bool) if exact is None else exact
         self._valid: torch.Tensor | None = None
         self._settling = Lock()
-        self._landing = Landing(engine, num_tokens, device)
-        self._loadings = [engine.load_layers(segments, into=self._landing)] if segments else []
+        self._loaded = LoadedBuffers(engine, num_tokens, device)
+        self._loadings = [engine.load_layers(segments, into=self._loaded)] if segments else []
 
     @property
     def exact_mask(self) -> torch.Tensor:
@@ -91,16 +91,16 @@ class LandingTask(BlendRetrieverTask):
     @property
     def buffers(self) -> torch.Tensor:
         """The buffers that `result` gives views of: `[planes, layers, tokens, hidden]`. They belong to this request."""
-        return self._landing.buffers
+        return self._loaded.buffers
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
         mask = self._mask()
-        positions = self._landing.original_positions.to(self._device, copy=True)
+        positions = self._loaded.original_positions.to(self._device, copy=True)
         if not mask.any():
             return BlendRetrieverResult(None, None, mask.clone(), positions)
         if bool((mask & ~self._wait(layer_id)).any()):
             raise BackendError(f"KV that was found is lost in layer {layer_id}")
-        buffers = self._landing.buffers
+        buffers = self._loaded.buffers
         return BlendRetrieverResult(buffers[0, layer_id], buffers[-1, layer_id], mask.clone(), positions)
 
     def close(self) -> None:
@@ -114,9 +114,9 @@ class LandingTask(BlendRetrieverTask):
             if self._valid is None:
                 self._go_on_behind_what_is_lost()
                 valid = self._wait(0)
-                for segment in self._landing.unplaced:
+                for segment in self._loaded.unplaced:
                     valid[segment.start : segment.end] = False
-                self._landing.original_positions[~valid] = 0
+                self._loaded.original_positions[~valid] = 0
                 self._valid = valid
             return self._valid
 
@@ -129,7 +129,7 @@ class LandingTask(BlendRetrieverTask):
             rest = rest[lost + 1 :]
             if not rest:
                 break
-            self._loadings.append(self._engine.load_layers(rest, into=self._landing))
+            self._loadings.append(self._engine.load_layers(rest, into=self._loaded))
 
     def _wait(self, layer: int) -> torch.Tensor:
         there = torch.zeros(self._num_tokens, dtype=torch.bool)

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from kvloom.config.blocks import BlendBlock, ComponentBlock, MemoryBlock, PluginsBlock, StoredBlock, TierBlock
-from kvloom.config.choices import Checks
+from kvloom.config.components import Checks
 from kvloom.config.cross_checks import cross_checks
 from kvloom.config.validation_errors import KeyPath, Origins, Problem
 from kvloom.plugins.registry import Registry
@@ -19,7 +19,7 @@ _block: TypeAdapter[ComponentBlock] = TypeAdapter(ComponentBlock)
 _blend: TypeAdapter[BlendBlock] = TypeAdapter(BlendBlock)
 
 
-def other_problems(tree: Mapping[str, Any], found: Sequence[Problem], origins: Origins) -> list[Problem]:
+def further_errors(tree: Mapping[str, Any], found: Sequence[Problem], origins: Origins) -> list[Problem]:
     """Problems beside `found`: conflicts between settings, and objections of the plugins to their blocks."""
     return [*_compared_all_the_same(tree, found), *_of_plugins(tree, found, origins)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import builtins
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,11 @@ from kvloom.config.paths import absolute, absolute_paths
 from kvloom.config.validation_errors import KeyPath, Origins, Problem, dotted, problems, unknown
 from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError, PluginError
-from kvloom.format.encryption import Protection
 from kvloom.plugins.registry import KINDS, Registry
 from kvloom.redaction import looks_like_a_key
 
 if TYPE_CHECKING:
+    from kvloom.format.encryption import Protection
     from kvloom.types import KVSpec
 
 
@@ -29,9 +31,16 @@ class Choice:
 
     path: str
     """The block's place in the YAML."""
-    cls: type[Any]
+    type: str
+    """The word in the YAML; "" for a block that is wrong."""
     config: Config
+    load: Callable[[], builtins.type[Any]] = field(repr=False, compare=False)
+    """Returns its class, which may import it."""
     origins: Origins = field(default_factory=Origins, repr=False, compare=False)
+
+    @property
+    def cls(self) -> builtins.type[Any]:
+        return self.load()
 
     def make(self, spec: KVSpec | None = None, **kwargs: Any) -> Any:
         """A new instance. ConfigError, with the path, if the constructor cannot work with these settings."""
@@ -50,7 +59,7 @@ class Choice:
         except (Exception, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # a panic of native code, or an exit, must not end the process
-            text = f"{self.cls.type!r} broke off with {type(error).__name__}: {error}"
+            text = f"{self.type!r} broke off with {type(error).__name__}: {error}"
             raise ConfigError(self.path, self.origins.masked(text)) from error
 
 
@@ -99,10 +108,12 @@ class BlendChoice:
 class Checks:
     """Collects all errors, so that one attempt shows everything. Its results only count if there are none."""
 
-    def __init__(self, registry: Registry, origins: Origins) -> None:
+    def __init__(self, registry: Registry, origins: Origins, *, imported: bool = True) -> None:
+        """imported: import every class, also where the settings are known without it."""
         self.problems: list[Problem] = []
         self._registry = registry
         self._origins = origins
+        self._imported = imported
 
     def _directory(self, at: KeyPath) -> Path:
         """The directory that a relative path at `at` starts in. For a value from a variable: the working directory."""
@@ -119,7 +130,7 @@ class Checks:
         seen: list[TierChoice] = []
         for index, tier in enumerate(tiers):
             backend = tier.backend
-            if backend is None or backend.cls is None or not (backend.cls.persistent or backend.cls.shared):
+            if backend is None or not backend.type or not (backend.cls.persistent or backend.cls.shared):
                 continue
             for other in seen:
                 if other.backend == replace(backend, path=other.path):
@@ -153,9 +164,11 @@ class Checks:
         )
 
     def _protection(self, at: KeyPath, block: ProtectBlock | None) -> Protection | None:
+        if block is None:
+            return None
+        from kvloom.format.encryption import Protection
+
         try:
-            if block is None:
-                return None
             keys = block.keys
             if not keys.startswith("env:") and not looks_like_a_key(keys):
                 keys = str(absolute(keys, self._directory((*at, "keys"))))
@@ -173,18 +186,20 @@ class Checks:
         )
 
     def _choose(self, at: KeyPath, kind: str, type: str, settings: Mapping[str, Any], *, at_type: KeyPath) -> Choice:
-        cls: Any = None
-        config = Config()
+        model = Config
         try:
-            cls = self._registry.get(kind, type)
+            if self._imported:
+                self._registry.get(kind, type)
+            model = self._registry.settings(kind, type)
             if lacking := self._registry.lacks(kind, type):
                 self.problems.append((at_type, lacking))
-            given = absolute_paths(cls.Config, settings, lambda name: self._directory((*at, name)))
-            config = cls.Config.model_validate(given, context={"directory": self._directory(at)})
+            given = absolute_paths(model, settings, lambda name: self._directory((*at, name)))
+            config = model.model_validate(given, context={"directory": self._directory(at)})
+            return Choice(dotted(at), type, config, partial(self._registry.get, kind, type), self._origins)
         except PluginError as error:
             self.problems.append((at_type, str(error)))
         except ValidationError as error:
-            known = {*cls.Config.model_fields, *KINDS[kind].owned} - {"type"} | {str(at_type[-1])}
+            known = {*model.model_fields, *KINDS[kind].owned} - {"type"} | {str(at_type[-1])}
 
             def stray(path: KeyPath) -> str:
                 if path == (*at, "type"):  # of a block whose type has another name
@@ -192,4 +207,4 @@ class Checks:
                 return unknown(str(path[-1]), known) if len(path) == len(at) + 1 else "unknown key"
 
             self.problems.extend(problems(error, at=at, stray=stray))
-        return Choice(dotted(at), cls, config, self._origins)
+        return Choice(dotted(at), "", Config(), partial(self._registry.get, kind, type), self._origins)
