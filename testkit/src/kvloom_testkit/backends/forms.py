@@ -44,6 +44,48 @@ class FormRequirements(BackendRequirements):
             together(lambda: (backend.get(key), backend.put(names.key(1), [b"blob"])), seconds=ANSWER_SECONDS)
         assert content(backend.get(key)) == blob, "read again after a refusal"
 
+    def test_B50_get_many_into_has_an_outcome_for_each_request(self, names: Namespace, opened: Open) -> None:
+        """`get_many_into` reports each request once: with True for a blob that has arrived, with False where there is
+        none, with its own exception if its sink refuses, and whatever happens to the others.
+
+        A key may come twice. In each sink only its own blob arrives, as B13 says of `get_into`.
+
+        Why: the core reads all chunks of a request this way, and matches the outcomes by their numbers.
+
+        Usually: outcomes are counted in the order of arrival, missing keys are left out, one refusal ends the batch or
+        leaves its bytes to the next, or nothing is reported for the same key asked for a second time.
+        """
+        backend = opened()
+        sizes = [1, 5000, (1 << 20) + 17, 300, 70_000, 4096, *range(200, 240)]
+        keys, absent = names.keys(len(sizes)), names.named("absent")
+        blobs = {key: blob_of(size) for key, size in zip(keys, sizes, strict=True)}
+        backend.put_many((key, [blob]) for key, blob in blobs.items())
+        refusal = BackendError("no room")
+        asked = [*keys[:3], absent, *keys[3:], absent, keys[2], keys[0]]
+        refused = {1, 6, len(asked) - 2}
+        sinks = [
+            RecordingSink(blobs.get(key), refusal=refusal if number in refused else None)
+            for number, key in enumerate(asked)
+        ]
+        told: list[tuple[int, bool | Exception]] = []
+        backend.get_many_into(list(zip(asked, sinks, strict=True)), lambda *outcome: told.append(outcome))
+        assert sorted(number for number, _ in told) == list(range(len(asked))), "each is reported once"
+        for number, outcome in told:
+            key, sink = asked[number], sinks[number]
+            if key == absent:
+                assert outcome is False and sink.reserved == []
+                continue
+            assert sink.reserved == [len(blobs[key])], "what was reserved"
+            if number in refused:
+                assert outcome is refusal, "what the sink raised"
+                continue
+            assert outcome is True, f"{outcome} of a blob of {len(blobs[key])} bytes"
+            assert sink.early is None, f"{sink.early} bytes were said to have arrived, which had not"
+            assert sink.memory == blobs[key], "what arrived"
+            assert sink.told[-1:] == [len(blobs[key])], "what was said to have arrived"
+        backend.get_many_into([], lambda *outcome: told.append(outcome))
+        assert len(told) == len(asked), "of nothing, nothing is said"
+
     def test_B14_get_range_fills_exactly_what_is_asked_for(self, names: Namespace, opened: Open) -> None:
         """`get_range` fills `into` with the bytes from `offset`; False if the blob ends before, or there is none.
 

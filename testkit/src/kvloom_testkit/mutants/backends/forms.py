@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from kvloom import Buffer, Buffers, Sink
+from kvloom import Buffer, Buffers, ReadDone, Sink
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.backend import DirectoryBackend
 from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
@@ -202,3 +202,78 @@ class AnswersOneByOne(Mutant, DirectoryBackend):
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
         return (self.contains(key) for key in keys)  # type: ignore[return-value]
+
+
+class BatchSaysNothingOfMissingBlobs(Mutant, CompleteDirectoryBackend):
+    """Those who wait for it learn at the deadline."""
+
+    breaks = "B50"
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        def tell(number: int, outcome: bool | Exception) -> None:
+            if outcome is not False:
+                done(number, outcome)
+
+        super().get_many_into(requests, tell)
+
+
+class BatchCountsWhatArrives(Mutant, CompleteDirectoryBackend):
+    """The number of an outcome is how many were there before it, and missing blobs come last."""
+
+    breaks = "B50"
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        outcomes: list[bool | Exception] = []
+        super().get_many_into(requests, lambda number, outcome: outcomes.append(outcome))
+        for number, outcome in enumerate(sorted(outcomes, key=lambda outcome: outcome is False)):
+            done(number, outcome)
+
+
+class BatchEndsWithARefusal(Mutant, CompleteDirectoryBackend):
+    """A sink without room ends it for all that come after."""
+
+    breaks = "B50"
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        for number, (key, sink) in enumerate(requests):
+            done(number, self.get_into(key, sink))
+
+
+class BatchReadsAKeyOnce(Mutant, CompleteDirectoryBackend):
+    """Whoever asked for it first has it."""
+
+    breaks = "B50"
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        first = {key: (number, sink) for number, (key, sink) in reversed(list(enumerate(requests)))}
+        for key, (number, sink) in first.items():
+            super().get_many_into([(key, sink)], lambda _, outcome, number=number: done(number, outcome))
+
+
+class BatchReportsARefusalTwice(Mutant, CompleteDirectoryBackend):
+    """Where the sink raised, and again at the end."""
+
+    breaks = "B50"
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        failed: list[tuple[int, Exception]] = []
+
+        def tell(number: int, outcome: bool | Exception) -> None:
+            done(number, outcome)
+            if isinstance(outcome, Exception):
+                failed.append((number, outcome))
+
+        super().get_many_into(requests, tell)
+        for number, error in failed:
+            done(number, error)
+
+
+class BatchGivesNeighbours(Mutant, CompleteDirectoryBackend):
+    """The second of two blobs goes where the first belongs, and the other way round."""
+
+    breaks = "B50"
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        keys = [key for key, _ in requests]
+        swapped = list(zip([*keys[1:2], *keys[:1], *keys[2:]], [sink for _, sink in requests], strict=True))
+        super().get_many_into(swapped, done)
