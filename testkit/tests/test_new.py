@@ -27,7 +27,7 @@ STARTS = [word for word, start in scaffold.STARTS.items() if start.kind in CLASS
 
 
 @pytest.mark.parametrize(
-    "word", [pytest.param(word, marks=[] if word == "backend" else pytest.mark.slow) for word in STARTS]
+    "word", [pytest.param(word, marks=[] if word == "observer" else pytest.mark.slow) for word in STARTS]
 )
 def test_what_is_generated_meets_its_requirements(
     word: str, tmp_path: Path, sessions: Sessions, monkeypatch: pytest.MonkeyPatch

@@ -268,7 +268,7 @@ class _Plugin:
         self.reason = ""
         self._hooks: Any = None
         self._faults: dict[str, str] = {}
-        self._found: dict[str, dict[str, type[Any] | _Named]] = {}
+        self._found: dict[str, dict[str, type[Any] | _ClassName]] = {}
         """By kind and type: a class, or its name until that is asked for."""
 
     @property
@@ -320,7 +320,7 @@ class _Plugin:
         if type not in self.types(kind):
             return None
         found = self._found[kind][type]
-        if isinstance(found, _Named):
+        if isinstance(found, _ClassName):
             try:
                 found = self._found[kind][type] = found.load(kind, type)
             except (Exception, SystemExit) as error:
@@ -331,7 +331,7 @@ class _Plugin:
     def settings(self, kind: str, type: str) -> type[Any] | None:
         """The settings of this type; None if it has none that can be used."""
         found = self._found[kind][type] if type in self.types(kind) else None
-        if not isinstance(found, _Named) or not found.settings:
+        if not isinstance(found, _ClassName) or not found.settings:
             return getattr(self.get(kind, type), "Config", None)
         try:
             return found.load_settings(kind)
@@ -385,7 +385,7 @@ class _Plugin:
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _ClassName:
     """A class that a hook named and that is not imported yet."""
 
     cls: str
@@ -394,7 +394,7 @@ class _Named:
     """`module:class` of its `Config`, if the hook named that too."""
 
     @classmethod
-    def of(cls, answer: Any) -> _Named | None:
+    def of(cls, answer: Any) -> _ClassName | None:
         """From a value of a hook's mapping; None if it is neither a name nor two."""
         names = (answer,) if isinstance(answer, str) else answer
         fits = isinstance(names, tuple) and len(names) in (1, 2) and all(isinstance(name, str) for name in names)
@@ -412,16 +412,16 @@ class _Named:
         return _checked_settings(kind, pkgutil.resolve_name(self.settings), self.settings)
 
 
-def _by_type(kind: str, answers: Iterable[Any]) -> dict[str, type[Any] | _Named]:
+def _by_type(kind: str, answers: Iterable[Any]) -> dict[str, type[Any] | _ClassName]:
     """Classes or names by type, from what the implementations of a hook returned. PluginError if it is unfit."""
-    found: dict[str, type[Any] | _Named] = {}
+    found: dict[str, type[Any] | _ClassName] = {}
     for answer in answers:
         if isinstance(answer, str) or not isinstance(answer, Iterable):
             raise PluginError(f"{KINDS[kind].hook} returned {answer!r}; return a list of classes")
         named = answer.items() if isinstance(answer, Mapping) else ((None, cls) for cls in answer)
         for type, item in named:
-            answer = _checked(kind, item) if type is None else _Named.of(item)
-            type = type if isinstance(answer, _Named | None) else answer.type
+            answer = _checked(kind, item) if type is None else _ClassName.of(item)
+            type = type if isinstance(answer, _ClassName | None) else answer.type
             if answer is None or not isinstance(type, str):
                 raise PluginError(f"{KINDS[kind].hook} returned {type!r}: {item!r}; name it as 'type': 'module:class'")
             if (kind, type) in RESERVED:
