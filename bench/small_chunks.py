@@ -1,7 +1,7 @@
 """Many small chunks: 512 of 256 KiB into host KV, from a disk tier whose files the page cache holds, and from memory.
 
-The limit, in turn in the same run: the same files read by `readv`, hashed and copied to the KV, by as many threads as there
-are processors; for memory, the copies alone. `--quick` does less of each.
+The limit, in turn in the same run: the same files read by `readv`, hashed and copied to the KV, by as many threads as
+there are processors; for memory, the copies alone. `--quick` does less of each.
 """
 
 from __future__ import annotations

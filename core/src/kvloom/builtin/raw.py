@@ -59,15 +59,13 @@ class RawSerializer(Serializer):
         for row, buffer in zip(rows, blob, strict=True):
             row.numpy()[:] = np.frombuffer(buffer, dtype=np.uint8)
 
-    def stored_as_is(self, num_bytes: int, like: Chunk) -> bool:
-        if num_bytes != like.nbytes:
-            raise CorruptBlobError("the blob is not as long as its chunk")
-        return True
-
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
         import torch
 
-        self.stored_as_is(len(blob), like)
+        if len(blob) != like.nbytes:
+            raise CorruptBlobError("the blob is not as long as its chunk")
+        if not like.tensor.is_meta:
+            return like
         tensor = torch.frombuffer(blob, dtype=torch.uint8).view(like.tensor.dtype).view(like.tensor.shape)
         return Chunk(tensor, like.format, like.num_tokens, like.fidelity)
 

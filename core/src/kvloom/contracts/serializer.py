@@ -75,18 +75,11 @@ class Serializer(Component):
         settings; UnreadableBlobError, by which the blob is kept, if they need what this process does not have.
         """
 
-    def stored_as_is(self, num_bytes: int, like: Chunk) -> bool:
-        """Return whether a payload of `num_bytes` is the chunk's memory, byte for byte: it is not decoded then.
-
-        False: `view` is asked. CorruptBlobError for a length that no chunk like it has. like: as for `view`.
-        """
-        return False
-
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
         """The chunk as a view of `blob` (the payload, joined), if encoding is the identity; else None.
 
         None or CorruptBlobError for a payload of another length than the chunk's.
-        `like` has the wanted shape and dtype, on the meta device.
+        `like` has the wanted shape and dtype. Its tensor is on the meta device, or it is the memory of `blob` already.
         """
         return None
 

@@ -353,15 +353,14 @@ class Pool:
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The memory from byte `start` as a tensor."""
-        # An index into one tensor of all places where such a tensor may begin: unlike `view`, it keeps the GIL, which
-        # a thread that reads many chunks would otherwise have to wait for again and again.
         shape = tuple(shape)
-        grid = self._grids.get((shape, dtype))
-        if grid is None:
-            grid = self._grid(shape, dtype)
         place, rest = divmod(start, PAGE_BYTES)
-        assert not rest, "it begins with a page"
-        return grid[place]
+        if rest:
+            return self.pages.bytes[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        # An index into one tensor of all pages where such a tensor may begin: unlike `view`, it keeps the GIL, which a
+        # thread that reads many chunks would otherwise have to wait for again and again.
+        grid = self._grids.get((shape, dtype))
+        return (self._grid(shape, dtype) if grid is None else grid)[place]
 
     def _grid(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize

@@ -57,9 +57,6 @@ class TimedSerializer(Serializer):
         nbytes = sum(memoryview(buffer).nbytes for buffer in blob)
         self._say("decode", into, nbytes, self._now() - began)
 
-    def stored_as_is(self, num_bytes: int, like: Chunk) -> bool:
-        return self._inner.stored_as_is(num_bytes, like)
-
     def view(self, blob: memoryview, like: Chunk) -> Chunk | None:
         return self._inner.view(blob, like)
 

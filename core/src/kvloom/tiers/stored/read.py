@@ -167,14 +167,14 @@ class BlobReader:
     ) -> Loaded | None:  # fmt: skip
         about, dtype = header.description, self._layout.dtype
         tensor, _ = self._outline(about.shape, about.num_tokens)
-        like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
         payload = buffer.view[header.header_bytes :]
-        if guarded(partial(serializer.stored_as_is, len(payload), like)):
-            reservation = buffer.take()
-            chunk = replace(like, tensor=reservation.tensor(about.shape, dtype, offset=header.header_bytes))
-        elif (viewed := guarded(partial(serializer.view, payload, like))) is not None:
-            reservation = buffer.take()
+        if len(payload) == self._layout.nbytes(about.shape):
+            tensor = buffer.tensor(about.shape, dtype, offset=header.header_bytes)
+        like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
+        viewed = guarded(partial(serializer.view, payload, like))
+        if viewed is not None:
             chunk = replace(like, tensor=viewed.tensor)
+            reservation = buffer.take()
         else:
             decoded = reserve(like.nbytes)
             if decoded is None:
@@ -236,6 +236,11 @@ class _BlobBuffer:
     def view(self) -> memoryview:
         assert self._reservation is not None
         return self._reservation.view
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, *, offset: int) -> torch.Tensor:
+        """The memory from byte `offset`."""
+        assert self._reservation is not None
+        return self._reservation.tensor(shape, dtype, offset=offset)
 
     def take(self) -> Reservation:
         """The memory, which is the caller's from now on."""
