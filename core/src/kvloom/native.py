@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvloom.errors import PluginError
 from kvloom.plugins.installing import pip_install
 
@@ -92,6 +90,8 @@ def pointer(memory: torch.Tensor | Buffer) -> int:
     memory: of any shape and dtype.
     """
     if isinstance(memory, bytes | bytearray | memoryview):
+        import numpy as np  # which verbs that move no KV do without
+
         return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
     return memory.data_ptr()
 
