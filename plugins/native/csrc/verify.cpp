@@ -21,6 +21,12 @@ T read_at(const uint8_t* at) {
     return value;
 }
 
+// As `longest_header` in envelope.py.
+uint64_t longest_header(uint64_t buffers) {
+    const uint64_t bytes = FIXED_BYTES + MAX_DESCRIPTION_BYTES + ROW_BYTES * buffers;
+    return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
+}
+
 bool is_digest(const Digest& digest, const uint8_t* expected) {
     const uint64_t bytes[2] = {__builtin_bswap64(digest.high), __builtin_bswap64(digest.low)};
     return std::memcmp(bytes, expected, sizeof bytes) == 0;
@@ -28,7 +34,7 @@ bool is_digest(const Digest& digest, const uint8_t* expected) {
 
 }  // namespace
 
-void Verifier::begin(uint8_t* data, uint64_t size, uint32_t max_buffers) {
+void Verifier::begin(const uint8_t* data, uint64_t size, uint32_t max_buffers) {
     state_ = ARRIVING;
     max_buffers_ = max_buffers;
     rows_ = row_ = 0;
@@ -57,17 +63,17 @@ bool Verifier::read_header(uint64_t arrived) {
     if (version != VERSION || flags != 0) return false;
     if (text_bytes > MAX_DESCRIPTION_BYTES || rows > max_buffers_ || header_bytes % ALIGN_BYTES != 0) return false;
     table_at_ = FIXED_BYTES + text_bytes;
-    if (table_at_ + ROW_BYTES * rows > header_bytes) return false;
+    if (table_at_ + ROW_BYTES * rows > header_bytes || header_bytes > longest_header(max_buffers_)) return false;
     if (header_bytes > size_ || payload_bytes != size_ - header_bytes) return false;
     if (arrived < header_bytes) return true;
 
-    uint8_t expected[CHECKSUM_BYTES];
-    std::memcpy(expected, data_ + CHECKSUM_AT, CHECKSUM_BYTES);
-    std::memset(data_ + CHECKSUM_AT, 0, CHECKSUM_BYTES);  // it is computed with zeros in its own place
-    hash_.begin(data_, header_bytes);
-    const bool right = is_digest(hash_.digest(), expected);
-    std::memcpy(data_ + CHECKSUM_AT, expected, CHECKSUM_BYTES);
-    if (!right) return false;
+    uint8_t first[xxh3::STRIPE * xxh3::STRIPES_OF_A_BLOCK];  // with zeros in place of the checksum, as it is computed
+    std::memcpy(first, data_, sizeof first);
+    std::memset(first + CHECKSUM_AT, 0, CHECKSUM_BYTES);
+    hash_.begin(first, header_bytes);
+    hash_.update(sizeof first);
+    hash_.move(data_);
+    if (!is_digest(hash_.digest(), data_ + CHECKSUM_AT)) return false;
 
     uint64_t sum = 0;
     for (uint32_t row = 0; row < rows; ++row) {
@@ -109,7 +115,7 @@ KVLOOM_API uint32_t kvloom_version() { return 1; }
 
 KVLOOM_API uint64_t kvloom_verifier_bytes() { return sizeof(kvloom::Verifier); }
 
-KVLOOM_API void kvloom_verifier_begin(void* state, uint8_t* data, uint64_t size, uint32_t max_buffers) {
+KVLOOM_API void kvloom_verifier_begin(void* state, const uint8_t* data, uint64_t size, uint32_t max_buffers) {
     (new (state) kvloom::Verifier)->begin(data, size, max_buffers);
 }
 

@@ -15,7 +15,7 @@ class Verifier {
   public:
     enum State : uint32_t { ARRIVING = 0, RIGHT = 1, NOT_RIGHT = 2 };
 
-    void begin(uint8_t* data, uint64_t size, uint32_t max_buffers);
+    void begin(const uint8_t* data, uint64_t size, uint32_t max_buffers);
     // The first `arrived` bytes are there. Returns whether it can still come right.
     bool filled(uint64_t arrived);
 
@@ -25,7 +25,7 @@ class Verifier {
 
     uint32_t state_;  // the first field: Python reads it
     uint32_t max_buffers_, rows_, row_;
-    uint8_t* data_;
+    const uint8_t* data_;
     uint64_t size_, table_at_, row_begin_, row_end_;
     bool header_right_;
     Hash hash_;

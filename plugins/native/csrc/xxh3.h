@@ -231,6 +231,8 @@ class Hash {
         accumulate(acc_, data_ + STRIPE * stripes_, stripes_, here - stripes_);
         stripes_ = here;
     }
+    // What is not hashed yet is read from `data`, the beginning of the same bytes in another place.
+    void move(const uint8_t* data) { data_ = data; }
     // Once all of them are there.
     Digest digest() {
         using namespace xxh3;

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import xxhash
@@ -93,10 +95,19 @@ def other_length(blob: bytearray, at: int, value: int) -> bytearray:
     return blob
 
 
+def longer_header(blob: bytearray, at: int, value: int) -> bytearray:
+    """The header has more pages of zeros than it needs, and says so."""
+    (size,) = struct.unpack_from("<I", blob, 12)
+    more = 4096 * (value % 40)
+    struct.pack_into("<I", blob, 12, size + more)
+    return blob[:size] + bytes(more) + blob[size:]
+
+
 DAMAGE: dict[str, Callable[[bytearray, int, int], bytearray]] = {
     "flipped": flipped,
     "overwritten": overwritten,
     "other length": other_length,
+    "longer header": longer_header,
     "cut": lambda blob, at, value: blob[: at % len(blob)],
     "longer": lambda blob, at, value: blob + bytes([value]) * (at % 5000 + 1),
 }
@@ -132,7 +143,9 @@ def all_but_the_description_is_right(blob: bytearray, max_buffers: int) -> bool:
     if (magic, version, flags) != (envelope.MAGIC, envelope.PLAIN_VERSION, 0):
         return False
     table_at = 112 + text_bytes
-    if size % 4096 or table_at + 24 * rows > size or rows > max_buffers or text_bytes > envelope.MAX_DESCRIPTION_BYTES:
+    if size % 4096 or not table_at + 24 * rows <= size <= envelope.longest_header(max_buffers):
+        return False
+    if rows > max_buffers or text_bytes > envelope.MAX_DESCRIPTION_BYTES:
         return False
     if size + payload_bytes != len(blob):
         return False
@@ -181,6 +194,17 @@ def test_what_native_code_did_not_find_right_is_looked_at_in_python() -> None:
     assert ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)(told[0])(told[1], len(blob)) != 0
     with pytest.raises(CorruptBlobError, match="payload checksum, buffer 0"):
         verifier.filled(len(blob))
+
+
+def test_memory_that_can_only_be_read_is_verified(tmp_path: Path) -> None:
+    blob = sealed([5000])
+    (tmp_path / "blob").write_bytes(blob)
+    with (tmp_path / "blob").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        verifier = envelope.Verifier(memoryview(mapped), key=KEY)
+        told = verifier.native_filled()
+        assert told is not None
+        assert ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)(told[0])(told[1], len(blob)) == 0
+        del verifier
 
 
 def test_it_says_nothing_of_bytes_that_have_not_arrived() -> None:
