@@ -90,6 +90,17 @@ def test_a_path_with_a_zero_character_is_none(place: Path) -> None:
         Files([str(place / "a"), "b\0c"])
 
 
+def test_a_path_is_named_as_the_system_names_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a locale whose encoding is not UTF-8."""
+    path = os.fsencode(place) + b"/caf\xe9"
+    Path(os.fsdecode(path)).write_bytes(b"a")
+    latin = path.decode("latin-1")
+    monkeypatch.setattr(os, "fsencode", lambda text: text.encode("latin-1"))
+    files = Files([latin])
+    files.close()
+    assert not files.error(0)
+
+
 def test_nothing_to_read() -> None:
     files = Files([])
     files.read("auto")

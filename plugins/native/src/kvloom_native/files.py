@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal
@@ -59,7 +60,7 @@ class Files:
         self._files = (_File * len(paths))()
         self._held: list[object] = []
         self.raised: dict[int, Exception] = {}
-        found.kvloom_files_open(self._files, len(paths), names.encode("utf-8", "surrogateescape") + b"\0")
+        found.kvloom_files_open(self._files, len(paths), os.fsencode(names) + b"\0")
 
     def error(self, number: int) -> int:
         """The errno of file `number`, NOT_A_FILE, TOO_SHORT, or 0 if all went well so far."""
@@ -75,8 +76,8 @@ class Files:
         filled: a function and its state as `NativeSink.native_filled` gives them, told of each step.
         """
         file = self._files[number]
-        if len(into) < file.size or into.readonly or not into.contiguous:
-            raise ValueError(f"{len(into)} bytes of memory for a file of {file.size}")
+        if into.nbytes < file.size or into.readonly or not into.contiguous:
+            raise ValueError(f"{into.nbytes} bytes of memory for a file of {file.size}")
         self._held.append(into)
         file.into = native.pointer(into)
         file.filled, file.state = filled
