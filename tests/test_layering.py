@@ -257,7 +257,7 @@ def test_verbs_that_move_no_kv_load_little(tmp_path: Path) -> None:
         config.write_text(f"connector: {connector}\ntiers: [memory, {tier}]\n{blend}\n")
         verbs += [["config", "check", str(config)]]
     verbs += [["config", "show", str(config)], ["stat", str(config)]]
-    unwanted = {"torch", "transformers", "vllm", "numpy", "fsspec", "rich", "asyncio", "kvloom.engine"}
+    unwanted = {"torch", "transformers", "vllm", "numpy", "fsspec", "asyncio", "kvloom.engine"}
     script = (
         "import contextlib, sys\n"
         "from kvloom.cli.main import main\n"

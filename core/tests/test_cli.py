@@ -230,23 +230,3 @@ def test_sizes(num_bytes: int, text: str, exact: int | str) -> None:
     assert output.size(num_bytes) == text
     assert output.exact_size(num_bytes) == exact
     assert num_bytes == 0 or kvloom.EngineConfig.load({"tiers": [{"type": "dict", "capacity": exact}]})
-
-
-def test_a_table_is_as_wide_as_the_terminal_and_a_row_is_a_line_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [("disk", "12", "word " * 30), ("二つ", "3", "[red]\x1b[31m")]
-
-    def lines() -> list[str]:
-        output.print_table("title", ("name", "blobs", "about"), rows, right=("blobs",))
-        return capsys.readouterr().out.splitlines()
-
-    whole = lines()
-    assert whole[0] == "title" and whole[2].split() == ["name", "blobs", "about"]
-    assert whole[4] == f"  disk     12  {'word ' * 30}".rstrip()
-    assert whole[5] == "  二つ      3  [red]\\x1b[31m", "two columns for each; nothing that a terminal acts on"
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    narrow = lines()
-    assert max(len(line) for line in narrow) <= 40
-    assert "".join(line[15:] for line in narrow[4:-2]).replace(" ", "") == "word" * 30

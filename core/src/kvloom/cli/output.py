@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -17,9 +15,6 @@ if TYPE_CHECKING:
 _ACTS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Categories of characters that move the cursor, change the direction, or cannot be printed."""
 _CELL_CHARS = 300
-_GAP = "  "
-_NARROWEST = 8
-"""Columns are not made narrower than this to fit a terminal."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -53,49 +48,20 @@ def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
 ) -> None:
     """right: the columns that hold numbers. As wide as the terminal; where there is none, a row is a line."""
-    cells = [list(columns), *([plain(cell, most=_CELL_CHARS) for cell in row] for row in rows)]
-    widths = [max(_width(line) for row in cells for line in row[at].split("\n")) for at in range(len(columns))]
-    if sys.stdout.isatty():
-        _narrow(widths, shutil.get_terminal_size().columns)
-    lines = [line for row in cells for line in _lines(row, widths, [column in right for column in columns])]
-    rule = "─" * (sum(widths) + len(_GAP) * len(widths))
-    print("\n".join([*([title] if title else []), "", lines[0], f" {rule}", *lines[1:], ""]))
+    from rich import box
+    from rich.measure import Measurement
+    from rich.table import Table
 
-
-def _narrow(widths: list[int], room: int) -> None:
-    """Make the widest columns but the first narrower, until they fit or none is wide."""
-    while sum(widths) + len(_GAP) * (len(widths) + 1) > room:
-        widest = max(range(1, len(widths)), key=widths.__getitem__, default=0)
-        if not widest or widths[widest] <= _NARROWEST:
-            return
-        widths[widest] -= 1
-
-
-def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> Iterator[str]:
-    """The lines of one row: a cell that is too wide goes on in the next."""
-    folded = [list(_folded(cell, width)) for cell, width in zip(row, widths, strict=True)]
-    for parts in zip_longest(*folded, fillvalue=""):
-        padded = [
-            f"{' ' * (width - _width(part))}{part}" if to_right else f"{part}{' ' * (width - _width(part))}"
-            for part, width, to_right in zip(parts, widths, right, strict=True)
-        ]
-        yield f"{_GAP}{_GAP.join(padded)}".rstrip()
-
-
-def _folded(cell: str, width: int) -> Iterator[str]:
-    for line in cell.split("\n"):
-        while _width(line) > width > 0:
-            cut = next(at for at in range(len(line), 0, -1) if at == 1 or _width(line[:at]) <= width)
-            yield line[:cut]
-            line = line[cut:]
-        yield line
-
-
-def _width(text: str) -> int:
-    """Columns of a terminal that `text` takes."""
-    if text.isascii():
-        return len(text)
-    return sum(0 if unicodedata.combining(one) else 1 + (unicodedata.east_asian_width(one) in "WF") for one in text)
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*(plain(cell, most=_CELL_CHARS) for cell in row))
+    screen = _console()
+    if not screen.is_terminal:
+        whole = Measurement.get(screen, screen.options.update(max_width=1 << 16), table)
+        screen.width = max(screen.width, whole.maximum)
+    screen.print(table)
 
 
 @contextmanager
@@ -107,7 +73,7 @@ def progress(what: str, total: int | None = None) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_console(), transient=True) as bar:
+    with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
 
@@ -123,7 +89,7 @@ def byte_progress(what: str, total_bytes: int | None = None) -> Iterator[ByteSte
     columns = (
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=_console(), transient=True) as bar:
+    with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total_bytes, done="")
         blobs = 0
 
@@ -143,11 +109,11 @@ def watched() -> bool:
     return sys.stderr.isatty()
 
 
-def _console() -> Console:
-    """The console for progress. No markup: brackets in a path are brackets."""
+def _console(*, stderr: bool = False) -> Console:
+    """The console for tables and progress. No markup: brackets in a path or a message are brackets."""
     from rich.console import Console
 
-    return Console(stderr=True, markup=False, highlight=False)
+    return Console(stderr=stderr, markup=False, highlight=False)
 
 
 def rate(bytes_per_second: float) -> str:
