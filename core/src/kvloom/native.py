@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import Sink
     from kvloom.types import Buffer
 
-VERSION = 1
-"""Of the interface of the library of `kvloom-native`. One of another version is not used."""
+_VERSION = 1
+"""Version of the interface of `kvloom-native`'s library that this release calls."""
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
@@ -49,6 +49,18 @@ def load(package: str, name: str, *, brief: bool = False) -> ctypes.CDLL:
         return (ctypes.PyDLL if brief else ctypes.CDLL)(str(file))
     except OSError as error:
         raise PluginError(f"{package}: {file} cannot be loaded ({error}); reinstall {dist} on this machine") from error
+
+
+def own_library(*, brief: bool = False) -> ctypes.CDLL | None:
+    """The library of `kvloom-native`, or None if it is not installed, not compiled, or of another version.
+
+    brief: as for `load`.
+    """
+    try:
+        found = load("kvloom_native", "kvloom", brief=brief)
+    except PluginError:
+        return None
+    return found if found.kvloom_version() == _VERSION else None
 
 
 def check_tensor(
@@ -89,11 +101,37 @@ def pointer(memory: torch.Tensor | Buffer) -> int:
 
     memory: of any shape and dtype.
     """
-    if isinstance(memory, bytes | bytearray | memoryview):
-        import numpy as np  # which verbs that move no KV do without
+    if not isinstance(memory, bytes | bytearray | memoryview):
+        return memory.data_ptr()
+    buffer = _PyBuffer()
+    _acquire(memory, buffer, 0)
+    _release(buffer)
+    return buffer.buf or 0
 
-        return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
-    return memory.data_ptr()
+
+class _PyBuffer(ctypes.Structure):
+    """Py_buffer of CPython. Unlike `ctypes.c_char.from_buffer` it serves read-only memory too."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_acquire = ctypes.pythonapi.PyObject_GetBuffer
+_acquire.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
+_release = ctypes.pythonapi.PyBuffer_Release
+_release.argtypes = (ctypes.POINTER(_PyBuffer),)
+_release.restype = None
 
 
 def filled_by(sink: Sink) -> tuple[int, int] | None:

@@ -243,7 +243,7 @@ class Call(Generic[T]):
 
 
 class Batch(Generic[T]):
-    """What one thread does in one go: a function that gives a result to each of some calls, one after the other."""
+    """A function that one thread runs, and the calls to which it gives a result each, one after the other."""
 
     __slots__ = ("_function", "_workers", "calls", "since")
 

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("aiohttp")
-if importlib.util.find_spec("openai") is None:
-    pytest.skip("openai is not installed", allow_module_level=True)
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-import kvloom_native
 from kvloom_native import NOT_A_FILE, TOO_SHORT, Files
 
-pytestmark = pytest.mark.skipif(kvloom_native.library() is None, reason="installed without its library")
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler has built the library")
 
 
 def opened() -> int:

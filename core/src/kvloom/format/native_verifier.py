@@ -6,7 +6,6 @@ import ctypes
 from functools import cache
 
 from kvloom import native
-from kvloom.errors import PluginError
 
 _RIGHT = 1
 
@@ -50,9 +49,6 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    """The library, or None if it is not installed or not of this version."""
-    try:
-        found = native.load("kvloom_native", "kvloom", brief=True)
-    except PluginError:
-        return None
-    return Library(found) if found.kvloom_version() == native.VERSION else None
+    """The library, or None if there is none that can be used."""
+    found = native.own_library(brief=True)
+    return None if found is None else Library(found)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from kvloom import BackendError, ReadDone, Sink, native
 from kvloom_backend_disk.transfer import Mode
@@ -15,6 +17,10 @@ if _INSTALLED:
 
 _AT_ONCE = 32
 """Files that are open at once."""
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+Failure = Callable[[str, OSError], "Exception | bool"]
+"""Returns what an error about a file comes to, given its path: an outcome of `get_into`."""
 
 
 def available() -> bool:
@@ -22,54 +28,67 @@ def available() -> bool:
     return _INSTALLED and library() is not None
 
 
+class _Read(NamedTuple):
+    number: int
+    """Of the request."""
+    sink: Sink
+    path: str
+
+
 def read_many(
-    requests: Sequence[tuple[str, Sink]], path: Callable[[str], str], mode: Mode,
-    failure: Callable[[str, OSError], Exception | bool], done: ReadDone,
-) -> None:  # fmt: skip
-    """As `get_many_into`. path: the file of a key. failure: what an error about a file comes to, given its path."""
-    for start in range(0, len(requests), _AT_ONCE):
-        _read_some(range(start, min(start + _AT_ONCE, len(requests))), requests, path, mode, failure, done)
-
-
-def _read_some(
-    numbers: range, requests: Sequence[tuple[str, Sink]], path: Callable[[str], str], mode: Mode,
-    failure: Callable[[str, OSError], Exception | bool], done: ReadDone,
-) -> None:  # fmt: skip
-    paths: list[tuple[int, str]] = []
-    for number in numbers:
+    requests: Sequence[tuple[str, Sink]], path: Callable[[str], str], mode: Mode, failure: Failure, done: ReadDone
+) -> None:
+    """As `get_many_into`. path: returns the file of a key."""
+    left: list[_Read] = []
+    for number, (key, sink) in enumerate(requests):
         try:
-            paths.append((number, path(requests[number][0])))
+            left.append(_Read(number, sink, path(key)))
         except ValueError as error:
             done(number, error)
-    files = Files([place for _, place in paths])
+    at_once = _AT_ONCE
+    while left:
+        some, left = left[:at_once], left[at_once:]
+        unopened = _read_some(some, mode, failure, done)
+        if unopened:
+            at_once, left = len(some) - len(unopened), unopened + left
+
+
+def _read_some(reads: Sequence[_Read], mode: Mode, failure: Failure, done: ReadDone) -> list[_Read]:
+    """Return those for which there was no descriptor, if there was one for others, which are closed again."""
+    files = Files([read.path for read in reads])
+    short = [at for at in range(len(reads)) if files.error(at) in _NO_DESCRIPTOR]
+    unopened = short if len(short) < len(reads) else []
     refused: dict[int, Exception] = {}
     natively: set[int] = set()
     """Those whose sinks have native functions, which are still to be told of the end in Python."""
     try:
-        for at, (number, _) in enumerate(paths):
+        for at, read in enumerate(reads):
             if not files.error(at):
                 try:
-                    if _place(files, at, requests[number][1]):
+                    if _place(files, at, read.sink):
                         natively.add(at)
                 except Exception as error:
                     refused[at] = error
         files.read(mode)
     finally:
         files.close()
-    for at, (number, place) in enumerate(paths):
+    for at, read in enumerate(reads):
         outcome: Exception | bool = True
+        if at in unopened:
+            continue
         if at in refused:
             outcome = refused[at]
         elif files.error(at):
-            outcome = _failed(files, at, place, failure)
+            outcome = _failed(files, at, read.path, failure)
         elif at in files.raised:
             outcome = files.raised[at]
         elif at in natively:
             try:
-                requests[number][1].filled(files.size(at))
+                read.sink.filled(files.size(at))
             except Exception as error:
                 outcome = error
-        done(number, outcome)
+        done(read.number, outcome)
+    return [reads[at] for at in unopened]
 
 
 def _place(files: Files, at: int, sink: Sink) -> bool:
@@ -84,10 +103,10 @@ def _place(files: Files, at: int, sink: Sink) -> bool:
     return native_filled is not None
 
 
-def _failed(files: Files, at: int, place: str, failure: Callable[[str, OSError], Exception | bool]) -> Exception | bool:
+def _failed(files: Files, at: int, path: str, failure: Failure) -> Exception | bool:
     code = files.error(at)
     if code == TOO_SHORT:
         return BackendError(f"the file ends after fewer than its {files.size(at)} bytes")
     if code == NOT_A_FILE:
-        return failure(place, OSError(0, "not a regular file"))
-    return failure(place, OSError(code, os.strerror(code), place))
+        return failure(path, OSError(0, "not a regular file"))
+    return failure(path, OSError(code, os.strerror(code), path))

@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from kvloom import BackendError, Buffers
-from kvloom_backend_disk.extents import Extent, address, coalesce
+from kvloom import BackendError, Buffers, native
+from kvloom_backend_disk.extents import Extent, coalesce
 from kvloom_backend_disk.pagecache import is_cached
 
 Mode = Literal["auto", "always", "never"]
@@ -66,7 +66,7 @@ class Transfer:
         direct_bytes = 0
         if not self.tried:
             self._try_direct(fd)
-        if self._reads_directly(fd, offset, size, blob_bytes) and (address(into) | offset) % BLOCK_BYTES == 0:
+        if self._reads_directly(fd, offset, size, blob_bytes) and (native.pointer(into) | offset) % BLOCK_BYTES == 0:
             direct_bytes = size - size % BLOCK_BYTES
         os.lseek(fd, offset, os.SEEK_SET)
         done = 0

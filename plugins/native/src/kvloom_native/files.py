@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal
 
-from kvloom import PluginError, native
+from kvloom import native
 
 NOT_A_FILE = -1
 """In `errors`: there is something else than a regular file."""
@@ -18,14 +18,10 @@ TOO_SHORT = -2
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None where it was not built or is not of this version."""
-    try:
-        found = native.load("kvloom_native", "kvloom")
-    except PluginError:
-        return None
-    if found.kvloom_version() != native.VERSION:
-        return None
-    found.kvloom_files_open.restype = found.kvloom_files_read.restype = None
+    """The library, or None if there is none that can be used."""
+    found = native.own_library()
+    if found is not None:
+        found.kvloom_files_open.restype = found.kvloom_files_read.restype = None
     return found
 
 

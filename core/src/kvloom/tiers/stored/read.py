@@ -27,7 +27,7 @@ _MOST_OUTLINES = 4096
 
 _Reserve = Callable[[int], Reservation | None]
 Outcome = tuple[envelope.Header, Loaded | None] | Exception | None
-"""Of reading a blob: its header, and its chunk unless it came too late; None if there is no blob.
+"""The outcome of reading a blob: its header, and its chunk unless it came too late; None if there is no blob.
 
 Else CorruptBlobError, UnreadableBlobError, ExpiredBlobError, NoRoomError, or whatever the backend raised."""
 

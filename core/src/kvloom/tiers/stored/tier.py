@@ -185,7 +185,7 @@ class StoredTier(Tier):
         return [here or pending(key) or not self._welcome(key) for here, key in zip(enough, keys, strict=True)]
 
     def lacks(self, key: ChunkKey, written: float) -> bool:
-        """Whether, as far as is known here and now, a chunk should be written when memory lets go of it.
+        """Return whether, as far as is known here, a chunk should be written when memory lets go of it.
 
         written: as `outlived` takes it.
         """
@@ -205,7 +205,7 @@ class StoredTier(Tier):
         return self._writes.pending(key) or self.find([key])[0]
 
     def has_enough(self, key: ChunkKey) -> bool:
-        """Whether, as far as is known here and now, there is nothing better to be written, or it is on its way."""
+        """Return whether, as far as is known here, there is nothing better to be written, or it is on its way."""
         return self._writes.pending(key) or self._existence.known_enough([key])[0]
 
     def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:

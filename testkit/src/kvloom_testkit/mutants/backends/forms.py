@@ -251,7 +251,7 @@ class BatchReadsAKeyOnce(Mutant, CompleteDirectoryBackend):
 
 
 class BatchReportsARefusalTwice(Mutant, CompleteDirectoryBackend):
-    """Where the sink raised, and again at the end."""
+    """Once when the sink raises, and again at the end."""
 
     breaks = "B50"
 
