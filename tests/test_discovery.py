@@ -20,7 +20,7 @@ import kvloom
 from kvloom import PluginError, Registry
 from kvloom.cli.main import main
 from kvloom.plugins import registry as plugins
-from kvloom.plugins.registry import PluginStatus
+from kvloom.plugins.plugin import PluginStatus
 
 FIXTURES = Path(__file__).parent / "fixtures/plugins"
 MODULES = {"double", "faulty", "later", "shelf", "shelves"}

@@ -19,7 +19,7 @@ from kvloom import Config, Observer, PluginError, Registry, StorageBackend, hook
 from kvloom.config import ComponentBlock, StoredBlock
 from kvloom.config.blocks import BlendBlock, SerializerBlock
 from kvloom.plugins import hookspecs, installing
-from kvloom.plugins.registry import KINDS
+from kvloom.plugins.kinds import KINDS
 
 Install = Callable[..., EntryPoint]
 

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from kvloom import ConfigError, EngineConfig
 from kvloom.cli.main import app
-from kvloom.plugins.registry import KINDS, Registry
+from kvloom.plugins.kinds import KINDS
+from kvloom.plugins.registry import Registry
 from kvloom_testkit import effort
 from kvloom_testkit.cli import scaffold
 from kvloom_testkit.kinds import CLASSES

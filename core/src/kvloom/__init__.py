@@ -23,7 +23,8 @@ _HOME = {
     "validated": "config.validation_errors",
     "check_config": "config",
     "load_yaml": "config.sources",
-    **dict.fromkeys(["KINDS", "Registry"], "plugins.registry"),
+    "KINDS": "plugins.kinds",
+    "Registry": "plugins.registry",
     "pip_install": "plugins.installing",
     "Tier": "tiers.tier",
     **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
@@ -174,7 +175,7 @@ if TYPE_CHECKING:
     from kvloom.pipeline.task import Task as Task
     from kvloom.plugins.hookspecs import hookimpl as hookimpl
     from kvloom.plugins.installing import pip_install as pip_install
-    from kvloom.plugins.registry import KINDS as KINDS
+    from kvloom.plugins.kinds import KINDS as KINDS
     from kvloom.plugins.registry import Registry as Registry
     from kvloom.redaction import is_secret as is_secret
     from kvloom.tiers.memory.index import Changes as Changes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path

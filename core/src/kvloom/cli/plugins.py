@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from kvloom.cli import output
-from kvloom.plugins.registry import PluginStatus, Registry
+from kvloom.plugins.plugin import PluginStatus
+from kvloom.plugins.registry import Registry
 
 
 def add(commands: typer.Typer, registry: Registry) -> None:

@@ -17,7 +17,8 @@ from kvloom.config.paths import absolute, absolute_paths
 from kvloom.config.validation_errors import KeyPath, Origins, Problem, dotted, problems, unknown
 from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError, PluginError
-from kvloom.plugins.registry import KINDS, Registry
+from kvloom.plugins.kinds import KINDS
+from kvloom.plugins.registry import Registry
 from kvloom.redaction import looks_like_a_key
 
 if TYPE_CHECKING:

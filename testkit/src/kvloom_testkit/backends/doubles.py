@@ -1,4 +1,4 @@
-"""Test doubles that the requirements pass to a backend: a sink that records how it is used, and a blob that cannot be read."""
+"""Test doubles that requirements pass to a backend: a sink that records its use, and a blob that cannot be read."""
 
 from __future__ import annotations
 
