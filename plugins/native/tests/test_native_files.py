@@ -105,3 +105,9 @@ def test_nothing_to_read() -> None:
     files = Files([])
     files.read("auto")
     files.close()
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.own_library() is not None and native.own_library(brief=True) is not None
+    monkeypatch.setattr(native, "_VERSION", 1000)
+    assert native.own_library() is None and native.own_library(brief=True) is None
