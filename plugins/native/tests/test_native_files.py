@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvloom import native
 from kvloom_native import NOT_A_FILE, TOO_SHORT, Files
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler has built the library")
