@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from simulation import interrupts
 from simulation.campaign import Tally, fresh_base, known_seeds, run_until
 from simulation.planted import PLANTS, Plant
 from simulation.world import run_seed
@@ -40,6 +42,14 @@ def test_a_seed_replays_its_run() -> None:
 @pytest.mark.slow
 def test_a_seed_replays_its_run_whatever_the_hash_seed() -> None:
     assert digests("2") == digests("random") == [run_seed(seed, 80).digest for seed in REPLAYED]
+
+
+def test_every_module_that_moves_kv_can_be_interrupted_anywhere() -> None:
+    """A module that is moved must not leave the simulation without a word."""
+    changed = {module.__name__: len(changes) for module, changes in interrupts._changes()}
+    for name in ("tiers.stored.load", "tiers.memory.tier", "pipeline.load", "memory.pool"):
+        assert changed[f"kvloom.{name}"] > 5
+    assert all(find_spec(name) for name in interrupts.WHOLE)
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pkgutil import walk_packages
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import kvloom.engine.background
 import kvloom.engine.engine
-import kvloom.memory.pool
-import kvloom.pipeline.task
-import kvloom.pipeline.transfer
+import kvloom.memory
+import kvloom.pipeline
 import kvloom.runtime
 import kvloom.telemetry.events
 import kvloom.tiers
@@ -28,7 +29,14 @@ _TICK, _INTERRUPTED = "__simulation_tick__", "__simulation_interrupted__"
 _POINT = ast.parse(f"if {_TICK}(): {_INTERRUPTED}()").body[0]
 """`Scheduler.point`, without a call of a function in Python where nothing happens."""
 _OUTSIDE = ("SystemRuntime", "TimedSerializer")
-_WHOLE = ("rows", "rings", "sketch", "tenants", "ages", "listing", "recency", "unsaid", "extents", "timed", "build")
+_PACKAGES = (kvloom.memory, kvloom.pipeline, kvloom.tiers)
+WHOLE = frozenset(
+    f"kvloom.{name}"
+    for name in (
+        "memory.extents", "tiers.index.access_time_sync", "tiers.index.columns", "tiers.index.expiry",
+        "tiers.index.frequency", "tiers.index.listing", "tiers.index.lru", "tiers.index.quotas",
+    )
+)  # fmt: skip
 """Modules of plain data, used under the lock of whoever owns it: their callers are interrupted before and after."""
 
 
@@ -66,18 +74,15 @@ def _changes() -> list[tuple[ModuleType, list[tuple[FunctionType, CodeType, Code
 
 
 def _modules() -> list[ModuleType]:
-    tiers = [part for part in vars(kvloom.tiers).values() if inspect.ismodule(part)]
-    memory = [part for part in vars(kvloom.memory).values() if inspect.ismodule(part)]
+    parts = [part.name for package in _PACKAGES for part in walk_packages(package.__path__, f"{package.__name__}.")]
     core = [
         kvloom.runtime,
-        kvloom.pipeline.task,
         kvloom.engine.engine,
         kvloom.engine.background,
-        kvloom.pipeline.transfer,
         kvloom.telemetry.events,
     ]
-    found = [*tiers, *memory, *core]
-    by_name = {module.__name__: module for module in found if module.__name__.rpartition(".")[2] not in _WHOLE}
+    found = [*map(importlib.import_module, parts), *core]
+    by_name = {module.__name__: module for module in found if module.__name__ not in WHOLE}
     return [by_name[name] for name in sorted(by_name)]
 
 

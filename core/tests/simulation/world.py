@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import random
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -387,9 +388,17 @@ class World:
 def run_seed(seed: str | int, ops: int = DEFAULT_OPS, *, trace: Callable[[str], None] | None = None) -> Outcome:
     """One run. Its outcome carries the violation, if there was one."""
     _prepare()
+    _await_others()
     outcome = World(str(seed), ops, trace=trace).run()
     gc.collect()
     return outcome
+
+
+def _await_others() -> None:
+    """Wait for threads of engines that were closed before. Functions that they run would count as steps of this run."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvloom-") and thread.name != "kvloom-verbs":
+            thread.join(20)
 
 
 @functools.cache
