@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import threading
 from pathlib import Path
 
 import pytest
-from core_support import CHUNK, SPEC, kv_of, tokens_of
+from core_support import CHUNK, SPEC, eventually, kv_of, tokens_of
 
 import kvloom
 from kvloom import BackendError, ConfigError, Engine, EngineConfig, check_config, inspection
@@ -62,3 +65,15 @@ def test_errors_name_the_tier(resolved: inspection.Resolved, tmp_path: Path) -> 
 def test_what_a_blob_takes_of_a_tier() -> None:
     assert [inspection.stored_bytes(nbytes) for nbytes in (1, 4096, 4097)] == [4096, 4096, 8192]
     assert inspection.pool_bytes(1, 1 << 30) == 4096
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_thread_outlives_a_store(
+    resolved: inspection.Resolved, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = dataclasses.replace(inspection.stored(resolved)[0], name="gone-afterwards")
+    if fails:
+        monkeypatch.setattr("kvloom_backend_disk.backend.DiskBackend.__init__", lambda *given: 1 // 0)
+    with contextlib.suppress(ConfigError, ZeroDivisionError), inspection.opened(tier) as store:
+        store.ask(lambda: None)
+    assert eventually(lambda: not [one for one in threading.enumerate() if "gone-afterwards" in one.name])

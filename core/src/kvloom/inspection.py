@@ -186,14 +186,22 @@ def opened(choice: TierChoice, spec: KVSpec | None = None, *, threads: int = 1, 
         text = f"there is no {str(place)!r}: nothing was stored there yet, or it is written otherwise"
         raise ConfigError(f"{choice.path}.path", text)
     make, seconds = choice.backend.make, choice.deadline
+    # A call that hangs may have every thread; closing gets one of its own, and the process does not wait for it.
+    with _workers(choice, threads) as workers, _workers(choice, 1) as closing:
+        backend: StorageBackend = workers.run(lambda: make(spec), seconds=seconds)
+        try:
+            yield Store(choice, backend, workers)
+        finally:
+            with contextlib.suppress(Exception):
+                closing.run(backend.close, seconds=seconds)
+
+
+@contextmanager
+def _workers(choice: TierChoice, threads: int) -> Iterator[Workers]:
     workers = Workers(_RUNTIME, name=f"tier {choice.name}", threads=threads)
-    backend: StorageBackend = workers.run(lambda: make(spec), seconds=seconds)
     try:
-        yield Store(choice, backend, workers)
+        yield workers
     finally:
-        # A call that hangs may have every thread; closing gets one of its own, and the process does not wait for it.
-        with contextlib.suppress(Exception):
-            Workers(_RUNTIME, name=f"tier {choice.name}", threads=1).run(backend.close, seconds=seconds)
         workers.close(0.0)
 
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -394,11 +395,16 @@ def run_seed(seed: str | int, ops: int = DEFAULT_OPS, *, trace: Callable[[str], 
     return outcome
 
 
+_idle: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads that do not end, since a test has not closed what they belong to. They wait, and take no steps."""
+
+
 def _await_others() -> None:
     """Wait for threads of engines that were closed before. Functions that they run would count as steps of this run."""
     for thread in threading.enumerate():
-        if thread.name.startswith("kvloom-") and thread.name != "kvloom-verbs":
-            thread.join(20)
+        if thread.name.startswith("kvloom-") and thread not in _idle:
+            thread.join(2)
+            _idle.add(thread)
 
 
 @functools.cache

@@ -37,6 +37,10 @@ class FaultyBackend(DiskBackend):
         self._disturb("get")
         return super().get_into(key, sink)
 
+    def get_many_into(self, requests: Any, done: Any) -> None:
+        self._disturb("get")
+        super().get_many_into(requests, done)
+
     def get_range(self, *args: Any, **kwargs: Any) -> Any:
         self._disturb("get")
         return super().get_range(*args, **kwargs)
