@@ -241,7 +241,8 @@ def locked_name() -> Iterator[Engine]:
 def test_a_tier_on_its_own_is_refused_in_a_child() -> None:
     for block in ("memory", "dict"):
         tier = open_tier(block, SPEC)
-        key = Engine.open({"tiers": ["memory"], "connector": "plain", "chunk_tokens": 4}, SPEC).segments(TOKENS)[0].key
+        with Engine.open({"tiers": ["memory"], "connector": "plain", "chunk_tokens": 4}, SPEC) as engine:
+            key = engine.segments(TOKENS)[0].key
 
         def work(tier: Tier = tier, key: Any = key) -> None:
             for verb in (

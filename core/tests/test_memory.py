@@ -254,6 +254,7 @@ def test_memory_goes_back_with_its_last_holder() -> None:
     assert pool.reserve(PAGE) is None
     again.abandon()
     assert pool.used_bytes == pool.leaked == 0
+    pool.close()
 
 
 def test_half_of_a_pool_may_be_staged() -> None:
@@ -261,3 +262,4 @@ def test_half_of_a_pool_may_be_staged() -> None:
     assert pool.stage(2 * PAGE) and not pool.stage(PAGE)
     pool.stage(-PAGE)
     assert pool.stage(PAGE)
+    pool.close()
