@@ -36,16 +36,17 @@ class Pretended:
         extra = {"config": {"chunk_tokens": 2 * BLOCK, "tiers": list(tiers), **config}, "async_load": asynchronous}
         settings = Settings.read(extra, ranks=ranks)
         opened = settings.opened(identities[0].geometry)
+        chunk = opened.chunk_tokens
         self.elements = identities[0].geometry.page_elements
-        names = [Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=2 * BLOCK) for one in identities]
+        names = [Names(one.spec, one.geometry, MemoryFormat.KV_PAGES, chunk_tokens=chunk) for one in identities]
         planner = Planner(
-            block_tokens=BLOCK, chunk_tokens=2 * BLOCK, hash_tokens=BLOCK,
-            save_generated=opened.save_decode_cache,
+            block_tokens=BLOCK, chunk_tokens=chunk, hash_tokens=BLOCK,
+            save_generated=opened.save_decode_cache, tails=opened.save_tails,
         )  # fmt: skip
         self.index = None
         if has_shared_tier(opened):
             self.index = Engine.open(opened, identities[0].spec, role="index")
-        announcer = Announcer(chunk_tokens=2 * BLOCK, hash_tokens=BLOCK)
+        announcer = Announcer(chunk_tokens=chunk, hash_tokens=BLOCK)
         self.scheduler = Scheduler(planner, names, self.index, announcer, asynchronous=asynchronous)
         self.engines = [Engine.open(opened, one.spec) for one in identities]
         self.workers = [

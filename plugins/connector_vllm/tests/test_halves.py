@@ -42,6 +42,60 @@ def test_another_process_finds_it_and_sees_where(pretended: Any, tmp_path: Path)
     assert two.matched(again) == 24 and two.scheduler.sources["c"] == {"memory": 24}, "promoted, and known to be"
 
 
+@pytest.mark.parametrize(("ranks", "asynchronous"), [(1, True), (1, False), (2, True)])
+@pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
+def test_the_tail_of_a_prompt_is_kept_and_found(
+    pretended: Any, tmp_path: Path, tiers: str, ranks: int, asynchronous: bool
+) -> None:
+    wanted = {"memory": [MEMORY], "disk": [disk(tmp_path)], "both": [MEMORY, disk(tmp_path)]}[tiers]
+    settings = {"tiers": wanted, "chunk_tokens": 4 * BLOCK, "ranks": ranks, "asynchronous": asynchronous}
+    one = pretended(**settings)
+    assert one.serve(FakeRequest("a", PROMPT[:]), range(8)) == 0
+    assert one.serve(FakeRequest("b", PROMPT[:]), range(8, 16)) == 24
+    longer = [*PROMPT[:24], *range(50, 63)]
+    assert one.serve(FakeRequest("c", longer), range(10)) == 24, "behind another's tail"
+    assert one.serve(FakeRequest("d", [*longer, 1, 2, 3, 4, 5]), range(10, 21)) == 36, "two whole chunks and a block"
+    assert one.serve(FakeRequest("e", PROMPT[:22]), range(8)) == 16, "of a shorter one there are no pieces"
+    assert one.serve(FakeRequest("f", PROMPT[:22]), range(8, 16)) == 20
+    if tiers != "memory":
+        two = pretended(**settings)
+        request = FakeRequest("g", longer)
+        assert two.matched(request, 16) == 20 and two.scheduler.sources["g"] == {"disk": 20}
+        assert two.serve(FakeRequest("h", PROMPT[:]), range(8)) == 24
+    assert not one.failed
+
+
+def test_pieces_of_the_first_chunk_that_lacks_are_found(pretended: Any, tmp_path: Path) -> None:
+    """Not only those of the last one; and what a rank lacks is lacking."""
+    one = pretended(tiers=[MEMORY, disk(tmp_path)], chunk_tokens=4 * BLOCK, ranks=2)
+    one.serve(FakeRequest("a", PROMPT[:]), range(8))
+    two = pretended(tiers=[MEMORY, disk(tmp_path)], chunk_tokens=4 * BLOCK, ranks=2)
+    longer = [*PROMPT, *range(100, 140)]
+    assert two.matched(FakeRequest("b", longer)) == 24
+    pieces = [key for key in one.engines[1].memory.chunks() if key.depth == 1]
+    one.engines[1].tiers["disk"].remove(pieces)
+    three = pretended(tiers=[disk(tmp_path)], chunk_tokens=4 * BLOCK, ranks=2)
+    assert len(pieces) == 1 and three.matched(FakeRequest("c", longer)) == 16
+
+
+def test_a_tail_that_is_damaged_is_computed(pretended: Any, tmp_path: Path) -> None:
+    settings = {"tiers": [disk(tmp_path)], "chunk_tokens": 4 * BLOCK}
+    pretended(**settings).serve(FakeRequest("a", PROMPT[:]), range(8))
+    (piece,) = (tmp_path / "kv").rglob("1-*")
+    data = bytearray(piece.read_bytes())
+    data[-1] ^= 1
+    piece.write_bytes(data)
+    one = pretended(**settings)
+    assert one.serve(FakeRequest("b", PROMPT[:]), range(8)) == 16
+    assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == 24, "and kept again"
+
+
+def test_without_tails_only_whole_chunks_are_kept(pretended: Any) -> None:
+    one = pretended(tiers=[MEMORY], chunk_tokens=4 * BLOCK, save_tails=False)
+    one.serve(FakeRequest("a", PROMPT[:]), range(8))
+    assert one.serve(FakeRequest("b", PROMPT[:]), range(8, 16)) == 16
+
+
 def test_what_the_engine_has_itself_is_not_touched(pretended: Any) -> None:
     one = pretended(tiers=[MEMORY])
     one.serve(FakeRequest("a", PROMPT[:]), range(8))

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm_fakes import BLOCK, FakeRequest
 
-from kvloom_connector_vllm.planner import IDLE, Move, Owner, Planner, Scheduled
+from kvloom_connector_vllm.planner import IDLE, Chunks, Move, Offer, Owner, Planner, Scheduled
+from kvloom_connector_vllm.tail import Pieces, leading
 
 CHUNK = 2 * BLOCK
 NOBODY = Owner()
 
 
-def planner(**settings: bool) -> Planner:
-    return Planner(
-        **{"block_tokens": BLOCK, "chunk_tokens": CHUNK, "hash_tokens": BLOCK, "save_generated": False, **settings}
-    )
+def planner(**settings: Any) -> Planner:
+    usual = {
+        "block_tokens": BLOCK,
+        "chunk_tokens": CHUNK,
+        "hash_tokens": BLOCK,
+        "save_generated": False,
+        "tails": False,
+    }
+    return Planner(**{**usual, **settings})
+
+
+def loadable(one: Planner, local: int, held: Sequence[bool]) -> int:
+    return one.loadable("r", local, Offer(one.held(local, held)))
 
 
 def test_a_prompt_is_saved_by_whole_chunks_as_it_is_computed() -> None:
@@ -40,14 +53,14 @@ def test_a_prompt_is_saved_by_whole_chunks_as_it_is_computed() -> None:
 def test_what_can_be_loaded(local: int, held: list[bool], tokens: int) -> None:
     one = planner()
     one.begin(FakeRequest("r", list(range(20))), NOBODY)
-    assert one.loadable("r", local, held) == tokens
-    assert one.loadable("r", local, held) == tokens, "asking changes nothing"
+    assert loadable(one, local, held) == tokens
+    assert loadable(one, local, held) == tokens, "asking changes nothing"
 
 
 def test_a_token_is_left_to_compute() -> None:
     one = planner()
     one.begin(FakeRequest("r", list(range(16))), NOBODY)
-    assert one.loadable("r", 0, [True, True]) == 12
+    assert loadable(one, 0, [True, True]) == 12
     move = one.load("r", [1, 2, 3, 4], 12)
     assert (move.chunks.first, len(move.chunks.digests), move.first_block, move.blocks) == (0, 2, 0, (1, 2, 3, -1))
 
@@ -55,7 +68,7 @@ def test_a_token_is_left_to_compute() -> None:
 def test_part_of_a_chunk_is_loaded_behind_what_is_there() -> None:
     one = planner()
     one.begin(FakeRequest("r", list(range(40))), NOBODY)
-    assert one.loadable("r", 12, [True] * 5) == 24
+    assert loadable(one, 12, [True] * 5) == 24
     move = one.load("r", list(range(10)), 24)
     assert (move.chunks.first, len(move.chunks.digests), move.first_block) == (1, 4, 2)
     assert move.blocks == (-1, 3, 4, 5, 6, 7, 8, -1)
@@ -105,7 +118,7 @@ def test_a_load_into_a_block_that_is_being_read_is_fenced() -> None:
         one.begin(FakeRequest(name, list(range(20))), NOBODY)
     (save,) = one.step([Scheduled("a", [1, 2, 3, 4, 5], True, 0, 9)]).saves
     one.end("a")
-    one.loadable("b", 0, [True, True])
+    one.loadable("b", 0, Offer(2))
     one.load("b", [2, 1, 7, 8, 9], 16)
     assert one.step([]).fence == (save.number,)
 
@@ -113,7 +126,7 @@ def test_a_load_into_a_block_that_is_being_read_is_fenced() -> None:
 def test_a_load_of_a_request_that_is_over_is_cancelled_once() -> None:
     one = planner()
     one.begin(FakeRequest("r", list(range(20))), NOBODY)
-    one.loadable("r", 0, [True, True])
+    loadable(one, 0, [True, True])
     one.load("r", [1, 2, 3, 4, 5], 16)
     one.end("r")
     step = one.step([])
@@ -124,22 +137,85 @@ def test_a_load_of_a_request_that_is_over_is_cancelled_once() -> None:
 def test_after_a_failed_load_it_computes_and_saves_again() -> None:
     one = planner()
     one.begin(FakeRequest("r", list(range(20))), NOBODY)
-    one.loadable("r", 0, [True, True])
+    loadable(one, 0, [True, True])
     one.load("r", [1, 2, 3, 4, 5], 16)
     one.step([])
     one.loaded("r")
     one.doubt(["r"])
-    assert one.loadable("r", 0, [True, True]) == 0
+    assert loadable(one, 0, [True, True]) == 0
     (save,) = one.step([Scheduled("r", [1, 2, 3, 4, 5], True, 0, 20)]).saves
     assert save.blocks == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(("tokens", "cuts"), [
+    (47, [(32, 40), (40, 44)]), (44, [(32, 40), (40, 44)]), (35, []), (36, [(32, 36)]), (48, []), (16, []),
+    (15, [(0, 8), (8, 12)]),
+])  # fmt: skip
+def test_the_tail_of_a_prompt_is_saved_in_pieces(tokens: int, cuts: list[tuple[int, int]]) -> None:
+    one, request = planner(chunk_tokens=16, tails=True), FakeRequest("r", list(range(tokens)))
+    one.begin(request, NOBODY)
+    table = list(range(12))
+    step = one.step([Scheduled("r", table, True, 0, tokens)])
+    (save,) = step.saves or ()
+    assert [(piece.start, piece.end) for piece in save.chunks.pieces] == cuts
+    assert len(save.chunks.digests) == tokens // 16 and save.blocks == tuple(table[: tokens // BLOCK])
+    assert step.touched == (save.chunks,)
+    request.append(7)
+    assert not one.step([Scheduled("r", [], False, tokens, tokens + 1)]).saves or (tokens + 1) % 16 == 0, "once"
+
+
+def test_a_chunk_that_is_whole_is_not_saved_in_pieces() -> None:
+    """All of it is computed again in one step, because it could not be loaded."""
+    one, request = planner(chunk_tokens=16, tails=True, save_generated=True), FakeRequest("r", list(range(12)))
+    one.begin(request, NOBODY)
+    request.append(*range(8))
+    one.doubt(["r"])
+    (save,) = one.step([Scheduled("r", [1, 2, 3, 4, 5], True, 0, 20)]).saves
+    assert (len(save.chunks.digests), save.chunks.pieces, save.blocks) == (1, (), (1, 2, 3, 4))
+
+
+def test_a_longer_prompt_finds_the_tail_of_a_shorter_one() -> None:
+    for tokens in range(1, 33):
+        one, short = planner(chunk_tokens=16, tails=True), FakeRequest("short", list(range(tokens)))
+        one.begin(short, NOBODY)
+        saves = one.step([Scheduled("short", list(range(10)), True, 0, tokens)]).saves
+        stored = {digest for save in saves for digest in save.chunks.digests}
+        stored |= {piece.digest for save in saves for piece in save.chunks.pieces}
+        for longer in range(tokens + 1, 40):
+            one.begin(FakeRequest("r", list(range(longer))), NOBODY)
+            count = one.held(0, [digest in stored for digest in one.chunks("r").digests])
+            pieces = leading(one.pieces_of("r", count).pieces, lambda piece, stored=stored: piece.digest in stored)
+            assert one.loadable("r", 0, Offer(count, pieces)) == tokens // BLOCK * BLOCK
+            one.end("r")
+
+
+def test_pieces_have_names_of_their_own() -> None:
+    """Also beside chunks of another size that end at the same block, and begin elsewhere."""
+    hashes = FakeRequest("r", list(range(200))).block_hashes
+    found: dict[tuple[int, bytes], tuple[int, int]] = {}
+    for blocks in range(1, 12):
+        pieces = Pieces(chunk_tokens=blocks * BLOCK, block_tokens=BLOCK, hash_tokens=BLOCK)
+        for number in range(8):
+            named = [(piece.depth, piece.digest, piece.start, piece.end) for piece in pieces.of(hashes, number)]
+            whole = number * blocks * BLOCK, (number + 1) * blocks * BLOCK
+            if whole[1] <= 200:
+                named.append((number, hashes[whole[1] // BLOCK - 1], *whole))
+            for depth, digest, start, end in named:
+                assert found.setdefault((depth, digest), (start, end)) == (start, end)
+
+
+def test_the_tail_is_cut_at_what_blocks_and_hashes_have_in_common() -> None:
+    request = FakeRequest("r", list(range(96)))
+    pieces = Pieces(chunk_tokens=48, block_tokens=6, hash_tokens=4).of(request.block_hashes, 1)
+    assert [(piece.start, piece.end) for piece in pieces] == [(48, 60), (48, 72), (72, 84)]
 
 
 class Engine(RuleBasedStateMachine):
     """Requests that share prefixes, over few blocks, preempted and ended at any time; memory holds what it should."""
 
-    @initialize(save_generated=st.booleans(), data=st.data())
-    def open(self, save_generated: bool, data: st.DataObject) -> None:
-        self.planner = planner(save_generated=save_generated)
+    @initialize(save_generated=st.booleans(), tails=st.booleans(), blocks=st.integers(1, 5))
+    def open(self, save_generated: bool, tails: bool, blocks: int) -> None:
+        self.planner = planner(save_generated=save_generated, tails=tails, chunk_tokens=blocks * BLOCK)
         self.memory: dict[int, list[int | None]] = {block: [None] * BLOCK for block in range(14)}
         self.free = list(self.memory)
         self.requests: dict[str, FakeRequest] = {}
@@ -172,16 +248,24 @@ class Engine(RuleBasedStateMachine):
             return
         table = [self.free.pop(data.draw(st.integers(0, len(self.free) - 1))) for _ in range(need)]
         digests = self.planner.chunks(name).digests
-        tokens = self.planner.loadable(name, 0, [digest in self.store for digest in digests])
+        local = data.draw(st.integers(0, (request.num_tokens - 1) // BLOCK)) * BLOCK
+        for number in list(self.reading) if local else ():
+            self._read(number)
+        for position in range(local):  # the engine's own prefix cache has them
+            block = self.memory[table[position // BLOCK]]
+            block[position % BLOCK] = self._token(request, position)
+        count = self.planner.held(local, [digest in self.store for digest in digests])
+        pieces = leading(self.planner.pieces_of(name, count).pieces, lambda piece: piece.digest in self.store)
+        tokens = self.planner.loadable(name, local, Offer(count, pieces))
         if tokens:
             self.planner.load(name, table, tokens)
             self._step([])
             self.planner.loaded(name)
-            request_kv = [self._token(request, position) for position in range(tokens)]
-            found = [self.memory[table[position // BLOCK]][position % BLOCK] for position in range(tokens)]
+            request_kv = [self._token(request, position) for position in range(local + tokens)]
+            found = [self.memory[table[position // BLOCK]][position % BLOCK] for position in range(local + tokens)]
             assert found == request_kv, "what was loaded is the KV of these tokens"
-        self.tables[name], self.computed[name] = table, tokens
-        self._compute(name, data.draw(st.integers(1, request.num_tokens - tokens)), fresh=True)
+        self.tables[name], self.computed[name] = table, local + tokens
+        self._compute(name, data.draw(st.integers(1, request.num_tokens - local - tokens)), fresh=True)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -237,12 +321,11 @@ class Engine(RuleBasedStateMachine):
             if number in self.reading:
                 self._read(number)
         for load in step.loads:
-            for index, block in enumerate(load.blocks, load.first_block):
-                if block < 0:
-                    continue
-                chunk, within = divmod(index * BLOCK, CHUNK)
-                kv = self.store[load.chunks.digests[chunk - load.chunks.first]]
-                self.memory[block] = list(kv[within : within + BLOCK])
+            kv = [token for digest, _, _ in self._spans(load.chunks) for token in self.store[digest]]
+            assert len(kv) == len(load.blocks) * BLOCK
+            for index, block in enumerate(load.blocks):
+                if block >= 0:
+                    self.memory[block] = kv[index * BLOCK : (index + 1) * BLOCK]
         for name, part in zip(computing, scheduled, strict=True):
             for position in range(part.computed, part.after):
                 block = self.tables[name][position // BLOCK]
@@ -252,17 +335,25 @@ class Engine(RuleBasedStateMachine):
         for save in step.saves:
             self.reading[save.number] = save
             request = self.requests[save.request]
-            for number, digest in enumerate(save.chunks.digests, save.chunks.first):
-                positions = range(number * CHUNK, (number + 1) * CHUNK)
-                self.expected[digest] = tuple(self._token(request, position) for position in positions)
+            for digest, start, end in self._spans(save.chunks):
+                kv_of_tokens = tuple(self._token(request, position) for position in range(start, end))
+                assert self.expected.setdefault(digest, kv_of_tokens) == kv_of_tokens, "one name, one KV"
 
     def _read(self, number: int) -> None:
         save = self.reading.pop(number)
         kv = [token for block in save.blocks for token in self.memory[block]]
-        for index, digest in enumerate(save.chunks.digests):
-            self.store[digest] = tuple(kv[index * CHUNK : (index + 1) * CHUNK])
+        first = save.first_block * BLOCK
+        for digest, start, end in self._spans(save.chunks):
+            self.store[digest] = tuple(kv[start - first : end - first])
             assert self.store[digest] == self.expected[digest], "the name of a chunk is the name of its KV"
+        assert end - first == len(kv), "no block is read for nothing"
         self.planner.done([number])
+
+    def _spans(self, chunks: Chunks) -> list[tuple[bytes, int, int]]:
+        """The digest, the first token and the end of each chunk and piece."""
+        step = self.planner.chunk_tokens
+        whole = [(digest, n * step, (n + 1) * step) for n, digest in enumerate(chunks.digests, chunks.first)]
+        return whole + [(piece.digest, piece.start, piece.end) for piece in chunks.pieces]
 
     @invariant()
     def nothing_is_remembered_that_is_over(self) -> None:

@@ -61,6 +61,8 @@ class EngineConfig(BaseModel):
     """The observers that events are sent to: words, or blocks with settings."""
     save_decode_cache: bool = False
     """Keep the KV of generated tokens too."""
+    save_tails: bool = True
+    """Keep what a prompt has behind its last whole chunk, too, where the connector can (`vllm`, `vllm_blob`)."""
     exact: bool = False
     """Serve nothing that went through a lossy serializer."""
     salt: StrictStr = ""

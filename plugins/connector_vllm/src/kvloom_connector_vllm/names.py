@@ -25,11 +25,14 @@ class Names:
         self._namespaces: dict[Owner, str] = {}
 
     def segments(self, chunks: Chunks) -> list[Segment]:
-        """The chunks with their places in the sequence and their keys."""
+        """The chunks and pieces with their places in the sequence and their keys."""
         namespace, step = self.namespace(chunks.owner), self._chunk_tokens
-        return [
+        whole = [
             Segment(number * step, (number + 1) * step, ChunkKey(namespace, number, digest))
             for number, digest in enumerate(chunks.digests, chunks.first)
+        ]
+        return whole + [
+            Segment(start, end, ChunkKey(namespace, depth, digest)) for start, end, depth, digest in chunks.pieces
         ]
 
     def namespace(self, owner: Owner) -> str:

@@ -1,7 +1,8 @@
 """Plans loads and saves, step by step: block hashes and block tables in, operations out. Knows no vLLM.
 
 A chunk is a whole number of the engine's blocks, and its name is the engine's own chained hash of its last block, which
-covers every token before it, the salt, the adapter and the images. Blocks may be freed while they are being saved: the
+covers every token before it, the salt, the adapter and the images. What a prompt has behind its last whole chunk is
+kept in pieces (`tail`). Blocks may be freed while they are being saved: the
 planner remembers blocks that are being read, and a step that gives such a block to another request waits for it first
 (`Step.fence`).
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+from .tail import Piece, Pieces, leading
 
 
 class Owner(NamedTuple):
@@ -25,16 +28,17 @@ class Owner(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Consecutive chunks of one sequence."""
+    """Consecutive chunks of one sequence, and the pieces that follow them."""
 
     owner: Owner
     first: int
     """The number of the first, counted from the beginning of the sequence."""
     digests: tuple[bytes, ...]
+    pieces: tuple[Piece, ...] = ()
 
 
 class Move(NamedTuple):
-    """KV of consecutive chunks, from or to the engine's blocks."""
+    """KV of consecutive chunks and pieces, from or to the engine's blocks."""
 
     number: int
     """The operation's number."""
@@ -90,6 +94,18 @@ class Scheduled(NamedTuple):
     """Tokens whose KV is certain to be there after it: without those that are only guessed."""
 
 
+class Offer(NamedTuple):
+    """What the tiers hold for a request, behind what the engine has itself."""
+
+    chunks: int = 0
+    """Number of whole chunks from the beginning on, those included that the engine has itself."""
+    pieces: tuple[Piece, ...] = ()
+    """Those that follow them."""
+
+
+NOTHING = Offer()
+
+
 @dataclass(slots=True)
 class _State:
     request: Request
@@ -97,6 +113,10 @@ class _State:
     blocks: list[int] = field(default_factory=list)
     saved: int = 0
     """Chunks that are stored, or were planned to be."""
+    tail_saved: bool = False
+    """The tail of the prompt is, too, or there is none."""
+    offered: Offer = NOTHING
+    """What could be loaded when it was last asked."""
     begun: int = 0
     """Tokens that were there locally when it was last asked what could be loaded."""
     loading: bool = False
@@ -110,12 +130,17 @@ class Planner:
     """One per engine; all calls come from its scheduler's thread. A step costs O(requests in it + blocks they got)."""
 
     def __init__(
-        self, *, block_tokens: int, chunk_tokens: int, hash_tokens: int, save_generated: bool, save: bool = True
-    ) -> None:
+        self, *, block_tokens: int, chunk_tokens: int, hash_tokens: int, save_generated: bool, tails: bool = True,
+        save: bool = True,
+    ) -> None:  # fmt: skip
         """hash_tokens: tokens per block hash, of which `chunk_tokens` is a multiple, as it is of `block_tokens`.
 
-        save_generated: chunks with generated tokens too. save: False for an engine that only loads.
+        save_generated: chunks with generated tokens too. tails: the tails of prompts, too. save: False for an engine
+        that only loads.
         """
+        self.pieces = Pieces(
+            chunk_tokens=chunk_tokens, block_tokens=block_tokens, hash_tokens=hash_tokens, keep=tails
+        )  # fmt: skip
         self._save_anything = save
         self.block_tokens = block_tokens
         self.chunk_tokens = chunk_tokens
@@ -147,34 +172,56 @@ class Planner:
         state = self._states[request]
         return self._named(state, 0, len(state.request.block_hashes) // self._hashes_per_chunk)
 
-    def loadable(self, request: str, local: int, held: Sequence[bool]) -> int:
+    def hashes(self, request: str) -> tuple[bytes, ...]:
+        """The hashes of a request's blocks, as far as they are known by now."""
+        return tuple(map(bytes, self._states[request].request.block_hashes))
+
+    def pieces_of(self, request: str, number: int) -> Chunks:
+        """The pieces that a chunk of a request may be kept in, as far as they have names by now."""
+        state = self._states[request]
+        return Chunks(state.owner, number, (), self.pieces.of(state.request.block_hashes, number))
+
+    def held(self, local: int, chunks: Sequence[object]) -> int:
+        """Return how many whole chunks can be had, counted from the beginning; the engine has `local` tokens itself.
+
+        chunks: for each chunk of `chunks` that was asked about, what is true if it is held.
+        """
+        chunk = local // self.chunk_tokens
+        while chunk < len(chunks) and chunks[chunk]:
+            chunk += 1
+        return chunk
+
+    def loadable(self, request: str, local: int, offer: Offer) -> int:
         """The number of tokens after the first `local` ones that can be loaded. Calling it twice has the same result.
 
-        held: for each chunk of `chunks` that was asked about, whether it is held. At least one token is left to be
-        computed, and whole blocks are loaded: exactly what the engine's own prefix cache would give.
+        At least one token is left to be computed, and whole blocks are loaded: exactly what the engine's own prefix
+        cache would give.
         """
         state = self._states[request]
-        state.begun = local
+        state.begun, state.offered = local, offer
         if state.failed or state.sealed:
             return 0
-        chunk = local // self.chunk_tokens
-        while chunk < len(held) and held[chunk]:
-            chunk += 1
         most = (state.request.num_tokens - 1) // self.block_tokens * self.block_tokens
-        return max(0, min(chunk * self.chunk_tokens, most) - local)
+        end = offer.pieces[-1].end if offer.pieces else offer.chunks * self.chunk_tokens
+        return max(0, min(end, most) - local)
 
     def load(self, request: str, blocks: Sequence[int], tokens: int) -> Move:
         """Load `tokens` tokens, as `loadable` offered, into the request's `blocks` (all of them)."""
         state = self._states[request]
-        end = state.begun + tokens
-        first, last = state.begun // self.chunk_tokens, -(-end // self.chunk_tokens)
-        per_chunk = self.chunk_tokens // self.block_tokens
-        begins, ends = state.begun // self.block_tokens, end // self.block_tokens
-        into = (-1,) * (begins - first * per_chunk) + tuple(blocks[begins:ends]) + (-1,) * (last * per_chunk - ends)
-        move = Move(self._number(), request, self._named(state, first, last), first * per_chunk, into)
+        begin, end = state.begun, state.begun + tokens
+        first, last = begin // self.chunk_tokens, min(state.offered.chunks, -(-end // self.chunk_tokens))
+        pieces = tuple(piece for piece in state.offered.pieces if piece.end > begin and piece.start < end)
+        starts = first * self.chunk_tokens if first < last else pieces[0].start
+        ends = pieces[-1].end if pieces else last * self.chunk_tokens
+        size = self.block_tokens
+        into = blocks[begin // size : end // size]
+        into = (-1,) * ((begin - starts) // size) + tuple(into) + (-1,) * ((ends - end) // size)
+        chunks = self._named(state, first, last)._replace(pieces=pieces)
+        move = Move(self._number(), request, chunks, starts // size, into)
         self._loads.append(move)
         state.loading = True
         state.saved = max(state.saved, end // self.chunk_tokens)
+        state.tail_saved |= bool(pieces) and pieces[-1].end + self.pieces.unit > state.request.num_prompt_tokens
         return move
 
     def loaded(self, request: str) -> None:
@@ -192,7 +239,7 @@ class Planner:
         names = set(failed)
         for name, state in self._states.items():
             if everything or name in names:
-                state.saved = 0
+                state.saved, state.tail_saved = 0, False
             if name in names:
                 state.failed = True
 
@@ -218,15 +265,15 @@ class Planner:
                 state.blocks = list(one.blocks)
                 # What is there already is not written to.
                 self._fence(one.blocks[one.computed // self.block_tokens :], fence)
-                touched.append(self._named(state, 0, self._complete(state, state.request.num_prompt_tokens)))
+                touched.append(self._prompt(state))
             elif one.blocks:
                 state.blocks.extend(one.blocks)
                 self._fence(one.blocks, fence)
-            if self._save_anything and not state.sealed and one.after >= (state.saved + 1) * self.chunk_tokens:
+            if self._save_anything and not state.sealed and self._due(state, one.after):
                 self._save(state, one.after, saves)
         if not (self._loads or saves or touched or fence or self._cancelled):
             return IDLE
-        chains = tuple(chunks for chunks in touched if chunks.digests)
+        chains = tuple(chunks for chunks in touched if chunks.digests or chunks.pieces)
         step = Step(tuple(self._loads), tuple(saves), chains, tuple(sorted(fence)), tuple(self._cancelled))
         self._loads, self._cancelled = [], []
         return step
@@ -265,20 +312,45 @@ class Planner:
         last_hashes = state.request.block_hashes[(first + 1) * step - 1 : last * step : step]
         return Chunks(state.owner, first, tuple(map(bytes, last_hashes)))
 
-    def _save(self, state: _State, tokens: int, saves: list[Move]) -> None:
-        tokens = min(tokens, len(state.blocks) * self.block_tokens)
-        if not self._save_generated:
-            tokens = min(tokens, state.request.num_prompt_tokens)
+    def _prompt(self, state: _State) -> Chunks:
+        """A request's whole prompt, as it is kept."""
+        tokens = state.request.num_prompt_tokens
         last = self._complete(state, tokens)
-        if last <= state.saved:
+        return self._named(state, 0, last)._replace(pieces=self._tail(state, last))
+
+    def _tail(self, state: _State, number: int) -> tuple[Piece, ...]:
+        """What is kept of the prompt behind its whole chunks, which are `number`."""
+        pieces = self.pieces.of(state.request.block_hashes, number)
+        return leading([piece for piece in pieces if piece.end <= state.request.num_prompt_tokens])
+
+    def _due(self, state: _State, tokens: int) -> bool:
+        """There is KV of these first tokens that is not saved."""
+        whole = tokens >= (state.saved + 1) * self.chunk_tokens
+        return whole or (not state.tail_saved and tokens >= state.request.num_prompt_tokens)
+
+    def _save(self, state: _State, tokens: int, saves: list[Move]) -> None:
+        prompt = state.request.num_prompt_tokens
+        tokens = min(tokens, len(state.blocks) * self.block_tokens)
+        pieces: tuple[Piece, ...] = ()
+        if tokens >= prompt:
+            number = self._complete(state, prompt)
+            pieces = () if state.tail_saved or state.saved > number else self._tail(state, number)
+            state.tail_saved = True
+        if not self._save_generated:
+            tokens = min(tokens, prompt)
+        last = self._complete(state, tokens)
+        if pieces and last > pieces[0].start // self.chunk_tokens:
+            pieces = ()  # the chunk is whole by now
+        if last <= state.saved and not pieces:
             return
-        per_chunk = self.chunk_tokens // self.block_tokens
-        first_block = state.saved * per_chunk
-        blocks = tuple(state.blocks[first_block : last * per_chunk])
-        chunks = self._named(state, state.saved, last)
-        move = Move(self._number(), state.request.request_id, chunks, first_block, blocks)
+        first = min(state.saved, last)
+        begins = first * self.chunk_tokens if first < last else pieces[0].start
+        ends = pieces[-1].end if pieces else last * self.chunk_tokens
+        blocks = tuple(state.blocks[begins // self.block_tokens : ends // self.block_tokens])
+        chunks = self._named(state, first, last)._replace(pieces=pieces)
+        move = Move(self._number(), state.request.request_id, chunks, begins // self.block_tokens, blocks)
         saves.append(move)
-        state.saved = last
+        state.saved = max(state.saved, last)
         self._reading[move.number] = blocks
         for block in blocks:
             self._readers.setdefault(block, set()).add(move.number)

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvloom import ChunkKey, Index
 
 from .announcing import Announcement, Announcer
 from .names import Names
-from .planner import Chunks, Owner, Planner, Request, Scheduled, Step
+from .planner import Chunks, Offer, Owner, Planner, Request, Scheduled, Step
+from .tail import leading
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +83,26 @@ class Orders:
     """A request waits for what another engine is storing."""
 
 
+Told = Mapping[ChunkKey, str]
+"""What the shared tiers have, by the fastest of them."""
+
+
+class _Found(NamedTuple):
+    """What can be had of a request, and where it would come from."""
+
+    offer: Offer
+    tiers: list[tuple[int, int, str]]
+    """The tokens of its chunks and pieces, first and last, each with its tier."""
+    complete: bool
+    """There is nothing more that the tiers would be given of this prompt."""
+
+
 @dataclass(slots=True)
 class _Lookup:
     """The shared tiers' answer about a request's chunks. Asking again makes a new one."""
 
     chunks: Chunks
-    asked: Future[list[str | None]] | None
+    asked: Future[Told] | None
     """None if no tier need be asked."""
     since: float
     again: float = 0.0
@@ -145,7 +160,7 @@ class Scheduler:
         stale = lookup.asked is None or lookup.asked.done()
         if grown or (stale and time.monotonic() - lookup.since > STALE_SECONDS):
             lookup = self._ask(request.request_id)
-        told: list[str | None] | None = None
+        told: Told = {}
         if lookup.asked is not None:
             if not self._answered(lookup.asked):
                 if time.monotonic() - lookup.since < LATE_SECONDS:
@@ -157,15 +172,15 @@ class Scheduler:
                     told = lookup.asked.result()
                 except Exception as error:  # cancelled, too: it took too long before
                     log.warning("the tiers' content is unknown: %s", error or type(error).__name__)
-        tiers = self._tiers(lookup.chunks, told)
-        tokens = self._planner.loadable(request.request_id, local, [tier is not None for tier in tiers])
-        pause = self._pause(request.request_id, patience) if patience > 0 and not all(tiers) else 0.0
+        found = self._found(request.request_id, lookup.chunks, local, told)
+        tokens = self._planner.loadable(request.request_id, local, found.offer)
+        pause = self._pause(request.request_id, patience) if patience > 0 and not found.complete else 0.0
         if pause > 0:
             lookup.again = time.monotonic() + pause
             lookup.since = lookup.again - STALE_SECONDS
             self._patient = True
             return None
-        self.sources[request.request_id] = self._by_tier(tiers, local, tokens)
+        self.sources[request.request_id] = _by_tier(found.tiers, local, local + tokens)
         return tokens
 
     def load(self, request: Request, blocks: Sequence[int], tokens: int) -> None:
@@ -259,7 +274,7 @@ class Scheduler:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _answered(self, asked: Future[list[str | None]]) -> bool:
+    def _answered(self, asked: Future[Told]) -> bool:
         """Wait for an answer within the step's remaining time; return whether there is one."""
         now = time.monotonic()
         if self._budget is None:
@@ -276,8 +291,8 @@ class Scheduler:
         chunks = self._planner.chunks(request)
         self.counts["lookups"] += 1
         asked = None
-        if self._pool is not None and any(tier is None for tier in self._tiers(chunks, None)):
-            asked = self._pool.submit(self._located, chunks)
+        if self._pool is not None and not self._found(request, chunks, 0, {}).complete:
+            asked = self._pool.submit(self._located, chunks, self._planner.hashes(request))
         lookup = self._lookups[request] = _Lookup(chunks, asked, time.monotonic())
         return lookup
 
@@ -304,31 +319,56 @@ class Scheduler:
             if chunks is not None:
                 announcer.stored(chunks, "STORAGE")
 
-    def _located(self, chunks: Chunks) -> list[str | None]:
-        """By chunk, the slowest of the tiers that have some rank's part; None if one has no part of it anywhere."""
-        assert self._index is not None
-        segments = [segment for names in self._ranks for segment in names.segments(chunks)]
-        return self._index.locate(segments)
+    def _located(self, chunks: Chunks, hashes: Sequence[bytes]) -> Told:
+        """What the tiers have of these chunks, and of the pieces of the first of them that is not to be had.
 
-    def _tiers(self, chunks: Chunks, told: Sequence[str | None] | None) -> list[str | None]:
-        """By chunk, where it would come from: None unless every rank's part is somewhere."""
-        count = len(chunks.digests)
-        tiers: list[str | None] = [MEMORY] * count
-        for number, (names, held) in enumerate(zip(self._ranks, self._held, strict=True)):
+        chunks: from the beginning of a sequence. hashes: of its blocks.
+        """
+        count, of = len(chunks.digests), self._planner.pieces.of
+        told = self._told(chunks._replace(pieces=of(hashes, count)))
+        lacking = next((number for number, tier in enumerate(self._tiers(chunks, told)) if tier is None), count)
+        if lacking < count:
+            told |= self._told(Chunks(chunks.owner, lacking, (), of(hashes, lacking)))
+        return told
+
+    def _told(self, chunks: Chunks) -> dict[ChunkKey, str]:
+        """The answer of the tiers about every rank's part of these."""
+        assert self._index is not None
+        keys = {segment.key: segment for names in self._ranks for segment in names.segments(chunks)}
+        located = zip(keys, self._index.locate(list(keys.values())), strict=True)
+        return {key: tier for key, tier in located if tier is not None}
+
+    def _found(self, request: str, chunks: Chunks, local: int, told: Told) -> _Found:
+        """What can be had of a request's chunks, and of the pieces that follow them; `local` tokens are there."""
+        planner, step = self._planner, self._planner.chunk_tokens
+        tiers = self._tiers(chunks, told)
+        count = planner.held(local, tiers)
+        candidates = planner.pieces_of(request, count)
+        its_tiers = dict(zip(candidates.pieces, self._tiers(candidates, told), strict=True))
+        pieces = leading(candidates.pieces, lambda piece: its_tiers[piece] is not None)
+        found = [(number * step, (number + 1) * step, tier) for number, tier in enumerate(tiers[:count]) if tier]
+        found += [(piece.start, piece.end, tier) for piece in pieces if (tier := its_tiers[piece])]
+        complete = all(tiers) and pieces[-1:] == candidates.pieces[-1:]
+        return _Found(Offer(count, pieces), found, complete)
+
+    def _tiers(self, chunks: Chunks, told: Told) -> list[str | None]:
+        """By chunk and piece, where it would come from: None unless every rank's part is somewhere."""
+        tiers: list[str | None] = [MEMORY] * (len(chunks.digests) + len(chunks.pieces))
+        for names, held in zip(self._ranks, self._held, strict=True):
             for index, segment in enumerate(names.segments(chunks)):
                 if tiers[index] is not None and segment.key not in held:
-                    tiers[index] = None if told is None else told[number * count + index]
+                    tiers[index] = told.get(segment.key)
         return tiers
 
-    def _by_tier(self, tiers: Sequence[str | None], local: int, tokens: int) -> dict[str, int]:
-        step = self._planner.chunk_tokens
-        found: dict[str, int] = {}
-        for number in range(local // step, -(-(local + tokens) // step)):
-            tier = tiers[number] if number < len(tiers) else None
-            here = min((number + 1) * step, local + tokens) - max(number * step, local)
-            if tier is not None and here > 0:
-                found[tier] = found.get(tier, 0) + here
-        return found
+
+def _by_tier(found: Iterable[tuple[int, int, str]], first: int, last: int) -> dict[str, int]:
+    """The tokens from `first` to `last`, by tier."""
+    tokens: dict[str, int] = {}
+    for start, end, tier in found:
+        here = min(end, last) - max(start, first)
+        if here > 0:
+            tokens[tier] = tokens.get(tier, 0) + here
+    return tokens
 
 
 def patience_of(params: Any) -> float:

@@ -101,6 +101,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             chunk_tokens=config.chunk_tokens,
             hash_tokens=identity.hash_tokens,
             save_generated=config.save_decode_cache,
+            tails=config.save_tails,
             save=self._produces,
         )
         events = self._vllm_config.kv_events_config
