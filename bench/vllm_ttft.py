@@ -2,7 +2,7 @@
 
 Each way is an engine in a process of its own; all are up at once, and requests go to them in turn, so that what else
 the machine does meets all of them alike. Every measured prompt is new to whoever should not know it: `cold` and
-`nothing to hit` get tokens that nobody has seen; the others get a prefix that was stored before and a fresh tail.
+`nothing to hit` get tokens that nobody has seen; the others get a prompt that was asked before, and a fresh tail behind it.
 
     make bench-vllm
     python bench/vllm_ttft.py --rounds 5 --lengths 1024
@@ -120,7 +120,8 @@ def measure(servers: dict[str, Server], length: int, rounds: int, chance: random
     for mode in known:
         until = time.monotonic() + 60  # a codec writes behind
         settled = {"settle": True, "forget": mode != CONTROL}
-        while servers[mode].ask(prompt=prefix + prompt(chance, TAIL), **settled)["cached"] < length:
+        servers[mode].ask(prompt=prefix, **settled)
+        while servers[mode].ask(prompt=prefix + prompt(chance, TAIL), **settled)["cached"] < length // BLOCK * BLOCK:
             if time.monotonic() > until:
                 raise RuntimeError(f"{mode}: it does not store")
     found: dict[str, list[float]] = {mode: [] for mode in servers}
@@ -144,7 +145,7 @@ def measure(servers: dict[str, Server], length: int, rounds: int, chance: random
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4064, 4096, 8192])
     parser.add_argument("--serve")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--folder", type=Path)

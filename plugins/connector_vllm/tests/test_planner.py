@@ -174,6 +174,20 @@ def test_a_chunk_that_is_whole_is_not_saved_in_pieces() -> None:
     assert (len(save.chunks.digests), save.chunks.pieces, save.blocks) == (1, (), (1, 2, 3, 4))
 
 
+@pytest.mark.parametrize(("local", "pieces"), [(0, 2), (8, 1)])
+def test_a_tail_that_was_loaded_is_not_saved_again(local: int, pieces: int) -> None:
+    one = planner(chunk_tokens=16, tails=True)
+    one.begin(FakeRequest("r", list(range(15))), NOBODY)
+    assert one.loadable("r", local, Offer(0, leading(one.pieces_of("r", 0).pieces))) == 12 - local
+    move = one.load("r", [1, 2, 3, 4], 12 - local)
+    assert (len(move.chunks.pieces), move.first_block, move.blocks) == (
+        pieces,
+        local // BLOCK,
+        (1, 2, 3)[local // BLOCK :],
+    )
+    assert one.step([Scheduled("r", [1, 2, 3, 4], True, 12, 15)]).saves == ()
+
+
 def test_a_longer_prompt_finds_the_tail_of_a_shorter_one() -> None:
     for tokens in range(1, 33):
         one, short = planner(chunk_tokens=16, tails=True), FakeRequest("short", list(range(tokens)))

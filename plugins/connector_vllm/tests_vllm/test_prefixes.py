@@ -58,13 +58,27 @@ def test_memory_alone_serves_the_same_process(run: Run) -> None:
 
 
 def test_chunks_of_several_blocks(run: Run) -> None:
-    config = {"chunk_tokens": 2 * BLOCK}
+    config = {"chunk_tokens": 2 * BLOCK, "save_tails": False}
     _, control, _ = run(
         {"generate": {"prompts": PROMPTS}}, {"generate": {"prompts": PROMPTS}}, {"settle": {}}, config=config
     )
     (found,) = run({"generate": {"prompts": PROMPTS}}, config=config)
     assert [one["cached"] for one in found] == [256, 512, 512, 640], "the last finds a block more in the engine's own"
     same([found[0], found[2]], [control[0], control[2]])
+
+
+def test_the_tail_of_a_prompt_is_found_by_itself_and_by_longer_ones(run: Run) -> None:
+    """As much as the engine's own prefix cache finds, block by block."""
+    stem = tokens(3, 7 * BLOCK + 5)
+    prompts = [stem, stem + tokens(4, 40), stem + tokens(5, 3 * BLOCK)]
+    config = {"chunk_tokens": 4 * BLOCK}
+    one = {"generate": {"prompts": [stem]}}
+    _, control = run(one, {"generate": {"prompts": prompts}}, connector=False)
+    run(one, {"settle": {}}, config=config)
+    reads = {"config": config, "kv": {"kv_role": "kv_consumer"}, "enable_prefix_caching": False}
+    (found,) = run({"generate": {"prompts": prompts}}, **reads)
+    assert [one["cached"] for one in found] == [one["cached"] for one in control] == [7 * BLOCK] * 3
+    same(found, control)
 
 
 def test_two_engines_store_the_same_bytes(run: Run, tmp_path: Path) -> None:
