@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from kvloom import KVSpec
+from kvloom import Chunk, ChunkKey, KVSpec, Segment
+from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged.blocks import VLLMBlobConnector, VLLMConnector
 from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
 from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory
@@ -49,6 +52,14 @@ def geometry(spec: KVSpec) -> Geometry:
     return Geometry(layers=spec.num_layers, block_tokens=BLOCK_TOKENS, page_elements=elements)
 
 
+@pytest.fixture(params=["native", "torch"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call of native code, and as it is where there was no compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "processor", lambda: None)
+
+
+@pytest.mark.usefixtures("by")
 class TestPages(ConnectorConformance):
     @pytest.fixture
     def make(self) -> Callable[[], ConnectorHarness]:
@@ -123,6 +134,7 @@ def test_memory_of_another_shape_is_refused_by_name() -> None:
         one.shape(6)
 
 
+@pytest.mark.usefixtures("by")
 def test_reading_needs_every_block() -> None:
     harness = ConnectorHarness(connector(), PagedMemory, BLOCK_TOKENS)
     memory, segments = harness.engine(), harness.segments(4)
@@ -133,6 +145,7 @@ def test_reading_needs_every_block() -> None:
         harness.connector.read(segments, harness.chunks(segments), **{**where, "first_block": 1})
 
 
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize("left_out", [[], [0], [3], [1, 2], [0, 1, 2, 3]])
 def test_blocks_that_are_left_out_are_left_alone(left_out: list[int]) -> None:
     harness = ConnectorHarness(connector(), PagedMemory, BLOCK_TOKENS)
@@ -149,3 +162,46 @@ def test_blocks_that_are_left_out_are_left_alone(left_out: list[int]) -> None:
 def test_without_its_geometry_it_says_who_has_it() -> None:
     with pytest.raises(ValueError, match="--kv-transfer-config"):
         VLLMConnector(VLLMConfig(), SPEC)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_native_code_copies_what_torch_does(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of several lengths at once, pages of one tensor for all layers, blocks in runs and scattered."""
+    chance = torch.Generator().manual_seed(3)
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    elements = BLOCK_TOKENS * spec.kv_planes * spec.hidden_dim
+    one = VLLMConnector(VLLMConfig(geometry=geometry(spec)), spec)
+    whole = torch.randint(0, 100, (30, spec.num_layers, elements), generator=chance).to(spec.torch_dtype)
+    pages = [whole[:, layer] for layer in range(spec.num_layers)]
+    blocks = [5, 6, 7, 8, 29, 0, 1, 17, 3]
+    ends = [0, 4 * BLOCK_TOKENS, 5 * BLOCK_TOKENS, 9 * BLOCK_TOKENS]
+    segments = [Segment(a, b, ChunkKey("f/-", n, bytes(32))) for n, (a, b) in enumerate(itertools.pairwise(ends))]
+
+    def read() -> list[torch.Tensor]:
+        chunks = [
+            Chunk(torch.zeros(one.shape(s.end - s.start), dtype=spec.torch_dtype), one.format, s.end - s.start)
+            for s in segments
+        ]
+        one.read(segments, chunks, pages=pages, blocks=blocks)
+        into = [torch.zeros_like(whole[:, layer]) for layer in range(spec.num_layers)]
+        one.write(segments, chunks, pages=into, blocks=[20, -1, 22, 23, 4, 5, -1, 6, 0])
+        return [chunk.tensor for chunk in chunks] + into
+
+    found = read()
+    monkeypatch.setattr(native, "processor", lambda: None)
+    assert all(torch.equal(a, b) for a, b in zip(found, read(), strict=True))
+    assert any(chunk.any() for chunk in found)
+
+
+@pytest.mark.parametrize("block", [1000, -2])
+def test_native_code_does_not_leave_the_pages(block: int) -> None:
+    if native.processor() is None:
+        pytest.skip("there was no compiler")
+    harness = ConnectorHarness(connector(), PagedMemory, BLOCK_TOKENS)
+    memory, segments = harness.engine(), harness.segments(4)
+    where = {**memory.where, "blocks": [block, 0, 1, 2]}
+    with pytest.raises(ValueError, match=r"no block 1000|left out"):
+        harness.connector.read(segments, harness.chunks(segments), **where)
+    if block > 0:
+        with pytest.raises(ValueError, match="no block 1000"):
+            harness.connector.write(segments, harness.read(segments, memory), **where)

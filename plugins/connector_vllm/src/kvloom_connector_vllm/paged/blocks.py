@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
 
+from .. import native
 from .settings import VLLMConfig
 
 
@@ -87,13 +90,14 @@ class VLLMConnector(GPUConnector):
         """Copy pages into chunks; done on return. ValueError if a block of a segment is left out of `blocks`."""
         if ready is not None:
             ready.synchronize()
+        library = native.processor()
+        if library is not None and self._near(chunks, pages):
+            self._copy(library, segments, chunks, pages, blocks, first_block, to_pages=False)
+            return
         device = pages[0].device
         with _own_stream(device):
             for segment, chunk in zip(segments, chunks, strict=True):
-                wanted = self._blocks(segment, blocks, first_block)
-                if min(wanted) < 0:
-                    raise ValueError(f"blocks: some of tokens {segment.start} to {segment.end} are left out")
-                ids = torch.tensor(wanted, device=device)
+                ids = torch.tensor(self._all_blocks(segment, blocks, first_block), device=device)
                 for layer, view in enumerate(pages):
                     self._take(view, ids, chunk.tensor, layer, **how)
 
@@ -103,6 +107,10 @@ class VLLMConnector(GPUConnector):
         blocks: Sequence[int], first_block: int = 0, ready: Any = None, **how: Any,
     ) -> None:  # fmt: skip
         """Copy chunks into pages; done on return."""
+        library = native.processor()
+        if library is not None and self._near(chunks, pages):
+            self._copy(library, segments, chunks, pages, blocks, first_block, to_pages=True)
+            return
         device = pages[0].device
         with _own_stream(device):
             for segment, chunk in zip(segments, chunks, strict=True):
@@ -115,6 +123,41 @@ class VLLMConnector(GPUConnector):
                     rows = self._rows(chunk.tensor, layer, **how)
                     part = rows if len(kept) == len(wanted) else rows[kept]
                     view.index_copy_(0, ids, part.to(device, non_blocking=True))
+
+    def _near(self, chunks: Sequence[Chunk], pages: Sequence[torch.Tensor]) -> bool:
+        """Return whether all of it is in host memory, with the bytes of a page next to each other."""
+        page = (self._geometry.page_elements, 1)
+        return all(view.device.type == "cpu" and view.stride(1) == 1 for view in pages) and all(
+            chunk.tensor.device.type == "cpu" and chunk.tensor.stride()[1:] == page for chunk in chunks
+        )
+
+    def _copy(
+        self, library: ctypes.CDLL, segments: Sequence[Segment], chunks: Sequence[Chunk],
+        pages: Sequence[torch.Tensor], blocks: Sequence[int], first_block: int, *, to_pages: bool,
+    ) -> None:  # fmt: skip
+        """Copy all blocks of all layers in one call of native code."""
+        size = pages[0].element_size()
+        width = self._geometry.page_elements * size
+        ids, rows = [], []
+        for segment, chunk in zip(segments, chunks, strict=True):
+            wanted = (self._blocks if to_pages else self._all_blocks)(segment, blocks, first_block)
+            row = np.zeros((len(wanted), 4), dtype=np.int64)
+            row[:, 0] = chunk.tensor.data_ptr() + np.arange(len(wanted)) * width
+            row[:, 2] = chunk.tensor.stride(0) * size
+            if tuple(chunk.tensor.shape) != (len(pages), len(wanted), self._geometry.page_elements):
+                raise ValueError(f"chunk: of tokens {segment.start} to {segment.end}, got {list(chunk.tensor.shape)}")
+            ids.append(np.array(wanted, dtype=np.int64))
+            rows.append(row)
+        its, of = np.concatenate(ids), np.concatenate(rows)
+        if to_pages:
+            of, its = of[its >= 0], its[its >= 0]
+        if not len(its):
+            return
+        if its.min() < 0 or its.max() >= min(view.shape[0] for view in pages):
+            raise ValueError(f"blocks: there is no block {its.max()}")
+        of[:, 3] = np.arange(len(its))
+        layers = np.array([(view.data_ptr(), view.stride(0) * size, 0, 0) for view in pages], dtype=np.int64)
+        native.copy_blocks(library, layers, of, its, width=width, to_pages=to_pages)
 
     def _take(self, view: torch.Tensor, ids: torch.Tensor, into: torch.Tensor, layer: int) -> None:
         """One layer's pages into a chunk."""
@@ -134,6 +177,13 @@ class VLLMConnector(GPUConnector):
             raise ValueError(f"blocks: they begin at block {first_block} of the sequence, not {begin}")
         return list(blocks[begin - first_block : end - first_block])
 
+    def _all_blocks(self, segment: Segment, blocks: Sequence[int], first_block: int) -> list[int]:
+        """The same, for a segment that is read. ValueError if a block is left out of `blocks`."""
+        wanted = self._blocks(segment, blocks, first_block)
+        if min(wanted) < 0:
+            raise ValueError(f"blocks: some of tokens {segment.start} to {segment.end} are left out")
+        return wanted
+
 
 class VLLMBlobConnector(VLLMConnector):
     """K and V of whole blocks (KV_BLOB), for engines whose pages are known inside out: codecs can work on it.
@@ -149,6 +199,9 @@ class VLLMBlobConnector(VLLMConnector):
     def __init__(self, config: VLLMConfig, spec: Any = None) -> None:
         super().__init__(config, spec)
         self._known: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def _near(self, chunks: Sequence[Chunk], pages: Sequence[torch.Tensor]) -> bool:
+        return False  # elements change their order
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:
         assert self.spec is not None
