@@ -2,7 +2,7 @@
 
 Each way is an engine in a process of its own; all are up at once, and requests go to them in turn, so that what else
 the machine does meets all of them alike. Every measured prompt is new to whoever should not know it: `cold` and
-`nothing to hit` get tokens that nobody has seen; the others get a prompt that was asked before, and a fresh tail behind it.
+`nothing to hit` get tokens that nobody has seen; the others get a prompt that was asked before, and more behind it.
 
     make bench-vllm
     python bench/vllm_ttft.py --rounds 5 --lengths 1024
