@@ -95,7 +95,7 @@ class Scheduled(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What the tiers hold for a request, behind what the engine has itself."""
+    """The KV that the tiers hold for a request."""
 
     chunks: int = 0
     """Number of whole chunks from the beginning on, those included that the engine has itself."""
@@ -116,7 +116,7 @@ class _State:
     tail_saved: bool = False
     """The tail of the prompt is, too, or there is none."""
     offered: Offer = NOTHING
-    """What could be loaded when it was last asked."""
+    """The answer when it was last asked what could be loaded."""
     begun: int = 0
     """Tokens that were there locally when it was last asked what could be loaded."""
     loading: bool = False
@@ -319,7 +319,7 @@ class Planner:
         return self._named(state, 0, last)._replace(pieces=self._tail(state, last))
 
     def _tail(self, state: _State, number: int) -> tuple[Piece, ...]:
-        """What is kept of the prompt behind its whole chunks, which are `number`."""
+        """The pieces that keep the prompt behind its `number` whole chunks."""
         pieces = self.pieces.of(state.request.block_hashes, number)
         return leading([piece for piece in pieces if piece.end <= state.request.num_prompt_tokens])
 

@@ -84,17 +84,17 @@ class Orders:
 
 
 Told = Mapping[ChunkKey, str]
-"""What the shared tiers have, by the fastest of them."""
+"""Chunks and pieces of the shared tiers, each with the fastest tier that has it."""
 
 
 class _Found(NamedTuple):
-    """What can be had of a request, and where it would come from."""
+    """The KV that can be loaded for a request, and its tiers."""
 
     offer: Offer
     tiers: list[tuple[int, int, str]]
-    """The tokens of its chunks and pieces, first and last, each with its tier."""
+    """For each chunk and piece its first token, its end and its tier."""
     complete: bool
-    """There is nothing more that the tiers would be given of this prompt."""
+    """Nothing more of this prompt would be stored."""
 
 
 @dataclass(slots=True)
@@ -320,7 +320,7 @@ class Scheduler:
                 announcer.stored(chunks, "STORAGE")
 
     def _located(self, chunks: Chunks, hashes: Sequence[bytes]) -> Told:
-        """What the tiers have of these chunks, and of the pieces of the first of them that is not to be had.
+        """The answer of the tiers about these chunks, and about the pieces of the first that cannot be loaded.
 
         chunks: from the beginning of a sequence. hashes: of its blocks.
         """
@@ -339,7 +339,7 @@ class Scheduler:
         return {key: tier for key, tier in located if tier is not None}
 
     def _found(self, request: str, chunks: Chunks, local: int, told: Told) -> _Found:
-        """What can be had of a request's chunks, and of the pieces that follow them; `local` tokens are there."""
+        """The chunks that can be loaded for a request, and the pieces that follow. The engine has `local` tokens."""
         planner, step = self._planner, self._planner.chunk_tokens
         tiers = self._tiers(chunks, told)
         count = planner.held(local, tiers)

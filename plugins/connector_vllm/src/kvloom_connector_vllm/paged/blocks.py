@@ -91,7 +91,7 @@ class VLLMConnector(GPUConnector):
         if ready is not None:
             ready.synchronize()
         library = native.processor()
-        if library is not None and self._near(chunks, pages):
+        if library is not None and self._at_once(chunks, pages):
             self._copy(library, segments, chunks, pages, blocks, first_block, to_pages=False)
             return
         device = pages[0].device
@@ -108,7 +108,7 @@ class VLLMConnector(GPUConnector):
     ) -> None:  # fmt: skip
         """Copy chunks into pages; done on return."""
         library = native.processor()
-        if library is not None and self._near(chunks, pages):
+        if library is not None and self._at_once(chunks, pages):
             self._copy(library, segments, chunks, pages, blocks, first_block, to_pages=True)
             return
         device = pages[0].device
@@ -124,11 +124,14 @@ class VLLMConnector(GPUConnector):
                     part = rows if len(kept) == len(wanted) else rows[kept]
                     view.index_copy_(0, ids, part.to(device, non_blocking=True))
 
-    def _near(self, chunks: Sequence[Chunk], pages: Sequence[torch.Tensor]) -> bool:
-        """Return whether all of it is in host memory, with the bytes of a page next to each other."""
-        page = (self._geometry.page_elements, 1)
-        return all(view.device.type == "cpu" and view.stride(1) == 1 for view in pages) and all(
-            chunk.tensor.device.type == "cpu" and chunk.tensor.stride()[1:] == page for chunk in chunks
+    def _at_once(self, chunks: Sequence[Chunk], pages: Sequence[torch.Tensor]) -> bool:
+        """Return whether native code can copy these: whole pages of one dtype, all in host memory."""
+        elements, dtype = self._geometry.page_elements, pages[0].dtype
+        tensors = [*pages, *(chunk.tensor for chunk in chunks)]
+        return (
+            all(tensor.device.type == "cpu" and tensor.dtype == dtype for tensor in tensors)
+            and all(view.stride(1) == 1 and view.shape[1] == elements for view in pages)
+            and all(chunk.tensor.stride()[1:] == (elements, 1) for chunk in chunks)
         )
 
     def _copy(
@@ -200,7 +203,7 @@ class VLLMBlobConnector(VLLMConnector):
         super().__init__(config, spec)
         self._known: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
-    def _near(self, chunks: Sequence[Chunk], pages: Sequence[torch.Tensor]) -> bool:
+    def _at_once(self, chunks: Sequence[Chunk], pages: Sequence[torch.Tensor]) -> bool:
         return False  # elements change their order
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:
