@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom import ChunkKey, KVSpec, MemoryFormat, chain, select
+from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, chain, leading, pieces, select
 from kvloom.keys import fingerprint, salt_tag
 
 SPEC = KVSpec(model="m", revision="r", num_layers=2, num_kv_heads=2, head_size=4, dtype="bfloat16")
@@ -21,6 +23,8 @@ GOLDEN = {
     "first": FINGERPRINT + "/-/0-9054fe6c40ad6d40c0a034e3cb7a35417a296b5aa033534f4da908fd5d83d5d4",
     "last": FINGERPRINT + "/-/3-a6abc336df4645135d0e3a575862f9d69c488751f03adb72dd2e5fb96afb33e6",
     "salted": FINGERPRINT + "/ee9d86f2297bb018/0-c2734cf06786ba9e84ee67838ebb1d56e3515b31519263a8094159ae8b717eba",
+    "first piece": FINGERPRINT + "/ee9d86f2297bb018/0-ef5c0875bbb518d13b72e6b8c3d5f0c25e1d1a54b3d939d53a4cf1814f03bc76",
+    "last piece": FINGERPRINT + "/ee9d86f2297bb018/2-2120bf9f12b7f9ed7c8928110094f37530b42b4b8d3d3e20e46bcb7bed9c0fe0",
 }
 
 
@@ -29,11 +33,16 @@ def _vectors() -> dict[str, str]:
     tokens = torch.arange(1000, 1034, dtype=torch.int64)
     plain = chain(tokens, chunk_tokens=8, fingerprint=name)
     salted = chain(tokens, chunk_tokens=8, fingerprint=name, salt="tenant é")
+    about: dict[str, Any] = {"chunk_tokens": 64, "fingerprint": name, "salt": "tenant é"}
+    first, *_ = pieces(tokens, [], **about)
+    *_, last = pieces(torch.arange(128), chain(torch.arange(64), **about), **about)
     return {
         "fingerprint": name,
         "first": str(plain[0].key),
         "last": str(plain[-1].key),
         "salted": str(salted[0].key),
+        "first piece": str(first.key),
+        "last piece": str(last.key),
     }
 
 
@@ -52,7 +61,6 @@ def test_golden_vectors_in_another_process_with_another_hash_seed(seed: str) -> 
 
 
 def test_a_reference_written_from_the_definition_agrees() -> None:
-    import hashlib
     import struct
 
     digest = hashlib.sha256(b"kvloom/1\0fp\x004\0salt").digest()
@@ -182,3 +190,31 @@ def test_masks(total: int, skipped: int, chunk: int) -> None:
 def test_masks_that_are_no_prefix_masks_are_refused(mask: torch.Tensor, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=f"mask: .*{says}"):
         select(chain(torch.arange(4), chunk_tokens=2, fingerprint="f"), mask, 4)
+
+
+def test_a_reference_of_pieces_written_from_the_definition_agrees() -> None:
+    """Units of 16 tokens for chunks of up to 256, of 32 for up to 512, and so on."""
+    for chunk, unit in ((16, 16), (40, 16), (256, 16), (257, 32), (600, 48)):
+        tokens = torch.arange(3 * chunk + unit * 2 + 5, dtype=torch.int32)
+        about: dict[str, Any] = {"chunk_tokens": chunk, "fingerprint": "fp", "salt": "salt"}
+        whole = chain(tokens, **about)
+        for number in range(4):
+            before = whole[number - 1].key.digest if number else _root(chunk)
+            first, found = number * chunk, []
+            for count in range(1, (min(chunk - 1, len(tokens) - first)) // unit + 1):
+                low = count & -count
+                start, end = first + (count - low) * unit, first + count * unit
+                text = b"kvloom/1/piece\0" + before + tokens[first:end].numpy().tobytes() + start.to_bytes(8, "little")
+                depth = number + bin(count).count("1") - 1
+                found.append((start, end, (f"fp/{salt_tag('salt')}", depth, hashlib.sha256(text).digest())))
+            assert pieces(tokens, whole[:number], **about) == found
+            own = pieces(tokens, whole[:number], own=True, **about)
+            assert own == leading(found_segments(found), first), "those that lead to the last unit"
+
+
+def found_segments(found: list[Any]) -> list[Segment]:
+    return [Segment(start, end, ChunkKey(*key)) for start, end, key in found]
+
+
+def _root(chunk: int) -> bytes:
+    return hashlib.sha256(f"kvloom/1\0fp\0{chunk}\0salt".encode()).digest()

@@ -71,7 +71,9 @@ _HOME = {
     **dict.fromkeys(["get_at_most", "one_line", "text_of"], "bounded"),
     "is_secret": "redaction",
     "uninterrupted": "interrupts",
-    **dict.fromkeys(["chain", "fingerprint", "int32_tokens", "salt_tag", "salt_tag_of", "select"], "keys"),
+    **dict.fromkeys(
+        ["chain", "fingerprint", "int32_tokens", "leading", "pieces", "salt_tag", "salt_tag_of", "select"], "keys"
+    ),
     **dict.fromkeys(
         [
             "BackendError",
@@ -167,6 +169,8 @@ if TYPE_CHECKING:
     from kvloom.keys import chain as chain
     from kvloom.keys import fingerprint as fingerprint
     from kvloom.keys import int32_tokens as int32_tokens
+    from kvloom.keys import leading as leading
+    from kvloom.keys import pieces as pieces
     from kvloom.keys import salt_tag as salt_tag
     from kvloom.keys import salt_tag_of as salt_tag_of
     from kvloom.keys import select as select

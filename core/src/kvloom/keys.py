@@ -3,7 +3,11 @@
 `digest_0 = SHA-256("kvloom/1" | fingerprint | chunk_tokens | salt)`
 `digest_i = SHA-256(digest_{i-1} | int32-LE tokens)`
 
-A passage, whose KV does not stand for the beginning of a prompt, has keys of another domain: see `passage`.
+A piece of chunk i, which is kept of a sequence that ends within it, has a key of another domain, see `pieces`:
+
+`SHA-256("kvloom/1/piece" | NUL | digest_{i-1} | int32-LE tokens of the chunk up to its end | its start in 8 bytes, LE)`
+
+A passage, whose KV does not stand for the beginning of a prompt, has keys of a third domain: see `passage`.
 
 Nothing else enters a key: no environment variable, no Python `hash`, no process state.
 """
@@ -11,10 +15,10 @@ Nothing else enters a key: no environment variable, no Python `hash`, no process
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvloom.types import ChunkKey, KVSpec, MemoryFormat, Segment, canonical_json, short_digest
 
@@ -25,6 +29,12 @@ if TYPE_CHECKING:
 DOMAIN = "kvloom/1"
 """The key format; part of every digest."""
 
+PIECE_TOKENS = 16
+"""Tokens of the smallest piece of a chunk, unless chunks are long; usual blocks of engines are as long."""
+
+_WHOLE_UNITS = 256
+"""Most tokens of a chunk that has pieces of `PIECE_TOKENS`."""
+_PIECE_DOMAIN = f"{DOMAIN}/piece\0".encode()
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _MODEL_FIELDS = ("model", "revision", "rope", "adapters")
 # tuple.__new__ makes the same values as calling the classes, at a third of the cost: there is one per chunk.
@@ -97,12 +107,9 @@ def chain(
     tokens: 1-D, of any integer dtype. Raises TypeError and ValueError for tokens as `int32_tokens` does, TypeError for
     a salt that is not text.
     """
-    if not isinstance(salt, str):
-        raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
     data = memoryview(int32_tokens(tokens).data).cast("B")
     sha256 = hashlib.sha256
-    root = "\0".join((DOMAIN, fingerprint, str(chunk_tokens), salt))
-    digest = sha256(root.encode(errors="surrogatepass")).digest()
+    digest = _root(chunk_tokens, fingerprint, salt)
     step = 4 * chunk_tokens
     digests: list[bytes] = []
     append = digests.append
@@ -117,6 +124,67 @@ def chain(
     stop = count * chunk_tokens
     starts, ends = range(0, stop, chunk_tokens), range(chunk_tokens, stop + 1, chunk_tokens)
     return list(map(_new_segment, zip(starts, ends, keys, strict=True)))
+
+
+def _root(chunk_tokens: int, fingerprint: str, salt: str) -> bytes:
+    """The digest before that of the first chunk."""
+    if not isinstance(salt, str):
+        raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
+    root = "\0".join((DOMAIN, fingerprint, str(chunk_tokens), salt))
+    return hashlib.sha256(root.encode(errors="surrogatepass")).digest()
+
+
+def pieces(
+    tokens: torch.Tensor | np.ndarray[Any, Any], whole: Sequence[Segment], *, chunk_tokens: int, fingerprint: str,
+    salt: str = "", own: bool = False,
+) -> list[Segment]:  # fmt: skip
+    """What may be kept of the chunk behind `whole` by sequences that end within it, in order of ends.
+
+    Tokens are counted in units of `PIECE_TOKENS` for chunks of up to 256 tokens, of twice as many for up to 512, and so
+    on. A piece that ends k units behind the chunk's beginning has as many units as the lowest bit of k says: its end
+    determines its start, and those of k's bits, the longest first, lead from the chunk's beginning to any k.
+
+    whole: segments of `chain`, of these tokens. own: only those that lead to the last unit of the tokens. The key of a
+    piece covers all tokens before its end, and its start. Raises as `chain` does.
+    """
+    data = memoryview(int32_tokens(tokens).data).cast("B")
+    first, depth = (whole[-1].end, whole[-1].key.depth + 1) if whole else (0, 0)
+    before = whole[-1].key.digest if whole else _root(chunk_tokens, fingerprint, salt)
+    unit = PIECE_TOKENS * -(-chunk_tokens // _WHOLE_UNITS)
+    most = min(chunk_tokens - 1, len(data) // 4 - first) // unit
+    namespace = f"{fingerprint}/{salt_tag(salt)}"
+    state, hashed = hashlib.sha256(_PIECE_DOMAIN + before), 0
+    found = []
+    bits = [1 << bit for bit in range(most.bit_length())]
+    for count in [most & -bit for bit in reversed(bits) if most & bit] if own else range(1, most + 1):
+        start, end = first + (count & (count - 1)) * unit, first + count * unit
+        state.update(data[4 * (first + hashed) : 4 * end])
+        hashed = end - first
+        piece = state.copy()
+        piece.update(start.to_bytes(8, "little"))
+        key = _new_key((namespace, depth + count.bit_count() - 1, piece.digest()))
+        found.append(_new_segment((start, end, key)))
+    return found
+
+
+class _Span(Protocol):
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Span)
+
+
+def leading(pieces: Iterable[P], start: int) -> list[P]:
+    """The pieces that follow one another from the token `start` on, the longest first. pieces: in order of ends."""
+    longest = {piece.start: piece for piece in pieces}
+    found = []
+    while (piece := longest.get(start)) is not None:
+        found.append(piece)
+        start = piece.end
+    return found
 
 
 def passage(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,6 +69,11 @@ class Segment(NamedTuple):
     start: int
     end: int
     key: ChunkKey
+
+
+def tokens_of(segments: Iterable[Segment]) -> int:
+    """Number of tokens in all of them."""
+    return sum(segment.end - segment.start for segment in segments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ class Site:
     """Keys that are pinned for certain, with their counts in `pins` at that time."""
     segments: dict[tuple[int, str, int], list[Segment]] = field(default_factory=dict)
     """Segments of prompts that were asked for: they never change, and take long to compute."""
+    pieces: dict[tuple[int, str, int], list[str]] = field(default_factory=dict)
+    """Keys of what shorter prompts may have left of them."""
     unpinning: int = 0
     """Number of calls under way that may unpin something."""
 
@@ -109,16 +111,38 @@ class Client(LayerVerbs):
             known[where] = self.engine.segments(self.prompt.tokens, salt=self.salt)
         return list(known[where])
 
+    def _keys(self) -> list[str]:
+        """The keys of all that may be served of the prompt, and that is removed with it."""
+        known = self.site.pieces
+        where = self.model, self.salt, id(self.prompt)
+        if where not in known:
+            known[where] = [str(one.key) for one in peek.pieces(self.engine, self.prompt.tokens, self.salt)]
+        return [*(str(segment.key) for segment in self._segments()), *known[where]]
+
+    def _served(self, skipped: int, tokens: int) -> list[str]:
+        """The keys of what was served: the tokens from `skipped` on, up to the token `tokens`."""
+        return [str(one.key) for one in self._reaching(tokens) if one.start >= skipped]
+
+    def _reaching(self, tokens: int) -> list[Segment]:
+        """What leads to the token `tokens`, which is the end of a segment of these or fewer tokens."""
+        own = [segment for segment in self._segments() if segment.end <= tokens]
+        if tokens in (0, *(segment.end for segment in own)):
+            return own
+        found = self.engine.segments(self.prompt.tokens[:tokens], salt=self.salt)
+        if not found or found[-1].end != tokens:
+            self._oracle.violated("wrong mask", f"{self.about}: no segment ends at {tokens}")
+        return found
+
     def _op(self, verb: str, *, timeout: float | None = None) -> Any:
         return self._oracle.operation(verb, self.about, self.site.allowance, timeout=timeout)
 
     def _mask(self) -> tuple[torch.Tensor | None, int]:
-        """A mask like FFTT (None: everything) and how many chunks it skips."""
+        """A mask like FFTT (None: everything) and how many tokens it skips."""
         if self._rng.random() < 0.6:
             return None, 0
-        skipped = self._rng.randrange(self.prompt.chunks + 1)
+        skipped = self._rng.randrange(self.prompt.chunks + 1) * CHUNK_TOKENS
         mask = torch.ones(self.prompt.length, dtype=torch.bool)
-        mask[: skipped * CHUNK_TOKENS] = False
+        mask[:skipped] = False
         return mask, skipped
 
     def _timeout(self) -> float | None:
@@ -147,22 +171,21 @@ class Client(LayerVerbs):
 
     def _retrieve(self) -> None:
         mask, skipped = self._mask()
-        keys = [str(segment.key) for segment in self._segments()]
         kv = self.prompt.blank()
-        gone = self._oracle.gone_now(keys)
+        gone = self._oracle.gone_now(self._keys())
         with self._op("retrieve") as op:
             got = self.engine.retrieve(self.prompt.tokens, mask, salt=self.salt, kv=kv.view(torch.bfloat16))
         self._check(kv, got)
-        count = int(got.count_nonzero()) // CHUNK_TOKENS
+        count = int(got.count_nonzero())
         run = torch.zeros_like(got)
-        run[skipped * CHUNK_TOKENS : (skipped + count) * CHUNK_TOKENS] = True
+        run[skipped : skipped + count] = True
         if not torch.equal(got, run):
-            self._oracle.violated("wrong mask", f"{self.about}: {got.tolist()} is no run from chunk {skipped}")
-        served = keys[skipped : skipped + count]
+            self._oracle.violated("wrong mask", f"{self.about}: {got.tolist()} is no run from token {skipped}")
+        served = self._served(skipped, skipped + count)
         self._oracle.check_not_gone(gone, served)
         self._oracle.check_age(served, op.began, self.site.ttl)
         self._leave(kv, f"retrieve {self.about}")
-        self._oracle.tell(op, f"{count} of {len(keys) - skipped}")
+        self._oracle.tell(op, f"{count} of {self.prompt.length - skipped}")
 
     def _check(self, kv: torch.Tensor, mask: torch.Tensor) -> None:
         self._oracle.check_kv(self.prompt, kv, mask, model=self.model, salt=self.salt, lossy=self.site.lossy)
@@ -171,7 +194,8 @@ class Client(LayerVerbs):
         names = None if self._rng.random() < 0.6 else [self._rng.choice(list(self.engine.tiers))]
         with self._op("lookup") as op:
             hit = self.engine.lookup(self.prompt.tokens, names, salt=self.salt)
-        if hit.tokens % CHUNK_TOKENS or sum(hit.by_tier.values()) != hit.tokens or hit.tokens > self.prompt.length:
+        self._reaching(hit.tokens)
+        if sum(hit.by_tier.values()) != hit.tokens or hit.tokens > self.prompt.length:
             self._oracle.violated("wrong hit", f"{self.about}: {hit}")
         self._check_pins()
         if names and set(hit.by_tier) - set(names):
@@ -256,11 +280,12 @@ class Client(LayerVerbs):
         self._oracle.tell(op, outcome)
 
     def _pin(self) -> None:
-        keys = [str(segment.key) for segment in self._segments()]
+        segments = self._segments()
+        keys = [str(segment.key) for segment in segments]
         before = self._stir(keys)
         with self._op("pin") as op:
             count = self.engine.pin(self.prompt.tokens, salt=self.salt)
-        if count == len(keys) * CHUNK_TOKENS and not self.site.unpinning:
+        if count == segments[-1].end and not self.site.unpinning:
             pins = self.site.pins
             self.site.pinned |= {key: before[key] for key in keys if pins[key] == before[key]}
         self._oracle.tell(op, str(count))
@@ -298,7 +323,7 @@ class Client(LayerVerbs):
                 self._oracle.violated("lost pin", f"{key} was pinned and is not in memory")
 
     def _remove(self) -> None:
-        keys = [str(segment.key) for segment in self._segments()]
+        keys = self._keys()
         with self._unpinning(keys), self._oracle.removing(keys) as success, self._op("remove") as op:
             try:
                 self.engine.remove(self.prompt.tokens, salt=self.salt)
@@ -342,18 +367,19 @@ class Client(LayerVerbs):
         """An index says what the stores hold at that time."""
         stores = {tier.name: tier.backend.client.store for tier in peek.stored_tiers(self.engine)}
         before = {name: store.changes for name, store in stores.items()}
-        names = [str(segment.key) for segment in self._segments()]
-        where = [next((name for name, store in stores.items() if key in store.blobs), None) for key in names]
+        where = {key: name for name, store in reversed(stores.items()) for key in store.blobs}
+        run = peek.leading(self.engine, self.prompt.tokens, self.salt, where.__contains__)
         with self._op("lookup") as op:
             hit = self.engine.lookup(self.prompt.tokens, salt=self.salt)
-        run = where[: where.index(None)] if None in where else where
-        want = {name: run.count(name) * CHUNK_TOKENS for name in stores if name in run}
+        want: dict[str, int] = {}
+        for one in run:
+            want[where[str(one.key)]] = want.get(where[str(one.key)], 0) + one.end - one.start
         lasting = all(tier.policy.ttl is None for tier in peek.stored_tiers(self.engine))
         honest = lasting and all(store.honest for store in stores.values())
         # Latency has no bound, so that even an honest store is late now and then.
         in_time = self._scheduler.time - op.began < 0.9 * min(tier.deadline for tier in peek.stored_tiers(self.engine))
         same = {name: store.changes for name, store in stores.items()} == before
-        if honest and same and in_time and (hit.by_tier, hit.tokens) != (want, len(run) * CHUNK_TOKENS):
+        if honest and same and in_time and (hit.by_tier, hit.tokens) != (want, run[-1].end if run else 0):
             self._oracle.violated("wrong hit", f"{self.about}: an index says {hit}, there is {want}")
         self._oracle.tell(op, f"{hit.tokens} {sorted(hit.by_tier.items())}")
 

@@ -14,8 +14,10 @@ import torch
 from kvloom import KVSpec
 
 CHUNK_TOKENS = 4
+PIECE_TOKENS = 1
 PLANES, LAYERS, HIDDEN = 2, 2, 8
-CHUNK_BYTES = PLANES * LAYERS * CHUNK_TOKENS * HIDDEN * 2
+TOKEN_BYTES = PLANES * LAYERS * HIDDEN * 2
+CHUNK_BYTES = CHUNK_TOKENS * TOKEN_BYTES
 SALTS = ("", "alice", "bob")
 SPECS = tuple(
     KVSpec(model="tiny", num_layers=LAYERS, num_kv_heads=2, head_size=4, dtype="bfloat16", adapters=adapters)
@@ -27,7 +29,7 @@ UNTOUCHED = 0x5A5A
 
 
 class Prompt:
-    """A token sequence, its KV under every model and salt, and where its chunks are in it."""
+    """A token sequence, and its KV under every model and salt."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.list = tokens
@@ -40,14 +42,10 @@ class Prompt:
         """`[2, layers, tokens, hidden]` as int16; lossy: what comes out of the lossy serializer."""
         kv = self._kv.get((model, salt, lossy))
         if kv is None:
-            kv = torch.full((PLANES, LAYERS, self.length, HIDDEN), 0x0101, dtype=torch.int16)
-            for index in range(self.chunks):
-                end = (index + 1) * CHUNK_TOKENS
-                data = bytearray(_value(model, salt, tuple(self.list[:end])))
-                chunk = torch.frombuffer(data, dtype=torch.uint8)
-                chunk = chunk + 1 if lossy else chunk
-                shaped = chunk.view(torch.int16).view(PLANES, LAYERS, CHUNK_TOKENS, HIDDEN)
-                kv[:, :, end - CHUNK_TOKENS : end] = shaped
+            data = bytearray(b"".join(_value(model, salt, tuple(self.list[: at + 1])) for at in range(self.length)))
+            values = torch.frombuffer(data, dtype=torch.uint8)
+            values = values + 1 if lossy else values
+            kv = values.view(torch.int16).view(self.length, PLANES, LAYERS, HIDDEN).permute(1, 2, 0, 3).contiguous()
             self._kv[model, salt, lossy] = kv
         return kv
 
@@ -58,12 +56,15 @@ class Prompt:
 
 @functools.cache
 def _value(model: int, salt: str, tokens: tuple[int, ...]) -> bytes:
-    return hashlib.shake_256(f"{model}|{salt}|{tokens}".encode()).digest(CHUNK_BYTES)
+    return hashlib.shake_256(f"{model}|{salt}|{tokens}".encode()).digest(TOKEN_BYTES)
 
 
 @functools.cache
 def prompts() -> tuple[Prompt, ...]:
-    """The prompts of every run: families of up to six chunks that branch, some with a tail that fills no chunk."""
+    """The prompts of every run: families of up to six chunks that branch, some with a tail that fills no chunk.
+
+    Some tails are the beginning of another prompt's chunk.
+    """
     rng = random.Random("prompts")
     found = []
     for family in range(5):
@@ -71,6 +72,6 @@ def prompts() -> tuple[Prompt, ...]:
         for variant in range(8):
             branch, chunks, tail = rng.randrange(7), rng.choice((1, 1, 2, 2, 3, 4, 6)), rng.choice((0, 0, 0, 1, 3))
             own = [100_000 + variant * 1000 + at for at in range(len(stem) + 3)]
-            kept = min(branch, chunks) * CHUNK_TOKENS
+            kept = min(branch, chunks) * CHUNK_TOKENS + (tail if branch > chunks else 0)
             found.append(Prompt((stem[:kept] + own)[: chunks * CHUNK_TOKENS + tail]))
     return tuple(found)

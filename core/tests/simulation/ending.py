@@ -10,7 +10,7 @@ import torch
 from kvloom import CorruptBlobError, Engine, envelope
 from simulation import peek
 from simulation.clients import Site
-from simulation.content import CHUNK_TOKENS, SALTS, Prompt
+from simulation.content import SALTS, Prompt
 from simulation.fibers import EPOCH, Fiber, Process
 from simulation.store import Client as StoreClient
 from simulation.store import SimStore
@@ -205,12 +205,11 @@ class Ending:
 
     def _check_index(self, house: House) -> None:
         index = house.site.engines[0]
-        names = [str(segment.key) for segment in index.segments(self._world.prompts[0].tokens)]
-        tiers = peek.stored_tiers(index)
+        tokens, tiers = self._world.prompts[0].tokens, peek.stored_tiers(index)
         for _ in range(3):
-            there = [any(self._serves(tier, key) for tier in tiers) for key in names]
-            want = (there.index(False) if False in there else len(there)) * CHUNK_TOKENS
-            got = index.lookup(self._world.prompts[0].tokens).tokens
+            run = peek.leading(index, tokens, "", lambda key: any(self._serves(tier, key) for tier in tiers))
+            want = run[-1].end if run else 0
+            got = index.lookup(tokens).tokens
             if got == want:
                 return
             self._world.pass_time(2.0)
@@ -251,10 +250,10 @@ class Ending:
 
     def _check_survived(self, house: House, prompt: Prompt, model: int, engine: Engine) -> None:
         salt = self._world.rng.choice(SALTS)
-        names = [str(segment.key) for segment in engine.segments(prompt.tokens, salt=salt)]
+        stores = self._world.stores.values()
         for _ in range(3):  # a call may take longer than its deadline, and count as a miss
-            there = [any(key in store.blobs for store in self._world.stores.values()) for key in names]
-            want = (there.index(False) if False in there else len(there)) * CHUNK_TOKENS
+            run = peek.leading(engine, prompt.tokens, salt, lambda key: any(key in store.blobs for store in stores))
+            want = run[-1].end if run else 0
             got = prompt.blank()
             with self._oracle.operation("retrieve", "after all", house.site.allowance) as op:
                 mask = engine.retrieve(prompt.tokens, salt=salt, kv=got.view(torch.bfloat16))

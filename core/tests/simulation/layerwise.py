@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvloom import BackendError, Engine, Segment
+from kvloom import BackendError, Engine
 from kvloom.pipeline.layer_load import Loading
 from kvloom.pipeline.layer_store import Storing
 from simulation.content import CHUNK_TOKENS, LAYERS, Prompt
@@ -33,14 +33,14 @@ class LayerVerbs:
     _mask: Any
     _op: Any
     _segments: Any
+    _keys: Any
+    _served: Any
     _leave: Any
 
     def _retrieve_layers(self) -> None:
         mask, skipped = self._mask()
-        segments: list[Segment] = self._segments()
-        keys = [str(segment.key) for segment in segments]
         kv = self.prompt.blank()
-        gone = self._oracle.gone_now(keys)
+        gone = self._oracle.gone_now(self._keys())
         with self._op("retrieve_layer") as op:
             loading = self.engine.retrieve_layer(self.prompt.tokens, mask, salt=self.salt, kv=kv.view(torch.bfloat16))
         self._oracle.tell(op, f"{loading.hit.tokens} believed")
@@ -51,31 +51,31 @@ class LayerVerbs:
             raise
         with self._op("layer.close") as close:
             loading.close()
-        served = keys[skipped : skipped + counts[0]]
+        served = self._served(skipped, skipped + counts[0])
         self._oracle.check_not_gone(gone, served)
         self._oracle.check_age(served, op.began, self.site.ttl)
         if len(counts) == LAYERS:
-            self._oracle.served_chunks += counts[-1]
+            self._oracle.served_chunks += -(-counts[-1] // CHUNK_TOKENS)
         self._leave(kv, f"retrieve_layer {self.about}")
-        self._oracle.tell(close, f"{counts} of {len(keys) - skipped}")
+        self._oracle.tell(close, f"{counts} of {self.prompt.length - skipped}")
 
     def _take_layers(self, loading: Loading, kv: torch.Tensor, skipped: int) -> list[int]:
-        """Number of chunks that each layer delivered. Tokens that a mask lacks are computed at once,
+        """Number of tokens that each layer delivered. Tokens that a mask lacks are computed at once,
         into the same KV."""
-        counts = [self.prompt.chunks - skipped]
+        counts = [self.prompt.length - skipped]
         mine = torch.zeros(self.prompt.length, dtype=torch.bool)
         for layer in range(LAYERS):
             self._think()
             with self._op("layer.wait") as op:
                 got = loading.wait(layer)
-            count = int(got.count_nonzero()) // CHUNK_TOKENS
+            count = int(got.count_nonzero())
             run = torch.zeros_like(got)
-            run[skipped * CHUNK_TOKENS : (skipped + count) * CHUNK_TOKENS] = True
+            run[skipped : skipped + count] = True
             if count > counts[-1] or not torch.equal(got, run):
                 self._oracle.violated("wrong mask", f"{self.about}, layer {layer}: {got.tolist()} after {counts}")
             self._check_layers(kv, range(skipped, skipped + count), layer)
             mine |= ~got
-            mine[: skipped * CHUNK_TOKENS] = False
+            mine[:skipped] = False
             kv[:, :, mine] = _GARBAGE
             counts.append(count)
             self._oracle.tell(op, f"layer {layer}: {count}")
@@ -84,20 +84,19 @@ class LayerVerbs:
         self._think()
         if bool((kv[:, :, mine] != _GARBAGE).any()):
             self._oracle.violated("touched later", f"{self.about}: KV that a mask had left to the caller was written")
-        if not torch.equal(kv[:, :, : skipped * CHUNK_TOKENS], self.prompt.blank()[:, :, : skipped * CHUNK_TOKENS]):
+        if not torch.equal(kv[:, :, :skipped], self.prompt.blank()[:, :, :skipped]):
             self._oracle.violated("wrong bytes", f"{self.about}: KV before the selected tokens was touched")
         return counts[1:]
 
-    def _check_layers(self, kv: torch.Tensor, chunks: range, layer: int) -> None:
+    def _check_layers(self, kv: torch.Tensor, tokens: range, layer: int) -> None:
         """Every layer up to this one is there, and of one fidelity."""
         exact, other = (self.prompt.kv(self.model, self.salt, lossy=lossy) for lossy in (False, True))
-        for index in chunks:
-            part = slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
-            got = kv[:, : layer + 1, part]
-            if torch.equal(got, exact[:, : layer + 1, part]):
+        for index in tokens:
+            got = kv[:, : layer + 1, index]
+            if torch.equal(got, exact[:, : layer + 1, index]):
                 continue
-            if not (self.site.lossy and torch.equal(got, other[:, : layer + 1, part])):
-                self._oracle.violated("wrong bytes", f"{self.about}: chunk {index}, layers up to {layer}")
+            if not (self.site.lossy and torch.equal(got, other[:, : layer + 1, index])):
+                self._oracle.violated("wrong bytes", f"{self.about}: token {index}, layers up to {layer}")
 
     def _store_layers(self) -> None:
         mask, _ = self._mask()

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
+import torch
 
+from kvloom import Segment, keys
 from kvloom.builtin import raw
 from kvloom.engine import builder
 from kvloom.engine.lookup import Index
@@ -19,10 +21,29 @@ from kvloom.pipeline import layer_read
 from kvloom.pipeline.task import Task
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored import breaker, maintenance
+from simulation.content import PIECE_TOKENS
 from simulation.fibers import Violation
 from simulation.store import Guard
 
 _POISON = 0xDB
+
+
+def pieces(engine: Index, tokens: torch.Tensor, salt: str, *, start: int | None = None) -> list[Segment]:
+    """What shorter sequences may have left of the segment that begins at `start`; None: of every one."""
+    database = engine._tokens
+    starts = [one.start for one in engine.segments(tokens, salt=salt)] if start is None else [start]
+    return [piece for at in starts for piece in database.pieces(tokens, at, salt=salt)]
+
+
+def leading(engine: Index, tokens: torch.Tensor, salt: str, there: Callable[[str], bool]) -> list[Segment]:
+    """What of a prompt can be served if exactly those keys are there."""
+    found = []
+    for segment in engine.segments(tokens, salt=salt):
+        if not there(str(segment.key)):
+            some = [one for one in pieces(engine, tokens, salt, start=segment.start) if there(str(one.key))]
+            return found + keys.leading(some, segment.start)
+        found.append(segment)
+    return found
 
 
 @dataclass(frozen=True)
@@ -50,6 +71,7 @@ class Pace:
 def constants(pace: Pace) -> Iterator[None]:
     """While a run lasts: its pace, and small pools for engines without a memory tier, which are quick to make."""
     with (
+        patch.object(keys, "PIECE_TOKENS", PIECE_TOKENS),
         patch.object(breaker, "FIRST_SECONDS", pace.pause),
         patch.object(breaker, "MOST_SECONDS", pace.longest_pause),
         patch.object(maintenance, "ROUND_SECONDS", pace.round),

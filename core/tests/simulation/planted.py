@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from kvloom import Engine, Segment
+from kvloom.builtin import chunked
 from kvloom.format import envelope
 from kvloom.memory import pool
 from kvloom.pipeline import readahead
@@ -229,6 +231,26 @@ def layers_go_on_growing() -> AbstractContextManager[Any]:
     return patch.object(readahead.Prefix, "cut", lambda self, chunk, layer: None)
 
 
+def pieces_of_any_prompt() -> AbstractContextManager[Any]:
+    """A piece's key covers the tokens of its own chunk, and not those before."""
+    real = chunked.pieces
+
+    def pieces(tokens: Any, whole: list[Segment], **about: Any) -> list[Segment]:
+        forgotten = [one._replace(key=one.key._replace(digest=bytes(32))) for one in whole]
+        return real(tokens, forgotten, **about)
+
+    return patch.object(chunked, "pieces", pieces)
+
+
+def removal_leaves_pieces() -> AbstractContextManager[Any]:
+    """What a shorter prompt left of a chunk stays when the longer one is removed."""
+
+    def remove(self: Engine, tokens: Any, *, salt: str | None = None) -> None:
+        self._stack.remove([segment.key for segment in self.segments(tokens, salt=salt)])
+
+    return patch.object(Engine, "remove", remove)
+
+
 class Planted(NamedTuple):
     """A planted bug."""
 
@@ -255,6 +277,8 @@ PLANTS: dict[Plant, Planted] = {
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
     batch_in_another_order: Planted(("wrong bytes",), 2003),
-    layer_not_checked: Planted(("wrong bytes",), 3205),
+    layer_not_checked: Planted(("wrong bytes",), 3147),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
+    pieces_of_any_prompt: Planted(("wrong bytes",), 2022),
+    removal_leaves_pieces: Planted(("served after removal", "resurrected"), 2005),
 }

@@ -21,7 +21,7 @@ from kvloom.engine.lookup import Index
 from kvloom.tiers.stored import layer_ranges
 from simulation import interrupts, peek, plugin
 from simulation.clients import Client, Site
-from simulation.content import CHUNK_BYTES, CHUNK_TOKENS, SPECS, Prompt, prompts
+from simulation.content import CHUNK_TOKENS, SPECS, TOKEN_BYTES, Prompt, prompts
 from simulation.ending import Ending, House
 from simulation.fibers import Process, Scheduler, SimRuntime, Violation
 from simulation.oracle import Allowance, LeakWatch, Oracle
@@ -102,7 +102,11 @@ class Plan:
                 block["ttl"] = f"{ttl}s"
         lossy = any(block.get("serializer") == "sim_lossy" for block in blocks)
         exact = not lossy and rng.random() < 0.2
-        config = {"chunk_tokens": CHUNK_TOKENS, "connector": "sim_plain", "tiers": blocks, "exact": exact}
+        tails = random.Random(repr(blocks)).random() < 0.7  # apart, so that all else of a seed is what it was
+        config = {
+            "chunk_tokens": CHUNK_TOKENS, "connector": "sim_plain", "tiers": blocks, "exact": exact,
+            "save_tails": tails,
+        }  # fmt: skip
         index = rng.random() < 0.25 and any(block["type"] in ("sim_shared", "sim_bounded") for block in blocks)
         return Plan(
             kind, config, stores, limits, deadline, engines, rng.choice((1, 2, 3, 5, 8)), lossy,
@@ -211,7 +215,9 @@ class World:
         self.trace = trace or (lambda line: None)
         self.prompts = list(prompts())
         self.rng.shuffle(self.prompts)
-        self.probe = Prompt([7_000_000 + at for at in range(2 * CHUNK_TOKENS)])
+        self.probe = Prompt(
+            [7_000_000 + at for at in range(2 * CHUNK_TOKENS + 3)][: None if self.plan.config["save_tails"] else -3]
+        )
         del self.prompts[self.plan.prompts :]
         self.stores = {
             name: SimStore(
@@ -335,7 +341,7 @@ class World:
         stored = peek.stored_tiers(engine)
         most = max((tier.deadline for tier in stored), default=self.plan.deadline)
         ample = self.plan.kind == "ample" and not self.crashed
-        queued = peek.pool_of(engine).capacity // 2 // CHUNK_BYTES + 1
+        queued = peek.pool_of(engine).capacity // 2 // TOKEN_BYTES + 1
         return Allowance(most, len(stored), 0.5 if ample else None, queued)
 
     def _open_index(self, name: str) -> None:

@@ -89,11 +89,11 @@ def test_two_processes_end_to_end(
     arguments = ["--size", "1M", "--document", str(document), "--tokens", "600", "--out", str(out)]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert "process 1  prefilled" in done.output and "512 from disk" in done.output
+    assert "process 1  prefilled" in done.output and "592 from disk" in done.output
     assert done.output.count("ok     ") == 3 and "FAILED" not in done.output
     answered = json.loads((out / "result.json").read_text())["answered"]
-    assert answered["exact"] and answered["report"]["hit_tokens"] == 512
-    assert answered["bytes"] == 512 * 2 * 8 * 64 * 4
+    assert answered["exact"] and answered["report"]["hit_tokens"] == 592
+    assert answered["bytes"] == 592 * 2 * 8 * 64 * 4
     assert (out / "laptop.yaml").is_file() and not (out / "kv").exists()
     assert (out / "ttft.png").read_bytes().startswith(b"\x89PNG")
 

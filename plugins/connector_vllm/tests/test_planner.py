@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm_fakes import BLOCK, FakeRequest
 
+from kvloom import leading
 from kvloom_connector_vllm.planner import IDLE, Chunks, Move, Offer, Owner, Planner, Scheduled
-from kvloom_connector_vllm.tail import Pieces, leading
+from kvloom_connector_vllm.tail import Pieces
 
 CHUNK = 2 * BLOCK
 NOBODY = Owner()
@@ -178,7 +179,7 @@ def test_a_chunk_that_is_whole_is_not_saved_in_pieces() -> None:
 def test_a_tail_that_was_loaded_is_not_saved_again(local: int, pieces: int) -> None:
     one = planner(chunk_tokens=16, tails=True)
     one.begin(FakeRequest("r", list(range(15))), NOBODY)
-    assert one.loadable("r", local, Offer(0, leading(one.pieces_of("r", 0).pieces))) == 12 - local
+    assert one.loadable("r", local, Offer(0, tuple(leading(one.pieces_of("r", 0).pieces, 0)))) == 12 - local
     move = one.load("r", [1, 2, 3, 4], 12 - local)
     assert (len(move.chunks.pieces), move.first_block, move.blocks) == (
         pieces,
@@ -198,8 +199,8 @@ def test_a_longer_prompt_finds_the_tail_of_a_shorter_one() -> None:
         for longer in range(tokens + 1, 40):
             one.begin(FakeRequest("r", list(range(longer))), NOBODY)
             count = one.held(0, [digest in stored for digest in one.chunks("r").digests])
-            pieces = leading(one.pieces_of("r", count).pieces, lambda piece, stored=stored: piece.digest in stored)
-            assert one.loadable("r", 0, Offer(count, pieces)) == tokens // BLOCK * BLOCK
+            there = [piece for piece in one.pieces_of("r", count).pieces if piece.digest in stored]
+            assert one.loadable("r", 0, Offer(count, tuple(leading(there, count * 16)))) == tokens // BLOCK * BLOCK
             one.end("r")
 
 
@@ -269,7 +270,8 @@ class Engine(RuleBasedStateMachine):
             block = self.memory[table[position // BLOCK]]
             block[position % BLOCK] = self._token(request, position)
         count = self.planner.held(local, [digest in self.store for digest in digests])
-        pieces = leading(self.planner.pieces_of(name, count).pieces, lambda piece: piece.digest in self.store)
+        there = [piece for piece in self.planner.pieces_of(name, count).pieces if piece.digest in self.store]
+        pieces = tuple(leading(there, count * self.planner.chunk_tokens))
         tokens = self.planner.loadable(name, local, Offer(count, pieces))
         if tokens:
             self.planner.load(name, table, tokens)

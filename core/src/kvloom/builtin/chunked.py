@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvloom import Segment, TokenDatabase, chain, select
+from kvloom import Segment, TokenDatabase, chain, int32_tokens, pieces, select
 
 if TYPE_CHECKING:
     import torch
 
 
 class ChunkedTokenDatabase(TokenDatabase):
-    """Every `chunk_tokens` tokens are a segment; a tail that fills none is left to the engine."""
+    """Every `chunk_tokens` tokens are a segment, and what is left at the end is cut into pieces of a chunk.
+
+    Without `save_tails`, what is left at the end is left to the engine.
+    """
 
     type = "chunked"
 
     def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:
-        whole = chain(tokens, chunk_tokens=self.chunk_tokens, fingerprint=self.fingerprint, salt=salt)
-        return whole[select(whole, mask, tokens.numel()) :]
+        about, narrow = self._about(salt), int32_tokens(tokens)
+        found = chain(narrow, **about)
+        if self.save_tails:
+            found += pieces(narrow, found, own=True, **about)
+        return found[select(found, mask, tokens.numel()) :]
+
+    def pieces(self, tokens: torch.Tensor, start: int, *, salt: str = "") -> list[Segment]:
+        if not self.save_tails:
+            return []
+        about, narrow = self._about(salt), int32_tokens(tokens)
+        first = start // self.chunk_tokens * self.chunk_tokens
+        before = chain(narrow[:first], **about)
+        end = first + self.chunk_tokens
+        if end > len(narrow):  # the segment at `start` is a piece itself
+            end = next((one.end for one in pieces(narrow, before, own=True, **about) if one.start == start), start)
+        return [piece for piece in pieces(narrow, before, **about) if start <= piece.start and piece.end < end]
+
+    def _about(self, salt: str) -> dict[str, Any]:
+        return {"chunk_tokens": self.chunk_tokens, "fingerprint": self.fingerprint, "salt": salt}

@@ -62,7 +62,7 @@ class EngineConfig(BaseModel):
     save_decode_cache: bool = False
     """Keep the KV of generated tokens too."""
     save_tails: bool = True
-    """Keep what a prompt has behind its last whole chunk, too, where the connector can (`vllm`, `vllm_blob`)."""
+    """Keep what a prompt has behind its last whole chunk, too, in pieces that longer prompts find."""
     exact: bool = False
     """Serve nothing that went through a lossy serializer."""
     salt: StrictStr = ""

@@ -48,8 +48,8 @@ class ChunkEvent:
     """
 
     name: Literal["named", "stored", "removed", "cleared"]
-    """`named`: `segments` of a sequence are about to be stored or retrieved, and `tokens` are its tokens. `cleared`:
-    everything whose key starts with `prefix` went, from all tiers."""
+    """`named`: `segments` of a sequence are about to be stored or retrieved, and `tokens` are its tokens; pieces of its
+    tail are not named. `cleared`: everything whose key starts with `prefix` went, from all tiers."""
     tier: str = ""
     in_memory: bool = False
     """The tier is this process's own memory."""
@@ -113,6 +113,8 @@ class Request:
     steps: tuple[Step, ...]
     error: str = ""
     """The type of the raised error."""
+    pieces: tuple[Segment, ...] = ()
+    """What shorter sequences had left of the first chunk that was nowhere, and was looked for in its place."""
 
 
 class CounterKey(NamedTuple):

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
 class TokenDatabase(Component):
     """Cuts a token sequence into segments and names the KV of each.
 
-    The engine sets `fingerprint` and `chunk_tokens` before the first call; a command may set another `fingerprint`
-    later. A key must depend on the fingerprint, the salt and every token up to the segment's end, and on nothing else:
-    no environment variable, no Python `hash`. Its digest covers all of them, whatever the namespace says; its depth is
-    one more than that of the segment before. Equal keys mean equal segments, start included, also where `chunk_tokens`
-    differs. Called from several threads.
+    The engine sets `fingerprint`, `chunk_tokens` and `save_tails` before the first call; a command may set another
+    `fingerprint` later. A key must depend on the fingerprint, the salt and every token up to the segment's end, and on
+    nothing else: no environment variable, no Python `hash`. Its digest covers all of them, whatever the namespace says;
+    its depth is one more than that of the segment before. Equal keys mean equal segments, start included, also where
+    `chunk_tokens` differs. Called from several threads.
     """
 
     fingerprint: str
     """Names model and representation; the first part of every key."""
     chunk_tokens: int
     """The configured tokens per chunk."""
+    save_tails: bool = False
+    """Whether the tokens behind the last whole chunk are to have segments, too. A database may have none for them."""
 
     @abstractmethod
     def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:
@@ -35,6 +37,17 @@ class TokenDatabase(Component):
         A tail too short for a segment has none, and nor has an empty sequence. Raises ValueError if the mask is of
         another length, if its Falses are not a prefix, or end inside a segment; no side effects.
         """
+
+    def pieces(self, tokens: torch.Tensor, start: int, *, salt: str = "") -> list[Segment]:
+        """Name what else may be kept of `tokens` behind their first `start`: the segments of shorter sequences.
+
+        Called where the segment that begins at `start` is nowhere. Returns the segments that `segments` gives for
+        leading parts of these tokens and not for all of them, if they begin at `start` or behind and end within that
+        segment; in order of ends. None by default: then longer sequences do not find them. No side effects.
+
+        tokens: as for `segments`. start: the beginning of one of their segments.
+        """
+        return []
 
     def learn(self, tokens: torch.Tensor, *, salt: str = "") -> None:
         """Called after a store: a database that adapts its cuts to traffic takes note here.

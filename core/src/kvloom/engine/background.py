@@ -12,7 +12,7 @@ from kvloom.pipeline.task import Task
 from kvloom.runtime import Runtime, Workers
 from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.request_trace import RequestTrace
-from kvloom.types import Segment
+from kvloom.types import Segment, tokens_of
 
 MOST_TASKS = 1024
 """Maximum number of tasks that wait or run. A task beyond it ends at once, with nothing moved."""
@@ -43,7 +43,7 @@ class Background:
         With `MOST_TASKS` under way, or without a thread, it ends at once with nothing moved, and counts as dropped.
         """
         task = Task(self._runtime)
-        num_tokens = sum(segment.end - segment.start for segment in segments)
+        num_tokens = tokens_of(segments)
 
         def dropped(reason: str) -> Task:
             self._events.emit(Event("dropped", tokens=num_tokens, chunks=len(segments), reason=reason))

@@ -30,6 +30,7 @@ from kvloom.interrupts import shielded_waiting
 from kvloom.memory.pages import settle_threads
 from kvloom.pipeline.layer_load import Loading
 from kvloom.pipeline.layer_store import Storing
+from kvloom.pipeline.load import Pieces
 from kvloom.pipeline.task import Cancellation, Task
 from kvloom.pipeline.transfer import Transfer, check_connector, check_where
 from kvloom.plugins.registry import Registry
@@ -39,7 +40,7 @@ from kvloom.telemetry.request_trace import RequestTrace
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.memory.index import Changes
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.types import ChunkKey, KVSpec, Segment, canonical_json
+from kvloom.types import ChunkKey, KVSpec, Segment, canonical_json, tokens_of
 
 T = TypeVar("T")
 
@@ -234,12 +235,15 @@ class Engine(Index):
         # Before, so that room is not made at its own cost; after, so that what came in between has its place.
         self._stack.touch(keys)
         record = self._record("retrieve", whole, first, tokens, callers=callers)
-        moved = self._transfer.load(stop, whole[first:], where, keys=keys, gaps=False, record=record)
+        pieces = self._pieces(tokens, salt)
+        moved = self._transfer.load_leading(stop, whole[first:], where, keys=keys, pieces=pieces, record=record)
+        if moved != whole[first:]:
+            asked = set(whole)
+            keys = [*keys, *(segment.key for segment in moved if segment not in asked)]
         self._stack.touch(keys, count=False)
         retrieved = torch.zeros(tokens.numel(), dtype=torch.bool)
-        count = int(moved.count_nonzero())
-        if count:
-            retrieved[whole[first].start : whole[first + count - 1].end] = True
+        if moved:
+            retrieved[moved[0].start : moved[-1].end] = True
         return retrieved
 
     def store(
@@ -263,7 +267,7 @@ class Engine(Index):
         copied = self._transfer.save(stop, whole[first:], where, keys=keys, record=record)
         self._stack.touch(keys)
         self._tokens.learn(tokens, salt=self._salt(salt))
-        return sum(segment.end - segment.start for segment, new in zip(whole[first:], copied, strict=True) if new)
+        return tokens_of(segment for segment, new in zip(whole[first:], copied, strict=True) if new)
 
     def retrieve_layer(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
@@ -279,7 +283,8 @@ class Engine(Index):
             whole, first = self._selected(tokens, mask, salt)
             record = self._record("retrieve_layer", whole, first, tokens, callers=callers)
             chain = [segment.key for segment in whole]
-            return self._loading(whole[first:], tokens.numel(), where, chain=chain, record=record)
+            pieces = self._pieces(tokens, salt)
+            return self._loading(whole[first:], tokens.numel(), where, chain=chain, record=record, pieces=pieces)
 
         return self._runtime.uninterrupted(begun, discard=Loading.close)
 
@@ -332,8 +337,8 @@ class Engine(Index):
             keys = [segment.key for segment in whole]
             self._stack.touch(keys)
             record = self._record("prefetch", whole, first, tokens, callers=callers)
-            load = self._transfer.load
-            work = partial(load, segments=whole[first:], where=None, keys=keys, gaps=True, record=record)
+            pieces, load = self._pieces(tokens, salt), self._transfer.load
+            work = partial(load, segments=whole[first:], where=None, keys=keys, pieces=pieces, record=record)
             self._check_open()
             return self._background.start(whole[first:], work, record, ahead=True)
 
@@ -347,9 +352,9 @@ class Engine(Index):
         segments = self._named(tokens, salt)
         keys = [segment.key for segment in segments]
         record = self._record("pin", segments, 0, tokens, callers=callers)
-        self._transfer.load(stop, segments, None, keys=keys, gaps=True, record=record)
+        self._transfer.load(stop, segments, None, keys=keys, record=record)
         pinned = [segment for segment in segments if self._stack.memory.pin([segment.key], True)]
-        return sum(segment.end - segment.start for segment in pinned)
+        return tokens_of(pinned)
 
     @shielded_waiting
     def unpin(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
@@ -358,12 +363,15 @@ class Engine(Index):
 
     @shielded_waiting
     def remove(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
-        """Delete the chunks of `tokens` from every tier, pinned ones too.
+        """Delete the chunks of `tokens`, and what shorter sequences left of them, from every tier, pinned ones too.
 
         They are gone on return, and reads and writes under way do not bring them back. Raises BackendError if a tier
         cannot confirm it, after all tiers were asked.
         """
-        self._stack.remove([segment.key for segment in self.segments(tokens, salt=salt)])
+        segments = self.segments(tokens, salt=salt)
+        pieces = self._pieces(tokens, salt)
+        kept = [*segments, *(piece for segment in segments for piece in pieces(segment))]
+        self._stack.remove([segment.key for segment in kept])
 
     @shielded_waiting
     def clear(self, salt: str | None = None) -> None:
@@ -410,9 +418,8 @@ class Engine(Index):
             keys = [segment.key for segment in segments]
             record = self._record("load", segments, callers=callers)
             work = partial(
-                self._transfer.load, segments=segments, where=where, keys=keys, gaps=True, into=connector,
-                record=record,
-            )  # fmt: skip
+                self._transfer.load, segments=segments, where=where, keys=keys, into=connector, record=record
+            )
             self._check_open()
             return self._background.start(segments, work, record, awaited=True)
 
@@ -465,7 +472,7 @@ class Engine(Index):
 
     def _loading(
         self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
-        record: RequestTrace, connector: GPUConnector | None = None,
+        record: RequestTrace, connector: GPUConnector | None = None, pieces: Pieces | None = None,
     ) -> Loading:  # fmt: skip
         connector = connector or self.connector
         check_connector(connector, "write_layer")
@@ -474,7 +481,7 @@ class Engine(Index):
         self._stack.touch(chain)
         loading = Loading(
             segments, num_tokens, where, chain=chain, stack=self._stack, connector=connector, events=self._events,
-            runtime=self._runtime, on_end=self._ended, record=record,
+            runtime=self._runtime, on_end=self._ended, record=record, pieces=pieces,
         )  # fmt: skip
         self._by_layer.add(loading)
         loading.begin()
@@ -486,9 +493,13 @@ class Engine(Index):
     def _named(self, tokens: torch.Tensor, salt: str | None) -> list[Segment]:
         """All segments of tokens that are to be moved."""
         whole = self.segments(tokens, salt=salt)
-        if self._events.sees_chunks and whole:
-            data = keying.int32_tokens(tokens)[: whole[-1].end].tobytes()
-            self._events.emit_chunks(ChunkEvent("named", segments=tuple(whole), tokens=data))
+        if self._events.sees_chunks:
+            # A piece that leaves while the chunk with the same tokens stays would look as if these tokens had left.
+            size = self.chunk_tokens if self._has_pieces else 0
+            named = tuple(one for one in whole if one.end - one.start >= size)
+            if named:
+                data = keying.int32_tokens(tokens)[: named[-1].end].tobytes()
+                self._events.emit_chunks(ChunkEvent("named", segments=named, tokens=data))
         return whole
 
     def _selected(self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None) -> tuple[list[Segment], int]:

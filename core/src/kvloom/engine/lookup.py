@@ -15,11 +15,13 @@ from kvloom.contracts.tokens import TokenDatabase
 from kvloom.engine.assembly import Components
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded_waiting
+from kvloom.pipeline.load import Pieces
 from kvloom.runtime import close_all, opened
 from kvloom.telemetry.events import Callers
 from kvloom.telemetry.request_trace import NO_TRACE, OpenRequestTrace, RequestTrace
+from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.tier import Tier
-from kvloom.types import ChunkKey, Health, Hit, Segment
+from kvloom.types import Health, Hit, Segment
 
 
 class _View:
@@ -66,10 +68,12 @@ class Index:
         self.fingerprint = keying.fingerprint(parts.spec, connector.format, connector.representation)
         self._tokens = parts.tokens
         self._learns = type(parts.tokens).learn is not TokenDatabase.learn
+        self._has_pieces = type(parts.tokens).pieces is not TokenDatabase.pieces
         self._others = tuple(database for _, database in parts.others)
         for its_spec, database in ((parts.spec, parts.tokens), *parts.others):
             database.fingerprint = keying.fingerprint(its_spec, connector.format, connector.representation)
             database.chunk_tokens = parts.config.chunk_tokens
+            database.save_tails = parts.config.save_tails
         self._stack = parts.stack
         self._events = parts.events
         self._runtime = parts.runtime
@@ -159,29 +163,51 @@ class Index:
         keys = [key for _, _, key in segments]
         if not self._events.sees_requests and not self._others and self._stack.all_in_memory(keys, search_range):
             return _hit(segments, [self._stack.memory.name] * len(keys))
-        return self._lookup(self._callers(), segments, keys, tokens, search_range, salt)
+        return self._lookup(self._callers(), segments, tokens, search_range, salt)
 
     @shielded_waiting
     def _lookup(
-        self, callers: Callers, segments: Sequence[Segment], keys: list[ChunkKey], tokens: torch.Tensor,
-        search_range: Sequence[str] | None, salt: str | None,
+        self, callers: Callers, segments: Sequence[Segment], tokens: torch.Tensor, search_range: Sequence[str] | None,
+        salt: str | None,
     ) -> Hit:  # fmt: skip
         with self._record("lookup", segments, 0, tokens, callers=callers).going_on() as record:
-            hit = _hit(segments, self._located(segments, keys, tokens, search_range, salt))
+            hit = self._reached(segments, tokens, search_range, salt, record)
             record.served_tokens = hit.tokens
             for name, count in hit.by_tier.items():
                 record.gave(name, count)
             return hit
 
+    def _reached(
+        self, segments: Sequence[Segment], tokens: torch.Tensor, search_range: Sequence[str] | None, salt: str | None,
+        record: RequestTrace,
+    ) -> Hit:  # fmt: skip
+        """Ask for the segments, and where one lacks, for what shorter sequences may have left of it."""
+        every = [segments, *(other.segments(tokens, salt=self._salt(salt)) for other in self._others)]
+        context = self._stack.context()  # one deadline for both questions
+        located = self._located(every, search_range, context)
+        if None in located:
+            lacking = located.index(None)
+            start = segments[lacking].start
+            every = [one.pieces(tokens, start, salt=self._salt(salt)) for one in (self._tokens, *self._others)]
+            there = zip(every[0], self._located(every, search_range, context), strict=True)
+            tiers = {piece: name for piece, name in there if name is not None}
+            path = keying.leading(tiers, start)
+            record.found(path)
+            segments = [*segments[:lacking], *path]
+            located = [*located[:lacking], *(tiers[piece] for piece in path)]
+        return _hit(segments, located)
+
+    def _pieces(self, tokens: torch.Tensor, salt: str | None) -> Pieces:
+        """What shorter sequences may have left of one of the segments of these tokens."""
+        return lambda segment: self._tokens.pieces(tokens, segment.start, salt=self._salt(salt))
+
     def _located(
-        self, segments: Sequence[Segment], keys: list[ChunkKey], tokens: torch.Tensor,
-        search_range: Sequence[str] | None, salt: str | None,
-    ) -> list[str | None]:  # fmt: skip
-        for database in self._others:  # asked about in one go
-            keys += [segment.key for segment in database.segments(tokens, salt=self._salt(salt))]
-        located = self._stack.locate(keys, search_range)
-        if self._others:
-            count = len(segments)
+        self, every: Sequence[Sequence[Segment]], search_range: Sequence[str] | None, context: RequestContext
+    ) -> list[str | None]:
+        """Where each segment is; None unless every rank has its part of it. every: the segments of each rank."""
+        count = len(every[0])
+        located = self._stack.locate([key for some in every for _, _, key in some], search_range, context)  # in one go
+        if len(every) > 1:
             located = [None if None in located[i::count] else located[i] for i in range(count)]
         return located
 

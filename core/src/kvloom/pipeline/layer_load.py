@@ -15,7 +15,7 @@ from kvloom.contracts.observer import Event
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.pipeline.layer_read import LayerRead, Part
-from kvloom.pipeline.load import BEHIND
+from kvloom.pipeline.load import BEHIND, Pieces
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
@@ -48,13 +48,11 @@ class Loading:
     def __init__(
         self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
         stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime, on_end: Callable[[Loading], None],
-        record: RequestTrace = NO_TRACE,
+        record: RequestTrace = NO_TRACE, pieces: Pieces | None = None,
     ) -> None:  # fmt: skip
         """Use `Engine.retrieve_layer`."""
-        self._segments = segments
+        self._asked = segments
         self._num_tokens = num_tokens
-        self._ends = list(accumulate(segment.end - segment.start for segment in segments))
-        """Tokens of each segment and of those before it."""
         self._where = where
         self._chain = chain
         self._stack = stack
@@ -69,7 +67,12 @@ class Loading:
         self._ended = False
         self._ready = 0
         self._error: BaseException | None = None
-        self._fetch = LayerRead(stack, segments, connector.shape, self._context, runtime=runtime, events=events)
+        self._fetch = LayerRead(
+            stack, segments, connector.shape, self._context, runtime=runtime, events=events, pieces=pieces
+        )
+        self._segments = self._fetch.segments
+        self._ends = list(accumulate(segment.end - segment.start for segment in self._segments))
+        """Tokens of each segment and of those before it."""
         self._prefix = self._fetch.prefix
         self._moved = [0] * self._prefix.count(0)
         """Number of leading layers of each chunk that are in the engine's KV."""
@@ -253,17 +256,17 @@ class Loading:
         self._context.record.note("copy", "", began, self._context.record.now(), nbytes=nbytes, chunks=len(run))
 
     def _account(self, began: float) -> None:
-        self._stack.touch(self._chain, count=False)
-        count = self._prefix.count(self.num_layers - 1)
+        count, whole = self._prefix.count(self.num_layers - 1), self._fetch.whole
         moved = self._segments[:count]
+        self._stack.touch([*self._chain, *(segment.key for segment in moved[whole:])], count=False)
         if moved:
             num_tokens = self._ends[count - 1]
             nbytes = sum(self._stack.layout.nbytes(self._connector.shape(one.end - one.start)) for one in moved)
             seconds = self._runtime.now() - began
             self._events.emit(Event("retrieved", "", num_tokens, count, nbytes, seconds))
-        if count < len(self._segments):
-            lost, *behind = self._segments[count:]
+        if lacking := self._asked[min(count, whole) :]:
+            lost, *behind = lacking
             loader = self._stack.loader
-            whole = self._prefix.count(0) == count
-            loader.missed([lost], loader.why(lost.key, self._context) if whole else "part-way")
+            why = loader.why(lost.key, self._context) if self._prefix.count(0) == count else "part-way"
+            loader.missed([lost], why, served=moved[whole:])
             loader.missed(behind, BEHIND)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvloom.contracts.observer import Event
+from kvloom.pipeline.load import Pieces
 from kvloom.pipeline.locate import Search
 from kvloom.pipeline.readahead import Incoming, Prefix, ReadAhead
 from kvloom.pipeline.stack import Stack
@@ -47,7 +49,7 @@ class LayerRead:
 
     def __init__(
         self, stack: Stack, segments: Sequence[Segment], shape: Shape, context: RequestContext, *, runtime: Runtime,
-        events: EventBus,
+        events: EventBus, pieces: Pieces | None = None,
     ) -> None:  # fmt: skip
         """Asks the tiers what they hold; reads nothing yet.
 
@@ -58,7 +60,9 @@ class LayerRead:
         self._events = events
         self._context = context
         self._chunks: list[Incoming] = []
-        self.hit = self._locate(segments, shape)
+        self.whole = len(segments)
+        """Number of leading segments that were asked for and found; what is read behind them are pieces of the next."""
+        self.hit = self._locate(segments, shape, pieces)
         self.num_layers = int(shape(1)[1])
         self.prefix = Prefix(len(self._chunks), self.num_layers, runtime)
         for chunk in self._chunks:
@@ -69,17 +73,31 @@ class LayerRead:
         self._ahead = ReadAhead(stack, self._chunks, self.groups, self.prefix, context, runtime)
         self._at_once = False
 
-    def _locate(self, segments: Sequence[Segment], shape: Shape) -> Hit:
-        """Find the tiers of the leading segments, up to the first that is nowhere."""
+    @property
+    def segments(self) -> list[Segment]:
+        """What is to be read, in order."""
+        return [chunk.segment for chunk in self._chunks]
+
+    def _locate(self, segments: Sequence[Segment], shape: Shape, pieces: Pieces | None) -> Hit:
+        """Find the tiers of the leading segments, up to the first that is nowhere, and of the pieces of that one."""
         memory, stored, by_tier = self._stack.memory, self._stack.stored, dict[str, int]()
         keys = [segment.key for segment in segments]
         held = memory.find(keys)
         search = Search(stored, [key for key, here in zip(keys, held, strict=True) if not here], self._context)
+        waiting = deque(zip(segments, held, strict=True))
         try:
-            for segment, here in zip(segments, held, strict=True):
+            while waiting:
+                segment, here = waiting.popleft()
                 tiers = list(stored) if here else search.tiers(segment.key, hurried=bool(self._chunks))
                 if not (here or tiers):
-                    break
+                    self.whole = min(self.whole, len(self._chunks))
+                    if pieces is None:
+                        break
+                    search.close()
+                    path, search = self._stack.loader.held(pieces(segment), segment.start, self._context)
+                    here_too = memory.find([piece.key for piece in path])
+                    waiting, pieces = deque(zip(path, here_too, strict=True)), None
+                    continue
                 name, num_tokens = memory.name if here else tiers[0].name, segment.end - segment.start
                 by_tier[name] = by_tier.get(name, 0) + num_tokens
                 self._chunks.append(Incoming(len(self._chunks), segment, tuple(shape(num_tokens)), tiers))

@@ -20,7 +20,7 @@ from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import Chain
-from kvloom.types import EXACT, Chunk, Segment
+from kvloom.types import EXACT, Chunk, Segment, tokens_of
 
 
 class Storing:
@@ -42,7 +42,7 @@ class Storing:
     ) -> None:  # fmt: skip
         """Use `Engine.store_layer`."""
         self._where = where
-        self._num_tokens = sum(segment.end - segment.start for segment in segments)
+        self._num_tokens = tokens_of(segments)
         self._stack = stack
         self._connector = connector
         self._runtime = runtime

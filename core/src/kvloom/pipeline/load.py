@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from kvloom.contracts.observer import Event
 from kvloom.format.envelope import ALIGN_BYTES
+from kvloom.keys import leading
 from kvloom.pipeline.locate import Search
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
@@ -16,7 +17,7 @@ from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.stored.inflight import Read, Wanted
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Layout, Loaded, Shape
-from kvloom.types import ChunkKey, Segment
+from kvloom.types import ChunkKey, Segment, tokens_of
 
 BEHIND = "behind a miss"
 """Why what comes after the first chunk that is nowhere is not given: it was not looked at."""
@@ -25,6 +26,8 @@ _WINDOW = 8
 _WINDOW_BYTES = 64 << 20
 """Chunks on their way at once: so many of any length, and more as long as they have no more bytes than that."""
 
+Pieces = Callable[[Segment], Sequence[Segment]]
+"""Names what shorter sequences may have left of a segment."""
 Runs = Generator[list[tuple[Segment, Loaded]], None, None]
 
 
@@ -66,30 +69,27 @@ class Loader:
         self._events = events
         self._runtime = runtime
 
-    def fetch(self, segments: Sequence[Segment], shape: Shape, context: RequestContext, *, gaps: bool) -> Runs:
+    def fetch(
+        self, segments: Sequence[Segment], shape: Shape, context: RequestContext, *, gaps: bool,
+        pieces: Pieces | None = None,
+    ) -> Runs:  # fmt: skip
         """Runs of verified chunks in order, as soon as they are there; leased until the next is asked for.
 
-        gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. Chunks that came from
-        stored tiers are in memory afterwards, if there is a memory tier.
+        gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. pieces: of that first one
+        they come at the end, as far as they are somewhere. Chunks that came from stored tiers are in memory afterwards,
+        if there is a memory tier.
         """
-        keys = [segment.key for segment in segments]
-        here = self.memory.find(keys)
-        search = Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context)
-        try:
-            yield from self._stream(deque(map(_Pending, segments)), search, shape, context, gaps=gaps)
-        finally:
-            search.close()
-
-    def _stream(
-        self, waiting: deque[_Pending], search: Search, shape: Shape, context: RequestContext, *, gaps: bool
-    ) -> Runs:  # fmt: skip
+        waiting = deque(map(_Pending, segments))
         if not waiting:
             return
+        search = self._search(segments, context)
         window = self._window(waiting[0].segment, shape)
         started: deque[_Pending] = deque()
         run: list[tuple[Segment, Loaded]] = []
+        lost: Segment | None = None
+        why = ""
         try:
-            while waiting or started:
+            while waiting or started or lost is not None:
                 if len(started) <= window // 2:  # not one by one: many at once are read in fewer calls
                     fresh: list[_Pending] = []
                     while waiting and len(started) + len(fresh) < window and search.knows(waiting[0].segment.key):
@@ -102,25 +102,65 @@ class Loader:
                     for _, loaded in run:
                         loaded.release()
                     run = []
-                if not started:
+                if waiting and not started:
                     search.tiers(waiting[0].segment.key)  # waits until a tier has answered, or has not in time
+                    continue
+                if lost is not None and not started:
+                    path: list[Segment] = []
+                    if pieces is not None and not context.given_up:
+                        search.close()
+                        path, search = self.held(pieces(lost), lost.start, context)
+                    self.missed([lost], why, served=path)
+                    waiting.extend(map(_Pending, path))
+                    lost = pieces = None
                     continue
                 pending = started[0]
                 arrived = self._finish(pending, shape, context)
                 started.popleft()
                 if arrived is not None:
                     run.append((pending.segment, arrived))
-                elif not gaps or context.given_up:
-                    break
+                    continue
+                reason = self.why(pending.segment.key, context)
+                if pieces is None or lost is not None:
+                    self.missed([pending.segment], reason)
+                else:
+                    lost, why = pending.segment, reason
+                if not gaps or context.given_up:
+                    self._give_up(started, waiting, context)
             if run:
                 yield run
         finally:
+            search.close()
             for _, loaded in run:
                 loaded.release()
-            for pending in started:
-                pending.give_up()
-            rest = [pending.segment for pending in (*started, *waiting)]
-            self.missed(rest, "given up" if context.given_up else BEHIND)
+            if lost is not None:
+                self.missed([lost], why)
+            self._give_up(started, waiting, context)
+
+    def held(self, pieces: Sequence[Segment], start: int, context: RequestContext) -> tuple[list[Segment], Search]:
+        """Those pieces that follow one another from `start` on and are somewhere, and where. pieces: by their ends."""
+        search = self._search(pieces, context)
+        here = self.memory.find([piece.key for piece in pieces])
+        there = [
+            piece for piece, held in zip(pieces, here, strict=True) if held or search.tiers(piece.key, hurried=True)
+        ]
+        path = leading(there, start)
+        context.record.found(path)
+        return path, search
+
+    def _search(self, segments: Sequence[Segment], context: RequestContext) -> Search:
+        """For what memory does not hold."""
+        keys = [segment.key for segment in segments]
+        here = self.memory.find(keys)
+        return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context)
+
+    def _give_up(self, started: deque[_Pending], waiting: deque[_Pending], context: RequestContext) -> None:
+        for pending in started:
+            pending.give_up()
+        rest = [pending.segment for pending in (*started, *waiting)]
+        self.missed(rest, "given up" if context.given_up else BEHIND)
+        started.clear()
+        waiting.clear()
 
     def why(self, key: ChunkKey, context: RequestContext) -> str:
         """Why a chunk was not to be had."""
@@ -129,10 +169,10 @@ class Loader:
         silent = any(tier.name in context.lost or tier.calls.reading.open for tier in self.stored)
         return context.misses.get(key) or ("no answer" if silent else "in no tier")
 
-    def missed(self, segments: Sequence[Segment], reason: str) -> None:
-        """Say that these were asked for and not given."""
+    def missed(self, segments: Sequence[Segment], reason: str, *, served: Sequence[Segment] = ()) -> None:
+        """Say that these were asked for and not given. served: their pieces, which are given."""
         if segments:
-            num_tokens = sum(segment.end - segment.start for segment in segments)
+            num_tokens = tokens_of(segments) - tokens_of(served)
             self._events.emit(Event("missed", tokens=num_tokens, chunks=len(segments), reason=reason))
 
     def _window(self, segment: Segment, shape: Shape) -> int:
@@ -168,9 +208,7 @@ class Loader:
                 self.promote(pending.segment, loaded, context, below=source)
                 return loaded
             self._start([pending], shape, context)
-        if pending.loaded is None:
-            self.missed([pending.segment], self.why(pending.segment.key, context))
-        else:
+        if pending.loaded is not None:
             context.record.gave(self.memory.name, pending.segment.end - pending.segment.start)
         return pending.loaded
 

@@ -57,12 +57,14 @@ class Stack:
         memory = self.memory
         return memory.keep and (names is None or memory.name in names) and memory.has_all(keys)
 
-    def locate(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> list[str | None]:
+    def locate(
+        self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None, context: RequestContext | None = None
+    ) -> list[str | None]:
         """The fastest of the tiers `names` (default: all) that says it holds each key.
 
         Once a faster tier has the first key, a tier gets `HURRIED_SHARE` of its deadline to answer about the rest.
         """
-        context = self.context()
+        context = context or self.context()
         where: list[str | None] = [None] * len(keys)
         left = list(range(len(keys)))
         for name, tier in self.tiers.items():

@@ -11,7 +11,7 @@ import torch
 
 from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
-from kvloom.pipeline.load import Runs
+from kvloom.pipeline.load import Pieces, Runs
 from kvloom.pipeline.stack import Stack
 from kvloom.pipeline.task import Cancellation
 from kvloom.runtime import Runtime
@@ -19,7 +19,7 @@ from kvloom.telemetry.events import EventBus
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.request_context import RequestContext
-from kvloom.types import Chunk, ChunkKey, MemoryFormat, Segment
+from kvloom.types import Chunk, ChunkKey, MemoryFormat, Segment, tokens_of
 
 Where = Mapping[str, Any]
 
@@ -27,8 +27,7 @@ Where = Mapping[str, Any]
 class Transfer:
     """The work of an engine's loads and saves. Keeps no state between calls.
 
-    Each gives a bool for each segment: whether it was moved. keys: the chain that they are part of. record: where it is
-    noted; it ends here.
+    keys: the chain that the segments are part of. record: where it is noted; it ends here.
     """
 
     def __init__(self, stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime) -> None:
@@ -39,16 +38,34 @@ class Transfer:
 
     def load(
         self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, *, keys: Sequence[ChunkKey],
-        gaps: bool, record: RequestTrace, into: GPUConnector | None = None,
+        record: RequestTrace, into: GPUConnector | None = None, pieces: Pieces | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """From the tiers into the engine's KV; with None for `where`, into memory only.
+        """From the tiers into the engine's KV, each segment that can be had, and pieces of the first that cannot.
 
-        gaps: go on behind a segment that is nowhere to be had.
+        where: None for into memory only. Returns a bool for each segment: whether it was moved.
         """
-        connector = into or self._connector
-        moved: set[Segment] = set()
+        runs = self._runs(stop, segments, keys, record, gaps=True, pieces=pieces)
+        moved = frozenset(self._moved(stop, segments, where, runs, into or self._connector, record))
+        return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
+
+    def load_leading(
+        self, stop: Cancellation, segments: Sequence[Segment], where: Where, *, keys: Sequence[ChunkKey],
+        pieces: Pieces, record: RequestTrace,
+    ) -> list[Segment]:  # fmt: skip
+        """From the tiers into the engine's KV, up to the first segment that cannot be had, and pieces of that one.
+
+        Returns what was moved, in order.
+        """
+        runs = self._runs(stop, segments, keys, record, gaps=False, pieces=pieces)
+        return self._moved(stop, segments, where, runs, self._connector, record)
+
+    def _moved(
+        self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, runs: Runs, connector: GPUConnector,
+        record: RequestTrace,
+    ) -> list[Segment]:  # fmt: skip
+        moved: list[Segment] = []
         began, nbytes = self._now(), 0
-        with record.going_on(), closing(self._runs(stop, segments, keys, record, gaps=gaps)) as runs:
+        with record.going_on(), closing(runs):
             if where is not None:
                 check_where(connector, segments, where)
             for run in runs:
@@ -58,17 +75,17 @@ class Transfer:
                     if not stop.touch(partial(_copy, connector.write, here, chunks, where, record)):
                         break
                     nbytes += sum(chunk.nbytes for chunk in chunks)
-                moved.update(here)
+                moved += here
                 if stop.cancelled:
                     break
-            record.served_tokens = num_tokens = sum(segment.end - segment.start for segment in moved)
+            record.served_tokens = num_tokens = tokens_of(moved)
         if moved and where is not None:
             self._events.emit(Event("retrieved", "", num_tokens, len(moved), nbytes, self._now() - began))
-        return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
+        return moved
 
     def _runs(
         self, stop: Cancellation, segments: Sequence[Segment], keys: Sequence[ChunkKey], record: RequestTrace, *,
-        gaps: bool,
+        gaps: bool, pieces: Pieces | None = None,
     ) -> Runs:  # fmt: skip
         """As `Loader.fetch`. If memory holds everything, nothing else is asked."""
         memory = self._stack.memory
@@ -76,7 +93,7 @@ class Transfer:
         try:
             if held and all(held):
                 if record is not NO_TRACE:
-                    record.gave(memory.name, sum(segment.end - segment.start for segment in segments))
+                    record.gave(memory.name, tokens_of(segments))
                 yield [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
                 return
         finally:
@@ -85,14 +102,14 @@ class Transfer:
                     loaded.lease.release()
         # Reads from below need room in memory, so the leases are released first; `fetch` leases a few chunks ahead.
         yield from self._stack.loader.fetch(
-            segments, self._connector.shape, self._context(stop, keys, record), gaps=gaps
+            segments, self._connector.shape, self._context(stop, keys, record), gaps=gaps, pieces=pieces
         )
 
     def save(
         self, stop: Cancellation, segments: Sequence[Segment], where: Where, *, keys: Sequence[ChunkKey],
         record: RequestTrace,
     ) -> torch.Tensor:  # fmt: skip
-        """From the engine's KV into the tiers that lack it. The mask is of the segments that were copied."""
+        """From the engine's KV into the tiers that lack it. Returns a bool for each segment: whether it was copied."""
 
         def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
             return stop.touch(partial(_copy, self._connector.read, some, chunks, where, record))
@@ -100,7 +117,7 @@ class Transfer:
         with record.going_on():
             check_where(self._connector, segments, where)
             copied = self._stack.storer.keep(segments, self._connector.shape, copy, self._context(stop, keys, record))
-            record.served_tokens = sum(segment.end - segment.start for segment in segments)
+            record.served_tokens = tokens_of(segments)
         return torch.tensor([segment in copied for segment in segments], dtype=torch.bool)
 
     def _context(self, stop: Cancellation, keys: Sequence[ChunkKey], record: RequestTrace) -> RequestContext:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvloom.contracts.observer import Request, Step
+from kvloom.types import tokens_of
 
 if TYPE_CHECKING:
     from kvloom.runtime import Runtime
@@ -32,6 +33,9 @@ class RequestTrace:
 
     def gave(self, tier: str, tokens: int) -> None:
         """A tier had KV that was asked for."""
+
+    def found(self, pieces: Sequence[Segment]) -> None:
+        """In the place of a chunk that is nowhere, pieces of it are taken."""
 
     def hold(self) -> None:
         """Mark that a part continues after the call has ended; call `release` when it is over."""
@@ -89,6 +93,7 @@ class OpenRequestTrace(RequestTrace):
         self._sources: dict[str, int] = {}
         self._seconds = 0.0
         self._error = ""
+        self._pieces: tuple[Segment, ...] = ()
         self._held = 1
         self.served_tokens = 0
 
@@ -108,6 +113,9 @@ class OpenRequestTrace(RequestTrace):
     def gave(self, tier: str, tokens: int) -> None:
         with self._changing:
             self._sources[tier] = self._sources.get(tier, 0) + tokens
+
+    def found(self, pieces: Sequence[Segment]) -> None:
+        self._pieces = tuple(pieces)
 
     def hold(self) -> None:
         with self._changing:
@@ -131,7 +139,7 @@ class OpenRequestTrace(RequestTrace):
             self._verb,
             self._wall + self._began,
             self._seconds,
-            sum(segment.end - segment.start for segment in selected),
+            tokens_of(selected),
             self.served_tokens,
             tuple(segment.key for segment in self._segments),
             tuple(segment.end for segment in self._segments),
@@ -144,4 +152,5 @@ class OpenRequestTrace(RequestTrace):
                 for (name, tier, codec), one in self._sums.items()
             ),
             self._error,
+            self._pieces,
         )  # fmt: skip

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from .tail import Piece, Pieces, leading
+from kvloom import leading
+
+from .tail import Piece, Pieces
 
 
 class Owner(NamedTuple):
@@ -321,7 +323,8 @@ class Planner:
     def _tail(self, state: _State, number: int) -> tuple[Piece, ...]:
         """The pieces that keep the prompt behind its `number` whole chunks."""
         pieces = self.pieces.of(state.request.block_hashes, number)
-        return leading([piece for piece in pieces if piece.end <= state.request.num_prompt_tokens])
+        there = [piece for piece in pieces if piece.end <= state.request.num_prompt_tokens]
+        return tuple(leading(there, number * self.chunk_tokens))
 
     def _due(self, state: _State, tokens: int) -> bool:
         """There is KV of these first tokens that is not saved."""

@@ -11,12 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvloom import ChunkKey, Index
+from kvloom import ChunkKey, Index, leading
 
 from .announcing import Announcement, Announcer
 from .names import Names
 from .planner import Chunks, Offer, Owner, Planner, Request, Scheduled, Step
-from .tail import leading
 
 log = logging.getLogger(__name__)
 
@@ -345,7 +344,8 @@ class Scheduler:
         count = planner.held(local, tiers)
         candidates = planner.pieces_of(request, count)
         its_tiers = dict(zip(candidates.pieces, self._tiers(candidates, told), strict=True))
-        pieces = leading(candidates.pieces, lambda piece: its_tiers[piece] is not None)
+        there = [piece for piece in candidates.pieces if its_tiers[piece] is not None]
+        pieces = tuple(leading(there, count * step))
         found = [(number * step, (number + 1) * step, tier) for number, tier in enumerate(tiers[:count]) if tier]
         found += [(piece.start, piece.end, tier) for piece in pieces if (tier := its_tiers[piece])]
         complete = all(tiers) and pieces[-1:] == candidates.pieces[-1:]

@@ -8,7 +8,7 @@ beginning of the chunk to any of its blocks follow one another from the longest 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import lcm
 from typing import NamedTuple
 
@@ -52,15 +52,3 @@ class Pieces:
         start, end = first + (count & (count - 1)) * self.unit, first + count * self.unit
         digest = hashlib.sha256(DOMAIN + start.to_bytes(8, "little") + hashes[end // self._hash - 1]).digest()
         return Piece(start, end, number + count.bit_count() - 1, digest)
-
-
-def leading(pieces: Sequence[Piece], held: Callable[[Piece], bool] = lambda _: True) -> tuple[Piece, ...]:
-    """Return the pieces from the chunk's beginning on, as far as they are held. pieces: of one chunk, as `of` gives."""
-    found: list[Piece] = []
-    count, step = 0, 1 << len(pieces).bit_length() >> 1
-    while step:
-        if count + step <= len(pieces) and held(pieces[count + step - 1]):
-            count += step
-            found.append(pieces[count - 1])
-        step >>= 1
-    return tuple(found)

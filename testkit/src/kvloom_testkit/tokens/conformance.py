@@ -14,13 +14,14 @@ from kvloom_testkit.running import together
 from kvloom_testkit.tokens.keys import KeyRequirements
 from kvloom_testkit.tokens.learning import LearningRequirements
 from kvloom_testkit.tokens.sequences import CHUNK_TOKENS, FINGERPRINT, Database, segments_of, some_tokens
+from kvloom_testkit.tokens.tails import TailRequirements
 
 
-class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
+class TokensConformance(KeyRequirements, LearningRequirements, TailRequirements, Conformance):
     """Requirements of a `TokenDatabase`.
 
     `make` is a function that makes a new instance, which has learnt nothing, each time it is called. The tests set its
-    `fingerprint` and `chunk_tokens`, as the engine does.
+    `fingerprint`, `chunk_tokens` and `save_tails`, as the engine does.
     """
 
     kind = "tokens"
@@ -32,7 +33,7 @@ class TokensConformance(KeyRequirements, LearningRequirements, Conformance):
 
         def database(*, fingerprint: str = FINGERPRINT, chunk_tokens: int = CHUNK_TOKENS) -> TokenDatabase:
             one = opened()
-            one.fingerprint, one.chunk_tokens = fingerprint, chunk_tokens
+            one.fingerprint, one.chunk_tokens, one.save_tails = fingerprint, chunk_tokens, True
             return one
 
         return database

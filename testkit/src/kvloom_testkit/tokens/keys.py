@@ -87,7 +87,7 @@ class KeyRequirements:
             here = segments_of(one, [*long[:at], long[at] ^ 1, *long[at + 1 :]])
             assert not known & digests_of(here), f"token {at} of {len(long)} was changed, and a later key is the same"
         for chunk_tokens, step in ((USUAL_CHUNK_TOKENS, 7), (4096, 389)):  # primes meet every residue of a stride
-            one, tokens = database(chunk_tokens=chunk_tokens), some_tokens(2 * chunk_tokens)
+            one, tokens = database(chunk_tokens=chunk_tokens), some_tokens(11 * chunk_tokens // 4)  # with a tail
             there = segments_of(one, tokens)
             for at in range(0, there[-1].end, step):
                 known = digests_of([segment for segment in there if segment.end > at])

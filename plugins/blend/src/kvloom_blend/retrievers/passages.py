@@ -133,7 +133,7 @@ class PassageRetriever(BlendRetriever):
         if not self.settings.prefix:
             return []
         hit = self.engine.lookup(tokens, salt=salt).tokens
-        return [segment for segment in self.engine.segments(tokens, salt=salt) if segment.end <= hit]
+        return self.engine.segments(tokens[:hit], salt=salt)
 
     def _found(
         self, tokens: torch.Tensor, reached: int, boundaries: Sequence[int] | None, salt: str | None
