@@ -376,3 +376,18 @@ def test_quantities() -> None:
 def test_half_an_estimate_is_refused(config: Path) -> None:
     refused = run("plan", config, *NUMBERS, "--params", "8B", status=2).err
     assert refused == "kvloom: --flops, --params: give both\n"
+
+
+def test_the_tail_of_a_prompt_is_said_with_what_it_takes(config: Path) -> None:
+    """Of prompts that end 0, 16, 32 and 48 tokens behind their last chunk of 64 tokens."""
+    config.write_text(config.read_text().replace(f"chunk_tokens: {CHUNK}", "chunk_tokens: 64"))
+    found = plan(config, *NUMBERS)
+    assert (found["tail_pieces"], found["most_tail_pieces"]) == (1.0, 2)
+    sizes = [(tier["tail_bytes"], tier["most_tail_bytes"]) for tier in found["tiers"]]
+    assert sizes == [(4096, 8192), (8192, 16384)], "of a page each, in a tier with one more for the header"
+    printed = " ".join(run("plan", config, *NUMBERS).out.split())
+    assert "a prompt leaves 1.0 pieces on average and 2 at most: memory 4KiB (at most 8KiB), disk 8KiB" in printed
+    config.write_text(config.read_text() + "save_tails: false\n")
+    found = plan(config, *NUMBERS)
+    assert (found["most_tail_pieces"], found["tiers"][0]["tail_bytes"]) == (0, None)
+    assert "a prompt leaves" not in run("plan", config, *NUMBERS).out

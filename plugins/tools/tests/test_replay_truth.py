@@ -19,6 +19,8 @@ from kvloom.builtin.dict_backend import DictBackend
 from kvloom.config import EngineConfig, resolve
 from kvloom.plugins.registry import Registry
 from kvloom_tools.replay import Line, Replay, plan_tiers
+from kvloom_tools.replay.stack import Sums
+from kvloom_tools.replay.trace import Tail, tail_of
 
 BIG = KVSpec(model="tiny", num_layers=2, num_kv_heads=8, head_size=128, dtype="float32")
 BIG_CHUNK = 256
@@ -46,7 +48,22 @@ def prompts(
 def replayed(config: dict[str, Any], spec: KVSpec) -> Replay:
     loaded = EngineConfig.load(config)
     plans = plan_tiers(resolve(loaded, Registry.discover()), chunk_tokens=loaded.chunk_tokens, spec=spec)
-    return Replay(plans, chunk_tokens=loaded.chunk_tokens, tenants={"a": 0, "b": 1})
+    tenants = {"a": 0, "b": 1}
+    return Replay(plans, chunk_tokens=loaded.chunk_tokens, tenants=tenants, save_tails=loaded.save_tails)
+
+
+def traced(engine: Engine, tokens: torch.Tensor, salt: str, numbers: dict[bytes, int]) -> tuple[list[int], Tail | None]:
+    """The chunks of a prompt and its tail, as a trace has them; others' pieces whether an engine would find them."""
+    chunk = engine.chunk_tokens
+    segments = engine.segments(tokens, salt=salt)
+    whole = sum(segment.end - segment.start == chunk for segment in segments)
+    pieces = segments[whole:]
+    where = engine.locate(segments)
+    if None in where:
+        pieces += engine._tokens.pieces(tokens, segments[where.index(None)].start, salt=salt)
+    ids = {segment: numbers.setdefault(segment.key.digest, len(numbers)) for segment in (*segments, *pieces)}
+    found = [(piece.start, piece.end, ids[piece]) for piece in pieces]
+    return [ids[one] for one in segments[:whole]], tail_of(found, whole * chunk, chunk) if pieces else None
 
 
 def compare(
@@ -65,16 +82,18 @@ def compare(
         for at, (tokens, salt) in enumerate(
             prompts(seed, count, chunk=chunk, conversations=conversations, longest=longest)
         ):
-            ids = [numbers.setdefault(one.key.digest, len(numbers)) for one in engine.segments(tokens, salt=salt)]
+            ids, tail = traced(engine, tokens, salt, numbers)
+            before, before_pieces = Counter(replay.sums.hit_chunks), Counter(replay.sums.hit_pieces)
             forecast = engine.lookup(tokens, salt=salt).by_tier
             got = int(engine.retrieve(tokens, kv=kv, salt=salt).count_nonzero())
             assert engine.flush(20)
             assert got == sum(forecast.values())
-            before = Counter(replay.sums.hit_chunks)
-            line = Line(at, tokens.numel(), ids, chunk, "retrieve", "ab".index(salt))
+            line = Line(at, tokens.numel(), ids, chunk, "retrieve", "ab".index(salt), tail=tail)
             replay.feed(line)
-            hits = Counter(replay.sums.hit_chunks) - before
-            assert within or {name: hits[name] * chunk for name in hits} == forecast, f"request {at}"
+            hits = Sums(
+                hit_chunks=replay.sums.hit_chunks - before, hit_pieces=replay.sums.hit_pieces - before_pieces
+            ).hit_tokens(chunk)
+            assert within or hits == forecast, f"request {at}"
             if at % 3:  # what is only retrieved shows what promotion alone does
                 engine.store(tokens, kv=kv, salt=salt)
                 assert engine.flush(20)
@@ -86,7 +105,7 @@ def compare(
                 evicted[key.tier, key.reason] += totals.chunks
         health = engine.health()
     if within:
-        ours_tokens = {name: count * chunk for name, count in replay.sums.hit_chunks.items()}
+        ours_tokens = replay.sums.hit_tokens(chunk)
         print(ours_tokens, expected)
         for name, there in expected.items():
             assert ours_tokens[name] == pytest.approx(there, abs=within * sum(expected.values()))
@@ -94,16 +113,16 @@ def compare(
     for tier in health.tiers:
         ours = replay.memory if tier.name == "memory" else next(t for t in replay.stored if t.plan.name == tier.name)
         assert ours is not None
-        held = len(ours) if tier.name == "memory" else len(ours.order)
-        assert held == tier.blobs, tier.name
+        assert (len(ours), ours.used) == (tier.blobs, tier.bytes), tier.name
         for reason in ("capacity", "quota"):
             named = evicted[tier.name, reason] + (evicted[tier.name, ""] if reason == "capacity" else 0)
             assert ours.evicted[reason] == named, (tier.name, reason)
     return replay
 
 
-def small(*tiers: dict[str, Any] | str) -> dict[str, Any]:
-    return {"chunk_tokens": CHUNK, "tiers": list(tiers)}
+def small(*tiers: dict[str, Any] | str, chunk: int = CHUNK) -> dict[str, Any]:
+    """Chunks of 4 tokens have no pieces."""
+    return {"chunk_tokens": chunk, "tiers": list(tiers)}
 
 
 CONFIGS = {
@@ -119,6 +138,18 @@ CONFIGS = {
     "a quota shorter than a prompt": small({**PAGES, "capacity": "300KiB", "quota": {"a": "32KiB", "*": "160KiB"}}),
     "tiny_lfu": small({**PAGES, "capacity": "200KiB", "policy": "tiny_lfu"}),
     "quotas": small({**PAGES, "capacity": "300KiB", "quota": {"a": "100KiB", "*": "160KiB"}}),
+    # Pieces of one page in memory; of two or three in a tier, where a chunk takes five.
+    "pieces in memory": small({"type": "memory", "capacity": "160KiB"}, chunk=64),
+    "pieces in memory with quotas": small(
+        {"type": "memory", "capacity": "240KiB", "quota": {"a": "80KiB", "*": "120KiB"}}, chunk=64
+    ),
+    "pieces in a tier": small({**PAGES, "capacity": "600KiB"}, chunk=256),
+    "pieces in two tiers": small(
+        {**PAGES, "name": "near", "capacity": "500KiB"}, {**PAGES, "name": "far", "capacity": "1400KiB"}, chunk=256
+    ),
+    "pieces with quotas": small({**PAGES, "capacity": "900KiB", "quota": {"a": "300KiB", "*": "500KiB"}}, chunk=256),
+    "pieces with tiny_lfu": small({**PAGES, "capacity": "600KiB", "policy": "tiny_lfu"}, chunk=256),
+    "pieces, and a tier shorter than a prompt": small({**PAGES, "capacity": "120KiB"}, chunk=256),
 }
 
 
@@ -126,17 +157,20 @@ CONFIGS = {
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_replay_gives_what_the_engine_gave(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of a chain for which a tier has no room, several threads write some chunks that then have to go: how many depends
-    # on which thread is first. With one the engine does what the replay counts.
-    if "shorter than a prompt" in name:
+    # on which thread is first. With one the engine does what the replay counts. So of pieces, which are written sooner.
+    if "shorter than a prompt" in name or "pieces" in name:
         monkeypatch.setattr(DictBackend, "threads", 1)
     replay = compare(CONFIGS[name], SPEC, count=150, conversations=40, longest=8, seed=seed)
     assert 0.1 < sum(replay.sums.hit_chunks.values()) / replay.sums.asked_chunks < 0.9, "neither all hits nor none"
     assert any(tier.evicted for tier in (replay.memory, *replay.stored) if tier is not None)
+    assert bool(replay.sums.hit_pieces) == ("pieces" in name)
 
 
 @st.composite
 def configurations(draw: st.DrawFn) -> dict[str, Any]:
     """Memory, or one or two stored tiers, from less than a prompt to more than all of them; a chunk takes 4 or 8 KiB.
+
+    With tails a chunk takes as much as a piece in memory, and half as much again in a tier.
 
     Of two, none is shorter than a prompt, and the first takes all that comes up: what a policy says to several chunks
     at once hangs on how many of them were written by then.
@@ -148,12 +182,16 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         quota = {salt: f"{8 * draw(st.integers(least, pages))}KiB" for salt in sorted(salts)}
         return {**fixed, "capacity": f"{8 * pages}KiB", **({"quota": quota} if quota else {})}
 
+    tails = draw(st.booleans())
     if draw(st.booleans()):
-        return small(tier(type="memory"))
+        return small(tier(type="memory"), chunk=64 if tails else CHUNK)
+    chunk = 128 if tails else CHUNK
     policy = draw(st.sampled_from(["lru", "tiny_lfu"]))
     if draw(st.booleans()):
-        return small(tier(**PAGES, policy=policy))
-    return small(tier(**PAGES, name="near", least=10), tier(**PAGES, name="far", policy=policy, least=10))
+        return small(tier(**PAGES, policy=policy), chunk=chunk)
+    least = 15 if tails else 10
+    far = tier(**PAGES, name="far", policy=policy, least=least)
+    return small(tier(**PAGES, name="near", least=least), far, chunk=chunk)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -165,8 +203,9 @@ def test_whatever_the_tiers_are(
     compare(config, SPEC, count=60, conversations=conversations, longest=8, seed=seed)
 
 
-def large(*tiers: dict[str, Any]) -> dict[str, Any]:
-    return {"chunk_tokens": BIG_CHUNK, "tiers": [{"type": "memory", "capacity": "160MiB"}, *tiers]}
+def large(*tiers: dict[str, Any], save_tails: bool = False) -> dict[str, Any]:
+    memory = {"type": "memory", "capacity": "160MiB"}
+    return {"chunk_tokens": BIG_CHUNK, "tiers": [memory, *tiers], "save_tails": save_tails}
 
 
 LARGE = {
@@ -175,12 +214,12 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_a_replay_gives_what_an_engine_with_memory_and_disk_gave(name: str, tmp_path: Path) -> None:
-    config = large({**LARGE[name], "path": str(tmp_path)})
+@pytest.mark.parametrize(("name", "tails"), [("disk", False), ("disk, when memory lets go", False), ("disk", True)])
+def test_a_replay_gives_what_an_engine_with_memory_and_disk_gave(name: str, tails: bool, tmp_path: Path) -> None:
+    config = large({**LARGE[name], "path": str(tmp_path)}, save_tails=tails)
     # What is being written to the disk cannot go from memory just then, so that something else goes: with `on_evict` it
-    # depends on how fast the disk is.
-    within = 0.02 if "write" in LARGE[name] else 0
+    # depends on how fast the disk is. Pieces beside chunks leave gaps in the pool that a replay does not know of.
+    within = 0.02 if "write" in LARGE[name] else 0.03 if tails else 0
     replay = compare(config, BIG, count=340, conversations=60, longest=6, seed=1, within=within)
     assert replay.sums.hit_chunks["memory"] > 100 and replay.sums.hit_chunks["disk"] > 30
     assert replay.memory is not None and replay.memory.evicted and replay.stored[0].evicted

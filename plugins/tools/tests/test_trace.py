@@ -58,6 +58,7 @@ def test_a_recorded_engine_replayed_has_the_hits_that_it_counted(tmp_path: Path)
         {"type": "memory", "capacity": "160MiB"},
         {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "240MiB", "deadline": "60s"},
         chunk=256,
+        save_tails=False,  # pieces leave gaps in memory, which a replay does not know of
         observers=[{"type": "trace", "path": str(tmp_path / "trace.jsonl")}],
     )
     rng = random.Random(3)
@@ -81,6 +82,90 @@ def test_a_recorded_engine_replayed_has_the_hits_that_it_counted(tmp_path: Path)
     assert {tier["tier"]: sum(tier["evicted"].values()) for tier in result["runs"][0]["tiers"]} == evicted
     assert min(counted.values()) > 5000 and min(evicted.values()) > 20, "neither is idle"
     assert hits(result, -1)["everything"] > sum(counted.values()), "without limits there are more"
+
+
+def test_a_recorded_engine_that_keeps_tails_replayed_has_the_hits_that_it_counted(tmp_path: Path) -> None:
+    tier = {"type": "dict", "capacity": "600KiB", "deadline": "20s"}
+    observers = [{"type": "trace", "path": str(tmp_path / "trace.jsonl")}]
+    path = config(tmp_path / "kv.yaml", tier, chunk=256, observers=observers)
+    rng = random.Random(1)
+    kv = torch.zeros(SPEC.blob_shape(2000), dtype=SPEC.torch_dtype)
+    counted = 0
+    with Engine.open(path, SPEC) as engine:
+        for _ in range(150):
+            which = min(int(rng.paretovariate(0.7)), 12)
+            length = rng.randrange(20, 2000)
+            tokens = torch.randint(0, 999, (2000,), generator=torch.Generator().manual_seed(which))[:length]
+            counted += engine.lookup(tokens).tokens
+            engine.retrieve(tokens, kv=kv)
+            engine.store(tokens, kv=kv)
+            assert engine.flush(30)
+        evicted = sum(total.chunks for key, total in engine.counters().items() if key.name == "evicted")
+    result = replay(tmp_path / "trace.jsonl", path, "--spec", spec_file(tmp_path))
+    assert result["trace"]["broken"] == 0 and hits(result)["dict"] == counted == result["runs"][0]["hit_tokens"]
+    assert result["trace"]["recorded_tokens"] == {"dict": counted} and counted % 256
+    assert result["runs"][0]["tiers"][0]["evicted"]["capacity"] == evicted > 20
+    assert result["runs"][0]["whole"] > 5
+    without = config(tmp_path / "without.yaml", tier, chunk=256, save_tails=False)
+    assert hits(replay(tmp_path / "trace.jsonl", without, "--spec", tmp_path / "spec.json"))["dict"] % 256 == 0
+
+
+def spec_file(folder: Path) -> Path:
+    path = folder / "spec.json"
+    path.write_text(SPEC.to_json())
+    return path
+
+
+def recorded(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(list(Trace(path).requests())) == len(lines), "each can be read"
+    return sorted(lines, key=lambda line: float(line["timestamp"]))
+
+
+def test_a_tail_and_what_is_taken_of_a_shorter_prompt_are_recorded_apart(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    observers = [{"type": "trace", "path": str(trace)}]
+    tokens, kv = torch.arange(600), torch.zeros(SPEC.blob_shape(600), dtype=torch.bfloat16)
+    with Engine.open({"chunk_tokens": 256, "tiers": ["memory"], "observers": observers}, SPEC) as engine:
+        engine.store(tokens[:400], kv=kv)
+        assert int(engine.retrieve(tokens, kv=kv).count_nonzero()) == 400
+        engine.store(tokens[:100], torch.arange(100) >= 64, kv=kv)
+        segments = engine.segments(tokens)
+        engine.save(segments, kv=kv).result()
+        engine.save(segments[1:], kv=kv).result()
+    short, long, masked, save, later = recorded(trace)
+    first, piece, last = short["hash_ids"][0], *(number for _, _, number in short["pieces"])
+    assert short["pieces"] == [[256, 384, piece], [384, 400, last]] and short["input_length"] == 400
+    assert long["hash_ids"][0] == first and len(long["hash_ids"]) == 2 and long["served"] == {"memory": 400}
+    assert [one[:2] for one in long["pieces"]] == [[512, 576], [576, 592], [256, 384], [384, 400]]
+    assert [number for _, _, number in long["pieces"][2:]] == [piece, last]
+    assert (masked["hash_ids"], masked["first"], masked["first_piece"]) == ([], 0, 1)
+    assert [one[:2] for one in masked["pieces"]] == [[0, 64], [64, 96]]
+    assert (save["copied"], save["copied_pieces"]) == (1, 2) and save["hash_ids"] == long["hash_ids"]
+    assert later["input_length"] == 592 - 256 and later["hash_ids"] == long["hash_ids"][1:]
+    assert later["pieces"] == [[start - 256, end - 256, number] for start, end, number in long["pieces"][:2]]
+    assert (later["copied"], later["copied_pieces"]) == (0, 0)
+
+
+def test_segments_of_any_length_are_recorded_as_pieces(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    observers = [{"type": "trace", "path": str(trace)}]
+    settings = {"chunk_tokens": 256, "tokens": "radix", "tiers": ["memory"], "observers": observers}
+    tokens, kv = torch.arange(600), torch.zeros(SPEC.blob_shape(600), dtype=torch.bfloat16)
+    fork = torch.cat([tokens[:100], tokens[:400] + 1000])
+    with Engine.open(settings, SPEC) as engine:
+        for prompt in (tokens, fork, fork):
+            engine.store(prompt, kv=kv)
+            engine.retrieve(prompt, kv=kv)
+        assert engine.segments(fork)[0].end == 100
+    lines = recorded(trace)
+    assert len(lines[0]["hash_ids"]) == 2 and [one[:2] for one in lines[0]["pieces"]] == [[512, 600]]
+    assert lines[-1]["hash_ids"] == [] and [one[:2] for one in lines[-1]["pieces"]] == [
+        [0, 100], [100, 256], [256, 496],
+    ]  # fmt: skip
+    path = config(tmp_path / "kv.yaml", {"type": "memory"}, chunk=256, tokens="radix")
+    result = replay(trace, path, "--spec", spec_file(tmp_path))
+    assert hits(result) == result["trace"]["recorded_tokens"] and hits(result)["memory"] > 1500
 
 
 SERVE = """
@@ -266,6 +351,34 @@ def test_of_what_is_saved_only_that_counts_which_the_engine_computed(tmp_path: P
     assert hits(shorter) == {"memory": 512 + 2048}
 
 
+def test_the_pieces_of_a_line_are_asked_for_and_taken_as_an_engine_would(tmp_path: Path) -> None:
+    shape = {"input_length": 700, "chunk_tokens": 512, "salt": 0}
+    tail, other = [[512, 640, 7], [640, 672, 8]], [[512, 528, 9]]
+    halves = [[512, 576, 60], [576, 640, 61]]
+    lines = [
+        {**shape, "verb": "store", "hash_ids": [1], "pieces": tail},
+        {**shape, "verb": "retrieve", "hash_ids": [1], "pieces": tail},
+        {**shape, "verb": "retrieve", "hash_ids": [1], "pieces": tail, "first": 1, "first_piece": 1},
+        {**shape, "verb": "retrieve", "hash_ids": [1, 2], "input_length": 1024, "pieces": [*tail, *other]},
+        {**shape, "verb": "save", "hash_ids": [1], "pieces": tail, "copied": 0, "copied_pieces": 1},
+        {**shape, "verb": "save", "hash_ids": [1], "pieces": tail, "copied": 0, "copied_pieces": 0},
+        {**shape, "verb": "retrieve", "hash_ids": [], "pieces": [[0, 512, 1]], "input_length": 512},
+        {**shape, "verb": "store", "hash_ids": [1], "pieces": halves},
+        {**shape, "verb": "retrieve", "hash_ids": [1], "pieces": [[512, 640, 50], tail[1], *halves]},
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"timestamp": at, **line}) + "\n" for at, line in enumerate(lines)))
+    result = replay(trace, memory(tmp_path, 99), *KIB)
+    run, tier = result["runs"][0], result["runs"][0]["tiers"][0]
+    assert run["hit_tokens"] == tier["hit_tokens"] == 672 + 32 + 672 + 32 + 512 + 672
+    assert result["trace"]["tokens"] == 700 + (700 - 640) + 1024 + (700 - 640) + 512 + 700
+    assert (run["requests"], run["whole"], run["partly"]) == (6, 4, 2)
+    assert tier["read_bytes"] == 1024 * tier["hit_tokens"] and tier["written_bytes"] == 1024 * (672 + 128)
+    assert tier["held_bytes"] == 1024 * (672 + 128) and run["chunk_hit_rate"] == 4 / 5
+    without = replay(trace, memory(tmp_path, 99, chunk=256), *KIB)
+    assert hits(without) == {"memory": 3 * 512}, "pieces of other chunks"
+
+
 def test_more_capacity_never_has_fewer_hits_and_the_curve_is_drawn(tmp_path: Path) -> None:
     rng = random.Random(1)
     requests = []
@@ -311,6 +424,7 @@ BROKEN = {
     '{"timestamp": 1, "input_length": -1, "hash_ids": []}': "input_length",
     '{"timestamp": 1, "input_length": 512, "hash_ids": [1.5]}': "hash_ids",
     '{"timestamp": 1, "input_length": 512, "hash_ids": [true]}': "hash_ids",
+    '{"timestamp": 1, "input_length": 512, "hash_ids": [-1]}': "hash_ids",
     '{"timestamp": 1, "input_length": 512, "hash_ids": {}}': "hash_ids",
     '{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2]}': "2 blocks of 512 are more than 512 tokens",
     '{"timestamp": 1, "input_length": 1024, "hash_ids": [1]}': "1 blocks of 512 are fewer than 1024 tokens",
@@ -323,6 +437,15 @@ BROKEN = {
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "chunk_tokens": 0, "salt": 0}': "chunk_tokens",
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "verb": "save", "copied": "1"}': "copied",
     '{"timestamp": 1, "input_length": 9, "hash_ids": [1], "verb": "save", "copied": -1}': "copied",
+    '{"timestamp": 1, "input_length": 600, "hash_ids": [1], "pieces": 3}': "pieces",
+    '{"timestamp": 1, "input_length": 600, "hash_ids": [1], "pieces": [[512, 576]]}': "pieces",
+    '{"timestamp": 1, "input_length": 600, "hash_ids": [1], "pieces": [[512, 576, true]]}': "pieces",
+    '{"timestamp": 1, "input_length": 600, "hash_ids": [1], "pieces": [[512, 601, 2]]}': "is no part of a block",
+    '{"timestamp": 1, "input_length": 600, "hash_ids": [1], "pieces": [[576, 576, 2]]}': "is no part of a block",
+    '{"timestamp": 1, "input_length": 600, "hash_ids": [1], "pieces": [[0, 513, 2]]}': "is no part of a block",
+    '{"timestamp": 1, "input_length": 600, "hash_ids": [1], "pieces": [[0, 16, -2]]}': "is no part of a block",
+    '{"timestamp": 1, "input_length": 9, "hash_ids": [], "pieces": [], "first_piece": 1}': "first_piece",
+    '{"timestamp": 1, "input_length": 9, "hash_ids": [], "pieces": [], "copied_pieces": -1}': "copied_pieces",
     "[" * 100_000: "nested too deeply",
     "\udcff": "not",
 }

@@ -101,6 +101,34 @@ def test_it_says_what_each_tier_holds(config: Path, prompts: Path) -> None:
     assert "3 lines, 59 tokens, 48 of them hits" in printed
 
 
+def test_pieces_are_counted_and_copied(config: Path, fast: Path, tmp_path: Path) -> None:
+    config.write_text(config.read_text().replace(f"chunk_tokens: {CHUNK}", "chunk_tokens: 64"))
+    tokens = list(range(200))
+    with Engine.open(config, SPEC) as engine:
+        engine.store(torch.tensor(tokens[:120]), kv=torch.zeros(SPEC.blob_shape(120), dtype=torch.bfloat16))
+        assert engine.flush(30)
+    files = blobs_in(fast)
+    keys = {key_of(file, fast) for file in files}
+    for file in files:
+        file.unlink()
+    file = lines(
+        tmp_path / "prompts.jsonl",
+        {"tokens": tokens},
+        {"tokens": tokens[:120]},
+        *sorted(keys),
+        f"{'0' * 32}/-/0-{'0' * 64}",
+    )
+    found = [(line["tokens"], line["hit"], line["held"]) for line in warm(file, "--config", config)["lines"]]
+    assert found[:2] == [(200, 112, {"fast": 0, "slow": 112}), (120, 112, {"fast": 0, "slow": 112})]
+    assert sorted(tokens for tokens, _, _ in found[2:]) == [0, 16, 32, 64], "of a key, as its blob says"
+    assert all((tokens, tokens) == (hit, held["slow"]) for tokens, hit, held in found[2:])
+    file = lines(tmp_path / "prompts.jsonl", {"tokens": tokens})
+    done = warm(file, "--config", config, "--into", "fast")
+    assert done["copied"]["copied"] == 3 and done["lines"][0]["held"] == {"fast": 112, "slow": 112}
+    with Engine.open(config, SPEC) as engine:
+        assert [line.warm_tokens for line in kvloom_tools.warm(engine, file)] == [112]
+
+
 def test_it_takes_what_why_takes(config: Path, tokens: list[int], tmp_path: Path) -> None:
     file = tmp_path / "prompt.json"
     for text in (json.dumps(tokens), json.dumps(tokens, indent=1)):

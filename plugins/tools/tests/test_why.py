@@ -128,6 +128,41 @@ def test_chunks_of_another_size_are_told(tmp_path: Path) -> None:
     assert "are chunks of" not in run("why", config(tmp_path), "--tokens", prompt, "--spec", spec).out
 
 
+def test_pieces_are_shown_and_counted_as_an_engine_counts_them(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    settings = {**json.loads(path.read_text()), "chunk_tokens": 64}
+    path.write_text(json.dumps(settings))
+    tokens = torch.arange(200)
+    with Engine.open(path, SPEC) as engine:
+        engine.store(tokens[:120], kv=torch.zeros(SPEC.blob_shape(120), dtype=torch.bfloat16))
+        assert engine.flush(30)
+        forecast = [engine.lookup(tokens[:length]).tokens for length in (120, 200, 70)]
+    own, longer, short = (ask(path, tokens[:length].tolist()) for length in (120, 200, 70))
+    assert forecast == [112, 112, 64] == [answer["leading_tokens"] for answer in (own, longer, short)]
+    assert [(one["start"], one["end"]) for one in own["chunks"]] == [(0, 64), (64, 96), (96, 112)]
+    assert own["pieces"] == [] and own["too_short_tokens"] == 8
+    assert [one["verdict"] for one in longer["chunks"]] == ["hit", "never stored", "never stored"]
+    assert [(one["start"], one["end"], one["tiers"]) for one in longer["pieces"]] == [
+        (64, 96, ["disk"]), (96, 112, ["disk"]),
+    ]  # fmt: skip
+    prompt, spec = path.with_name("tokens.json"), path.with_name("spec.json")
+    prompt.write_text(json.dumps(tokens.tolist()))
+    printed = run("why", path, "--tokens", prompt, "--spec", spec).out
+    assert "64-112" in printed and "a piece of the next chunk, kept of a shorter prompt" in printed
+    assert "112 of 200 tokens are there from the start, in 3 chunks or pieces of one\n" in printed
+    assert "192-200" in printed and "too short for a piece of 16 tokens" in printed
+    for file in blobs_in(tmp_path / "kv"):
+        if file.name.startswith("0-"):
+            file.unlink()
+    answer = ask(path, tokens.tolist())
+    assert answer["leading_tokens"] == 0 and answer["stored_chunk_tokens"] == 64, "though only pieces are left"
+    settings["save_tails"] = False
+    path.write_text(json.dumps(settings))
+    assert ask(path, tokens[:120].tolist())["too_short_tokens"] == 56
+    prompt.write_text(json.dumps(tokens[:120].tolist()))
+    assert "too short for a chunk of 64 tokens" in run("why", path, "--tokens", prompt, "--spec", spec).out
+
+
 def test_a_directory_that_is_not_there_is_said_and_not_made(tmp_path: Path) -> None:
     path = config(tmp_path, path=str(tmp_path / "elsewhere"))
     (tmp_path / "tokens.json").write_text("[1]")

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from kvloom import BackendError, CorruptBlobError, UnreadableBlobError, envelope, output
+from kvloom import BackendError, CorruptBlobError, UnreadableBlobError, envelope, leading, output
 from kvloom.inspection import Store, at_once
 from kvloom_tools.model import Keys
 from kvloom_tools.stores import QUARANTINE
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 HIT, CORRUPT, EXPIRED, UNREADABLE, EVICTED = "hit", "corrupt", "expired", "unreadable", "evicted"
 OTHER_SALT, OTHER_FINGERPRINT, NEVER, GONE = "other salt", "other fingerprint", "never stored", "not there"
+_LOOKED_AT = 32
+"""Blobs of a store that are looked at to tell how long its chunks are."""
 _TELLING = (CORRUPT, EXPIRED, UNREADABLE, EVICTED)
 """States in which a tier has news of a chunk but does not give it, most telling first."""
 
@@ -88,6 +91,21 @@ def fates(opened: Sequence[Store], question: Question) -> list[Fate]:
         _fate(segment, {name: of[index] for name, of in said.items()}, elsewhere.get(index))
         for index, segment in enumerate(segments)
     ]
+
+
+def left_of(opened: Sequence[Store], question: Question, found: Sequence[Fate]) -> list[Fate]:
+    """In the place of the first chunk that no tier gives: the pieces of it, by shorter prompts, that a retrieve takes.
+
+    found: of this question. Raises BackendError if a tier does not answer.
+    """
+    lost = next((fate for fate in found if fate.verdict != HIT), None)
+    named = [] if lost is None else question.keys.pieces(question.prompt, lost.start, question.salts[0])
+    if lost is None or not named:
+        return []
+    names = [str(piece.key) for piece in named]
+    said = {store.name: _Tier(store, question).ask(names, lambda: None) for store in opened}
+    fates = [_fate(piece, {name: of[index] for name, of in said.items()}, None) for index, piece in enumerate(named)]
+    return leading([fate for fate in fates if fate.verdict == HIT], lost.start)
 
 
 def _fate(segment: Segment, said: Mapping[str, _Said], elsewhere: _Said | None) -> Fate:
@@ -198,14 +216,24 @@ class _Tier:
         return _Said(GONE, "never stored, or evicted: there is no record of that")
 
 
-def chunk_tokens_of(opened: Sequence[Store], fingerprint: str) -> int | None:
-    """The number of tokens in a chunk of this model that the tiers hold; None if they hold none that can be read."""
+def chunk_tokens_of(opened: Sequence[Store], keys: Keys) -> int | None:
+    """The number of tokens in a chunk of this model that the tiers hold; None if they hold none that can be read.
+
+    Looks at a few. Where they could all be chunks and pieces of this configuration, that is what they are.
+    """
+    spans = keys.spans()
     for store in opened:
-        for entry in store.entries(f"{fingerprint}/"):
+        lengths, others = [0], [0]
+        for entry in islice(store.entries(f"{keys.fingerprint}/"), _LOOKED_AT):
             with suppress(BackendError):
                 header = store.ask(partial(store.header, entry.key))
-                return None if header is None else header.description.num_tokens
-            break
+                if header is not None:
+                    start, tokens = header.description.start or 0, header.description.num_tokens
+                    at = start % keys.chunk_tokens
+                    lengths.append(tokens)
+                    others.append(0 if (at, at + tokens) in spans else tokens)
+        if max(lengths):
+            return max(others) or keys.chunk_tokens
     return None
 
 

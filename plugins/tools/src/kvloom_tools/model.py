@@ -32,9 +32,11 @@ class Keys:
         self.spec = spec
         self.identity: dict[str, Any] = inspection.identity(*about)
         self.fingerprint = kvloom.fingerprint(*about)
+        self.chunk_tokens = config.chunk_tokens
         self._salt = config.salt
         self._database = resolved.tokens.make(spec)
         self._database.chunk_tokens = config.chunk_tokens
+        self._database.save_tails = config.save_tails
 
     def segments(
         self, tokens: torch.Tensor, salt: str | None = None, *, fingerprint: str | None = None
@@ -42,6 +44,21 @@ class Keys:
         """The segments of a prompt, under this fingerprint and the configuration's salt unless others are given."""
         self._database.fingerprint = fingerprint or self.fingerprint
         found: list[Segment] = self._database.segments(tokens, salt=self._salt if salt is None else salt)
+        return found
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Starts and ends, within a chunk, of the segments that are kept of it: of its pieces, and its own."""
+        import torch
+
+        self._database.fingerprint = self.fingerprint
+        tokens = torch.zeros(self.chunk_tokens, dtype=torch.int32)
+        found = (*self._database.pieces(tokens, 0), *self._database.segments(tokens))
+        return [(segment.start, segment.end) for segment in found]
+
+    def pieces(self, tokens: torch.Tensor, start: int, salt: str | None = None) -> list[Segment]:
+        """What shorter prompts may have left of the segment that begins at `start`."""
+        self._database.fingerprint = self.fingerprint
+        found: list[Segment] = self._database.pieces(tokens, start, salt=self._salt if salt is None else salt)
         return found
 
 

@@ -6,6 +6,12 @@
 The first four are those of Mooncake's traces; a save also has `copied`, the number of chunks read from the engine. A
 hash id stands for a chunk and all before it: a digest with a secret that is only in memory, so that a known text cannot
 be recognised among the prompts.
+
+`hash_ids` are of whole chunks only. What follows them is in `pieces`, as `[start, end, id]` with tokens counted from
+the first chunk of the line: the sequence's own tail, and what was found in the place of a chunk that was nowhere. From
+a token database that cuts anywhere, all that follows the first segment that is no whole chunk is in `pieces`. `first`
+and `copied` count chunks, `first_piece` and `copied_pieces` those of the tail. A call about the later chunks of a
+sequence alone is a line of these only, and its `input_length` is theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,18 +105,32 @@ class TraceObserver(Observer):
 
     def _line(self, request: Request) -> dict[str, object]:
         namespace = request.keys[0].namespace if request.keys else ""
+        starts = _starts(request)
+        begin, whole = (starts[0] if starts else 0), _whole(request, starts)
+        tail = len(request.keys) - whole
         line: dict[str, object] = {
             "timestamp": round(request.began * 1000, 3),
-            "input_length": request.num_tokens,
+            "input_length": request.num_tokens - begin,
             "output_length": 0,  # unknown to a cache
-            "hash_ids": [self._hash_id(key.digest) for key in request.keys],
+            "hash_ids": [self._hash_id(key.digest) for key in request.keys[:whole]],
             "chunk_tokens": request.chunk_tokens,
             "verb": request.verb,
             "salt": self._salt(salt_tag_of(namespace)),
-            "first": min(request.first, len(request.keys)),
+            "first": min(request.first, whole),
         }
+        own = zip(starts[whole:], request.ends[whole:], request.keys[whole:], strict=True)
+        pieces = [
+            [start - begin, end - begin, self._hash_id(key.digest)] for start, end, key in (*own, *request.pieces)
+        ]
+        if pieces:
+            line["pieces"] = pieces
+        if request.first > whole and tail:
+            line["first_piece"] = min(request.first - whole, tail)
         if request.verb == "save":  # of these the engine had computed the KV: a larger cache could have given it
-            line["copied"] = sum(step.chunks for step in request.steps if step.name == "copy")
+            copied = sum(step.chunks for step in request.steps if step.name == "copy")
+            line["copied"] = max(0, copied - tail)  # the last ones
+            if tail:
+                line["copied_pieces"] = min(copied, tail)
         if request.sources:
             line["served"] = dict(request.sources)
         return line
@@ -126,6 +146,23 @@ class TraceObserver(Observer):
     def _stop(self, why: str) -> None:
         log.warning("%s: recording ends after %d requests: %s", self.path, self.lines, why)
         self.close()
+
+
+def _starts(request: Request) -> list[int]:
+    """The first token of each of a request's segments, which follow one another."""
+    if not request.ends:
+        return []
+    begin = 0 if request.first else max(0, request.ends[-1] - request.tokens)
+    return [begin, *request.ends[:-1]]
+
+
+def _whole(request: Request, starts: Sequence[int]) -> int:
+    """The number of leading segments that are whole chunks."""
+    step = request.chunk_tokens
+    for count, (start, end) in enumerate(zip(starts, request.ends, strict=True)):
+        if start % step or end - start != step:
+            return count
+    return len(starts)
 
 
 def _new_file(path: Path) -> tuple[Path, int]:

@@ -68,7 +68,9 @@ def warm(
         Warmed(
             prompt.line,
             prompt.tokens.numel() if prompt.tokens is not None else sum(s.end - s.start for s in segments),
-            _leading(segments, memory.find([segment.key for segment in segments])),
+            _leading(segments, memory.find([segment.key for segment in segments]))
+            if prompt.tokens is None
+            else engine.lookup(prompt.tokens, [memory.name], salt=prompt.salt).tokens,
             sum(segment.end - segment.start for segment, one in zip(segments, pinned, strict=True) if one),
         )
         for prompt, segments, pinned in found

@@ -1,6 +1,6 @@
 """The memory tier of a replay: which chunks it holds, in bytes of its pool, and which go for others.
 
-The rules are those of `kvloom.tiers.memory.tier`.
+The rules are those of `kvloom.tiers.memory.tier`. Pieces of chunks are chunks here, with a number below zero.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import accumulate
 from itertools import chain as both
 
 from kvloom_tools.replay.sizes import TierPlan
+from kvloom_tools.replay.trace import piece_tokens
 
 _CLEAN_PART = 8
 """As in `kvloom.tiers.memory.tier`: one part in eight of the pool is free, clean or on its way to a lower tier."""
@@ -36,6 +38,7 @@ class Memory:
         self.order: Order = OrderedDict()
         self._aside: Order = OrderedDict()
         """Clean, and next to go. Empty unless there is somewhere to write back to."""
+        self._aside_bytes = 0
         self._write_back = write_back
         self._clean_bytes = max(self.capacity // _CLEAN_PART, plan.stored_bytes)
         self._dirty: set[int] = set()
@@ -50,11 +53,18 @@ class Memory:
         """Nothing but the capacity makes chunks go, and nobody takes them."""
         self.stored = 0
         self.promoted = 0
+        self.pieces: Counter[int] = Counter()
+        """Of those stored and promoted, the pieces, by their tokens."""
         self.dropped = 0
         self.evicted: Counter[str] = Counter()
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self.order or chunk in self._aside
+
+    def held(self, chunks: Sequence[int]) -> set[int]:
+        """Those of `chunks` that are here."""
+        order, aside = self.order, self._aside
+        return {chunk for chunk in chunks if chunk in order or chunk in aside}
 
     def __len__(self) -> int:
         return len(self.order) + len(self._aside)
@@ -80,6 +90,7 @@ class Memory:
                 held = aside.pop(chunk, None)
                 if held is not None:
                     order[chunk] = held
+                    self._aside_bytes -= held[0]
         move = order.move_to_end
         for chunk in reversed(chain):
             if chunk in order:
@@ -92,9 +103,23 @@ class Memory:
                     del ring[chunk]
                     ring[chunk] = None
 
-    def fits(self, count: int) -> int:
-        """The number of chunks that could be held if nothing else was; at most `count`."""
-        return min(count, self.capacity // self.plan.stored_bytes)
+    def size(self, chunk: int) -> int:
+        """Bytes of the pool that a chunk from the engine takes."""
+        return self.plan.stored_bytes if chunk >= 0 else self.plan.piece(piece_tokens(chunk)).stored
+
+    def sizes(self, chunks: Sequence[int]) -> int:
+        """The same of all of them, pieces last."""
+        if chunks[-1] >= 0:
+            return self.plan.stored_bytes * len(chunks)
+        return sum(map(self.size, chunks))
+
+    def fits(self, chunks: Sequence[int]) -> int:
+        """The number of leading chunks that could be held if nothing else was."""
+        most = self.capacity // self.plan.stored_bytes
+        if not chunks or chunks[-1] >= 0:
+            return min(len(chunks), most)
+        ends = accumulate(map(self.size, chunks))
+        return sum(end <= self.capacity for end in ends)
 
     def make_room(self, nbytes: int, *, leased: Container[int] = ()) -> bool:
         """Evict until there is room for `nbytes`, and none of `leased`; whether there is."""
@@ -118,21 +143,24 @@ class Memory:
         self.evicted["capacity"] += count - len(order)
         return used <= enough
 
-    def keep_all(self, chunks: Sequence[int], held: Held, chain: Sequence[int], tenant: int) -> None:
+    def keep_all(self, chunks: Sequence[int], written: float, chain: Sequence[int], tenant: int) -> None:
         """Hold chunks from the engine, which are not held already, and for which there is room."""
-        if self._plain:
-            self.order.update(dict.fromkeys(chunks, held))
-            self.used += held[0] * len(chunks)
+        if self._plain and chunks[-1] >= 0:
+            nbytes = self.plan.stored_bytes
+            self.order.update(dict.fromkeys(chunks, (nbytes, written)))
+            self.used += nbytes * len(chunks)
             self.stored += len(chunks)
         else:
             for chunk in chunks:
-                self.keep(chunk, held, chain, tenant, fresh=True)
+                self.keep(chunk, (self.size(chunk), written), chain, tenant, fresh=True)
 
     def keep(self, chunk: int, held: Held, chain: Sequence[int], tenant: int, *, fresh: bool) -> None:
         """Hold a chunk for which there is room. fresh: it comes from the engine, not from a lower tier."""
         self.promoted += not fresh
         if not self._fits_quota(chunk, held[0], chain, tenant):
             self.dropped += fresh
+            if chunk < 0 and not fresh:
+                self.pieces[piece_tokens(chunk)] += 1
             if fresh and self._write_back is not None:
                 self._write_back(chunk, held[1], chain, tenant)
             return
@@ -141,6 +169,8 @@ class Memory:
             if fresh:
                 self._dirty.add(chunk)
         self.stored += fresh
+        if chunk < 0:
+            self.pieces[piece_tokens(chunk)] += 1
         self.order[chunk] = held
         self.used += held[0]
         if self.plan.ttl is not None:
@@ -158,6 +188,7 @@ class Memory:
             self._dirty.add(chunk)
             held = self._aside.pop(chunk, None)
             if held is not None:
+                self._aside_bytes -= held[0]
                 self.order[chunk] = held
                 self.order.move_to_end(chunk, last=False)
 
@@ -177,14 +208,13 @@ class Memory:
     def _write_ahead(self, cold_bytes: int) -> None:
         """Have the coldest chunks written until so many bytes can go."""
         order, aside = self.order, self._aside
-        cold = sum(held[0] for held in aside.values()) if len(aside) < 2 else len(aside) * self.plan.stored_bytes
-        while order and cold < cold_bytes:
+        while order and self._aside_bytes < cold_bytes:
             chunk = next(iter(order))
             self._clean(chunk)
             held = order.pop(chunk, None)
             if held is not None:  # else what was written pushed it out
                 aside[chunk] = held
-                cold += held[0]
+                self._aside_bytes += held[0]
 
     def _clean(self, chunk: int) -> None:
         if chunk in self._dirty:
@@ -193,7 +223,10 @@ class Memory:
             self._write_back(chunk, self.written(chunk), *self._about[chunk])
 
     def _remove(self, chunk: int, reason: str) -> None:
-        held = self.order.pop(chunk, None) or self._aside.pop(chunk)
+        held = self.order.pop(chunk, None)
+        if held is None:
+            held = self._aside.pop(chunk)
+            self._aside_bytes -= held[0]
         self._dirty.discard(chunk)
         self._about.pop(chunk, None)
         self.used -= held[0]

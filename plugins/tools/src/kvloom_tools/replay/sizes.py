@@ -1,10 +1,11 @@
-"""The size of a chunk in each tier of a configuration, and the tier's settings: all that a replay needs."""
+"""The size of a chunk, or of a piece of one, in each tier of a configuration, and the tier's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvloom import EXACT, ConfigError, inspection
 
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
 STAGING_BYTES = 1 << 30
 """The pool of an engine whose memory tier does not say, as in `kvloom.engine.builder`."""
 _PAGE_BYTES = 4096
+
+
+class Size(NamedTuple):
+    """Bytes of a number of tokens."""
+
+    stored: int
+    """Of the capacity."""
+    moved: int
+    """That are read or written."""
+    landed: int
+    """Of the memory tier's pool, when they come from this tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +43,8 @@ class TierPlan:
     """Bytes that are read or written for one chunk."""
     landed_bytes: int = 0
     """Bytes of the memory tier's pool that one chunk from this tier takes."""
+    piece: Callable[[int], Size] = lambda tokens: Size(0, 0, 0)
+    """The size of a piece of so many tokens."""
     write: str = "through"
     admission: str = "lru"
     ttl: float | None = None
@@ -61,18 +75,24 @@ def plan_tiers(
     spec: what the model's KV looks like; without one, `bytes_per_token` says how much it is. ratios: by tier, how long
     a blob is in parts of its chunk; default: as the serializer makes of noise. Raises ConfigError.
     """
-    chunk = None if spec is None else _sample(resolved, spec, chunk_tokens)
-    if chunk is None and bytes_per_token is None:
+    if spec is None and bytes_per_token is None:
         raise ConfigError("--spec", "the size of a token's KV is not known; give --spec or --bytes-per-token")
-    chunk_bytes = chunk.nbytes if chunk is not None else max(1, round((bytes_per_token or 0) * chunk_tokens))
+
+    @cache
+    def sample(tokens: int) -> tuple[int, Chunk | None]:
+        if spec is None:
+            return max(1, round((bytes_per_token or 0) * tokens)), None
+        chunk = _sample(resolved, spec, tokens)
+        return chunk.nbytes, chunk
+
     names = {choice.name for choice in resolved.tiers}
     if strangers := sorted((ratios or {}).keys() - names):
         raise ConfigError("--ratio", f"no tier is called {strangers[0]!r}; there are: {', '.join(sorted(names))}")
     pool = _pool_bytes(resolved)
     plans = [
-        _memory(choice, chunk_bytes, pool)
+        _memory(choice, sample, chunk_tokens, pool)
         if choice.backend is None
-        else _stored(choice, chunk_bytes, pool, chunk=chunk, spec=spec, ratio=(ratios or {}).get(choice.name))
+        else _stored(choice, sample, chunk_tokens, pool, spec=spec, ratio=(ratios or {}).get(choice.name))
         for choice in resolved.tiers
     ]
     for plan, choice in zip(plans, resolved.tiers, strict=True):
@@ -87,35 +107,52 @@ def _pool_bytes(resolved: Resolved) -> int:
     return (first.capacity if first is not None else None) or STAGING_BYTES
 
 
-def _memory(choice: TierChoice, chunk_bytes: int, pool: int) -> TierPlan:
-    taken = inspection.pool_bytes(chunk_bytes, pool)
+_Sample = Callable[[int], "tuple[int, Chunk | None]"]
+"""For a number of tokens, the bytes of their KV, and a chunk of them if the model is known."""
+
+
+def _memory(choice: TierChoice, sample: _Sample, chunk_tokens: int, pool: int) -> TierPlan:
+    @cache
+    def size(tokens: int) -> Size:
+        nbytes, _ = sample(tokens)
+        taken = inspection.pool_bytes(nbytes, pool)
+        return Size(taken, nbytes, taken)
+
+    whole = pool // _PAGE_BYTES * _PAGE_BYTES
     return TierPlan(
-        choice.name, "memory", pool // _PAGE_BYTES * _PAGE_BYTES, taken, chunk_bytes, taken, ttl=choice.ttl,
-        quota=choice.quota,
+        choice.name, "memory", whole, *size(chunk_tokens), piece=size, ttl=choice.ttl, quota=choice.quota
     )  # fmt: skip
 
 
 def _stored(
-    choice: TierChoice, chunk_bytes: int, pool: int, *, chunk: Chunk | None, spec: KVSpec | None, ratio: float | None
+    choice: TierChoice, sample: _Sample, chunk_tokens: int, pool: int, *, spec: KVSpec | None, ratio: float | None
 ) -> TierPlan:
     assert choice.backend is not None and choice.serializer is not None
-    if chunk is not None:
-        serializer = choice.serializer.make(spec)
-        blob_bytes, header_bytes = _framed(serializer, chunk)
+    serializer = None if spec is None else choice.serializer.make(spec)
+    if serializer is not None:
         views, exact = serializer.type == "raw", serializer.fidelity == EXACT
     else:
         if ratio is None and choice.serializer.type != "raw":
             text = f"how much {choice.serializer.type!r} compresses is not known without a spec"
             raise ConfigError(f"{choice.path}.serializer", f"{text}; give --spec, or --ratio {choice.name}=0.3")
-        blob_bytes, header_bytes = chunk_bytes + _PAGE_BYTES, _PAGE_BYTES
         views, exact = choice.serializer.type == "raw", choice.serializer.cls.lossless
-    if ratio is not None:
-        blob_bytes = header_bytes + max(1, round(ratio * chunk_bytes))
+
+    @cache
+    def size(tokens: int) -> Size:
+        kv_bytes, chunk = sample(tokens)
+        blob_bytes, header_bytes = kv_bytes + _PAGE_BYTES, _PAGE_BYTES
+        if serializer is not None and chunk is not None:
+            blob_bytes, header_bytes = _framed(serializer, chunk)
+        if ratio is not None:
+            blob_bytes = header_bytes + max(1, round(ratio * kv_bytes))
+        landed = inspection.pool_bytes(blob_bytes if views else kv_bytes, pool)
+        return Size(inspection.stored_bytes(blob_bytes), blob_bytes, landed)
+
     bounded = choice.backend.cls.bounded
     return TierPlan(
-        choice.name, choice.backend.type, choice.capacity, inspection.stored_bytes(blob_bytes), blob_bytes,
-        inspection.pool_bytes(blob_bytes if views else chunk_bytes, pool), write=choice.write, admission=choice.policy,
-        ttl=choice.ttl, quota=choice.quota, exact=exact, evicts_itself=bounded and choice.capacity is None,
+        choice.name, choice.backend.type, choice.capacity, *size(chunk_tokens), piece=size, write=choice.write,
+        admission=choice.policy, ttl=choice.ttl, quota=choice.quota, exact=exact,
+        evicts_itself=bounded and choice.capacity is None,
     )  # fmt: skip
 
 

@@ -1,8 +1,12 @@
 """An engine without KV: what each request would have got from which tier, and what that would have moved and evicted.
 
 Requests come one after the other, and every write is over before the next: of what an engine does this leaves out what
-depends on how long things take, and the gaps in the pool of a memory tier of fewer than 32 chunks, which holds a little
-less. The rules are those of `kvloom.pipeline.stack`.
+depends on how long things take, and the gaps in the pool of a memory tier of fewer than 32 chunks, or of one with
+pieces of chunks, which holds a little less. The rules are those of `kvloom.pipeline.stack`.
+
+In the place of a chunk that is nowhere, those of its pieces are taken that the trace names: what the recorded engine
+took. Where that had the chunk itself, or none of its pieces, another configuration might have found some that are not
+known here; it gets no fewer hits than are counted.
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvloom import leading
 from kvloom_tools.replay.memory import Memory
 from kvloom_tools.replay.sizes import TierPlan
 from kvloom_tools.replay.stored import Stored
-from kvloom_tools.replay.trace import Line
+from kvloom_tools.replay.trace import Line, Piece, Tail, piece_tokens
 
 _STORES = frozenset({"store", "store_layer"})
 _ASKS = frozenset({"retrieve", "retrieve_layer"})
@@ -22,33 +27,44 @@ _ASKS = frozenset({"retrieve", "retrieve_layer"})
 
 @dataclass
 class Sums:
-    """The sums so far. Tokens are of whole chunks, except where it says otherwise."""
+    """The sums so far."""
 
     requests: int = 0
     """Requests for KV."""
     whole: int = 0
-    """Requests that got all chunks that they asked for."""
+    """Requests that got all chunks and pieces that they asked for."""
     partly: int = 0
     """Requests that got some of them."""
     asked_tokens: int = 0
     """All tokens of the prompts, but for those that the engine had, and what fills no chunk."""
     asked_chunks: int = 0
     hit_chunks: Counter[str] = field(default_factory=Counter)
-    """By tier."""
+    """Whole chunks, by tier."""
+    hit_pieces: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Pieces of chunks, by tier and their number of tokens."""
     recorded_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens that the recorded engine got, by its tiers."""
     unfit: int = 0
     """Lines whose blocks do not go with the chunks of this configuration."""
+
+    def hit_tokens(self, chunk_tokens: int) -> Counter[str]:
+        """By tier."""
+        found = Counter({name: count * chunk_tokens for name, count in self.hit_chunks.items()})
+        for (name, tokens), count in self.hit_pieces.items():
+            found[name] += tokens * count
+        return found
 
 
 class Replay:
     """The tiers of one configuration, empty at first."""
 
     def __init__(
-        self, plans: Sequence[TierPlan], *, chunk_tokens: int, tenants: Mapping[str, int] | None = None
-    ) -> None:
-        """tenants: the number in the trace of salts that a quota names."""
+        self, plans: Sequence[TierPlan], *, chunk_tokens: int, tenants: Mapping[str, int] | None = None,
+        save_tails: bool = True,
+    ) -> None:  # fmt: skip
+        """tenants: the number in the trace of salts that a quota names. save_tails: as in the configuration."""
         self.chunk_tokens = chunk_tokens
+        self.save_tails = save_tails
         self.sums = Sums()
         self.plans = tuple(plans)
         numbers = dict(tenants or {})
@@ -91,6 +107,13 @@ class Replay:
             self.sums.unfit += 1
             return
         chunks, first = split
+        whole, tail = len(chunks), line.tail
+        if tail is not None:
+            if self.save_tails and line.block_tokens == self.chunk_tokens:
+                chunks = [*chunks, *[piece.entry for piece in tail.own]]
+                first += tail.first if first == whole else 0
+            else:
+                tail = None
         if line.served:
             self.sums.recorded_tokens.update(line.served)
         if verb in _STORES:
@@ -99,22 +122,27 @@ class Replay:
         asks = verb != "prefetch" and verb != "pin"
         since = first
         if verb == "save":
-            since = max(first, len(chunks) if line.asked == len(line.hash_ids) else self._chunk_at(line, line.asked))
+            since = whole if line.asked == len(line.hash_ids) else self._chunk_at(line, line.asked)
+            since = max(first, since + (tail.asked if tail is not None and since == whole else 0))
         if asks and (since == first or chunks[since:]):
-            self._ask(line, chunks, since)
+            self._ask(line, chunks, since, whole)
         gaps = verb in ("load", "save", "prefetch", "pin")  # `load_layers` ends where something is lacking
-        hits = self._retrieve(chunks, since, line.salt, gaps=gaps, asks=asks)
+        hits = self._retrieve(chunks, since, line.salt, gaps=gaps, asks=asks, tail=tail)
         if asks and chunks[since:]:
             self.sums.whole += hits == len(chunks) - since
             self.sums.partly += 0 < hits < len(chunks) - since
         if not verb or verb == "save":
             self._store(chunks, first, line.salt)
 
-    def _ask(self, line: Line, chunks: Sequence[int], first: int) -> None:
+    def _ask(self, line: Line, chunks: Sequence[int], first: int, whole: int) -> None:
         sums = self.sums
         sums.requests += 1
-        sums.asked_tokens += max(0, line.input_tokens - first * self.chunk_tokens)
-        sums.asked_chunks += len(chunks) - first
+        had = first * self.chunk_tokens
+        if first > whole:
+            had = whole * self.chunk_tokens + sum(map(piece_tokens, chunks[whole:first]))
+        sums.asked_tokens += max(0, line.input_tokens - had)
+        more = 0 if len(chunks) == whole else sum(chunk < 0 for chunk in chunks[first:])
+        sums.asked_chunks += len(chunks) - first - more
 
     def _chunk_at(self, line: Line, block: int) -> int:
         """The first chunk that has tokens of a block or of later ones."""
@@ -144,8 +172,8 @@ class Replay:
                 touch(chain)
             self._touched = chain
 
-    def _retrieve(self, chain: list[int], first: int, tenant: int, *, gaps: bool, asks: bool) -> int:
-        """The number of chunks that came."""
+    def _retrieve(self, chain: list[int], first: int, tenant: int, *, gaps: bool, asks: bool, tail: Tail | None) -> int:
+        """The number that came of the chain's chunks and pieces."""
         self._touch(chain)
         for tier in self._counting:
             tier.count(chain)
@@ -155,31 +183,81 @@ class Replay:
             order = memory.order
             held = sum([chunk in order for chunk in wanted])
             if held == len(wanted):
-                hits[memory.plan.name] += held
+                if tail is None:
+                    hits[memory.plan.name] += held
+                else:
+                    for chunk in wanted:
+                        self._hit(chunk, memory.plan.name, hits, asks=asks)
                 return held
-        leased = set() if memory is None else {chunk for chunk in wanted if chunk in memory}
+        leased = set() if memory is None else memory.held(wanted)
         came = 0
         for chunk in wanted:
             if memory is not None and chunk in leased:
                 leased.discard(chunk)  # copied to the engine: from here on it may go
-                hits[memory.plan.name] += 1
+                name = memory.plan.name
             else:
                 source = next((tier for tier in self.stored if chunk in tier.order), None)
                 if source is None:
                     if gaps:
                         continue
                     break
-                hits[source.plan.name] += 1
+                name = source.plan.name
                 self._promote(chunk, source, chain, tenant, leased)
+            if chunk >= 0:
+                hits[name] += 1
+            else:
+                self._hit(chunk, name, hits, asks=asks)
             came += 1
-        self._touch(chain)
+        taken = [] if tail is None or gaps or came == len(wanted) else self._taken(chain, first + came, tail)
+        if taken:
+            self._take(taken, chain, first + came, tenant, hits, asks=asks)
+        self._touch([*chain, *taken] if taken else chain)
         return came
+
+    def _hit(self, chunk: int, name: str, hits: Counter[str], *, asks: bool) -> None:
+        if chunk >= 0:
+            hits[name] += 1
+        elif asks:
+            self.sums.hit_pieces[name, piece_tokens(chunk)] += 1
+
+    def _source(self, chunk: int) -> Stored | None:
+        return next((tier for tier in self.stored if chunk in tier.order), None)
+
+    def _taken(self, chain: Sequence[int], lacking: int, tail: Tail) -> list[int]:
+        """The pieces that lead on from where `lacking` is nowhere. Own ones of a shorter sequence are among them."""
+        whole = len(chain) - len(tail.own)
+        start = lacking * self.chunk_tokens if lacking < whole else tail.own[lacking - whole].start
+        memory = self.memory
+        there = [
+            piece
+            for piece in sorted((*tail.others, *tail.own), key=_end)
+            if (memory is not None and piece.entry in memory) or self._source(piece.entry) is not None
+        ]
+        return [piece.entry for piece in leading(there, start)]
+
+    def _take(
+        self, taken: Sequence[int], chain: Sequence[int], lacking: int, tenant: int, hits: Counter[str], *, asks: bool
+    ) -> None:
+        """Move pieces up that are taken in the place of a chunk."""
+        memory = self.memory
+        path = [*chain[:lacking], *taken, *[chunk for chunk in chain[lacking:] if chunk not in taken]]
+        leased = set() if memory is None else memory.held(taken)
+        for chunk in taken:
+            if memory is not None and chunk in leased:
+                leased.discard(chunk)
+                self._hit(chunk, memory.plan.name, hits, asks=asks)
+                continue
+            source = self._source(chunk)
+            if source is None:
+                return
+            self._hit(chunk, source.plan.name, hits, asks=asks)
+            self._promote(chunk, source, path, tenant, leased)
 
     def _promote(self, chunk: int, source: Stored, chain: list[int], tenant: int, leased: set[int]) -> None:
         self._touched = []
         written = source.order[chunk]
         memory = self.memory
-        nbytes = source.plan.landed_bytes
+        nbytes = source.plan.landed_bytes if chunk >= 0 else source.plan.piece(piece_tokens(chunk)).landed
         if memory is not None and memory.make_room(nbytes, leased=leased) and self._is_young(memory.plan, written):
             held = (nbytes, float(int(written)))  # a blob says when, in whole seconds
             memory.keep(chunk, held, chain, tenant, fresh=False)
@@ -217,23 +295,27 @@ class Replay:
         """Take chunks into memory, as many at once as there is room for."""
         memory = self.memory
         assert memory is not None
-        nbytes = memory.plan.stored_bytes
-        most = memory.fits(len(todo))
+        most = memory.fits(todo)
         if len(todo) > most and not any(set(todo).intersection(missing) for missing in lacking):
             todo = todo[:most]  # memory is all there is: a tail that would push out its own head is not worth it
         while todo:
             now, todo = todo[:most], todo[most:]
-            if not memory.make_room(nbytes * len(now)):
+            if not now or not memory.make_room(memory.sizes(now)):
                 memory.dropped += len(now) + len(todo)
                 return
-            memory.keep_all(now, (nbytes, self._now), chain, tenant)
+            memory.keep_all(now, self._now, chain, tenant)
             if todo:
                 memory.touch(now)
+                most = memory.fits(todo)
 
     def _write_back(self, chunk: int, written: float, chain: Sequence[int], tenant: int) -> None:
         for tier in self._behind:
             if self._is_young(tier.plan, written) and tier.lacks([chunk], tenant):
                 tier.write([chunk], chain, tenant, written)
+
+
+def _end(piece: Piece) -> int:
+    return piece.end
 
 
 def _quotas(plan: TierPlan, numbers: Mapping[str, int]) -> tuple[dict[int, int] | None, int | None]:

@@ -1,7 +1,7 @@
 """A stored tier of a replay: which chunks it holds, which it takes in, and which go for them.
 
-The rules are those of `kvloom.tiers.index.ledger`, for chunks that are all of one size: so a capacity is a number of
-chunks, and a chunk costs an entry in a dictionary. core/tests/test_replay_truth.py holds both to the same answers.
+The rules are those of `kvloom.tiers.index.ledger`. Chunks are all of one size, so that one costs an entry in a
+dictionary; pieces of chunks, which have a number below zero, are counted apart.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 from kvloom.inspection import Sketch
 from kvloom_tools.replay.sizes import TierPlan
+from kvloom_tools.replay.trace import piece_tokens
 
 Order = OrderedDict[int, float]
 
@@ -33,11 +34,14 @@ class Stored:
     ) -> None:  # fmt: skip
         """quota: bytes by tenant; other_quota: of each other one. on_lost: told of what goes for want of room."""
         self.plan = plan
-        size = plan.stored_bytes
-        self.most = None if plan.capacity is None else plan.capacity // size
-        self._quota = {tenant: nbytes // size for tenant, nbytes in (quota or {}).items()}
-        self._other_quota = None if other_quota is None else other_quota // size
+        self._capacity = _NO_LIMIT if plan.capacity is None else plan.capacity
+        self._quota = dict(quota or {})
+        self._other_quota = other_quota
         self._tenants: dict[int, Order] | None = {} if quota or other_quota is not None else None
+        self._tenant_bytes: Counter[int] = Counter()
+        self._chunk_bytes = plan.stored_bytes
+        self._pieces = 0
+        self._piece_bytes = 0
         self._owner: dict[int, int] = {}
         self.ordered = plan.bounded
         """The order of use matters."""
@@ -49,11 +53,21 @@ class Stored:
         self._plain = self._tenants is None and plan.ttl is None and on_lost is None
         """Nothing but the capacity makes chunks go, and nobody is told."""
         self.stored = 0
+        self.pieces: Counter[int] = Counter()
+        """Of those stored, the pieces, by their tokens."""
         self.dropped = 0
         self.evicted: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self.order)
+
+    @property
+    def used(self) -> int:
+        """Bytes of what is held."""
+        return (len(self.order) - self._pieces) * self._chunk_bytes + self._piece_bytes
+
+    def _size(self, chunk: int) -> int:
+        return self._chunk_bytes if chunk >= 0 else self.plan.piece(piece_tokens(chunk)).stored
 
     def expire(self, now: float) -> None:
         """Let go what is past its time."""
@@ -93,19 +107,23 @@ class Stored:
             return missing
         uses, ring = self.sketch.uses, self._ring(tenant)
         victims = []
-        if self.most is not None and len(self.order) + (len(self.order) > 0) > self.most:
+        usual = self.used // max(1, len(self.order))
+        if self.used + usual > self._capacity:
             victims.append(next(iter(self.order), None))
-        if ring is not None and len(ring) + (len(self.order) > 0) > self._quota_of(tenant):
+        if ring is not None and self._tenant_bytes[tenant] + usual > self._quota_of(tenant):
             victims.append(next(iter(ring), None))
         most = max((uses(digest_of(victim)) for victim in victims if victim is not None), default=-1)
         return [chunk for chunk in missing if uses(digest_of(chunk)) > most]
 
     def write_used(self, chunks: Sequence[int], chain: Sequence[int], tenant: int, written: float) -> None:
         """`write`, for a chain that was just touched: there is nothing in use later than it."""
-        order, most = self.order, self.most
-        excess = 0 if most is None else max(0, len(order) + len(chunks) - most)
+        order = self.order
+        plain = self._plain and not self._pieces and chunks[-1] >= 0
+        excess = 0
+        if plain and self.plan.capacity is not None:
+            excess = max(0, len(order) + len(chunks) - self.plan.capacity // self.plan.stored_bytes)
         # At most so many of those held are of the chain: if others make room enough, there is nothing to look at.
-        if not self._plain or (excess and excess > len(order) - (len(chain) - len(chunks))):
+        if not plain or (excess and excess > len(order) - (len(chain) - len(chunks))):
             self.write(chunks, chain, tenant, written)
             return
         if excess:
@@ -123,66 +141,90 @@ class Stored:
         """
         place = {chunk: index for index, chunk in enumerate(chain)}
         stop = len(chain)
+        most = min(self._capacity, self._quota_of(tenant))
         for chunk in chunks:
-            at = place[chunk]
-            if at > stop or not self._fits_at_all(tenant):
+            at, nbytes = place[chunk], self._size(chunk)
+            if at > stop or nbytes > most:
                 self.dropped += 1
                 continue
-            room, stop = self._make_room(at, stop, place, chain, tenant)
+            room, stop = self._make_room(nbytes, at, stop, place, chain, tenant)
             if room:
                 self._add(chunk, tenant, written)
             else:
                 self.dropped += 1
 
-    def _fits_at_all(self, tenant: int) -> bool:
-        return (self.most is None or self.most >= 1) and self._quota_of(tenant) >= 1
-
     def _make_room(
-        self, at: int, stop: int, place: Mapping[int, int], chain: Sequence[int], tenant: int
+        self, nbytes: int, at: int, stop: int, place: Mapping[int, int], chain: Sequence[int], tenant: int
     ) -> tuple[bool, int]:
-        """Let one chunk go if need be, for the one at `at`: whether there is room, and where the chain ends now."""
+        """Let go what must for `nbytes` at `at`: whether there is room, and where the chain ends now."""
         ring = self._ring(tenant)
-        bounds: list[tuple[dict[int, float], str]] = []
-        if ring is not None and len(ring) >= self._quota_of(tenant):
-            bounds.append((ring, "quota"))
-        if self.most is not None and len(self.order) >= self.most:
-            bounds.append((self.order, "capacity"))
-        if any(next(iter(order)) in place for order, _ in bounds):
+        over = 0.0 if ring is None else self._tenant_bytes[tenant] + nbytes - self._quota_of(tenant)
+        excess = self.used + nbytes - self._capacity
+        if over <= 0 and excess <= 0:
+            return True, stop
+        its, others = self._oldest(ring, over), self._oldest(self.order, excess)
+        if any(map(place.__contains__, its + others)):
             self.touch(chain)
-        found = [(next(iter(order)), reason) for order, reason in bounds]
-        if any(place.get(victim, at) < at for victim, _ in found):
-            return False, min(stop, at)
-        if found:  # one that goes for its tenant's quota makes room for all
-            victim, reason = found[0]
-            stop = min(stop, place.get(victim, stop))
-            self._remove(victim, reason)
-            if self._on_lost is not None:
-                self._on_lost(victim)
+            its, others = self._oldest(ring, over), self._oldest(self.order, excess)
+            if any(place.get(victim, at) < at for victim in (*its, *others)):
+                return False, min(stop, at)
+        for victim in its:
+            stop = self._let_go(victim, "quota", stop, place)
+        for victim in others:  # what went for its tenant's quota made room, too
+            if its and self.used + nbytes <= self._capacity:
+                break
+            if victim in self.order:
+                stop = self._let_go(victim, "capacity", stop, place)
         return True, stop
+
+    def _oldest(self, order: Mapping[int, float] | None, nbytes: float) -> list[int]:
+        """Those that are worth so many bytes."""
+        found: list[int] = []
+        for chunk in order if nbytes > 0 and order else ():
+            found.append(chunk)
+            nbytes -= self._chunk_bytes if chunk >= 0 else self._size(chunk)
+            if nbytes <= 0:
+                break
+        return found
+
+    def _let_go(self, victim: int, reason: str, stop: int, place: Mapping[int, int]) -> int:
+        self._remove(victim, reason)
+        if self._on_lost is not None:
+            self._on_lost(victim)
+        return min(stop, place.get(victim, stop))
 
     def _add(self, chunk: int, tenant: int, written: float) -> None:
         self.order[chunk] = written
         self.stored += 1
+        if chunk < 0:
+            self._pieces += 1
+            self._piece_bytes += self._size(chunk)
+            self.pieces[piece_tokens(chunk)] += 1
         if self.plan.ttl is not None:
             heapq.heappush(self._ages, (written, chunk))
-        if self._tenants is not None and self._quota_of(tenant) != _NO_QUOTA:
+        if self._tenants is not None and self._quota_of(tenant) != _NO_LIMIT:
             self._tenants.setdefault(tenant, OrderedDict())[chunk] = written
+            self._tenant_bytes[tenant] += self._size(chunk)
             self._owner[chunk] = tenant
 
     def _remove(self, chunk: int, reason: str) -> None:
         del self.order[chunk]
         self.evicted[reason] += 1
+        if chunk < 0:
+            self._pieces -= 1
+            self._piece_bytes -= self._size(chunk)
         owner = self._owner.pop(chunk, None)
         if owner is not None:
             assert self._tenants is not None
             del self._tenants[owner][chunk]
+            self._tenant_bytes[owner] -= self._size(chunk)
 
     def _ring(self, tenant: int) -> Order | None:
         return None if self._tenants is None else self._tenants.get(tenant)
 
     def _quota_of(self, tenant: int) -> float:
         quota = self._quota.get(tenant, self._other_quota)
-        return _NO_QUOTA if quota is None else quota
+        return _NO_LIMIT if quota is None else quota
 
 
-_NO_QUOTA = float("inf")
+_NO_LIMIT = float("inf")

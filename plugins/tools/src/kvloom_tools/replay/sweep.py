@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -55,6 +56,7 @@ class Run:
         """For JSON. Rates are of what was asked for; bytes are as they are stored."""
         sums, chunk_tokens = self.replay.sums, self.replay.chunk_tokens
         hits = sum(sums.hit_chunks.values())
+        hit_tokens = sum(sums.hit_tokens(chunk_tokens).values())
         return {
             "config": self.config or None,
             "capacities": dict(self.capacities),
@@ -62,8 +64,8 @@ class Run:
             "requests": sums.requests,
             "whole": sums.whole,
             "partly": sums.partly,
-            "hit_tokens": hits * chunk_tokens,
-            "hit_rate": hits * chunk_tokens / max(1, sums.asked_tokens),
+            "hit_tokens": hit_tokens,
+            "hit_rate": hit_tokens / max(1, sums.asked_tokens),
             "chunk_hit_rate": hits / max(1, sums.asked_chunks),
             "unfit_lines": sums.unfit,
             "tiers": [self._tier(tier) for tier in (self.replay.memory, *self.replay.stored) if tier is not None],
@@ -71,24 +73,29 @@ class Run:
 
     def _tier(self, tier: Memory | Stored) -> dict[str, Any]:
         plan, sums = tier.plan, self.replay.sums
-        hits = sums.hit_chunks[plan.name]
-        hit_tokens = hits * self.replay.chunk_tokens
-        held = len(tier)
+        hit_tokens = sums.hit_tokens(self.replay.chunk_tokens)[plan.name]
+        hit_pieces = Counter({tokens: count for (name, tokens), count in sums.hit_pieces.items() if name == plan.name})
+        stored = tier.stored + getattr(tier, "promoted", 0)
         return {
             "tier": plan.name,
             "type": plan.type,
             "capacity": plan.capacity,
             "hit_tokens": hit_tokens,
             "hit_rate": hit_tokens / max(1, sums.asked_tokens),
-            "read_bytes": hits * plan.moved_bytes,
-            "written_bytes": (tier.stored + getattr(tier, "promoted", 0)) * plan.moved_bytes,
+            "read_bytes": _moved_bytes(plan, sums.hit_chunks[plan.name], hit_pieces),
+            "written_bytes": _moved_bytes(plan, stored - tier.pieces.total(), tier.pieces),
             "stored_chunks": tier.stored,
             "dropped_chunks": tier.dropped,
             "evicted": dict(tier.evicted),
-            "held_chunks": held,
-            "held_bytes": held * plan.stored_bytes,
+            "held_chunks": len(tier),
+            "held_bytes": tier.used,
             "chunk_bytes": plan.stored_bytes,
         }
+
+
+def _moved_bytes(plan: TierPlan, chunks: int, pieces: Mapping[int, int]) -> int:
+    """pieces: how many, by their tokens."""
+    return chunks * plan.moved_bytes + sum(count * plan.piece(tokens).moved for tokens, count in pieces.items())
 
 
 def runs(configs: Sequence[Path], options: Options) -> list[Run]:
@@ -127,7 +134,9 @@ def runs(configs: Sequence[Path], options: Options) -> list[Run]:
                 changed, chunk_tokens=config.chunk_tokens, spec=spec, bytes_per_token=options.bytes_per_token,
                 ratios={name: part for name, part in options.ratios.items() if name in known},
             )  # fmt: skip
-            engine = Replay(plans, chunk_tokens=config.chunk_tokens, tenants=options.tenants)
+            engine = Replay(
+                plans, chunk_tokens=config.chunk_tokens, tenants=options.tenants, save_tails=config.save_tails
+            )
             found.append(Run(named[path], tried, engine, tuple(_notes(plans, options.tenants))))
     if strangers := sorted(options.ratios.keys() - tiers):
         raise ConfigError("--ratio", f"there is no tier {strangers[0]!r}; there are: {', '.join(sorted(tiers))}")
@@ -135,10 +144,12 @@ def runs(configs: Sequence[Path], options: Options) -> list[Run]:
     if strangers := sorted(options.tenants.keys() - limited):
         raise ConfigError("--salt", f"no tier has a quota for {strangers[0]!r}")
     first = found[0].replay
+    like = first.plans[0]
     all_of_it = TierPlan(
-        "everything", "dict", None, first.plans[0].stored_bytes, first.plans[0].moved_bytes, first.plans[0].landed_bytes
+        "everything", "dict", None, like.stored_bytes, like.moved_bytes, like.landed_bytes, piece=like.piece
     )
-    return [*found, Run("", {}, Replay([all_of_it], chunk_tokens=first.chunk_tokens))]
+    ceiling = Replay([all_of_it], chunk_tokens=first.chunk_tokens, save_tails=first.save_tails)
+    return [*found, Run("", {}, ceiling)]
 
 
 def _notes(plans: Sequence[TierPlan], tenants: Mapping[str, int]) -> list[str]:

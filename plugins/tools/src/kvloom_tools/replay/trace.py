@@ -3,7 +3,7 @@
     {"timestamp": 27482, "input_length": 1300, "output_length": 52, "hash_ids": [46, 47, 48]}
 
 `timestamp` is in milliseconds. A hash id stands for a block of tokens and all before it, so that equal ids are equal
-prefixes. kvloom's own lines have more: `chunk_tokens`, `verb`, `salt`, `first`, `served`, `copied`.
+prefixes. kvloom's own lines have more: see `kvloom_tools.trace_observer`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from kvloom import ConfigError
+from kvloom import ConfigError, leading
 
 BLOCK_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
@@ -30,6 +30,28 @@ _MOST_RATIO = 250
 """The highest ratio of unpacked to packed bytes. Traces have a ratio of some 20."""
 _SHOWN = 5
 """The number of broken lines that are kept to be shown."""
+
+
+class Piece(NamedTuple):
+    """Part of a chunk."""
+
+    start: int
+    end: int
+    entry: int
+    """The name under which tiers hold it; see `piece_entry`."""
+
+
+class Tail(NamedTuple):
+    """What a request has beside whole blocks."""
+
+    own: tuple[Piece, ...]
+    """What the sequence has behind its last whole block, in order."""
+    others: tuple[Piece, ...] = ()
+    """What shorter sequences had left of the first block or piece that was nowhere."""
+    first: int = 0
+    """The number of leading pieces of its own that were not asked for, because the engine had them."""
+    asked: int = 0
+    """For a save: leading pieces of its own that the engine did not compute."""
 
 
 class Line(NamedTuple):
@@ -53,6 +75,8 @@ class Line(NamedTuple):
     asked: int = 0
     """For a save: leading blocks that the engine did not compute. kvloom had them already, so the engine's own cache
     had them too, or they were loaded and are counted there."""
+    tail: Tail | None = None
+    """None: there are whole blocks only."""
 
 
 class Broken(NamedTuple):
@@ -155,8 +179,8 @@ def _line(text: bytes, block_tokens: int) -> Line:
         raise ValueError("timestamp: should be milliseconds")
     if type(length) is not int or not 0 <= length < _MOST_TOKENS:
         raise ValueError(f"input_length: should be a number of tokens, fewer than {_MOST_TOKENS}")
-    if type(ids) is not list or not set(map(type, ids)) <= _INTEGERS:
-        raise ValueError("hash_ids: should be a list of whole numbers")
+    if type(ids) is not list or not set(map(type, ids)) <= _INTEGERS or (ids and min(ids) < 0):
+        raise ValueError("hash_ids: should be a list of whole numbers from 0")
     own = len(value) > 3 + ("output_length" in value)  # more than Mooncake's fields
     if own:
         block_tokens = get("chunk_tokens", block_tokens)
@@ -167,12 +191,15 @@ def _line(text: bytes, block_tokens: int) -> Line:
     if not own:
         if len(ids) < length // block_tokens:
             raise ValueError(f"hash_ids: {len(ids)} blocks of {block_tokens} are fewer than {length} tokens")
-        return _new((stamp / 1000, length, ids, block_tokens, "", 0, 0, _NOTHING, 0))
-    return _new((stamp / 1000, length, ids, block_tokens, *_own(value, len(ids))))
+        return _new((stamp / 1000, length, ids, block_tokens, "", 0, 0, _NOTHING, 0, None))
+    tail = _tail(value, len(ids), block_tokens, length) if "pieces" in value else None
+    return _new((stamp / 1000, length, ids, block_tokens, *_own(value, len(ids)), tail))
 
 
 _INTEGERS = {int}
 _MOST_TOKENS = 1 << 31
+_MOST_PIECES = 1 << 16
+_MOST_ID = 1 << 64
 _NOTHING: dict[str, int] = {}
 
 
@@ -199,3 +226,50 @@ def _own(value: dict[str, Any], blocks: int) -> tuple[str, int, int, dict[str, i
     if copied is not None and (type(copied) is not int or copied < 0):
         raise ValueError("copied: should be a number of blocks")
     return verb, salt, first, served or _NOTHING, first if copied is None else max(first, blocks - copied)
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def piece_entry(number: int, tokens: int, block_tokens: int) -> int:
+    """The name under which tiers hold a piece: negative, and says its length. One as long as a block is a block."""
+    return number if tokens == block_tokens else -(number * _MOST_TOKENS + tokens)
+
+
+def piece_tokens(entry: int) -> int:
+    """The tokens of a piece."""
+    return -entry % _MOST_TOKENS
+
+
+def tail_of(pieces: Sequence[tuple[int, int, int]], whole_tokens: int, block_tokens: int) -> Tail:
+    """From starts, ends and ids. whole_tokens: of the whole blocks before the tail."""
+    found = [Piece(start, end, piece_entry(number, end - start, block_tokens)) for start, end, number in pieces]
+    own = leading(sorted(found, key=_end), whole_tokens)
+    return Tail(tuple(own), tuple(piece for piece in found if piece not in own))
+
+
+def _end(piece: Piece) -> int:
+    return piece.end
+
+
+def _tail(value: dict[str, Any], blocks: int, block_tokens: int, length: int) -> Tail:
+    """Raises ValueError that says what is wrong."""
+    pieces = value["pieces"]
+    if type(pieces) is not list or len(pieces) > _MOST_PIECES:
+        raise ValueError("pieces: should be a list of [start, end, id]")
+    for piece in pieces:
+        if type(piece) is not list or len(piece) != 3 or not set(map(type, piece)) <= _INTEGERS:
+            raise ValueError("pieces: should be a list of [start, end, id]")
+        start, end, number = piece
+        if not (0 <= start < end <= min(length, start + block_tokens) and 0 <= number < _MOST_ID):
+            raise ValueError(
+                f"pieces: {str(piece)[:80]} is no part of a block of {block_tokens} within {length} tokens"
+            )
+    tail = tail_of(pieces, blocks * block_tokens, block_tokens)
+    first, copied = value.get("first_piece", 0), value.get("copied_pieces")
+    if type(first) is not int or not 0 <= first <= len(tail.own):
+        raise ValueError("first_piece: should be the number of a piece of the tail")
+    if copied is not None and (type(copied) is not int or copied < 0):
+        raise ValueError("copied_pieces: should be a number of pieces")
+    asked = first if copied is None else max(first, len(tail.own) - copied)
+    return tail._replace(first=first, asked=asked)

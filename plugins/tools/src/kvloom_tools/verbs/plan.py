@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from kvloom import ConfigError, output
 from kvloom_tools.configuration import File, load
 
 if TYPE_CHECKING:
+    from kvloom import EngineConfig, KVSpec
     from kvloom.inspection import Resolved, TierChoice
     from kvloom_tools.measure import Sample, Speed
 
@@ -48,6 +49,10 @@ class Row:
     """For one chunk, with nothing else under way."""
     tokens_per_second: float | None = None
     """Tokens that can be read in a second."""
+    tail_bytes: int | None = None
+    """Bytes of the capacity that the tail of a prompt takes on average, of prompts that end anywhere in a chunk."""
+    most_tail_bytes: int | None = None
+    """The same at most."""
     break_even_tokens: int | None = None
     """The number of tokens from which on loading beats computing; None for never, or not known."""
     warnings: list[str] = field(default_factory=list)
@@ -85,16 +90,23 @@ def add(commands: typer.Typer) -> None:
         sample = _sample(resolved, spec_of(Given(spec, layers, kv_heads, head_size, dtype)), config.chunk_tokens)
         rows = [_row(choice, sample, rate) for choice in resolved.tiers]
         _compare(rows)
+        tails = _tails(config, resolved, sample.spec)
+        if any(tails):
+            _add_tails(rows, tails, resolved, sample)
+        counts = [len(tail) for tail in tails]
         if as_json:
             about = {
                 "chunk_tokens": sample.num_tokens,
                 "chunk_bytes": sample.nbytes,
                 "prefill_tokens_per_second": rate,
                 "prefill_is_estimated": rate is not None and prefill is None,
+                "tail_pieces": sum(counts) / len(counts),
+                "most_tail_pieces": max(counts),
             }
             print(json.dumps({**about, "tiers": [asdict(row) for row in rows]}, indent=2))
         else:
             _print(rows, sample, rate, "as given" if prefill is not None else "estimated from --params and --flops")
+            _print_tails(rows, counts)
         raise typer.Exit(1 if any(row.error for row in rows) else 0)
 
 
@@ -185,6 +197,43 @@ def _fill(row: Row, speed: Speed, sample: Sample, rate: float | None) -> None:
             )
         elif row.capacity_tokens is not None and row.break_even_tokens > row.capacity_tokens > 0:
             row.warnings.append("loading pays only from more tokens on than it holds")
+
+
+def _tails(config: EngineConfig, resolved: Resolved, spec: KVSpec) -> list[list[int]]:
+    """The tokens of each piece of the tail of a prompt, for every length that it may have behind whole chunks."""
+    import torch
+
+    from kvloom_tools.model import Keys
+
+    keys = Keys(config, resolved, spec)
+    chunk_tokens = config.chunk_tokens
+    if resolved.tokens.type != "chunked" or len(keys.spans()) < 2:
+        return [[]]
+    unit = min(end - start for start, end in keys.spans())
+    tails = [keys.segments(torch.zeros(length, dtype=torch.int32)) for length in range(0, chunk_tokens, unit)]
+    return [[piece.end - piece.start for piece in tail] for tail in tails]
+
+
+def _add_tails(rows: Sequence[Row], tails: Sequence[Sequence[int]], resolved: Resolved, sample: Sample) -> None:
+    """Say in each row what a tail takes. A codec is tried on noise."""
+    from kvloom_tools.replay import plan_tiers
+
+    unbound = replace(resolved, tiers=tuple(replace(choice, capacity=None) for choice in resolved.tiers))
+    for row, plan in zip(rows, plan_tiers(unbound, chunk_tokens=sample.num_tokens, spec=sample.spec), strict=True):
+        sums = [sum(plan.piece(tokens).stored for tokens in tail) for tail in tails]
+        row.tail_bytes, row.most_tail_bytes = round(sum(sums) / len(sums)), max(sums)
+
+
+def _print_tails(rows: Sequence[Row], counts: Sequence[int]) -> None:
+    """counts: pieces of the tails of every length."""
+    costs = [
+        f"{row.tier} {output.size(row.tail_bytes)} (at most {output.size(row.most_tail_bytes)})"
+        for row in rows
+        if row.tail_bytes is not None
+    ]
+    if costs:
+        pieces = f"{sum(counts) / len(counts):.1f} pieces on average and {max(counts)} at most"
+        output.say(f"behind its last whole chunk, a prompt leaves {pieces}: {', '.join(costs)}")
 
 
 def _compare(rows: Sequence[Row]) -> None:

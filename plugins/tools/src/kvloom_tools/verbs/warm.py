@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,11 @@ class Line:
     rank: int
     tokens: int
     segments: Sequence[Segment] = field(repr=False)
+    prompt: Prompt = field(repr=False)
+    keys: Keys | None = field(default=None, repr=False)
+    """None for a line that is a key."""
+    pieces: Sequence[Segment] = field(default=(), repr=False)
+    """Those that shorter prompts have left of the first segment that is nowhere."""
     hit: int = 0
     """Tokens from the first on that some tier holds."""
     held: dict[str, int] = field(default_factory=dict)
@@ -72,8 +77,10 @@ def add(commands: typer.Typer) -> None:
         with stores(resolved, made=into is not None) as opened:
             target = None if into is None else _target(opened, resolved, into)
             keyings = _keyings(prompts, opened, settings, resolved, spec=spec, model=model)
-            lines = list(_lines(prompts, keyings, settings.chunk_tokens))
-            holders = _holders(opened, lines)
+            lines = list(_lines(prompts, keyings))
+            holders = _holders(opened, [segment.key for line in lines for segment in line.segments])
+            _measure(opened, [line for line in lines if line.keys is None], holders)
+            _lead_on(opened, [line for line in lines if line.keys is not None], holders)
             copied = [] if target is None else _copied(opened, target, lines, holders, threads=threads)
             for key in (one.key for one in copied if one.outcome == "copied"):
                 holders[key].add(into or "")
@@ -132,21 +139,58 @@ def _keyings(
     return [Keys(config, resolved, one) for one in sorted((kv, *kv.other_ranks()), key=lambda one: one.rank)]
 
 
-def _lines(prompts: Iterable[Prompt], keyings: Sequence[Keys], chunk_tokens: int) -> Iterator[Line]:
+def _lines(prompts: Iterable[Prompt], keyings: Sequence[Keys]) -> Iterator[Line]:
+    """How long the chunk of a key is, only its blob says: see `_measure`."""
     from kvloom import Segment
 
     for prompt in prompts:
         if prompt.key is not None:
-            yield Line(prompt.line, 0, chunk_tokens, [Segment(0, chunk_tokens, prompt.key)])
+            yield Line(prompt.line, 0, 0, [Segment(0, 0, prompt.key)], prompt)
             continue
         assert prompt.tokens is not None
         for keys in keyings:
-            yield Line(prompt.line, keys.spec.rank, prompt.tokens.numel(), keys.segments(prompt.tokens, prompt.salt))
+            segments = keys.segments(prompt.tokens, prompt.salt)
+            yield Line(prompt.line, keys.spec.rank, prompt.tokens.numel(), segments, prompt, keys)
 
 
-def _holders(opened: Sequence[Store], lines: Sequence[Line]) -> dict[ChunkKey, set[str]]:
+def _measure(opened: Sequence[Store], lines: Sequence[Line], holders: Mapping[ChunkKey, set[str]]) -> None:
+    """The tokens of keys, a chunk's or a piece's; 0 where no tier has a header of it that can be read."""
+    from kvloom.inspection import at_once
+
+    by_key = {line.segments[0].key: line for line in lines}
+    for store in opened:
+        calls = [
+            (key, partial(store.header, str(key)))
+            for key, line in by_key.items()
+            if store.name in holders[key] and not line.tokens
+        ]
+        for key, header in at_once(calls, seconds=store.choice.deadline, threads=store.backend.threads):
+            if header is not None and not isinstance(header, Exception):
+                by_key[key].tokens = header.description.num_tokens
+    for line in lines:
+        (segment,) = line.segments
+        line.tokens = by_key[segment.key].tokens
+        line.segments = [segment._replace(end=line.tokens)]
+
+
+def _lead_on(opened: Sequence[Store], lines: Sequence[Line], holders: dict[ChunkKey, set[str]]) -> None:
+    """Look for the pieces that an engine would take in the place of the first segment that is nowhere."""
+    from kvloom import leading
+
+    named: list[tuple[Line, int, list[Segment]]] = []
+    for line in lines:
+        lost = next((segment for segment in line.segments if not holders[segment.key]), None)
+        if lost is not None and line.keys is not None and line.prompt.tokens is not None:
+            named.append((line, lost.start, line.keys.pieces(line.prompt.tokens, lost.start, line.prompt.salt)))
+    there = _holders(opened, [piece.key for _, _, pieces in named for piece in pieces])
+    for line, start, pieces in named:
+        line.pieces = leading([piece for piece in pieces if there[piece.key]], start)
+        holders.update({piece.key: there[piece.key] for piece in line.pieces})
+
+
+def _holders(opened: Sequence[Store], keys: Iterable[ChunkKey]) -> dict[ChunkKey, set[str]]:
     """For each key, the tiers that say that they hold it."""
-    holders: dict[ChunkKey, set[str]] = {segment.key: set() for line in lines for segment in line.segments}
+    holders: dict[ChunkKey, set[str]] = {key: set() for key in keys}
     keys = list(holders)
     for store in opened:
         for start in range(0, len(keys), _ASKED):
@@ -170,6 +214,11 @@ def _count(opened: Sequence[Store], lines: Sequence[Line], holders: dict[ChunkKe
                 line.held[name] += end - start
             whole = whole and bool(holders[key])
             line.hit += end - start if whole else 0
+        own = {segment.key for segment in line.segments}
+        for start, end, key in line.pieces:
+            line.hit += end - start
+            for name in holders[key] if key not in own else ():
+                line.held[name] += end - start
 
 
 # -- copying -----------------------------------------------------------------------------------------------------------
@@ -199,7 +248,7 @@ def _copied(
     # As if they had been used, heads last, so that a full tier lets go of tails first.
     came = {one.key for one in found if one.outcome == "copied"}
     for line in lines:
-        keys = [str(segment.key) for segment in reversed(line.segments) if segment.key in came]
+        keys = [str(segment.key) for segment in reversed((*line.segments, *line.pieces)) if segment.key in came]
         for start in range(0, len(keys), _ASKED):
             some = keys[start : start + _ASKED]
             target.ask(lambda some=some: target.backend.touch_many(some))  # type: ignore[misc]

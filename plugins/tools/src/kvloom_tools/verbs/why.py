@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,7 +55,7 @@ def add(commands: typer.Typer) -> None:
     ) -> None:
         """Say of each chunk of a prompt where it is stored, or why not: evicted, expired, corrupt, another's ..."""
         from kvloom.inspection import stores
-        from kvloom_tools.fates import GONE, NEVER, Question, chunk_tokens_of, fates
+        from kvloom_tools.fates import GONE, NEVER, Question, chunk_tokens_of, fates, left_of
 
         config, resolved = load(file)
         if fingerprint is not None:
@@ -66,15 +67,15 @@ def add(commands: typer.Typer) -> None:
         with stores(resolved, given, made=False) as opened:
             keys = Keys(config, resolved, given) if given is not None else recorded(opened, config, resolved)[0]
             salts = tuple(salt) if salt else (config.salt,)
-            found = fates(opened, Question(keys, prompt, salts, exact=config.exact, verify=verify))
+            question = Question(keys, prompt, salts, exact=config.exact, verify=verify)
+            found = fates(opened, question)
+            pieces = left_of(opened, question, found)
             nowhere = bool(found) and found[0].verdict in (NEVER, GONE) and resolved.tokens.type == "chunked"
-            there = chunk_tokens_of(opened, keys.fingerprint) if nowhere else None
+            there = chunk_tokens_of(opened, keys) if nowhere and not pieces else None
         if as_json:
-            print(json.dumps({**_as_json(found, keys, len(prompt)), "stored_chunk_tokens": there}, indent=2))
+            print(json.dumps({**_as_json(found, pieces, keys, len(prompt)), "stored_chunk_tokens": there}, indent=2))
         else:
-            _print(
-                found, keys.fingerprint, len(prompt), config.chunk_tokens, in_memory=len(opened) < len(resolved.tiers)
-            )
+            _print(found, pieces, keys, len(prompt), in_memory=len(opened) < len(resolved.tiers))
             if there not in (None, config.chunk_tokens):
                 sizes = f"chunks of {there} tokens, and this configuration makes them of {config.chunk_tokens}"
                 output.say(f"what the tiers hold of this model are {sizes} (chunk_tokens)")
@@ -125,38 +126,56 @@ def _print_differences(opened: Sequence[Store], asked: str) -> None:
 # -- what is answered --------------------------------------------------------------------------------------------------
 
 
-def _leading(found: Sequence[Fate]) -> int:
-    """Tokens that a retrieve would give: up to the first chunk that is nowhere."""
-    end = 0
-    for fate in found:
-        if fate.verdict != "hit":
-            break
-        end = fate.end
-    return end
+def _leading(found: Sequence[Fate]) -> list[Fate]:
+    """Those that a retrieve would give: up to the first chunk that is nowhere."""
+    return list(takewhile(lambda fate: fate.verdict == "hit", found))
 
 
-def _as_json(found: Sequence[Fate], keys: Keys, num_tokens: int) -> dict[str, Any]:
-    chunks = [
-        {
-            "start": fate.start,
-            "end": fate.end,
-            "verdict": fate.verdict,
-            "tiers": list(fate.tiers),
-            "why": fate.why,
-            "elsewhere": dict(fate.problems),
-        }
-        for fate in found
-    ]
+def _as_json(found: Sequence[Fate], pieces: Sequence[Fate], keys: Keys, num_tokens: int) -> dict[str, Any]:
+    given = [*_leading(found), *pieces]
     return {
         "fingerprint": keys.fingerprint,
         "tokens": num_tokens,
-        "leading_tokens": _leading(found),
-        "chunks": chunks,
+        "leading_tokens": given[-1].end if given else 0,
+        "chunks": [_fate_as_json(fate) for fate in found],
+        "pieces": [_fate_as_json(fate) for fate in pieces],
         "too_short_tokens": num_tokens - (found[-1].end if found else 0),
     }
 
 
-def _print(found: Sequence[Fate], fingerprint: str, num_tokens: int, chunk_tokens: int, *, in_memory: bool) -> None:
+def _fate_as_json(fate: Fate) -> dict[str, Any]:
+    return {
+        "start": fate.start,
+        "end": fate.end,
+        "verdict": fate.verdict,
+        "tiers": list(fate.tiers),
+        "why": fate.why,
+        "elsewhere": dict(fate.problems),
+    }
+
+
+def _print(found: Sequence[Fate], pieces: Sequence[Fate], keys: Keys, num_tokens: int, *, in_memory: bool) -> None:
+    """pieces: those that are given in the place of the first chunk that is nowhere."""
+    given = _leading(found)
+    left = [replace(piece, why="a piece of the next chunk, kept of a shorter prompt") for piece in pieces]
+    rows = [*_rows(given), *_rows(left), *_rows(found[len(given) :])]
+    covered = found[-1].end if found else 0
+    if covered < num_tokens:
+        rows.append((f"{covered}-{num_tokens}", "1", "-", "-", _too_short(keys)))
+    fingerprint = keys.fingerprint
+    columns = ("tokens", "chunks", "verdict", "in", "why")
+    output.print_table(f"fingerprint {fingerprint}", columns, rows, right=("chunks",))
+    more = sum(fate.verdict == "hit" for fate in found) - len(given)
+    behind = f"; {more} more are behind a chunk that is not there, and of no use as a prefix" if more else ""
+    given += pieces
+    parts = " or pieces of one" if any(fate.end - fate.start < keys.chunk_tokens for fate in given) else ""
+    there = given[-1].end if given else 0
+    output.say(f"{there} of {num_tokens} tokens are there from the start, in {len(given)} chunks{parts}{behind}")
+    if in_memory:
+        output.say("what an engine has in its own memory is not seen from here")
+
+
+def _rows(found: Sequence[Fate]) -> list[tuple[str, str, str, str, str]]:
     """Neighbours with the same fate share a row."""
     rows = []
     for _, same in groupby(found, key=lambda fate: (fate.verdict, fate.tiers, fate.said)):
@@ -165,14 +184,11 @@ def _print(found: Sequence[Fate], fingerprint: str, num_tokens: int, chunk_token
         rows.append(
             (f"{first.start}-{run[-1].end}", str(len(run)), first.verdict, ", ".join(first.tiers) or "-", first.said)
         )
-    covered = found[-1].end if found else 0
-    if covered < num_tokens:
-        rows.append((f"{covered}-{num_tokens}", "1", "-", "-", f"too short for a chunk of {chunk_tokens} tokens"))
-    columns = ("tokens", "chunks", "verdict", "in", "why")
-    output.print_table(f"fingerprint {fingerprint}", columns, rows, right=("chunks",))
-    leading, held = _leading(found), sum(fate.verdict == "hit" for fate in found)
-    more = sum(fate.verdict == "hit" and fate.start >= leading for fate in found)
-    behind = f"; {more} more are behind a chunk that is not there, and of no use as a prefix" if more else ""
-    output.say(f"{leading} of {num_tokens} tokens are there from the start, in {held - more} chunks{behind}")
-    if in_memory:
-        output.say("what an engine has in its own memory is not seen from here")
+    return rows
+
+
+def _too_short(keys: Keys) -> str:
+    """Why the last tokens are no segment."""
+    least = min(end - start for start, end in keys.spans())
+    kind = "chunk" if least == keys.chunk_tokens else "piece"
+    return f"too short for a {kind} of {least} tokens"
