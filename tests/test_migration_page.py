@@ -255,6 +255,7 @@ SAMPLES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "lmcache_instance_id": ("a", {}), "blocking_timeout_secs": (3, {"local_disk": "/kv"}),
     "cache_policy": ("LFU", {"local_disk": "/kv", "max_local_disk_size": 1}), "enable_kv_events": (True, {}),
     "internal_api_server_enabled": (True, {}), "local_cpu": (True, {}), "p2p_host": ("h", POOL),
+    "save_unfull_chunk": (True, {}),
 }  # fmt: skip
 """For each mapped field: a value, and the other fields that give it a meaning."""
 FIELDS_PAGE = ROOT / "docs/use/import.md"

@@ -93,6 +93,7 @@ def test_the_example_gives_exactly_the_file_beside_it(tmp_path: Path) -> None:
                 ]
             },
         ),
+        ({"save_unfull_chunk": False}, {"save_tails": False}),
         ({"enable_kv_events": True, "internal_api_server_enabled": True}, {"observers": ["events_zmq", "prometheus"]}),
     ],
 )
@@ -107,7 +108,15 @@ def test_every_field_at_its_default_is_told_of_and_loses_nothing() -> None:
     defaults = {**MAPPED, **{name: known.default for name, known in NOT_MAPPED.items()}}
     config, rows, complete = brought(**defaults)
     assert set(rows) == set(defaults) and complete
-    assert config == {"connector": "vllm", "tiers": [{"type": "memory", "capacity": "5GiB"}]}
+    assert config == {"connector": "vllm", "save_tails": False, "tiers": [{"type": "memory", "capacity": "5GiB"}]}
+
+
+def test_the_end_of_a_prompt_is_kept_as_the_file_says() -> None:
+    config, rows, complete = brought(save_unfull_chunk=True)
+    assert rows["save_unfull_chunk"][0] == "mapped" and complete
+    assert "save_tails" not in config, "that is the default"
+    assert "save_tails" not in brought()[0], "as is that"
+    assert brought(save_unfull_chunk=None)[0]["save_tails"] is False
 
 
 @pytest.mark.parametrize("name", [name for name, known in NOT_MAPPED.items() if known.outcome == "no counterpart"])

@@ -93,10 +93,14 @@ def ask(model: Any, config: Path, prompt: torch.Tensor, times: int = 1) -> list[
     return reports
 
 
-def test_in_memory_what_was_asked_is_hit(model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    config = imported(of("cpu_offload", max_local_cpu_size=0.25), tmp_path, "--connector", "transformers")
+@pytest.mark.parametrize(("unfull", "expected"), [(False, 256), (True, 256 + 32)])
+def test_in_memory_what_was_asked_is_hit(
+    model: Any, prompt: torch.Tensor, tmp_path: Path, unfull: bool, expected: int
+) -> None:
+    fields = of("cpu_offload", max_local_cpu_size=0.25, save_unfull_chunk=unfull)
+    config = imported(fields, tmp_path, "--connector", "transformers")
     first, second = ask(model, config, prompt, times=2)
-    assert first.hit_tokens == 0 and second.hit_tokens == 256, "one chunk"
+    assert first.hit_tokens == 0 and second.hit_tokens == expected, "one chunk, and half of what is behind it"
 
 
 @pytest.mark.slow
@@ -106,7 +110,7 @@ def test_on_disk_and_by_cachegen_what_was_asked_is_hit_by_another_engine(
     pytest.importorskip("kvloom_serde_cachegen")
     fields = of(
         "disk_cachegen", max_local_cpu_size=0.25, max_local_disk_size=1, local_disk=f"file://{tmp_path}/disk",
-        remote_url=f"fs://localhost:0{tmp_path}/mnt",
+        remote_url=f"fs://localhost:0{tmp_path}/mnt", save_unfull_chunk=False,
     )  # fmt: skip
     config = imported(fields, tmp_path, "--connector", "transformers")
     assert ask(model, config, prompt)[0].hit_tokens == 0

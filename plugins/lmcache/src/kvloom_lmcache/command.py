@@ -15,7 +15,7 @@ from kvloom import ConfigError, text_of
 if TYPE_CHECKING:
     from kvloom_lmcache.draft import Imported
 
-_ORDER = ("instance_id", "connector", "chunk_tokens", "save_decode_cache", "tiers", "blend", "observers")
+_ORDER = ("instance_id", "connector", "chunk_tokens", "save_decode_cache", "save_tails", "tiers", "blend", "observers")
 
 _MOST_BYTES = 16 << 20
 """In a file of LMCache's."""

@@ -129,6 +129,11 @@ def _plain(draft: Draft) -> None:
             raise ConfigError(name, f"should be {word}, not {shown(value)}")
         draft.done.config[new] = literal(value) if isinstance(value, str) else value
         draft.say(name, "mapped", f"`{new}`", part=new)
+    tails = draft.flag("save_unfull_chunk")
+    if "save_unfull_chunk" in draft.given and not tails:
+        draft.done.config["save_tails"] = False
+    part = "" if tails else "save_tails"
+    draft.say("save_unfull_chunk", "mapped", "`save_tails`: in pieces of a chunk", part=part)
     for name, observer in (("enable_kv_events", "events_zmq"), ("internal_api_server_enabled", "prometheus")):
         if draft.flag(name):
             draft.done.config.setdefault("observers", []).append(observer)

@@ -121,9 +121,6 @@ NOT_MAPPED: Mapping[str, Known] = {
     "internal_api_server_port_start": _needless(6999, _SERVER),
     "internal_api_server_include_index_list": _absent(None, _SERVER),
     "internal_api_server_socket_path_prefix": _absent(None, _SERVER),
-    "save_unfull_chunk": _absent(
-        False, "the part of a prompt behind its last whole chunk is not kept; lower `chunk_tokens`"
-    ),
     "lookup_timeout_ms": _needless(3000, "a lookup waits for a tier's `deadline` at most"),
     "external_lookup_client": _absent(None, _BYPASS),
     "py_enable_gc": _needless(True, "nothing switches the interpreter's collector"),
@@ -171,6 +168,7 @@ MAPPED: Mapping[str, Any] = {
     "remote_url": None,
     "remote_serde": "naive",
     "save_decode_cache": False,
+    "save_unfull_chunk": False,
     "enable_blending": False,
     "blend_recompute_ratio": None,
     "blend_recompute_ratios": None,
