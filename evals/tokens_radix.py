@@ -29,6 +29,7 @@ BYTES_PER_TOKEN = 128
 SETUPS: dict[str, dict[str, Any]] = {
     "radix": {"tokens": "radix", "chunk_tokens": 256},
     "chunked 256": {"tokens": "chunked", "chunk_tokens": 256},
+    "chunked 256, no tails": {"tokens": "chunked", "chunk_tokens": 256, "save_tails": False},
     "chunked 64": {"tokens": "chunked", "chunk_tokens": 64},
     "chunked 16": {"tokens": "chunked", "chunk_tokens": 16},
 }
@@ -222,6 +223,7 @@ def fresh(engine: Engine, setup: dict[str, Any]) -> TokenDatabase:
     settings = {key: value for key, value in block.items() if key != "type"}
     database: TokenDatabase = cls(cls.Config.model_validate(settings), SPEC)
     database.fingerprint, database.chunk_tokens = engine.fingerprint, engine.chunk_tokens
+    database.save_tails = engine.config.save_tails
     return database
 
 
@@ -275,9 +277,9 @@ def draw(found: dict[str, dict[str, Outcome]], limits: dict[str, tuple[int, int]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     names = list(found)
     for number, setup in enumerate(SETUPS):
-        at = [index + 0.2 * (number - 1.5) for index in range(len(names))]
-        left.bar(at, [found[name][setup].hit / limits[name][1] for name in names], 0.18, label=setup)
-        right.bar(at, [found[name][setup].blobs for name in names], 0.18, label=setup)
+        at = [index + 0.16 * (number - 2) for index in range(len(names))]
+        left.bar(at, [found[name][setup].hit / limits[name][1] for name in names], 0.15, label=setup)
+        right.bar(at, [found[name][setup].blobs for name in names], 0.15, label=setup)
     left.set_title("tokens hit, of those that earlier prompts had too", fontsize=10)
     left.set_ylim(0, 1.02)
     right.set_title("blobs in the store (log)", fontsize=10)
@@ -316,7 +318,7 @@ def main() -> None:
     for name in shown:
         prompts = tensors(name)
         room = (limits[name][0] - limits[name][1]) // 3
-        for setup in ("radix", "chunked 256"):
+        for setup in ("radix", "chunked 256", "chunked 256, no tails"):
             settings = SETUPS[setup]
             with tempfile.TemporaryDirectory() as keep:
                 hits = [
