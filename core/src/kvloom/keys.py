@@ -107,6 +107,8 @@ def chain(
     tokens: 1-D, of any integer dtype. Raises TypeError and ValueError for tokens as `int32_tokens` does, TypeError for
     a salt that is not text.
     """
+    if not isinstance(salt, str):
+        raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
     data = memoryview(int32_tokens(tokens).data).cast("B")
     sha256 = hashlib.sha256
     digest = _root(chunk_tokens, fingerprint, salt)
@@ -128,8 +130,6 @@ def chain(
 
 def _root(chunk_tokens: int, fingerprint: str, salt: str) -> bytes:
     """The digest before that of the first chunk."""
-    if not isinstance(salt, str):
-        raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
     root = "\0".join((DOMAIN, fingerprint, str(chunk_tokens), salt))
     return hashlib.sha256(root.encode(errors="surrogatepass")).digest()
 
@@ -144,9 +144,12 @@ def pieces(
     on. A piece that ends k units behind the chunk's beginning has as many units as the lowest bit of k says: its end
     determines its start, and those of k's bits, the longest first, lead from the chunk's beginning to any k.
 
-    whole: segments of `chain`, of these tokens. own: only those that lead to the last unit of the tokens. The key of a
-    piece covers all tokens before its end, and its start. Raises as `chain` does.
+    tokens: 1-D, of any integer dtype. whole: segments of `chain`, of these tokens. own: only those that lead to the
+    last unit of the tokens. The key of a piece covers all tokens before its end, and its start. Raises TypeError and
+    ValueError for tokens as `int32_tokens` does, TypeError for a salt that is not text.
     """
+    if not isinstance(salt, str):
+        raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
     data = memoryview(int32_tokens(tokens).data).cast("B")
     first, depth = (whole[-1].end, whole[-1].key.depth + 1) if whole else (0, 0)
     before = whole[-1].key.digest if whole else _root(chunk_tokens, fingerprint, salt)

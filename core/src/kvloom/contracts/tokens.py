@@ -45,7 +45,7 @@ class TokenDatabase(Component):
         leading parts of these tokens and not for all of them, if they begin at `start` or behind and end within that
         segment; in order of ends. None by default: then longer sequences do not find them. No side effects.
 
-        tokens: as for `segments`. start: the beginning of one of their segments.
+        tokens: 1-D integer CPU tensor, as for `segments`. start: the beginning of one of their segments.
         """
         return []
 
