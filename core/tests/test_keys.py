@@ -34,8 +34,8 @@ def _vectors() -> dict[str, str]:
     plain = chain(tokens, chunk_tokens=8, fingerprint=name)
     salted = chain(tokens, chunk_tokens=8, fingerprint=name, salt="tenant é")
     about: dict[str, Any] = {"chunk_tokens": 64, "fingerprint": name, "salt": "tenant é"}
-    first, *_ = pieces(tokens, [], **about)
-    *_, last = pieces(torch.arange(128), chain(torch.arange(64), **about), **about)
+    first, *_ = pieces(tokens, None, **about)
+    *_, last = pieces(torch.arange(128), chain(torch.arange(64), **about)[0], **about)
     return {
         "fingerprint": name,
         "first": str(plain[0].key),
@@ -207,8 +207,9 @@ def test_a_reference_of_pieces_written_from_the_definition_agrees() -> None:
                 text = b"kvloom/1/piece\0" + before + tokens[first:end].numpy().tobytes() + start.to_bytes(8, "little")
                 depth = number + bin(count).count("1") - 1
                 found.append((start, end, (f"fp/{salt_tag('salt')}", depth, hashlib.sha256(text).digest())))
-            assert pieces(tokens, whole[:number], **about) == found
-            own = pieces(tokens, whole[:number], own=True, **about)
+            last = whole[number - 1] if number else None
+            assert pieces(tokens, last, **about) == found
+            own = pieces(tokens, last, own=True, **about)
             assert own == leading(found_segments(found), first), "those that lead to the last unit"
 
 

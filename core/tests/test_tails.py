@@ -129,6 +129,37 @@ def test_removing_a_prompt_removes_what_shorter_ones_left_of_it(open_engine: Ope
     assert engine.lookup(TOKENS[: CHUNK + 40]).tokens == 0 and not Shelf.shelves["default"].blobs
 
 
+def test_tails_are_removed_also_where_the_setting_is_off_by_now(open_engine: Open) -> None:
+    stored(open_engine(SHELF), CHUNK + 40)
+    open_engine(SHELF, save_tails=False).remove(TOKENS[: CHUNK + 40])
+    assert not Shelf.shelves["default"].blobs
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_what_was_not_retrieved_can_be_stored(open_engine: Open, by_layer: bool) -> None:
+    engine = open_engine(MEMORY)
+    stored(engine, CHUNK + 40)
+    kv = torch.zeros_like(KV)
+    missing = ~engine.retrieve(TOKENS, kv=kv)
+    assert int(missing.count_nonzero()) == 2 * CHUNK - 32
+    assert not engine.retrieve(TOKENS, missing, kv=kv).any(), "nothing begins there"
+    assert not engine.prefetch(TOKENS, missing).result(20).any()
+    with engine.retrieve_layer(TOKENS, missing, kv=kv) as loading:
+        assert not loading.result().any()
+    kv[:, :, missing] = KV[:, :, missing]
+    if by_layer:
+        with engine.store_layer(TOKENS, missing, kv=kv) as storing:
+            for layer in range(SPEC.num_layers):
+                storing.layer(layer)
+            assert storing.finish() == 2 * CHUNK
+    else:
+        assert engine.store(TOKENS, missing, kv=kv) == 2 * CHUNK, "with the chunk that it begins within"
+    assert retrieved(engine, 3 * CHUNK) == 3 * CHUNK
+    for mask in (TOKENS >= CHUNK + 33, (TOKENS >= CHUNK + 32) & (TOKENS != 3 * CHUNK - 1)):
+        with pytest.raises(ValueError, match="mask"):
+            engine.store(TOKENS, mask, kv=kv)
+
+
 def test_a_damaged_piece_is_a_miss(open_engine: Open) -> None:
     with open_engine(SHELF) as engine:
         stored(engine, CHUNK + 48)

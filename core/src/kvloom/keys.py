@@ -135,28 +135,28 @@ def _root(chunk_tokens: int, fingerprint: str, salt: str) -> bytes:
 
 
 def pieces(
-    tokens: torch.Tensor | np.ndarray[Any, Any], whole: Sequence[Segment], *, chunk_tokens: int, fingerprint: str,
+    tokens: torch.Tensor | np.ndarray[Any, Any], before: Segment | None, *, chunk_tokens: int, fingerprint: str,
     salt: str = "", own: bool = False,
 ) -> list[Segment]:  # fmt: skip
-    """What may be kept of the chunk behind `whole` by sequences that end within it, in order of ends.
+    """What may be kept of the chunk behind `before` by sequences that end within it, in order of ends.
 
     Tokens are counted in units of `PIECE_TOKENS` for chunks of up to 256 tokens, of twice as many for up to 512, and so
     on. A piece that ends k units behind the chunk's beginning has as many units as the lowest bit of k says: its end
     determines its start, and those of k's bits, the longest first, lead from the chunk's beginning to any k.
 
-    tokens: 1-D, of any integer dtype. whole: segments of `chain`, of these tokens. own: only those that lead to the
-    last unit of the tokens. The key of a piece covers all tokens before its end, and its start. Raises TypeError and
-    ValueError for tokens as `int32_tokens` does, TypeError for a salt that is not text.
+    tokens: 1-D, of any integer dtype. before: one of their segments of `chain`; None for the first chunk. own: only
+    those that lead to the last unit of the tokens. The key of a piece covers all tokens before its end, and its start.
+    Raises TypeError and ValueError for tokens as `int32_tokens` does, TypeError for a salt that is not text.
     """
     if not isinstance(salt, str):
         raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
     data = memoryview(int32_tokens(tokens).data).cast("B")
-    first, depth = (whole[-1].end, whole[-1].key.depth + 1) if whole else (0, 0)
-    before = whole[-1].key.digest if whole else _root(chunk_tokens, fingerprint, salt)
+    first, depth = (0, 0) if before is None else (before.end, before.key.depth + 1)
+    digest = _root(chunk_tokens, fingerprint, salt) if before is None else before.key.digest
     unit = PIECE_TOKENS * -(-chunk_tokens // _WHOLE_UNITS)
     most = min(chunk_tokens - 1, len(data) // 4 - first) // unit
     namespace = f"{fingerprint}/{salt_tag(salt)}"
-    state, hashed = hashlib.sha256(_PIECE_DOMAIN + before), 0
+    state, hashed = hashlib.sha256(_PIECE_DOMAIN + digest), 0
     found = []
     bits = [1 << bit for bit in range(most.bit_length())]
     for count in [most & -bit for bit in reversed(bits) if most & bit] if own else range(1, most + 1):
@@ -240,4 +240,4 @@ def select(segments: Sequence[Segment], mask: torch.Tensor | None, num_tokens: i
     covered = segments[-1].end if segments else 0
     if skipped in (covered, num_tokens):
         return len(segments)
-    raise ValueError(f"mask: its {skipped} Falses are not a whole number of chunks")
+    raise ValueError(f"mask: its {skipped} Falses are not a whole number of chunks, and no hit")

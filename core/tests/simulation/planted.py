@@ -235,9 +235,8 @@ def pieces_of_any_prompt() -> AbstractContextManager[Any]:
     """A piece's key covers the tokens of its own chunk, and not those before."""
     real = chunked.pieces
 
-    def pieces(tokens: Any, whole: list[Segment], **about: Any) -> list[Segment]:
-        forgotten = [one._replace(key=one.key._replace(digest=bytes(32))) for one in whole]
-        return real(tokens, forgotten, **about)
+    def pieces(tokens: Any, before: Segment | None, **about: Any) -> list[Segment]:
+        return real(tokens, before and before._replace(key=before.key._replace(digest=bytes(32))), **about)
 
     return patch.object(chunked, "pieces", pieces)
 

@@ -224,6 +224,14 @@ def test_a_store_that_damages_blobs(rack: Path, damaged: Callable[[bytes], bytes
     assert re.fullmatch(f"CorruptBlobError: {problem}", row["error"])
 
 
+def test_a_codec_that_does_not_take_the_models_kv(config: Path) -> None:
+    pytest.importorskip("kvloom_serde_cachegen")
+    text = config.read_text().replace("100KiB", "100KiB, serializer: {type: cachegen, mode: step}")
+    config.write_text(text.replace(f"chunk_tokens: {CHUNK}", "chunk_tokens: 64"))
+    memory, disk = plan(config, *NUMBERS, "--dtype", "uint8", status=1)["tiers"]
+    assert "uint8" in disk["error"] and disk["tail_bytes"] is None and memory["tail_bytes"] and not memory["error"]
+
+
 def test_a_store_that_cannot_be_written_to(config: Path) -> None:
     store_of(config).write_text("a file")
     row = plan(config, *NUMBERS, status=1)["tiers"][1]
@@ -387,6 +395,8 @@ def test_the_tail_of_a_prompt_is_said_with_what_it_takes(config: Path) -> None:
     assert sizes == [(4096, 8192), (8192, 16384)], "of a page each, in a tier with one more for the header"
     printed = " ".join(run("plan", config, *NUMBERS).out.split())
     assert "a prompt leaves 1.0 pieces on average and 2 at most: memory 4KiB (at most 8KiB), disk 8KiB" in printed
+    config.write_text(config.read_text().replace("chunk_tokens: 64", "chunk_tokens: 24"))
+    assert plan(config, *NUMBERS)["tail_pieces"] == 8 / 24, "of 16 to 23 tokens"
     config.write_text(config.read_text() + "save_tails: false\n")
     found = plan(config, *NUMBERS)
     assert (found["most_tail_pieces"], found["tiers"][0]["tail_bytes"]) == (0, None)

@@ -22,7 +22,7 @@ class ChunkedTokenDatabase(TokenDatabase):
         about, narrow = self._about(salt), int32_tokens(tokens)
         found = chain(narrow, **about)
         if self.save_tails:
-            found += pieces(narrow, found, own=True, **about)
+            found += pieces(narrow, found[-1] if found else None, own=True, **about)
         return found[select(found, mask, tokens.numel()) :]
 
     def pieces(self, tokens: torch.Tensor, start: int, *, salt: str = "") -> list[Segment]:
@@ -30,11 +30,16 @@ class ChunkedTokenDatabase(TokenDatabase):
             return []
         about, narrow = self._about(salt), int32_tokens(tokens)
         first = start // self.chunk_tokens * self.chunk_tokens
-        before = chain(narrow[:first], **about)
+        before = next(reversed(chain(narrow[:first], **about)), None)
         end = first + self.chunk_tokens
         if end > len(narrow):  # the segment at `start` is a piece itself
             end = next((one.end for one in pieces(narrow, before, own=True, **about) if one.start == start), start)
         return [piece for piece in pieces(narrow, before, **about) if start <= piece.start and piece.end < end]
+
+    def possible(self, tokens: torch.Tensor, *, salt: str = "") -> list[Segment]:
+        about, narrow = self._about(salt), int32_tokens(tokens)
+        whole = chain(narrow, **about)
+        return [*whole, *(piece for before in (None, *whole) for piece in pieces(narrow, before, **about))]
 
     def _about(self, salt: str) -> dict[str, Any]:
         return {"chunk_tokens": self.chunk_tokens, "fingerprint": self.fingerprint, "salt": salt}

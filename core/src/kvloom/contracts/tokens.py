@@ -49,6 +49,16 @@ class TokenDatabase(Component):
         """
         return []
 
+    def possible(self, tokens: torch.Tensor, *, salt: str = "") -> list[Segment]:
+        """Name all that is kept of `tokens` and their leading parts, whatever `save_tails` was: what goes with them.
+
+        Returns the segments that `segments` gives for these tokens, or has given for leading parts of them, in any
+        order. By default those that it gives now: a database with `pieces` names these, too. No side effects.
+
+        tokens: 1-D integer CPU tensor, as for `segments`.
+        """
+        return self.segments(tokens, salt=salt)
+
     def learn(self, tokens: torch.Tensor, *, salt: str = "") -> None:
         """Called after a store: a database that adapts its cuts to traffic takes note here.
 

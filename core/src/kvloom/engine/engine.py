@@ -64,8 +64,8 @@ class Engine(Index):
     """A KV cache for one model. Open it, use it from any number of threads, close it.
 
     tokens: 1-D integer CPU tensor, one sequence. mask: 1-D bool CPU tensor of the same length, like FFFFTTTT, its
-    Falses a whole number of chunks (else ValueError); None selects everything. salt: keeps tenants apart; default is
-    the config's. where: what the connector asks for.
+    Falses a whole number of chunks or a hit (else ValueError); None selects everything. salt: keeps tenants apart;
+    default is the config's. where: what the connector asks for.
 
     Every method raises BackendError once it is closed, and in a child of the process that opened it.
     """
@@ -251,6 +251,8 @@ class Engine(Index):
     ) -> int:
         """Store the KV of the selected tokens. Only missing chunks are copied; stored ones cost a lookup.
 
+        If the mask begins within a chunk, all of that is stored: its KV must be there.
+
         Returns how many tokens were copied, when the caller's KV may be overwritten. Tiers below memory are written in
         the background.
         """
@@ -260,7 +262,7 @@ class Engine(Index):
         self, stop: Cancellation, callers: Callers, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None,
         where: Mapping[str, Any],
     ) -> int:  # fmt: skip
-        whole, first = self._selected(tokens, mask, salt)
+        whole, first = self._selected(tokens, mask, salt, inside=True)
         keys = [segment.key for segment in whole]
         self._stack.touch(keys, count=False)  # before, so that room is not made at its own cost
         record = self._record("store", whole, first, tokens, callers=callers)
@@ -309,7 +311,7 @@ class Engine(Index):
         where: Mapping[str, Any],
     ) -> Storing:
         check_connector(self.connector, "read_layer")
-        whole, first = self._selected(tokens, mask, salt)
+        whole, first = self._selected(tokens, mask, salt, inside=True)
         keys = [segment.key for segment in whole]
 
         def finished() -> None:
@@ -368,10 +370,9 @@ class Engine(Index):
         They are gone on return, and reads and writes under way do not bring them back. Raises BackendError if a tier
         cannot confirm it, after all tiers were asked.
         """
-        segments = self.segments(tokens, salt=salt)
-        pieces = self._pieces(tokens, salt)
-        kept = [*segments, *(piece for segment in segments for piece in pieces(segment))]
-        self._stack.remove([segment.key for segment in kept])
+        self._check_open()
+        possible = self._tokens.possible(tokens, salt=self._salt(salt))
+        self._stack.remove([segment.key for segment in possible])
 
     @shielded_waiting
     def clear(self, salt: str | None = None) -> None:
@@ -502,7 +503,23 @@ class Engine(Index):
                 self._events.emit_chunks(ChunkEvent("named", segments=named, tokens=data))
         return whole
 
-    def _selected(self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None) -> tuple[list[Segment], int]:
-        """All segments of the tokens, because the whole chain is touched, and the first that the mask selects."""
+    def _selected(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None, *, inside: bool = False
+    ) -> tuple[list[Segment], int]:
+        """All segments of the tokens, because the whole chain is touched, and the first that the mask selects.
+
+        Where its Falses end with a piece of a segment, as those of a hit may: that segment if `inside`, else none,
+        since nothing begins there.
+        """
         whole = self._named(tokens, salt)
-        return whole, keying.select(whole, mask, tokens.numel())
+        try:
+            return whole, keying.select(whole, mask, tokens.numel())
+        except ValueError:
+            if mask is None or not self._has_pieces or tuple(mask.shape) != (tokens.numel(),):
+                raise
+            skipped = tokens.numel() - int(mask.count_nonzero())
+            shorter = self.segments(tokens[:skipped], salt=salt)
+            if not bool(mask[skipped:].all()) or not shorter or shorter[-1].end != skipped:
+                raise
+            first = next(index for index, segment in enumerate(whole) if segment.end > skipped)
+            return whole, first if inside else len(whole)

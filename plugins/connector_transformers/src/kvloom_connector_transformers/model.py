@@ -193,7 +193,7 @@ class CachedModel:
         if state.engine is None:
             return _Start(DynamicCache(config=config))
         try:
-            return _load(state, state.engine, rows[:, :-1], salt, config)
+            return _load(state, state.engine, rows, salt, config)
         except Exception:
             log.warning("nothing loaded: the prompt is prefilled", exc_info=True)
             return _Start(DynamicCache(config=config))
@@ -226,11 +226,13 @@ def _load(state: _State, engine: Engine, rows: torch.Tensor, salt: str | None, c
     if not hit:
         return _Start(DynamicCache(config=config), lookup_seconds=found - began)
     restored = RestoredKV.allocate(engine.spec, hit.tokens, rows=rows.shape[0], devices=state.kv.devices)
-    num_tokens = hit.tokens
+    num_tokens = useful = min(hit.tokens, rows.shape[1] - 1)
     for row, tokens in enumerate(rows[:, : hit.tokens]):
         mask = engine.retrieve(tokens, salt=salt, cache=restored, row=row)
         num_tokens = min(num_tokens, int(mask.count_nonzero()))
+    by_tier = dict(hit.by_tier)
+    by_tier[next(reversed(by_tier))] -= hit.tokens - useful
     return _Start(
-        restored.install(config, num_tokens), num_tokens, hit.by_tier, frozenset(restored.lossy if num_tokens else ()),
+        restored.install(config, num_tokens), num_tokens, by_tier, frozenset(restored.lossy if num_tokens else ()),
         lookup_seconds=found - began, load_seconds=time.perf_counter() - found,
     )  # fmt: skip

@@ -66,6 +66,25 @@ class TailRequirements:
         assert [there.pieces(tokens, segment.start) for segment in there.segments(tokens)] == [[], []]
         assert here.segments(tokens)[:2] == there.segments(tokens)
 
+    @needs("pieces")
+    def test_T25_everything_that_may_be_kept_is_named(self, database: Database) -> None:
+        """`possible` names the segments of these tokens and of every leading part of them, also without `save_tails`.
+
+        Why: who asks for a prompt's KV to be removed does not know in which lengths it was stored, nor under which
+        setting.
+
+        Usually: only the pieces of the last chunk are named, or none without the setting.
+        """
+        chunk_tokens = 4 * CHUNK_TOKENS
+        one, other = database(chunk_tokens=chunk_tokens), database(chunk_tokens=chunk_tokens)
+        other.save_tails = False
+        tokens = torch.tensor(some_tokens(2 * chunk_tokens + 3 * CHUNK_TOKENS))
+        named, named_without = set(one.possible(tokens, salt="a")), set(other.possible(tokens, salt="a"))
+        for length in range(len(tokens) + 1):
+            stored = set(one.segments(tokens[:length], salt="a"))
+            assert stored <= named, f"a sequence of {length} leaves {sorted(stored - named)[0][:2]}"
+            assert stored <= named_without, f"without save_tails: {sorted(stored - named_without)[0][:2]} stays"
+
 
 def _asked(database: Database) -> Iterator[tuple[TokenDatabase, torch.Tensor, str]]:
     chance = random.Random(5)

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvloom import ConfigError, output
+from kvloom import ConfigError, TokenDatabase, output
 from kvloom_tools.replay import Replay, TierPlan, Trace, plan_tiers
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def runs(configs: Sequence[Path], options: Options) -> list[Run]:
                 error if len(configs) == 1 or error.path == str(path) else ConfigError(str(path), str(error))
             ) from None
         known = {tier.name for tier in resolved.tiers}
+        tails = config.save_tails or resolved.tokens.cls.pieces is TokenDatabase.pieces  # else it has its own way
         if strangers := sorted(options.capacities.keys() - known):
             raise ConfigError("--capacity", f"{path} has no tier {strangers[0]!r}; it has: {', '.join(sorted(known))}")
         tiers |= known
@@ -134,9 +135,7 @@ def runs(configs: Sequence[Path], options: Options) -> list[Run]:
                 changed, chunk_tokens=config.chunk_tokens, spec=spec, bytes_per_token=options.bytes_per_token,
                 ratios={name: part for name, part in options.ratios.items() if name in known},
             )  # fmt: skip
-            engine = Replay(
-                plans, chunk_tokens=config.chunk_tokens, tenants=options.tenants, save_tails=config.save_tails
-            )
+            engine = Replay(plans, chunk_tokens=config.chunk_tokens, tenants=options.tenants, save_tails=tails)
             found.append(Run(named[path], tried, engine, tuple(_notes(plans, options.tenants))))
     if strangers := sorted(options.ratios.keys() - tiers):
         raise ConfigError("--ratio", f"there is no tier {strangers[0]!r}; there are: {', '.join(sorted(tiers))}")

@@ -181,6 +181,8 @@ def _line(text: bytes, block_tokens: int) -> Line:
         raise ValueError(f"input_length: should be a number of tokens, fewer than {_MOST_TOKENS}")
     if type(ids) is not list or not set(map(type, ids)) <= _INTEGERS or (ids and min(ids) < 0):
         raise ValueError("hash_ids: should be a list of whole numbers from 0")
+    if len(set(ids)) < len(ids):
+        raise ValueError("hash_ids: a block is there twice")
     own = len(value) > 3 + ("output_length" in value)  # more than Mooncake's fields
     if own:
         block_tokens = get("chunk_tokens", block_tokens)
@@ -266,6 +268,9 @@ def _tail(value: dict[str, Any], blocks: int, block_tokens: int, length: int) ->
                 f"pieces: {str(piece)[:80]} is no part of a block of {block_tokens} within {length} tokens"
             )
     tail = tail_of(pieces, blocks * block_tokens, block_tokens)
+    entries = [*value["hash_ids"], *(piece.entry for piece in (*tail.own, *tail.others))]
+    if len(set(entries)) < len(entries):
+        raise ValueError("pieces: one is there twice, or is a block, too")
     first, copied = value.get("first_piece", 0), value.get("copied_pieces")
     if type(first) is not int or not 0 <= first <= len(tail.own):
         raise ValueError("first_piece: should be the number of a piece of the tail")

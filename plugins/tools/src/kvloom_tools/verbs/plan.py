@@ -200,7 +200,7 @@ def _fill(row: Row, speed: Speed, sample: Sample, rate: float | None) -> None:
 
 
 def _tails(config: EngineConfig, resolved: Resolved, spec: KVSpec) -> list[list[int]]:
-    """The tokens of each piece of the tail of a prompt, for every length that it may have behind whole chunks."""
+    """The tokens of each piece of a prompt's tail, for each number of tokens that may be behind whole chunks."""
     import torch
 
     from kvloom_tools.model import Keys
@@ -210,16 +210,21 @@ def _tails(config: EngineConfig, resolved: Resolved, spec: KVSpec) -> list[list[
     if resolved.tokens.type != "chunked" or len(keys.spans()) < 2:
         return [[]]
     unit = min(end - start for start, end in keys.spans())
-    tails = [keys.segments(torch.zeros(length, dtype=torch.int32)) for length in range(0, chunk_tokens, unit)]
-    return [[piece.end - piece.start for piece in tail] for tail in tails]
+    found: list[list[int]] = []
+    for length in range(0, chunk_tokens, unit):
+        tail = keys.segments(torch.zeros(length, dtype=torch.int32))
+        found += [[piece.end - piece.start for piece in tail]] * min(unit, chunk_tokens - length)
+    return found
 
 
 def _add_tails(rows: Sequence[Row], tails: Sequence[Sequence[int]], resolved: Resolved, sample: Sample) -> None:
     """Say in each row what a tail takes. A codec is tried on noise."""
     from kvloom_tools.replay import plan_tiers
 
-    unbound = replace(resolved, tiers=tuple(replace(choice, capacity=None) for choice in resolved.tiers))
-    for row, plan in zip(rows, plan_tiers(unbound, chunk_tokens=sample.num_tokens, spec=sample.spec), strict=True):
+    sound = [(row, choice) for row, choice in zip(rows, resolved.tiers, strict=True) if not row.error]
+    unbound = replace(resolved, tiers=tuple(replace(choice, capacity=None) for _, choice in sound))
+    plans = plan_tiers(unbound, chunk_tokens=sample.num_tokens, spec=sample.spec)
+    for (row, _), plan in zip(sound, plans, strict=True):
         sums = [sum(plan.piece(tokens).stored for tokens in tail) for tail in tails]
         row.tail_bytes, row.most_tail_bytes = round(sum(sums) / len(sums)), max(sums)
 

@@ -77,7 +77,7 @@ def add(commands: typer.Typer) -> None:
         else:
             _print(found, pieces, keys, len(prompt), in_memory=len(opened) < len(resolved.tiers))
             if there not in (None, config.chunk_tokens):
-                sizes = f"chunks of {there} tokens, and this configuration makes them of {config.chunk_tokens}"
+                sizes = f"chunks of {there} tokens or more, and this configuration makes them of {config.chunk_tokens}"
                 output.say(f"what the tiers hold of this model are {sizes} (chunk_tokens)")
 
 

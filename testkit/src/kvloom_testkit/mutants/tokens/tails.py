@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from kvloom import Segment
@@ -21,6 +23,20 @@ class HalvesTokenDatabase(EvenTokenDatabase):
         if not self.save_tails or start + self.chunk_tokens > tokens.numel():
             return []
         return self.segments(tokens[: start + self.chunk_tokens // 2], salt=salt)[-1:]
+
+    def possible(self, tokens: torch.Tensor, *, salt: str = "") -> list[Segment]:
+        other = copy.copy(self)
+        other.save_tails = True
+        return [one for length in range(len(tokens) + 1) for one in other.segments(tokens[:length], salt=salt)]
+
+
+class LeavesPiecesOfShorterOnes(Mutant, HalvesTokenDatabase):
+    """Names those of the tokens themselves."""
+
+    breaks = "T25"
+
+    def possible(self, tokens: torch.Tensor, *, salt: str = "") -> list[Segment]:
+        return self.segments(tokens, salt=salt)
 
 
 class NamesPiecesOfEveryTenant(Mutant, HalvesTokenDatabase):
