@@ -47,4 +47,4 @@ def test_the_example_hits_on_its_second_run(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         hits.append(int(re.findall(r"hit_tokens=(\d+),", done.stdout)[0]))
-    assert hits[0] == 0 and hits[1] > 1000 and hits[1] % 256 == 0
+    assert hits[0] == 0 and hits[1] > 1000 and hits[1] % 256, "with the prompt's tail"
