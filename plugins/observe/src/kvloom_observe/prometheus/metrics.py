@@ -23,7 +23,7 @@ LATENCY_BUCKETS = (
 
 RETRIEVED_TOKENS = Metric("kvloom_retrieved_tokens", "counter", "Tokens whose KV was written into the engine's.")
 MISSED_TOKENS = Metric(
-    "kvloom_missed_tokens", "counter", "Tokens of whole chunks that were asked for and not given.", ("reason",)
+    "kvloom_missed_tokens", "counter", "Tokens of chunks and pieces that were asked for and not given.", ("reason",)
 )
 REQUESTED_TOKENS = Metric("kvloom_requested_tokens", "counter", "Tokens that requests asked for.", ("verb",))
 SERVED_TOKENS = Metric("kvloom_served_tokens", "counter", "Tokens that requests were given, or had kept.", ("verb",))
