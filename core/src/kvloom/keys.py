@@ -138,7 +138,7 @@ def pieces(
     tokens: torch.Tensor | np.ndarray[Any, Any], before: Segment | None, *, chunk_tokens: int, fingerprint: str,
     salt: str = "", own: bool = False,
 ) -> list[Segment]:  # fmt: skip
-    """What may be kept of the chunk behind `before` by sequences that end within it, in order of ends.
+    """Pieces that sequences which end within the chunk behind `before` may have left of it, in order of ends.
 
     Tokens are counted in units of `PIECE_TOKENS` for chunks of up to 256 tokens, of twice as many for up to 512, and so
     on. A piece that ends k units behind the chunk's beginning has as many units as the lowest bit of k says: its end

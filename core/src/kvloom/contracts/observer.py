@@ -114,7 +114,7 @@ class Request:
     error: str = ""
     """The type of the raised error."""
     pieces: tuple[Segment, ...] = ()
-    """What shorter sequences had left of the first chunk that was nowhere, and was looked for in its place."""
+    """Pieces that shorter sequences had left of the first chunk that was nowhere: those that were taken."""
 
 
 class CounterKey(NamedTuple):

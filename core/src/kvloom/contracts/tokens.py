@@ -27,7 +27,7 @@ class TokenDatabase(Component):
     chunk_tokens: int
     """The configured tokens per chunk."""
     save_tails: bool = False
-    """Whether the tokens behind the last whole chunk are to have segments, too. A database may have none for them."""
+    """The tokens behind the last whole chunk are to have segments, too. A database may have none for them."""
 
     @abstractmethod
     def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:

@@ -198,13 +198,13 @@ class Index:
         return _hit(segments, located)
 
     def _pieces(self, tokens: torch.Tensor, salt: str | None) -> Pieces:
-        """What shorter sequences may have left of one of the segments of these tokens."""
+        """A function that names the pieces that shorter sequences may have left of a segment of these tokens."""
         return lambda segment: self._tokens.pieces(tokens, segment.start, salt=self._salt(salt))
 
     def _located(
         self, every: Sequence[Sequence[Segment]], search_range: Sequence[str] | None, context: RequestContext
     ) -> list[str | None]:
-        """Where each segment is; None unless every rank has its part of it. every: the segments of each rank."""
+        """The tier of each segment; None unless every rank has its part of it. every: the segments of each rank."""
         count = len(every[0])
         located = self._stack.locate([key for some in every for _, _, key in some], search_range, context)  # in one go
         if len(every) > 1:

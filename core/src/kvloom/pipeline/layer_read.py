@@ -75,7 +75,7 @@ class LayerRead:
 
     @property
     def segments(self) -> list[Segment]:
-        """What is to be read, in order."""
+        """Those that are to be read, in order."""
         return [chunk.segment for chunk in self._chunks]
 
     def _locate(self, segments: Sequence[Segment], shape: Shape, pieces: Pieces | None) -> Hit:

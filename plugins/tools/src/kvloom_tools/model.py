@@ -56,7 +56,7 @@ class Keys:
         return [(segment.start, segment.end) for segment in found]
 
     def pieces(self, tokens: torch.Tensor, start: int, salt: str | None = None) -> list[Segment]:
-        """What shorter prompts may have left of the segment that begins at `start`."""
+        """The pieces that shorter prompts may have left of the segment that begins at `start`."""
         self._database.fingerprint = self.fingerprint
         found: list[Segment] = self._database.pieces(tokens, start, salt=self._salt if salt is None else salt)
         return found

@@ -38,8 +38,8 @@ class TailRequirements:
 
     @needs("pieces")
     def test_T23_a_longer_sequence_finds_all_that_a_shorter_one_left(self, database: Database) -> None:
-        """Where a sequence begins with a shorter one that is stored, its own segments and the pieces of the first that
-        is lacking lead to the end of the last segment of the shorter one.
+        """The own segments of a sequence that begins with a shorter, stored one, and the pieces of the first that is
+        lacking, lead to the end of the last segment of the shorter one.
 
         Why: a conversation goes on; what the turn before left behind its last whole chunk need not be computed again.
 
@@ -95,7 +95,7 @@ def _asked(database: Database) -> Iterator[tuple[TokenDatabase, torch.Tensor, st
 
 
 def _reached(one: TokenDatabase, tokens: torch.Tensor, stored: set[object], salt: str) -> int:
-    """How many tokens an engine finds."""
+    """The number of tokens that an engine finds."""
     reached = 0
     for segment in one.segments(tokens, salt=salt):
         if segment.key not in stored:

@@ -42,12 +42,12 @@ class Piece(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """What a request has beside whole blocks."""
+    """The pieces of a request."""
 
     own: tuple[Piece, ...]
-    """What the sequence has behind its last whole block, in order."""
+    """Those behind the last whole block of the sequence, in order."""
     others: tuple[Piece, ...] = ()
-    """What shorter sequences had left of the first block or piece that was nowhere."""
+    """Those that shorter sequences had left of the first block or piece that was nowhere."""
     first: int = 0
     """The number of leading pieces of its own that were not asked for, because the engine had them."""
     asked: int = 0

@@ -140,7 +140,7 @@ def _keyings(
 
 
 def _lines(prompts: Iterable[Prompt], keyings: Sequence[Keys]) -> Iterator[Line]:
-    """How long the chunk of a key is, only its blob says: see `_measure`."""
+    """Only its blob says how long the chunk of a key is: see `_measure`."""
     from kvloom import Segment
 
     for prompt in prompts:

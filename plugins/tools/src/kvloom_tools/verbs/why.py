@@ -188,7 +188,7 @@ def _rows(found: Sequence[Fate]) -> list[tuple[str, str, str, str, str]]:
 
 
 def _too_short(keys: Keys) -> str:
-    """Why the last tokens are no segment."""
+    """The reason for which the last tokens are no segment."""
     least = min(end - start for start, end in keys.spans())
     kind = "chunk" if least == keys.chunk_tokens else "piece"
     return f"too short for a {kind} of {least} tokens"
