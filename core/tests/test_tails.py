@@ -1,12 +1,14 @@
-"""What a prompt has behind its last whole chunk is kept, and found by longer prompts."""
+"""The tail of a prompt, behind its last whole chunk, is kept and found by longer prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from clock_support import Hang
 from core_support import SPEC, Shelf, Watcher, Witness, eventually
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,17 +24,8 @@ Open = Callable[..., Engine]
 
 
 @pytest.fixture
-def open_engine(registry: Registry) -> Any:
-    engines: list[Engine] = []
-
-    def opened(*tiers: dict[str, Any], spec: KVSpec = SPEC, **others: Any) -> Engine:
-        source = {"chunk_tokens": CHUNK, "connector": "plain", "tiers": list(tiers), **others}
-        engines.append(Engine.open(source, spec, registry=registry))
-        return engines[-1]
-
-    yield opened
-    for engine in engines:
-        engine.close()
+def open_engine(open_engine: Open) -> Open:
+    return partial(open_engine, chunk_tokens=CHUNK)
 
 
 def stored(engine: Engine, length: int, *, noise: int = 0) -> None:
@@ -72,7 +65,7 @@ def kept(length: int, common: int) -> set[tuple[int, int]]:
 
 
 def reached(spans: set[tuple[int, int]], length: int) -> int:
-    """How far they lead, the longest first, within so many tokens."""
+    """The end of those that follow one another, the longest first, within so many tokens."""
     at = 0
     while ends := [end for start, end in spans if start == at and end <= length]:
         at = max(ends)
@@ -222,3 +215,11 @@ def test_pieces_are_not_named(open_engine: Open) -> None:
         [segment[:2] for segment in event.segments] for one in Watcher.made for event in one.told if event.segments
     ]
     assert named == [[(0, CHUNK)]]
+
+
+def test_both_questions_have_one_deadline(open_engine: Open, hang: Hang) -> None:
+    engine = open_engine({**SHELF, "deadline": "20s"})
+    Shelf.shelves["default"].before = lambda verb, key: hang(verb, key) if verb == "contains" else None
+    began = hang.clock.now()
+    assert engine.lookup(TOKENS).tokens == 0
+    assert hang.clock.now() - began < 30

@@ -124,7 +124,7 @@ class Client(LayerVerbs):
         return [str(one.key) for one in self._reaching(tokens) if one.start >= skipped]
 
     def _reaching(self, tokens: int) -> list[Segment]:
-        """What leads to the token `tokens`, which is the end of a segment of these or fewer tokens."""
+        """The segments that lead to the token `tokens`, the end of one of these or of fewer tokens."""
         own = [segment for segment in self._segments() if segment.end <= tokens]
         if tokens in (0, *(segment.end for segment in own)):
             return own

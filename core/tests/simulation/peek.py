@@ -29,14 +29,14 @@ _POISON = 0xDB
 
 
 def pieces(engine: Index, tokens: torch.Tensor, salt: str, *, start: int | None = None) -> list[Segment]:
-    """What shorter sequences may have left of the segment that begins at `start`; None: of every one."""
+    """The pieces that shorter sequences may have left of the segment that begins at `start`; None: of each."""
     database = engine._tokens
     starts = [one.start for one in engine.segments(tokens, salt=salt)] if start is None else [start]
     return [piece for at in starts for piece in database.pieces(tokens, at, salt=salt)]
 
 
 def leading(engine: Index, tokens: torch.Tensor, salt: str, there: Callable[[str], bool]) -> list[Segment]:
-    """What of a prompt can be served if exactly those keys are there."""
+    """The segments of a prompt that can be served if exactly those keys are there."""
     found = []
     for segment in engine.segments(tokens, salt=salt):
         if not there(str(segment.key)):

@@ -242,7 +242,7 @@ def pieces_of_any_prompt() -> AbstractContextManager[Any]:
 
 
 def removal_leaves_pieces() -> AbstractContextManager[Any]:
-    """What a shorter prompt left of a chunk stays when the longer one is removed."""
+    """The pieces that a shorter prompt left of a chunk stay when the longer one is removed."""
 
     def remove(self: Engine, tokens: Any, *, salt: str | None = None) -> None:
         self._stack.remove([segment.key for segment in self.segments(tokens, salt=salt)])

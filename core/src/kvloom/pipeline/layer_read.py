@@ -10,7 +10,6 @@ import torch
 
 from kvloom.contracts.observer import Event
 from kvloom.pipeline.load import Pieces
-from kvloom.pipeline.locate import Search
 from kvloom.pipeline.readahead import Incoming, Prefix, ReadAhead
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Runtime
@@ -81,9 +80,7 @@ class LayerRead:
     def _locate(self, segments: Sequence[Segment], shape: Shape, pieces: Pieces | None) -> Hit:
         """Find the tiers of the leading segments, up to the first that is nowhere, and of the pieces of that one."""
         memory, stored, by_tier = self._stack.memory, self._stack.stored, dict[str, int]()
-        keys = [segment.key for segment in segments]
-        held = memory.find(keys)
-        search = Search(stored, [key for key, here in zip(keys, held, strict=True) if not here], self._context)
+        search, held = self._stack.loader.search(segments, self._context)
         waiting = deque(zip(segments, held, strict=True))
         try:
             while waiting:

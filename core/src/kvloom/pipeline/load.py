@@ -82,7 +82,7 @@ class Loader:
         waiting = deque(map(_Pending, segments))
         if not waiting:
             return
-        search = self._search(segments, context)
+        search, _ = self.search(segments, context)
         window = self._window(waiting[0].segment, shape)
         started: deque[_Pending] = deque()
         run: list[tuple[Segment, Loaded]] = []
@@ -139,8 +139,7 @@ class Loader:
 
     def held(self, pieces: Sequence[Segment], start: int, context: RequestContext) -> tuple[list[Segment], Search]:
         """Those pieces that follow one another from `start` on and are somewhere, and where. pieces: by their ends."""
-        search = self._search(pieces, context)
-        here = self.memory.find([piece.key for piece in pieces])
+        search, here = self.search(pieces, context)
         there = [
             piece for piece, held in zip(pieces, here, strict=True) if held or search.tiers(piece.key, hurried=True)
         ]
@@ -148,11 +147,11 @@ class Loader:
         context.record.found(path)
         return path, search
 
-    def _search(self, segments: Sequence[Segment], context: RequestContext) -> Search:
-        """For what memory does not hold."""
+    def search(self, segments: Sequence[Segment], context: RequestContext) -> tuple[Search, list[bool]]:
+        """A search for those that memory does not hold, and which of them it holds."""
         keys = [segment.key for segment in segments]
         here = self.memory.find(keys)
-        return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context)
+        return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context), here
 
     def _give_up(self, started: deque[_Pending], waiting: deque[_Pending], context: RequestContext) -> None:
         for pending in started:

@@ -54,7 +54,7 @@ class Memory:
         self.stored = 0
         self.promoted = 0
         self.pieces: Counter[int] = Counter()
-        """Of those stored and promoted, the pieces, by their tokens."""
+        """Pieces among those stored and promoted, by their tokens."""
         self.dropped = 0
         self.evicted: Counter[str] = Counter()
 

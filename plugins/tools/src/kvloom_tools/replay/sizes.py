@@ -22,11 +22,11 @@ class Size(NamedTuple):
     """Bytes of a number of tokens."""
 
     stored: int
-    """Of the capacity."""
+    """Bytes of the capacity."""
     moved: int
-    """That are read or written."""
+    """Bytes that are read or written."""
     landed: int
-    """Of the memory tier's pool, when they come from this tier."""
+    """Bytes of the memory tier's pool, when they come from this tier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Stored:
         """Nothing but the capacity makes chunks go, and nobody is told."""
         self.stored = 0
         self.pieces: Counter[int] = Counter()
-        """Of those stored, the pieces, by their tokens."""
+        """Pieces among those stored, by their tokens."""
         self.dropped = 0
         self.evicted: Counter[str] = Counter()
 
