@@ -276,7 +276,7 @@ PLANTS: dict[Plant, Planted] = {
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
     batch_in_another_order: Planted(("wrong bytes",), 2003),
-    layer_not_checked: Planted(("wrong bytes",), 3147),
+    layer_not_checked: Planted(("wrong bytes",), 3189),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2022),
     removal_leaves_pieces: Planted(("served after removal", "resurrected"), 2005),
