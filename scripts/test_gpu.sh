@@ -1,60 +1,85 @@
 #!/bin/sh
-# The CUDA kernels on a machine that has a GPU, from the source tree: nvcc, a C++ compiler, and a Python with torch, numpy,
-# pydantic, pluggy, pyyaml, xxhash, safetensors, and pytest and hypothesis for the tests. No network.
+# The CUDA kernels on a machine that has a GPU, from the source tree and without a network.
 #
-#   sh scripts/test_gpu.sh PYTHON [bench]
+#   sh scripts/test_gpu.sh PYTHON [PART ...]
+#
+# Parts: `build` compiles the libraries into the source tree; `test` compares them with processors; `sanitize` runs some
+# of those tests under compute-sanitizer; `codec` and `paged` write bench/results/<gpu>*.md. Without a part: all tests.
+# Needs nvcc, g++, and a Python with what is named below. `PYTHONPATH` is kept: packages may lie in a folder of their own.
 set -eu
 python=${1:-python3}
+[ $# -gt 0 ] && shift
+[ $# -gt 0 ] || set -- build test sanitize
+
+"$python" - <<'NEEDS'
+import importlib.util, sys
+
+needed = ("torch", "numpy", "pydantic", "pluggy", "yaml", "xxhash", "safetensors", "pytest", "hypothesis", "rich")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"{sys.executable} has no {', '.join(missing)}: install them, or unpack their wheels into a folder and name it in PYTHONPATH")
+NEEDS
+
 codec=plugins/serde_cachegen
 pages=plugins/connector_vllm
 blend=plugins/blend
-PYTHONPATH=core/src:testkit/src:bench$(for each in plugins/*/src; do printf ':%s' "$each"; done)
+PYTHONPATH=core/src:testkit/src:bench$(for each in plugins/*/src; do printf ':%s' "$each"; done)${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
+tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py $blend/tests/test_rotation.py core/tests/test_native.py"
 
-cpu="-std=c++17 -O3 -fPIC -fvisibility=hidden -w"
-exact="$cpu -ffp-contract=off -fno-math-errno -fno-trapping-math"
-gpu="-std=c++17 -O3 --threads 0 -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
-    -gencode arch=compute_90,code=compute_90 -cudart static -shared"
-x86=""
-objects=$(mktemp -d)
-trap 'rm -rf "$objects"' EXIT
-if [ "$(uname -m)" = x86_64 ]; then
-    x86="-DKVZ_X86"
-    g++ $exact $x86 -mavx2 -mbmi -mpopcnt -c $codec/csrc/avx2.cpp -o "$objects/avx2.o" &
-    g++ $exact $x86 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512cd -mbmi -mbmi2 -mpopcnt -mprefer-vector-width=512 \
-        -c $codec/csrc/avx512.cpp -o "$objects/avx512.o" &
-fi
-g++ $exact $x86 -c $codec/csrc/portable.cpp -o "$objects/portable.o" &
-g++ $exact $x86 -c $codec/csrc/api.cpp -o "$objects/api.o" &
-nvcc $gpu --fmad=false -diag-suppress 20091 -Xcompiler -fPIC,-ffp-contract=off,-fvisibility=hidden \
-    $codec/csrc/cuda.cu -o $codec/src/kvloom_serde_cachegen/libkvz_cuda.so
-wait
-g++ -shared "$objects"/*.o -pthread -o $codec/src/kvloom_serde_cachegen/libkvz.so
-g++ $cpu -shared $pages/csrc/paged.cpp -pthread -o $pages/src/kvloom_connector_vllm/libkvpaged.so
-g++ $cpu -shared plugins/native/csrc/*.cpp -o plugins/native/src/kvloom_native/libkvloom.so
-nvcc $gpu -Xcompiler -fPIC,-fvisibility=hidden $pages/csrc/paged.cu -o $pages/src/kvloom_connector_vllm/libkvpaged_cuda.so
+build() {
+    cpu="-std=c++17 -O3 -fPIC -fvisibility=hidden -w"
+    exact="$cpu -ffp-contract=off -fno-math-errno -fno-trapping-math"
+    gpu="-std=c++17 -O3 --threads 0 -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
+        -gencode arch=compute_90,code=compute_90 -cudart static -shared"
+    x86=""
+    objects=$(mktemp -d)
+    trap 'rm -rf "$objects"' EXIT
+    running=""
+    start() { # the commands run side by side; each has to succeed
+        "$@" &
+        running="$running $!"
+    }
+    rotate="$blend/csrc/rotate.cpp $blend/csrc/portable.cpp"
+    if [ "$(uname -m)" = x86_64 ]; then
+        x86="-DKVZ_X86"
+        start g++ $exact $x86 -mavx2 -mbmi -mpopcnt -c $codec/csrc/avx2.cpp -o "$objects/avx2.o"
+        start g++ $exact $x86 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512cd -mbmi -mbmi2 -mpopcnt \
+            -mprefer-vector-width=512 -c $codec/csrc/avx512.cpp -o "$objects/avx512.o"
+        g++ $exact -DKVR_X86 -mavx2 -mf16c -c $blend/csrc/avx2.cpp -o "$objects/rotate_avx2.rotate"
+        rotate="$rotate -DKVR_X86 -x none $objects/rotate_avx2.rotate"
+    fi
+    start g++ $exact $x86 -c $codec/csrc/portable.cpp -o "$objects/portable.o"
+    start g++ $exact $x86 -c $codec/csrc/api.cpp -o "$objects/api.o"
+    start nvcc $gpu --fmad=false -diag-suppress 20091 -Xcompiler -fPIC,-ffp-contract=off,-fvisibility=hidden \
+        $codec/csrc/cuda.cu -o $codec/src/kvloom_serde_cachegen/libkvz_cuda.so
+    start nvcc $gpu -Xcompiler -fPIC,-fvisibility=hidden $pages/csrc/paged.cu -o $pages/src/kvloom_connector_vllm/libkvpaged_cuda.so
+    start nvcc $gpu --fmad=false -Xcompiler -fPIC,-ffp-contract=off,-fvisibility=hidden \
+        $blend/csrc/rotate.cu -o $blend/src/kvloom_blend/libkvrotate_cuda.so
+    start g++ $cpu -shared $pages/csrc/paged.cpp -pthread -o $pages/src/kvloom_connector_vllm/libkvpaged.so
+    start g++ $cpu -shared plugins/native/csrc/*.cpp -o plugins/native/src/kvloom_native/libkvloom.so
+    start g++ $exact -shared $rotate -pthread -o $blend/src/kvloom_blend/libkvrotate.so
+    for each in $running; do wait "$each"; done
+    g++ -shared "$objects"/*.o -pthread -o $codec/src/kvloom_serde_cachegen/libkvz.so
+    "$python" -c 'from kvloom_serde_cachegen import device; print(device.about()); assert device.library()'
+    "$python" -c 'from kvloom_connector_vllm import native; print(native.about_kernels()); assert native.kernels()'
+}
 
-rotate="$blend/csrc/rotate.cpp $blend/csrc/portable.cpp"
-if [ -n "$x86" ]; then
-    g++ $exact -DKVR_X86 -mavx2 -mf16c -c $blend/csrc/avx2.cpp -o "$objects/rotate_avx2.o"
-    rotate="$rotate $objects/rotate_avx2.o -DKVR_X86"
-fi
-g++ $exact -shared $rotate -pthread -o $blend/src/kvloom_blend/libkvrotate.so
-nvcc $gpu --fmad=false -Xcompiler -fPIC,-ffp-contract=off,-fvisibility=hidden \
-    $blend/csrc/rotate.cu -o $blend/src/kvloom_blend/libkvrotate_cuda.so
-
-"$python" -c 'from kvloom_serde_cachegen import device; print(device.about()); assert device.library()'
-"$python" -c 'from kvloom_connector_vllm import native; print(native.about_kernels()); assert native.kernels()'
-if [ "${2:-test}" = bench ]; then
-    "$python" bench/codec_gpu.py
-    "$python" bench/paged_gpu.py
-    exit
-fi
-tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py $blend/tests/test_rotation.py"
-"$python" -m pytest -q -p no:cacheprovider -m "not slow" $tests
-# Every access of the kernels, and who reads what others write; a few examples are enough and take minutes.
-sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-for tool in memcheck racecheck; do
-    "$sanitizer" --tool $tool --error-exitcode 1 "$python" -m pytest -q -p no:cacheprovider -m "not slow" $tests \
-        -k "tiles or bad or serializer or lossless or cachegen or C02 or C03 or C10 or C11 or reach"
+for part in "$@"; do
+    case $part in
+    build) build ;;
+    test) "$python" -m pytest -q -p no:cacheprovider -m "not slow" $tests ;;
+    sanitize)
+        # Every access of the kernels, and who reads what others write; a few examples are enough and take minutes.
+        sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+        for tool in memcheck racecheck; do # torch asks for what a driver may not have, and goes on
+            "$sanitizer" --tool $tool --report-api-errors no --error-exitcode 1 "$python" -m pytest -q \
+                -p no:cacheprovider -m "not slow" $tests \
+                -k "tiles or bad or serializer or lossless or cachegen or C02 or C03 or C10 or C11 or reach"
+        done
+        ;;
+    codec) "$python" bench/codec_gpu.py ;;
+    paged) "$python" bench/paged_gpu.py ;;
+    *) echo "no part $part: build, test, sanitize, codec, paged" && exit 2 ;;
+    esac
 done
