@@ -7,6 +7,7 @@ the last rows.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import sys
 import time
@@ -55,13 +56,17 @@ def main() -> None:
             move = Move(PageTable.of(layout), slots.numpy(), ours, to_pages)
             runs: dict[str, Callable[[], object]] = {"torch": partial(by_torch, move, layout)}
             if library is not None:
-                runs["library"] = partial(native.on_processor, move, library)
+                runs["library"] = partial(by_library, move, library)
             taken = in_turn({**runs, "copy": partial(copy, ours, others)})
             for name in runs:
                 what = f"{'write' if to_pages else 'read'} {order}: {name}, GB/s of a core"
                 rows.spread(what, taken[name], amount, taken["copy"], "copying as much")
     calls(rows, pages, slots)
     rows.finish()
+
+
+def by_library(move: Move, library: ctypes.CDLL) -> None:
+    native.on_processor(native.Tables.of(move), library)
 
 
 def copy(ours: Pages, others: Pages) -> None:

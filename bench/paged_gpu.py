@@ -1,9 +1,10 @@
 """Paged KV of a GPU to pinned host memory and back, beside the bus. Writes results/<gpu>-paged.md.
 
-Chunks of 256 tokens of a Llama 8B in bf16, in blocks of 16 tokens anywhere in the pages. The limit is a copy of as many
-bytes between device memory and the same pinned memory, measured in turn with everything else. Beside the connector: a
-cudaMemcpyAsync for each block of each plane and layer, torch's indexing and then a copy (`type: paged`), and LMCache's
-kernel where it is installed. By the clock, from the call until the device is done.
+Chunks of 256 tokens of a Llama 8B in bf16, in blocks of 16 tokens anywhere in the pages. The limit is a copy of as
+many bytes between device memory and the same pinned memory, measured in turn with everything else. Beside the
+connectors: one cudaMemcpyBatchAsync of single pages (as vLLM's swap_blocks_batch), a cudaMemcpyAsync for each, torch's
+indexing and then a copy (`type: paged`), and LMCache's kernel where it is installed. By the clock, from the call until
+the device is done. Then both directions at once, and the time of a model's products of matrices beside each way.
 
 `--rehearse` runs all of it on a processor, small, with the kernel built as a loop: to try the script, not for figures.
 """
@@ -22,21 +23,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from table import RESULTS, SPEC
 
 from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
 from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged import cuda
+from kvloom_connector_vllm.paged.blocks import VLLMConnector
 from kvloom_connector_vllm.paged.connector import PagedConnector
 from kvloom_connector_vllm.paged.cuda import PagedCudaConnector
+from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
 
 REHEARSE = "--rehearse" in sys.argv
 ON = "cpu" if REHEARSE else "cuda"
 MODEL = KVSpec("rehearsal", 2, 2, 16, "bfloat16") if REHEARSE else SPEC
 TOKENS, BLOCK_TOKENS, ROUNDS = (32, 16, 2) if REHEARSE else (256, 16, 30)
-GRIDS = (16, 32, 64, 128, 256, 1024)
-"""Blocks of threads, of which the connector takes one number."""
 CSRC = Path(__file__).parents[1] / "plugins/connector_vllm/csrc"
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
 
@@ -89,6 +91,7 @@ def main() -> None:
             for line in measured(work, direction):
                 lines.append(line)
                 print(line, flush=True)
+    lines += ["", *(() if REHEARSE else beside_the_model(work))]
     if not REHEARSE:
         (RESULTS / f"{name.replace(' ', '-').lower()}-paged.md").write_text("\n".join(lines) + "\n")
 
@@ -115,22 +118,95 @@ def measured(work: Work, direction: str) -> list[str]:
     return lines
 
 
+def beside_the_model(work: Work) -> list[str]:
+    """Both directions at once, and products of matrices meanwhile."""
+    other = work_of(len(work.chunks))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    connector, chunks, where = by_blocks(work)
+    its_chunks, its_where = by_blocks(other)[1:]
+    ours = PagedCudaConnector(PagedCudaConnector.Config(), MODEL)
+
+    def plain_one(direction: str) -> None:
+        with torch.cuda.stream(streams[direction == "write"]):
+            plain(work if direction == "read" else other, direction)
+
+    def vllm_one(direction: str) -> None:
+        mine = (chunks, where) if direction == "read" else (its_chunks, its_where)
+        getattr(connector, direction)(work.segments, mine[0], **mine[1])
+
+    def paged_one(direction: str) -> None:
+        mine = work if direction == "read" else other
+        getattr(ours, direction)(mine.segments, mine.chunks, **mine.where)
+
+    batches = {
+        direction: batch_of_pages(mine, direction) for direction, mine in (("read", work), ("write", other))
+    }  # fmt: skip
+    ways: dict[str, Callable[[str], object]] = {
+        "copies of as many bytes": plain_one,
+        "type: paged_cuda": paged_one,
+        "type: vllm": vllm_one,
+        "one cudaMemcpyBatchAsync of pages": lambda direction: batches[direction](),
+    }
+    amount = 2 * sum(chunk.nbytes for chunk in work.chunks) / 1e9
+    lines = ["| both directions at once | GB/s together | range | of copies |", "|---|---|---|---|"]
+    limit = 0.0
+    for name, way in ways.items():
+        taken = []
+        for _ in range(ROUNDS):
+            settle()
+            began = time.perf_counter()
+            way("read")
+            way("write")
+            settle()
+            taken.append(time.perf_counter() - began)
+        middle = amount / statistics.median(taken)
+        limit = limit or middle
+        lines.append(
+            f"| {name} | {middle:.1f} | {amount / max(taken):.1f} to {amount / min(taken):.1f} | {middle / limit:.2f} |"
+        )
+        print(lines[-1], flush=True)
+    lines += ["", "| 60 products of bf16 matrices of 4,096 | ms | range | of alone |", "|---|---|---|---|"]
+    alone = 0.0
+    for name, way in {"alone": lambda direction: None, **ways}.items():
+        for direction in ("read",) if name == "alone" else ("read", "write"):
+            taken = [products(partial(way, direction)) for _ in range(ROUNDS)]
+            middle = statistics.median(taken)
+            alone = alone or middle
+            row = name if name == "alone" else f"beside {direction}s by {name}"
+            lines.append(f"| {row} | {middle:.2f} | {min(taken):.2f} to {max(taken):.2f} | {middle / alone:.2f} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
+def products(move: Callable[[], object]) -> float:
+    """Milliseconds that products take while moves are under way, which last longer."""
+    one, other = (torch.randn(4096, 4096, device=ON).to(torch.bfloat16) for _ in range(2))
+    into = one @ other
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    settle()
+    for _ in range(4):
+        move()
+    began.record()
+    for _ in range(60):
+        torch.mm(one, other, out=into)
+    ended.record()
+    settle()
+    return began.elapsed_time(ended)
+
+
 def contenders(work: Work, direction: str) -> dict[str, Callable[[], object]]:
-    direct, staged = (PagedCudaConnector(PagedCudaConnector.Config(use_gpu=use), MODEL) for use in (False, True))
+    ours = PagedCudaConnector(PagedCudaConnector.Config(), MODEL)
     torchs = PagedConnector(PagedConnector.Config(), MODEL)
     runs: dict[str, Callable[[], object]] = {
         "the bus: a copy of as many bytes": partial(plain, work, direction),
-        "paged_cuda": partial(moved, direct, work, direction),
-        "paged_cuda, use_gpu": partial(moved, staged, work, direction),
-        "paged_cuda, a call for each chunk": partial(moved_one_by_one, direct, work, direction),
-        "paged_cuda, use_gpu, a call for each chunk": partial(moved_one_by_one, staged, work, direction),
-        "paged_cuda, layer by layer": partial(moved_by_layers, direct, work, direction),
-        "paged_cuda, use_gpu, layer by layer": partial(moved_by_layers, staged, work, direction),
+        "type: paged_cuda": partial(moved, ours, work, direction),
+        "type: paged_cuda, a call for each chunk": partial(moved_one_by_one, ours, work, direction),
+        "type: paged_cuda, layer by layer": partial(moved_by_layers, ours, work, direction),
+        "type: vllm": blocks_moved(work, direction),
         "torch: indexing and a copy": partial(moved, torchs, work, direction),
-        "a cudaMemcpyAsync for each block": block_by_block(work, direction),
+        "one cudaMemcpyBatchAsync of pages": batch_of_pages(work, direction),
+        "a cudaMemcpyAsync for each page": page_by_page(work, direction),
     }
-    for grid in GRIDS:
-        runs[f"paged_cuda on {grid} blocks"] = partial(with_grid, grid, moved, direct, work, direction)
     if (peer := lmcache_kernel(work, direction)) is not None:
         runs["LMCache's kernel"] = peer
     return runs
@@ -165,33 +241,48 @@ def moved_by_layers(connector: PagedConnector, work: Work, direction: str) -> No
         fence.wait()
 
 
-def with_grid(grid: int, run: Callable[..., None], *arguments: Any) -> None:
-    before, cuda._BLOCKS = cuda._BLOCKS, grid
-    try:
-        run(*arguments)
-    finally:
-        cuda._BLOCKS = before
+def by_blocks(work: Work) -> tuple[VLLMConnector, list[Chunk], Mapping[str, Any]]:
+    """The connector that vLLM uses; a plane of a layer is a layer to it, and a page is one plane's."""
+    views = [layer[plane].flatten(1) for plane in range(2) for layer in work.pages]
+    geometry = Geometry(layers=len(views), block_tokens=BLOCK_TOKENS, page_elements=views[0].shape[1])
+    connector = VLLMConnector(VLLMConfig(geometry=geometry), MODEL)
+    shape = connector.shape(TOKENS)
+    chunks = [Chunk(each.tensor.view(shape), MemoryFormat.KV_PAGES, TOKENS) for each in work.chunks]
+    return connector, chunks, {"pages": views, "blocks": work.table.tolist()}
 
 
-def block_by_block(work: Work, direction: str) -> Callable[[], None]:
-    """By the runtime itself, whose calls cost less than torch's."""
-    jobs = []
+def blocks_moved(work: Work, direction: str) -> Callable[[], object]:
+    connector, chunks, where = by_blocks(work)
+
+    def run() -> None:
+        fence = getattr(connector, direction)(work.segments, chunks, **where)
+        if fence is not None:
+            fence.wait()
+
+    return run
+
+
+def page_copies(work: Work, direction: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Target and source of each page."""
+    copies = []
     per_chunk = TOKENS // BLOCK_TOKENS
     for at, block in enumerate(work.table.tolist()):
         tensor, row = work.chunks[at // per_chunk].tensor, at % per_chunk * BLOCK_TOKENS
         for layer, pages in enumerate(work.pages):
             for plane in range(2):
-                jobs.append((tensor[plane, layer, row : row + BLOCK_TOKENS], pages[plane, block].flatten(1)))
-    runtime = cudart()
+                pair = (tensor[plane, layer, row : row + BLOCK_TOKENS], pages[plane, block].flatten(1))
+                copies.append(pair if direction == "read" else pair[::-1])
+    return copies
+
+
+def page_by_page(work: Work, direction: str) -> Callable[[], object]:
+    """By the runtime itself, whose calls cost less than torch's."""
+    copies, runtime = page_copies(work, direction), cudart()
     if runtime is None:
-        return lambda: [torch_copy(ours, theirs, direction) for ours, theirs in jobs] and None
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    read = direction == "read"
-    kind, calls = ctypes.c_int(TO_HOST if read else TO_DEVICE), []
-    for pair in jobs:
-        ours, theirs = (ctypes.c_void_p(each.data_ptr()) for each in pair)
-        calls.append((ours, theirs) if read else (theirs, ours))
-    size = ctypes.c_size_t(jobs[0][0].nbytes)
+        return lambda: [to.copy_(source, non_blocking=True) for to, source in copies] and None
+    stream, kind = current(), ctypes.c_int(TO_HOST if direction == "read" else TO_DEVICE)
+    calls = [tuple(ctypes.c_void_p(each.data_ptr()) for each in pair) for pair in copies]
+    size = ctypes.c_size_t(copies[0][0].nbytes)
     copy = runtime.cudaMemcpyAsync
 
     def run() -> None:
@@ -201,9 +292,31 @@ def block_by_block(work: Work, direction: str) -> Callable[[], None]:
     return run
 
 
-def torch_copy(ours: torch.Tensor, theirs: torch.Tensor, direction: str) -> torch.Tensor:
-    to, source = (ours, theirs) if direction == "read" else (theirs, ours)
-    return to.copy_(source, non_blocking=True)
+def batch_of_pages(work: Work, direction: str) -> Callable[[], object]:
+    copies, runtime = page_copies(work, direction), cudart()
+    if runtime is None or not hasattr(runtime, "cudaMemcpyBatchAsync"):
+        return page_by_page(work, direction)
+    to, source = (np.array([pair[which].data_ptr() for pair in copies], dtype=np.uint64) for which in (0, 1))
+    sizes = np.full(len(copies), copies[0][0].nbytes, dtype=np.uint64)
+    # cudaMemcpyAttributes: the source is read in the order of the stream; no hints, no flags. For all, from index 0.
+    attributes, begin = np.array([1, 0, 0, 0, 0, 0], dtype=np.int32), np.zeros(1, dtype=np.uint64)
+    stream = torch.cuda.Stream()  # the legacy default stream takes no batches
+
+    def run() -> None:
+        arrays = (ctypes.c_void_p(each.ctypes.data) for each in (to, source, sizes))
+        count, about = ctypes.c_size_t(len(copies)), (attributes, begin)
+        stream.wait_stream(torch.cuda.current_stream())
+        error = runtime.cudaMemcpyBatchAsync(
+            *arrays, count, *(ctypes.c_void_p(each.ctypes.data) for each in about), ctypes.c_size_t(1),
+            ctypes.c_void_p(stream.cuda_stream),
+        )  # fmt: skip
+        assert error == 0, error
+
+    return run
+
+
+def current() -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
 
 def cudart() -> ctypes.CDLL | None:
@@ -280,7 +393,7 @@ def pretend() -> None:
     built = Path(tempfile.mkdtemp()) / "libkvpaged_emulated.so"
     options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-x", "c++"]
     subprocess.run(["c++", *options, CSRC / "paged.cu", "-o", built], check=True)
-    emulated = native.Kernels.declared(ctypes.CDLL(str(built)), "cpu")
+    emulated = native.Kernels(ctypes.CDLL(str(built)), "cpu")
     cuda.kernels = lambda: emulated  # type: ignore[assignment]
 
 

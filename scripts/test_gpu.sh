@@ -25,7 +25,8 @@ pages=plugins/connector_vllm
 blend=plugins/blend
 PYTHONPATH=core/src:testkit/src:bench$(for each in plugins/*/src; do printf ':%s' "$each"; done)${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
-tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py $blend/tests/test_rotation.py core/tests/test_native.py"
+tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py $pages/tests/test_pages.py $pages/tests/test_staging.py
+    $blend/tests/test_rotation.py core/tests/test_native.py core/tests/test_on_a_gpu.py"
 
 build() {
     cpu="-std=c++17 -O3 -fPIC -fvisibility=hidden -w"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -219,6 +220,41 @@ def test_find_load_and_save_work_across_gaps(open_engine: Open) -> None:
     mask = torch.tensor([at // CHUNK % 2 == 0 for at in range(20)])
     assert matches(got, kv, mask)
     assert engine.lookup(tokens).tokens == CHUNK
+
+
+def test_a_connector_marks_on_the_callers_thread_what_a_move_comes_after(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device's current stream is a thread's own: on another one it is not the stream on which the engine computes."""
+    engine, seen = open_engine(MEMORY), []
+
+    def ordered(self: PlainConnector, where: dict[str, Any]) -> dict[str, Any]:
+        return {**where, "kv": (threading.get_ident(), where["kv"])}
+
+    def unmarked(move: Any) -> Any:
+        def run(self: PlainConnector, *given: Any, kv: Any) -> Any:
+            marked = isinstance(kv, tuple)
+            seen.append(kv[0] if marked else None)
+            return move(self, *given, kv=kv[1] if marked else kv)
+
+        return run
+
+    check = PlainConnector.check
+    monkeypatch.setattr(PlainConnector, "ordered", ordered)
+    monkeypatch.setattr(PlainConnector, "check", lambda self, where, n: check(self, unmark(where), n))
+    for verb in ("read", "write", "read_layer", "write_layer"):
+        monkeypatch.setattr(PlainConnector, verb, unmarked(getattr(PlainConnector, verb)))
+    tokens, kv = tokens_of(8), kv_of(8)
+    segments = engine.segments(tokens)
+    servers = engine._runtime.uninterrupted(threading.get_ident)
+    assert engine.save(segments, kv=kv).result(20).all()
+    assert engine.load(segments, kv=kv.clone()).result(20).all()
+    assert engine.load_layers(segments, kv=kv.clone()).result().all()
+    assert set(seen) == {servers} and len(seen) >= 2 + SPEC.num_layers
+
+
+def unmark(where: dict[str, Any]) -> dict[str, Any]:
+    return {**where, "kv": where["kv"][1]} if isinstance(where["kv"], tuple) else where
 
 
 def test_a_cancelled_or_late_load_never_writes_afterwards(open_engine: Open, gate: Gate) -> None:

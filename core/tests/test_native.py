@@ -109,3 +109,14 @@ def test_the_stream_is_the_current_one() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         assert native.current_stream("cuda") == stream.cuda_stream
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "1 device"), (8, "8 devices"), (0, "no device"), (-100, "no device (error 100)"),
+        (-35, "NVIDIA's driver is missing or too old (error 35)"), (-2, "CUDA does not start (error 2)"),
+    ],
+)  # fmt: skip
+def test_a_reason_is_given_why_there_are_no_devices(count: int, said: str) -> None:
+    assert native.about_devices(count) == f"built with CUDA, {said}"

@@ -38,7 +38,7 @@ def main() -> None:
     there_and_back(PagedConnector(PagedConnector.Config(), SPEC), pages, slot_mapping=slots)  # VLLMPagedMemGPUConnector
 
     if torch.cuda.is_available():  # VLLMPagedMemGPUConnectorV2
-        on_gpu = PagedCudaConnector(PagedCudaConnector.Config(use_gpu=True), SPEC)
+        on_gpu = PagedCudaConnector(PagedCudaConnector.Config(), SPEC)
         there_and_back(on_gpu, [layer.cuda() for layer in pages], slot_mapping=slots.cuda())
 
     pairs = [tuple(torch.rand(40, SPEC.hidden_dim) for _ in range(2)) for _ in range(SPEC.num_layers)]

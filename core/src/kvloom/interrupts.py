@@ -23,6 +23,8 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from kvloom.device import CurrentStreams
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -124,11 +126,7 @@ class _ThreadState:
         torch = sys.modules.get("torch")
         self._inference = torch is not None and torch.is_inference_mode_enabled()
         self._grad = torch is None or torch.is_grad_enabled()
-        self._streams: tuple[Any, ...] = ()
-        if torch is not None and torch.cuda.is_initialized():  # the current device's last: its entry stays in force
-            current = torch.cuda.current_device()
-            devices = sorted(range(torch.cuda.device_count()), key=lambda device: device == current)
-            self._streams = tuple(torch.cuda.current_stream(device) for device in devices)
+        self._streams = CurrentStreams()
 
     def run(self, function: Callable[[], T]) -> T:
         if self._grad and not self._inference and not self._streams:
@@ -136,7 +134,7 @@ class _ThreadState:
         import torch
 
         with ExitStack() as settings:
-            modes: list[AbstractContextManager[Any]] = [torch.cuda.stream(stream) for stream in self._streams]
+            modes: list[AbstractContextManager[Any]] = [self._streams.current()]
             if self._inference:
                 modes.append(torch.inference_mode())
             if not self._grad:

@@ -140,6 +140,14 @@ def filled_by(sink: Sink) -> tuple[int, int] | None:
     return None if ask is None else ask()
 
 
+def about_devices(count: int) -> str:
+    """What a library that was built with CUDA found, for people: the number of devices, or minus a CUDA error."""
+    if count > 0:
+        return f"built with CUDA, {count} device{'s' * (count > 1)}"
+    reasons = {0: "no device", -35: "NVIDIA's driver is missing or too old", -100: "no device"}
+    return f"built with CUDA, {reasons.get(count, 'CUDA does not start')}" + (f" (error {-count})" if count else "")
+
+
 def current_stream(device: torch.device | str) -> int:
     """The handle of the CUDA stream that work on `device` is queued on; 0 on a CPU."""
     import torch

@@ -262,7 +262,7 @@ def test_several_threads_move_every_plane_of_every_layer(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     slots = torch.randperm(640, generator=torch.Generator().manual_seed(1))[:600].numpy()
     one, other = (torch.zeros(spec.blob_shape(600), dtype=torch.bfloat16) for _ in range(2))
-    native.on_processor(Move(PageTable.of(layout), slots, [one], False), library)
+    native.on_processor(native.Tables.of(Move(PageTable.of(layout), slots, [one], False)), library)
     by_torch(Move(PageTable.of(layout), slots, [other], False), layout)
     assert bits(one) == bits(other)
 

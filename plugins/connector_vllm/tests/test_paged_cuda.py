@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvloom import Chunk, ChunkKey, ConfigError, KVSpec, MemoryFormat, Segment
+from kvloom import Chunk, ChunkKey, ConfigError, Engine, KVSpec, MemoryFormat, Registry, Segment
 from kvloom_connector_vllm import native, testing
 from kvloom_connector_vllm.native import Kernels
-from kvloom_connector_vllm.paged import cuda
+from kvloom_connector_vllm.paged import bounce, cuda
 from kvloom_connector_vllm.paged.connector import PagedConnector
 from kvloom_connector_vllm.paged.cuda import PagedCudaConnector
 from kvloom_testkit import ConnectorConformance, ConnectorHarness
@@ -40,7 +42,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     built = tmp_path_factory.mktemp("emulated") / "libkvpaged_emulated.so"
     options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
     subprocess.run([compiler, *options, "-x", "c++", CSRC / "paged.cu", "-o", built], check=True)
-    return Kernels.declared(ctypes.CDLL(str(built)), "cpu")
+    return Kernels(ctypes.CDLL(str(built)), "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -56,31 +58,31 @@ def connector(spec: KVSpec = SPEC, **how: Any) -> PagedCudaConnector:
     return PagedCudaConnector(PagedCudaConnector.Config.model_validate(how), spec)
 
 
-class TestDirect(ConnectorConformance):
+class TestAtOnce(ConnectorConformance):
     @pytest.fixture
     def make(self) -> Callable[[], ConnectorHarness]:
         return lambda: testing.paged_cuda(connector)
 
 
-class TestStaged(ConnectorConformance):
-    """In parts, of a few chunks each."""
+class TestInParts(ConnectorConformance):
+    """Of a few chunks each."""
 
     @pytest.fixture
     def make(self) -> Callable[[], ConnectorHarness]:
-        return lambda: testing.paged_cuda(lambda: connector(use_gpu=True, staging=4096))
+        return lambda: testing.paged_cuda(lambda: connector(staging=4096))
 
 
 @few
 @given(
     planes=st.integers(1, 2), layers=st.integers(1, 3), heads=st.integers(1, 5), head_size=st.integers(1, 40),
     dtype=st.sampled_from(["float64", "float32", "bfloat16", "float8_e4m3fn", "uint8"]), size=st.integers(1, 9),
-    tokens_first=st.booleans(), use_gpu=st.booleans(), pinned=st.booleans(),
+    tokens_first=st.booleans(), pinned=st.booleans(),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     layer=st.booleans(), holes=st.booleans(), seed=st.integers(0, 10**6),
 )  # fmt: skip
 def test_it_moves_what_torch_moves(
     found: Kernels, planes: int, layers: int, heads: int, head_size: int, dtype: str, size: int, tokens_first: bool,
-    use_gpu: bool, pinned: bool, sizes: list[int], layer: bool, holes: bool, seed: int,
+    pinned: bool, sizes: list[int], layer: bool, holes: bool, seed: int,
 ) -> None:  # fmt: skip
     """Words of 1 to 16 bytes, heads side by side and apart, chunks in pinned memory and in other."""
     spec = KVSpec("m", layers, heads, head_size, dtype, kv_planes=planes)
@@ -95,7 +97,7 @@ def test_it_moves_what_torch_moves(
     for each in sizes:
         segments.append(Segment(at, at + each, ChunkKey("0/-", len(segments), bytes(32))))
         at += each
-    there, kernel = host.to(found.device_type), connector(spec, layout=name, use_gpu=use_gpu, staging=1 << 12)
+    there, kernel = host.to(found.device_type), connector(spec, layout=name, staging=1 << 12)
     torchs = PagedConnector(PagedConnector.Config(layout=name), spec)
     one, other = ([room(spec, each, found, pinned) for each in sizes] for _ in range(2))
     fence = kernel.read(segments, one, kvcaches=list(map(tuple, there)), slot_mapping=slots)
@@ -124,50 +126,26 @@ def room(spec: KVSpec, tokens: int, found: Kernels, pinned: bool) -> Chunk:
     return Chunk(tensor, MemoryFormat.KV_BLOB, tokens)
 
 
-@pytest.mark.parametrize("use_gpu", [False, True])
-def test_the_kernel_itself_goes_to_host_memory_unless_use_gpu(
-    found: Kernels, use_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grids = []
-    queue = Kernels.queue
-    monkeypatch.setattr(
-        Kernels, "queue", lambda *of, blocks, **how: grids.append(blocks) or queue(*of, blocks=blocks, **how)
-    )
-    it = testing.paged_cuda(lambda: connector(use_gpu=use_gpu))
-    segments = it.segments(16, 16)
-    chunks = [Chunk(room(SPEC, 16, found, True).tensor, MemoryFormat.KV_BLOB, 16) for _ in segments]
-    done(it.connector.read(segments, chunks, **it.engine().where))
-    assert grids == [cuda._BLOCKS_ON_DEVICE if use_gpu else cuda._BLOCKS]
-
-
-def test_chunks_that_the_device_cannot_reach_are_staged(found: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = testing.paged_cuda(connector)
-    source, target = it.engine(), it.engine(blank=True)
-    segments = it.segments(16, 16, 8)
-    monkeypatch.setattr(Kernels, "address", lambda self, tensor: None)
-    it.write(segments, it.read(segments, source), target)
-    assert same(target.kv(), source.kv())
-
-
-def test_nothing_is_under_way_when_a_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller takes the chunks back after an error. The stream only records the calls."""
+def test_nothing_is_under_way_when_a_call_fails() -> None:
+    """The caller takes the chunks back after an error. The streams only record the calls."""
     asked: list[Any] = []
-    stream = SimpleNamespace(wait_stream=asked.append, synchronize=lambda: asked.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "stream", lambda one: contextlib.nullcontext())
-    device, one = torch.device("cuda", 0), connector()
-    one._streams[device] = stream  # type: ignore[assignment]
-    with one._on_stream(device, "the engine's"):  # type: ignore[arg-type]
+    way = bounce._Way(torch.device("cpu"), 64)
+    way.near, way.bus = (
+        SimpleNamespace(wait_event=asked.append, synchronize=partial(asked.append, name)) for name in ("near", "bus")
+    )  # type: ignore[assignment]
+    with way.going_on("the engine's"):  # type: ignore[arg-type]
         pass
     assert asked == ["the engine's"]
-    with pytest.raises(MemoryError), one._on_stream(device, "the engine's"):  # type: ignore[arg-type]
+    with pytest.raises(MemoryError), way.going_on("the engine's"):  # type: ignore[arg-type]
         raise MemoryError
-    assert asked == ["the engine's", "the engine's", "synchronize"]
+    assert asked == ["the engine's", "the engine's", "near", "bus"]
+    with way.going_on("another's"):  # type: ignore[arg-type]
+        pass  # and the next one goes on
 
 
 @pytest.mark.skipif(native.kernels() is None, reason="there is no GPU, and so there are no streams")
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("use_gpu", [False, True])
-def test_what_the_engine_has_queued_is_done_first(named: bool, use_gpu: bool) -> None:
+def test_what_the_engine_has_queued_is_done_first(named: bool) -> None:
     """On the calling thread's stream, or on the one that is named. The chunk is pinned: no copy waits by itself."""
     pages, planes = testing.joined(SPEC, 8, "cuda")
     chunk = Chunk(torch.zeros(SPEC.blob_shape(16), dtype=SPEC.torch_dtype).pin_memory(), MemoryFormat.KV_BLOB, 16)
@@ -179,18 +157,90 @@ def test_what_the_engine_has_queued_is_done_first(named: bool, use_gpu: bool) ->
             view.fill_(3)
         where = {"kvcaches": pages, "slot_mapping": torch.arange(16)}
         if not named:
-            done(connector(use_gpu=use_gpu).read([segment], [chunk], **where))
+            done(connector().read([segment], [chunk], **where))
     if named:
-        done(connector(use_gpu=use_gpu).read([segment], [chunk], **where, stream=stream))
+        done(connector().read([segment], [chunk], **where, stream=stream))
     assert (chunk.tensor == 3).all()
 
 
-def test_a_move_in_parts_is_the_whole_move() -> None:
-    chunks = [torch.zeros(2, 1, tokens, 4, dtype=torch.uint8) for tokens in (1, 2, 3, 9, 1)]
-    move = cuda.Move(None, torch.arange(16).numpy(), chunks, True)  # type: ignore[arg-type]
-    parts = list(cuda._parts(move, 30))
-    assert [[chunk.shape[2] for chunk in part.chunks] for part in parts] == [[1, 2], [3], [9], [1]]
-    assert [part.slots.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], list(range(6, 15)), [15]]
+@pytest.mark.skipif(native.kernels() is None, reason="there is no GPU, and so there are no streams")
+def test_readers_that_the_engine_has_queued_see_what_was_there() -> None:
+    """A load comes after them."""
+    pages, planes = testing.joined(SPEC, 8, "cuda")
+    chunk = Chunk(torch.ones(SPEC.blob_shape(16), dtype=SPEC.torch_dtype).pin_memory(), MemoryFormat.KV_BLOB, 16)
+    segment, stream = Segment(0, 16, ChunkKey("0/-", 0, bytes(32))), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**9)
+        seen = [view.clone() for layers in planes for view in layers]
+        done(connector().write([segment], [chunk], kvcaches=pages, slot_mapping=torch.arange(16)))
+        now = [view.clone() for layers in planes for view in layers]
+    torch.cuda.synchronize()
+    assert not any(view.any() for view in seen) and all((view[:4] == 1).all() for view in now)
+
+
+@pytest.mark.skipif(native.kernels() is None, reason="there is no GPU, and so there are no streams")
+@pytest.mark.parametrize("kind", ["paged", "paged_cuda"])
+def test_saves_and_loads_in_the_background_come_after_what_is_queued(kind: str) -> None:
+    """On the stream of the thread that calls: the thread that copies has another."""
+    pages, planes = testing.joined(SPEC, 64, "cuda")
+    views = [view for layers in planes for view in layers]
+    plugins = [EntryPoint(name, name, "kvloom.v1") for name in ("kvloom.builtin", "kvloom_connector_vllm")]
+    registry = Registry.discover(entry_points=plugins)
+    where = {"kvcaches": pages, "slot_mapping": torch.arange(256)}
+    with Engine.open({"connector": {"type": kind}}, SPEC, registry=registry) as engine:
+        segments, stream = engine.segments(torch.arange(256)), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**9)
+            for view in views:
+                view.fill_(3)
+            save = engine.save(segments, **where)
+            assert save.result(60).all()
+            for view in views:
+                view.fill_(5)
+            torch.cuda._sleep(10**9)
+            seen = [view.clone() for view in views]
+            load = engine.load(segments, **where)
+            assert load.result(60).all()
+        torch.cuda.synchronize()
+        assert all((view == 5).all() for view in seen), "a load came before readers"
+        assert all((view == 3).all() for view in views), "a save came before writers"
+
+
+@pytest.mark.skipif(native.kernels() is None, reason="there is no GPU, and so there are no streams")
+@pytest.mark.parametrize("to_pages", [False, True])
+def test_a_buffer_is_not_used_again_before_it_is_free(to_pages: bool) -> None:
+    """More chunks than the buffers hold, in a loop, beside another stream's copies that keep the bus busy."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    pages, _ = testing.joined(SPEC, 4096, "cuda")
+    for layer in pages:
+        layer.copy_(torch.randint(0, 99, layer.shape, device="cuda", generator=generator).to(layer.dtype))
+    segments = [Segment(n * 64, (n + 1) * 64, ChunkKey("0/-", n, bytes(32))) for n in range(64)]
+    slots = torch.randperm(64 * 64)
+    fast, slow = connector(staging=1 << 16), PagedConnector(PagedConnector.Config(), SPEC)
+    mine, theirs = ([room(SPEC, 64, native.Kernels(None), True) for _ in segments] for _ in range(2))  # type: ignore[arg-type]
+    slow.read(segments, theirs, kvcaches=pages, slot_mapping=slots)
+    where = {"kvcaches": pages, "slot_mapping": slots}
+    for _ in range(20):
+        if to_pages:
+            expected = [layer.clone() for layer in pages]
+            for layer in pages:
+                layer[:1024] = 0
+            done(fast.write(segments, theirs, **where))
+            assert all(map(same, pages, expected))
+        else:
+            done(fast.read(segments, mine, **where))
+            assert all(same(a.tensor, b.tensor) for a, b in zip(mine, theirs, strict=True))
+            for chunk in mine:
+                chunk.tensor.zero_()
+
+
+def test_parts_are_all_chunks_once_and_fit_into_a_buffer() -> None:
+    chunks = [torch.zeros(size, dtype=torch.uint8) for size in (100, 256, 257, 2000, 1, 1)]
+    parts = [(first, [len(chunk) for chunk in some]) for first, some in bounce._parts(chunks, 1024)]
+    assert parts == [(0, [100, 256, 257]), (3, [2000]), (4, [1, 1])]
+    assert list(bounce._parts([], 1024)) == []
 
 
 def test_pages_that_are_not_on_a_gpu_are_refused(found: Kernels) -> None:
@@ -205,8 +255,9 @@ def test_pages_that_are_not_on_a_gpu_are_refused(found: Kernels) -> None:
 
 
 def test_the_kernel_refuses_numbers_that_make_no_sense(found: Kernels) -> None:
+    none = np.zeros((0, 4), dtype=np.int64)
     with pytest.raises(RuntimeError, match="refused"):
-        found.queue(native._Move(), word=1, blocks=1, stream=0)
+        found.launch(native.Tables(none, none, none[:, 0], none[:, 0].astype(np.int32), 0, 0, 0, 0, 0, False))
 
 
 @pytest.mark.skipif(native.kernels() is not None, reason="there is a GPU")
@@ -222,7 +273,7 @@ def test_the_benchmark_compiles_and_runs() -> None:
     script = Path(__file__).parents[3] / "bench" / "paged_gpu.py"
     done = subprocess.run([sys.executable, script, "--rehearse"], capture_output=True, text=True, cwd=script.parent)
     assert done.returncode == 0, done.stderr
-    assert "| write: paged_cuda, use_gpu | 8 |" in done.stdout
+    assert "| write: type: vllm | 8 |" in done.stdout
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged.blocks import VLLMBlobConnector, VLLMConnector
 from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
 from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory
+from kvloom_testkit.connectors.memories import done
 from kvloom_testkit.subjects import SPEC
 
 BLOCK_TOKENS = 4
@@ -23,27 +24,30 @@ BLOCK_TOKENS = 4
 class PagedMemory(EngineMemory):
     """Pages of several requests, the request's being scattered among them."""
 
+    device = "cpu"
+
     def __init__(self, spec: KVSpec, num_tokens: int) -> None:
         count = -(-num_tokens // BLOCK_TOKENS)
         elements = BLOCK_TOKENS * spec.kv_planes * spec.hidden_dim
         chance = torch.Generator().manual_seed(num_tokens)
         self._blocks = torch.randperm(2 * count + 3, generator=chance)[:count].tolist()
-        self._pages = [torch.full((2 * count + 3, elements), 3.0).to(spec.torch_dtype) for _ in range(spec.num_layers)]
+        shape = (2 * count + 3, elements)
+        self._pages = [torch.full(shape, 3.0, device=self.device).to(spec.torch_dtype) for _ in range(spec.num_layers)]
 
     @property
     def where(self) -> Mapping[str, Any]:
         return {"pages": self._pages, "blocks": list(self._blocks)}
 
     def kv(self) -> torch.Tensor:
-        return torch.stack([view[self._blocks] for view in self._pages], dim=1).clone()
+        return torch.stack([view[self._blocks] for view in self._pages], dim=1).cpu()
 
     def set_kv(self, kv: torch.Tensor) -> None:
         for layer, view in enumerate(self._pages):
-            view[self._blocks] = kv[:, layer]
+            view[self._blocks] = kv[:, layer].to(self.device)
 
     def surroundings(self) -> bytes:
         rest = [block for block in range(len(self._pages[0])) if block not in self._blocks]
-        return b"".join(view[rest].view(torch.uint8).numpy().tobytes() for view in self._pages)
+        return b"".join(view[rest].cpu().view(torch.uint8).numpy().tobytes() for view in self._pages)
 
 
 def geometry(spec: KVSpec) -> Geometry:
@@ -52,11 +56,14 @@ def geometry(spec: KVSpec) -> Geometry:
     return Geometry(layers=spec.num_layers, block_tokens=BLOCK_TOKENS, page_elements=elements)
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", "torch", *(["cuda native", "cuda torch"] if torch.cuda.is_available() else [])])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one call of native code, and as it is where there was no compiler."""
-    if request.param == "torch":
+    """In one call of native code, and as it is where there was no compiler; on a GPU where there is one."""
+    if "torch" in request.param:
         monkeypatch.setattr(native, "processor", lambda: None)
+        monkeypatch.setattr(native, "kernels", lambda: None)
+    if "cuda" in request.param:
+        monkeypatch.setattr(PagedMemory, "device", "cuda")
 
 
 @pytest.mark.usefixtures("by")
@@ -75,7 +82,8 @@ class KnownMemory(PagedMemory):
     def __init__(self, spec: KVSpec, num_tokens: int) -> None:
         super().__init__(spec, num_tokens)
         self._spec = spec
-        self._order = torch.randperm(self._pages[0].shape[1], generator=torch.Generator().manual_seed(7))
+        order = torch.randperm(self._pages[0].shape[1], generator=torch.Generator().manual_seed(7))
+        self._order = order.to(self.device)
 
     @property
     def where(self) -> Mapping[str, Any]:
@@ -94,9 +102,10 @@ class KnownMemory(PagedMemory):
         for layer, view in enumerate(self._pages):
             for index, block in enumerate(self._blocks):
                 part = kv[:, layer, index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-                view[block, self._order] = part.flatten()
+                view[block, self._order] = part.flatten().to(self.device)
 
 
+@pytest.mark.usefixtures("by")
 class TestBlob(ConnectorConformance):
     @pytest.fixture
     def make(self) -> Callable[[], ConnectorHarness]:
@@ -105,6 +114,39 @@ class TestBlob(ConnectorConformance):
             return ConnectorHarness(one, KnownMemory, BLOCK_TOKENS)
 
         return harness
+
+
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(4))), ids=str)
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_rows_are_moved_by_their_strides_as_torch_moves_elements(
+    axes: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K and V, tokens and heads in any order in a page; where the elements of a head are apart, torch moves them."""
+    sizes = (SPEC.kv_planes, BLOCK_TOKENS, SPEC.num_kv_heads, SPEC.head_size)
+    shape = tuple(sizes[axis] for axis in axes)
+    places = torch.arange(geometry(SPEC).page_elements).view(shape).permute(*(axes.index(axis) for axis in range(4)))
+    order, chance = places.flatten().to(device), torch.Generator().manual_seed(5)
+    pages = [
+        torch.randint(0, 100, (9, order.numel() + 8), generator=chance).to(device, SPEC.torch_dtype)[:, : order.numel()]
+        for _ in range(SPEC.num_layers)
+    ]
+    one = VLLMBlobConnector(VLLMConfig(geometry=geometry(SPEC)), SPEC)
+    lengths = [2 * BLOCK_TOKENS, BLOCK_TOKENS, 3 * BLOCK_TOKENS]
+    ends = [0, *itertools.accumulate(lengths)]
+    segments = [Segment(a, b, ChunkKey("f/-", n, bytes(32))) for n, (a, b) in enumerate(itertools.pairwise(ends))]
+
+    def moved() -> list[torch.Tensor]:
+        chunks = [Chunk(torch.zeros(one.shape(n), dtype=SPEC.torch_dtype), one.format, n) for n in lengths]
+        done(one.read(segments, chunks, pages=pages, blocks=[8, 0, 3, 2, 5, 1], order=order))
+        into = [torch.zeros_like(view) for view in pages]
+        done(one.write(segments, chunks, pages=into, blocks=[1, -1, 3, 0, -1, 8], order=order))
+        return [chunk.tensor for chunk in chunks] + into
+
+    assert (one._about(order).strides is not None) == (axes[3] == 3)
+    found = moved()
+    monkeypatch.setattr(native, "runner", lambda device: None)
+    assert all(torch.equal(a, b) for a, b in zip(found, moved(), strict=True))
+    assert all(tensor.any() for tensor in found)
 
 
 def connector() -> VLLMConnector:

@@ -193,17 +193,23 @@ def test_the_least_recently_used_goes_first() -> None:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def memory(groups: list[list[int]], blocks: int, seed: int) -> list[list[torch.Tensor]]:
-    """Pages of each layer of each group; padded, so that no two of them follow each other."""
+    """Pages of each layer of each group; padded, so that no two of them follow each other. On a GPU if there is one."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        [torch.randint(0, 256, (blocks, size + 3), dtype=torch.uint8, generator=generator)[:, :size] for size in sizes]
+        [
+            torch.randint(0, 256, (blocks, size + 3), dtype=torch.uint8, generator=generator).to(DEVICE)[:, :size]
+            for size in sizes
+        ]
         for sizes in groups
     ]
 
 
 def test_blocks_are_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.processor() is None:
+    if native.runner(torch.device(DEVICE)) is None:
         pytest.skip("built without a compiler")
     staging = Staging.create(tmp_path / "a", slots=4, slot_bytes=8, about={})
     source, target = memory([[4]], 6, 1), memory([[4]], 6, 2)
@@ -246,7 +252,7 @@ def test_what_is_loaded_is_what_was_stored(
     copiers = [Copier(staging, pages, chunk_blocks=chunk_blocks, rank=0) for pages in (source, target)]
     if data.draw(st.booleans()):  # as where there is no compiler
         for copier in copiers:
-            copier._native = None
+            copier._run = None
     copiers[0].store(order, Blocks(ids, [len(group) for group in stored], [0] * len(groups)))
     assert [int(staging.stamps[slot]) for slot in slots] == [5] * total
     unused = (set(range(total + 1)) - set(slots)).pop()

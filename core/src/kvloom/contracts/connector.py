@@ -50,6 +50,14 @@ class GPUConnector(Component):
         This includes missing arguments, too little room, another dtype or shape, and unknown names.
         """
 
+    def ordered(self, where: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`where`, with a mark of what the calling thread has queued on a device so far: a move comes after it.
+
+        Called on the engine's thread, after `check`, for moves that go on on another thread, whose current stream and
+        device are others. By default `where` as it is.
+        """
+        return where
+
     @abstractmethod
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> Fence | None:
         """Copy the engine's KV of each segment into its chunk. None means done; else the fence tells."""

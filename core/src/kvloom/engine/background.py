@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvloom.contracts.observer import Event
+from kvloom.device import CurrentStreams
 from kvloom.errors import BackendError
 from kvloom.pipeline.task import Task
 from kvloom.runtime import Runtime, Workers
@@ -58,9 +59,12 @@ class Background:
             reason = "closed before it was stored"
             self._waiting[task] = Event("dropped", tokens=num_tokens, chunks=len(segments), reason=reason)
 
+        streams = CurrentStreams()
+
         def run() -> None:
             self._waiting.pop(task, None)
-            task.run(work)
+            with streams.current():
+                task.run(work)
             self._tasks.pop(task, None)
 
         try:

@@ -419,8 +419,9 @@ class Engine(Index):
             keys = [segment.key for segment in segments]
             record = self._record("load", segments, callers=callers)
             work = partial(
-                self._transfer.load, segments=segments, where=where, keys=keys, into=connector, record=record
-            )
+                self._transfer.load, segments=segments, where=connector.ordered(where), keys=keys, into=connector,
+                record=record,
+            )  # fmt: skip
             self._check_open()
             return self._background.start(segments, work, record, awaited=True)
 
@@ -453,7 +454,8 @@ class Engine(Index):
             check_where(self.connector, segments, where)
             keys = [segment.key for segment in segments]
             record = self._record("save", segments, callers=callers)
-            work = partial(self._transfer.save, segments=segments, where=where, keys=keys, record=record)
+            ordered = self.connector.ordered(where)
+            work = partial(self._transfer.save, segments=segments, where=ordered, keys=keys, record=record)
             self._check_open()
             return self._background.start(segments, work, record)
 
@@ -481,8 +483,8 @@ class Engine(Index):
         check_where(connector, segments, where)
         self._stack.touch(chain)
         loading = Loading(
-            segments, num_tokens, where, chain=chain, stack=self._stack, connector=connector, events=self._events,
-            runtime=self._runtime, on_end=self._ended, record=record, pieces=pieces,
+            segments, num_tokens, connector.ordered(where), chain=chain, stack=self._stack, connector=connector,
+            events=self._events, runtime=self._runtime, on_end=self._ended, record=record, pieces=pieces,
         )  # fmt: skip
         self._by_layer.add(loading)
         loading.begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
+from kvloom.device import CurrentStreams
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.pipeline.layer_read import LayerRead, Part
@@ -87,11 +89,15 @@ class Loading:
         """Called once, by the engine."""
         if self.hit.tokens:
             try:
-                self._runtime.spawn(self._run, name="kvloom-layers")
+                self._runtime.spawn(partial(self._run_on, CurrentStreams()), name="kvloom-layers")
                 return
             except RuntimeError as error:  # the machine has no more threads
                 log.warning("layers are loaded before the caller goes on: %s", error)
         self._run()
+
+    def _run_on(self, streams: CurrentStreams) -> None:
+        with streams.current():
+            self._run()
 
     def wait(self, layer: int) -> torch.Tensor:
         """Return a bool CPU mask `[tokens]`: True if the engine has the KV of `layer` and of all layers before it.

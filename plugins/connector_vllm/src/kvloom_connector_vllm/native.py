@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,9 @@ from .paged.move import Move
 _BYTES_OF_A_THREAD = 1 << 20
 """Less is not worth a thread of its own."""
 _LONGEST_WORD = 16
+_ALIGN = 16
+_THREAD_BLOCKS = 1024
+"""Of a launch at most; enough for the bandwidth of a device's memory."""
 
 
 class _Move(ctypes.Structure):
@@ -31,49 +35,74 @@ class _Move(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """A move as the libraries read it."""
+    """A move as the libraries read it: addresses, and strides in bytes."""
 
-    move: Move
+    pages: np.ndarray[Any, Any]
+    """int64 `[planes x layers, 4]`: address, strides of block, slot and head."""
     chunks: np.ndarray[Any, Any]
-    """int64 `[chunks, 4]`: address, strides of plane and layer in bytes, the first of its tokens."""
+    """int64 `[chunks, 4]`: address, strides of plane and layer, the first of its tokens."""
+    slots: np.ndarray[Any, Any]
+    """int64 `[tokens]`; a negative one is skipped."""
     chunk_of: np.ndarray[Any, Any]
     """int32 `[tokens]`"""
+    planes: int
+    layers: int
+    heads: int
+    head_bytes: int
+    block_size: int
+    to_pages: bool
 
     @classmethod
-    def of(cls, move: Move, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> Tables:
-        """address: of a chunk, where the device has it under another."""
+    def of(cls, move: Move) -> Tables:
         rows, counts, first = [], [], 0
         for chunk in move.chunks:
             plane, layer, *_ = chunk.stride()
             size, tokens = chunk.element_size(), chunk.shape[2]
-            rows.append((address(chunk), plane * size, layer * size, first))
+            rows.append((chunk.data_ptr(), plane * size, layer * size, first))
             counts.append(tokens)
             first += tokens
-        return cls(move, np.array(rows, dtype=np.int64), np.repeat(np.arange(len(rows), dtype=np.int32), counts))
+        pages = move.pages
+        return cls(
+            pages.rows, np.array(rows, dtype=np.int64), move.slots,
+            np.repeat(np.arange(len(rows), dtype=np.int32), counts),
+            pages.planes, pages.layers, pages.heads, pages.head_bytes, pages.block_size, move.to_pages,
+        )  # fmt: skip
+
+    @classmethod
+    def of_blocks(
+        cls, pages: np.ndarray[Any, Any], chunks: np.ndarray[Any, Any], blocks: np.ndarray[Any, Any], *,
+        width: int, to_pages: bool,
+    ) -> Tables:  # fmt: skip
+        """Of whole blocks of several layers.
+
+        pages: int64 `[layers, 4]`: address, stride of a block, 0, 0. chunks: int64 `[blocks, 4]`, of each block:
+        address, 0, stride of a layer, its number. blocks: int64, which one of the pages' each is. width: bytes of one
+        in one layer.
+        """
+        each = np.arange(len(blocks), dtype=np.int32)
+        return cls(pages, chunks, blocks, each, 1, len(pages), 1, width, 1, to_pages)
 
     @property
     def nbytes(self) -> int:
         """Size of the KV if no slot is skipped."""
-        pages = self.move.pages
-        return len(self.move.slots) * pages.planes * pages.layers * pages.heads * pages.head_bytes
+        return len(self.slots) * self.planes * self.layers * self.heads * self.head_bytes
 
     @property
     def word(self) -> int:
         """Number of bytes that can be copied at a time: the largest power of two that divides every
         address and stride."""
-        chunks = int(np.bitwise_or.reduce(self.chunks[:, :3], axis=None))
-        bits = self.move.pages.bits | chunks | self.move.pages.head_bytes | _LONGEST_WORD
+        strides = (int(np.bitwise_or.reduce(rows, axis=None)) for rows in (self.pages, self.chunks[:, :3]))
+        bits = functools.reduce(int.__or__, strides, self.head_bytes | _LONGEST_WORD)
         return bits & -bits
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], ...]:
-        return self.move.pages.rows, self.chunks, self.move.slots, self.chunk_of
+        return self.pages, self.chunks, self.slots, self.chunk_of
 
     def native(self, addresses: Sequence[int]) -> _Move:
         """The library's structure. addresses: those of `arrays`."""
-        pages = self.move.pages
         return _Move(
-            *addresses, len(self.move.slots), pages.planes, pages.layers, pages.heads, pages.head_bytes,
-            pages.block_size, self.move.to_pages,
+            *addresses, len(self.slots), self.planes, self.layers, self.heads, self.head_bytes, self.block_size,
+            self.to_pages,
         )  # fmt: skip
 
 
@@ -86,28 +115,11 @@ def processor() -> ctypes.CDLL | None:
         return None
 
 
-def on_processor(move: Move, native: ctypes.CDLL) -> None:
-    """Copy, all of it in host memory; done on return."""
-    tables = Tables.of(move)
+def on_processor(tables: Tables, native: ctypes.CDLL) -> None:
+    """Copy, all of it in host memory; done on return. Addresses are not looked at."""
     threads = max(1, min(torch.get_num_threads(), tables.nbytes // _BYTES_OF_A_THREAD))
     taken = tables.native([array.ctypes.data for array in tables.arrays()])
     if native.kvp_move(ctypes.byref(taken), threads):
-        raise RuntimeError("kvp_move refused a move that was checked")
-
-
-def copy_blocks(
-    native: ctypes.CDLL, pages: np.ndarray[Any, Any], chunks: np.ndarray[Any, Any], blocks: np.ndarray[Any, Any], *,
-    width: int, to_pages: bool,
-) -> None:  # fmt: skip
-    """Copy whole blocks of several layers, all in host memory; done on return. Addresses are not looked at.
-
-    pages: int64 `[layers, 4]`: address, stride of a block, 0, 0. chunks: int64 `[blocks, 4]`, of each block: address,
-    0, stride of a layer, its number. blocks: int64, which one of the pages' each is. width: bytes of one in one layer.
-    """
-    each = np.arange(len(blocks), dtype=np.int32)
-    addresses = [array.ctypes.data for array in (pages, chunks, blocks, each)]
-    threads = max(1, min(torch.get_num_threads(), len(blocks) * len(pages) * width // _BYTES_OF_A_THREAD))
-    if native.kvp_move(ctypes.byref(_Move(*addresses, len(blocks), 1, len(pages), 1, width, 1, to_pages)), threads):
         raise RuntimeError("kvp_move refused a move that was checked")
 
 
@@ -119,24 +131,19 @@ class Kernels:
     device_type: str = "cuda"
     """The device of the pages: `cpu` where tests run the kernels on a processor."""
 
-    @classmethod
-    def declared(cls, library: ctypes.CDLL, device_type: str = "cuda") -> Kernels:
-        library.kvp_cuda_address.restype = ctypes.c_void_p
-        library.kvp_cuda_address.argtypes = [ctypes.c_void_p]
-        return cls(library, device_type)
-
-    def address(self, tensor: torch.Tensor) -> int | None:
-        """Under which the device has the tensor's memory; None if it has not, or not to its end."""
-        first = tensor.data_ptr()
-        last = (
-            first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.element_size()
-        )
-        there = [self.library.kvp_cuda_address(place) for place in (first, last)]
-        return there[0] if None not in there and there[1] - there[0] == last - first else None
-
-    def queue(self, move: _Move, *, word: int, blocks: int, stream: int) -> None:
-        """Put a launch on a stream. Every address of `move` is the device's."""
-        error = self.library.kvp_cuda_move(ctypes.byref(move), word, blocks, ctypes.c_void_p(stream))
+    def launch(self, tables: Tables) -> None:
+        """Queue a move, all of it in the memory of the current device, on its current stream."""
+        arrays = tables.arrays()
+        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)])
+        on_device = self.device_type == "cuda"
+        packed = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=on_device)
+        for start, array in zip(starts, arrays, strict=False):
+            packed.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        # Freed when this returns: torch gives it to nobody before the launch, which is on the same stream, is done.
+        there = packed.to(self.device_type, non_blocking=True)
+        taken = tables.native([there.data_ptr() + int(start) for start in starts[:-1]])
+        stream = torch.cuda.current_stream().cuda_stream if on_device else 0
+        error = self.library.kvp_cuda_move(ctypes.byref(taken), tables.word, _THREAD_BLOCKS, ctypes.c_void_p(stream))
         if error:
             raise RuntimeError(f"CUDA error {-error}" if error < 0 else "the kernel refused a move that was checked")
 
@@ -148,13 +155,23 @@ def kernels() -> Kernels | None:
         library = libraries.load("kvloom_connector_vllm", "kvpaged_cuda")
     except PluginError:
         return None
-    return Kernels.declared(library) if library.kvp_cuda_devices() > 0 else None
+    return Kernels(library) if library.kvp_cuda_devices() > 0 else None
+
+
+def runner(device: torch.device) -> Callable[[Tables], None] | None:
+    """What moves KV within the memory of such a device: done on return on a processor, else queued on the current
+    stream. None if nothing was built for it."""
+    if device.type == "cuda":
+        found = kernels()
+        return None if found is None else found.launch
+    library = processor() if device.type == "cpu" else None
+    return None if library is None else functools.partial(on_processor, native=library)
 
 
 def about_kernels() -> str:
     """The reason why there are no kernels, for people."""
     try:
-        devices = libraries.load("kvloom_connector_vllm", "kvpaged_cuda").kvp_cuda_devices()
+        library = libraries.load("kvloom_connector_vllm", "kvpaged_cuda")
     except PluginError:
         return "built without CUDA"
-    return f"built with CUDA, {devices} devices" if devices >= 0 else f"built with CUDA, no driver (error {-devices})"
+    return libraries.about_devices(library.kvp_cuda_devices())

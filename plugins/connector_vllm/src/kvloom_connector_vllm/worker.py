@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
 
@@ -45,7 +45,6 @@ class Worker:
         self._rank = rank
         self._block_tokens = block_tokens
         self._memory: dict[str, Any] = {}
-        self._event: Callable[[], Any] | None = None
         self._orders: Orders | None = None
         self._loads: dict[str, _Load] = {}
         self._saves: dict[int, Task] = {}
@@ -55,19 +54,9 @@ class Worker:
         self._report = Report()
         self._counted: Mapping[Any, Any] = {}
 
-    def attach(
-        self,
-        pages: Sequence[torch.Tensor],
-        *,
-        order: torch.Tensor | None = None,
-        event: Callable[[], Any] | None = None,
-    ) -> None:
-        """The engine's memory, a view `[num_blocks, page_elements]` for each layer. order: see `VLLMBlobConnector`.
-
-        event: marks the end of what a step has queued on the device.
-        """
+    def attach(self, pages: Sequence[torch.Tensor], *, order: torch.Tensor | None = None) -> None:
+        """The engine's memory, a view `[num_blocks, page_elements]` for each layer. order: see `VLLMBlobConnector`."""
         self._memory = {"pages": list(pages), **({} if order is None else {"order": order})}
-        self._event = event
 
     # -- a step, in order ----------------------------------------------------------------------------------------------
 
@@ -112,7 +101,6 @@ class Worker:
             self._engine.touch(self._names.segments(chunks))
         if not orders.step.saves:
             return
-        ready = self._event() if self._event is not None else None
         for move in orders.step.saves:
             if not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures:
                 # It was planned before the scheduler knew that some KV had not come: what it computes may be wrong.
@@ -120,9 +108,8 @@ class Worker:
                 continue
             try:
                 self._saves[move.number] = self._engine.save(
-                    self._names.segments(move.chunks), blocks=move.blocks, first_block=move.first_block,
-                    ready=ready, **self._memory,
-                )  # fmt: skip
+                    self._names.segments(move.chunks), blocks=move.blocks, first_block=move.first_block, **self._memory
+                )
             except Exception as error:  # nothing of it may reach the engine
                 log.warning("nothing is saved of request %s: %s", one_line(move.request), error)
                 self._report.saved[move.number] += 1

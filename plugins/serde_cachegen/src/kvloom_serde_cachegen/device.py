@@ -46,10 +46,10 @@ def declared(codec: ctypes.CDLL) -> ctypes.CDLL:
 def about() -> str:
     """The state of CUDA here, for people."""
     try:
-        devices = native.load("kvloom_serde_cachegen", "kvz_cuda").kvz_cuda_devices()
+        codec = native.load("kvloom_serde_cachegen", "kvz_cuda")
     except PluginError:
         return "built without CUDA: KV in device memory goes through host memory"
-    return f"built with CUDA, {devices} devices" if devices >= 0 else f"built with CUDA, no driver (error {-devices})"
+    return native.about_devices(codec.kvz_cuda_devices())
 
 
 class Launch:

@@ -207,7 +207,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         order = None
         if not self._settings.pages:
             order = page_order(self._vllm_config, self._identity, kv_caches).to(pages[0].device)
-        self._worker.attach(pages, order=order, event=_end_of_step if pages[0].is_cuda else None)
+        self._worker.attach(pages, order=order)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None and isinstance(kv_connector_metadata, Metadata)
@@ -313,12 +313,6 @@ def _tensor_rank() -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
-
-
-def _end_of_step() -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record()
-    return event
 
 
 def _talk() -> None:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -36,6 +35,7 @@ from ..offload.copy import Blocks, Copier, Order
 from ..offload.setup import OffloadSettings, described, refuse, told_by_worker
 from ..offload.store import OffloadStore
 from ..offload.tiers import Found, Pace, Tiers
+from ..paged.bounce import mark
 from ..staging import Staging, staging_path
 from . import platform
 
@@ -188,7 +188,6 @@ class KVLoomWorker(OffloadingWorker):
     def __init__(self, copier: Copier, device: torch.device) -> None:
         self._copier = copier
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "kvloom-offload-copy")
         self._jobs: dict[int, Future[tuple[int, float]]] = {}
         self._pace = Pace()
@@ -210,28 +209,13 @@ class KVLoomWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         self._thread.shutdown()
+        self._copier.close()
 
-    def _submit(
-        self, job: int, copy: Callable[[Order, Blocks], int], places: LoadStoreSpec, blocks: GPULoadStoreSpec
-    ) -> bool:
+    def _submit(self, job: int, copy: Callable[..., int], places: LoadStoreSpec, blocks: GPULoadStoreSpec) -> bool:
         assert isinstance(places, Places)
         whole = Blocks(blocks.block_ids.tolist(), blocks.group_sizes, blocks.block_indices)
-        ready = None
-        if self._stream is not None:
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(self._device))
-        self._jobs[job] = self._thread.submit(self._copy, copy, places.order, whole, ready)
+        self._jobs[job] = self._thread.submit(_timed, copy, places.order, whole, mark(self._device))
         return True
-
-    def _copy(
-        self, copy: Callable[[Order, Blocks], int], order: Order, blocks: Blocks, ready: torch.cuda.Event | None
-    ) -> tuple[int, float]:
-        """Bytes and seconds."""
-        began = time.monotonic()
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if ready is not None:
-                ready.wait()
-            return copy(order, blocks), time.monotonic() - began
 
     def _result(self, job: int, future: Future[tuple[int, float]]) -> TransferResult:
         error = future.exception()
@@ -239,6 +223,12 @@ class KVLoomWorker(OffloadingWorker):
             log.error("a load has failed after it was promised: %s: %s", type(error).__name__, error)
             return TransferResult(job, False)
         return TransferResult(job, True, *future.result())
+
+
+def _timed(copy: Callable[..., int], *given: Any) -> tuple[int, float]:
+    """Bytes and seconds."""
+    began = time.monotonic()
+    return copy(*given), time.monotonic() - began
 
 
 def forgiving(work: Callable[[], _T], otherwise: _T) -> _T:

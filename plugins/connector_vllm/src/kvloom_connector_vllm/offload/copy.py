@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from .. import native
+from ..paged.bounce import BounceBuffers, mark, pin, unpin
 from ..staging import Staging
 
 log = logging.getLogger(__name__)
+
+_BUFFER_BYTES = 64 << 20
+"""On a device, of each direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Layers of a group that follow each other, with pages of one size, in host memory."""
+    """Layers of a group that follow each other, with pages of one size."""
 
     rows: np.ndarray[Any, Any]
     """int64 `[layers, 4]`: address, stride of a block in bytes, 0, 0."""
@@ -66,8 +70,8 @@ class _Layers:
 class Copier:
     """One rank's copies, on one thread, in the order in which the scheduler asked for them.
 
-    groups: for each group of layers its pages, uint8 `[num_blocks, page_bytes]`. A key stands for `chunk_blocks`
-    blocks; in its slot a block's pages follow each other, then those of the next block, then zeros.
+    groups: for each group of layers its pages, uint8 `[num_blocks, page_bytes]`, all on one device. A key stands for
+    `chunk_blocks` blocks; in its slot a block's pages follow each other, then those of the next block, then zeros.
     """
 
     def __init__(
@@ -76,21 +80,30 @@ class Copier:
         self._staging, self._groups = staging, groups
         self._chunk_blocks, self._rank = chunk_blocks, rank
         self._block_bytes = [sum(page.shape[1] for page in pages) for pages in groups]
-        self._native = native.processor()
-        near = [all(page.device.type == "cpu" and page.stride(1) == 1 for page in pages) for pages in groups]
-        self._layers = [_Layers.of(pages) if here else None for pages, here in zip(groups, near, strict=True)]
+        self._layers = [_Layers.of(pages) for pages in groups]
+        device = next((page.device for pages in groups for page in pages), torch.device("cpu"))
+        self._run = native.runner(device) if all(p.stride(1) == 1 for pages in groups for p in pages) else None
+        self._buffers = BounceBuffers(device, _BUFFER_BYTES) if device.type == "cuda" else None
+        self._pinned = self._buffers is not None and pin(staging.data)
+
+    def close(self) -> None:
+        if self._pinned:
+            self._pinned = False
+            unpin(self._staging.data)
 
     @torch.inference_mode()
-    def store(self, order: Order, blocks: Blocks) -> int:
-        """Pages into slots; how many bytes. Never raises: what could not be copied is stamped as failed."""
+    def store(self, order: Order, blocks: Blocks, ready: torch.cuda.Event | None = None) -> int:
+        """Pages into slots; how many bytes. Never raises: what could not be copied is stamped as failed.
+
+        ready: comes before, if the pages are on a device.
+        """
         copied = 0
         for group, slots, ids in self._parts(order, blocks):
             try:
                 if len(ids) != len(slots) * self._chunk_blocks or blocks.first[group] % self._chunk_blocks:
                     raise ValueError("the engine has only a part of these chunks")
-                self._move(group, slots, list(range(len(ids))), ids, into_slots=True)
+                self._move(group, slots, 0, ids, ready, into_slots=True)
                 self._staging.data[slots, self._chunk_blocks * self._block_bytes[group] :] = 0
-                self._synchronize(group)
                 self._stamp(slots, order.ticket)
                 copied += len(ids) * self._block_bytes[group]
             except Exception as error:
@@ -99,9 +112,9 @@ class Copier:
         return copied
 
     @torch.inference_mode()
-    def load(self, order: Order, blocks: Blocks) -> int:
+    def load(self, order: Order, blocks: Blocks, ready: torch.cuda.Event | None = None) -> int:
         """Copy slots to pages; return the number of bytes. Raises if it cannot, because the engine must not use such
-        pages."""
+        pages. ready: as for `store`."""
         if order.nonces[self._rank] != self._staging.nonce:
             raise RuntimeError("the scheduler names slots of another worker")
         copied = 0
@@ -109,8 +122,7 @@ class Copier:
             skip = blocks.first[group] % self._chunk_blocks
             if len(slots) != -(-(skip + len(ids)) // self._chunk_blocks):
                 raise RuntimeError(f"{len(slots)} chunks do not go with {len(ids)} blocks")
-            self._move(group, slots, list(range(skip, skip + len(ids))), ids, into_slots=False)
-            self._synchronize(group)
+            self._move(group, slots, skip, ids, ready, into_slots=False)
             self._stamp(slots, order.ticket)
             copied += len(ids) * self._block_bytes[group]
         return copied
@@ -125,53 +137,60 @@ class Copier:
             if slots or ids:
                 yield group, slots, ids
 
-    def _move(self, group: int, slots: list[int], places: list[int], ids: list[int], *, into_slots: bool) -> None:
-        """places: of each block, counted in blocks from the beginning of the first slot."""
-        layers = self._layers[group]
-        if self._native is not None and layers is not None:
-            self._move_at_once(self._native, group, layers, slots, places, ids, into_slots=into_slots)
-            return
-        data = self._staging.data
-        for part in range(self._chunk_blocks):
-            chosen = [index for index, place in enumerate(places) if place % self._chunk_blocks == part]
-            if not chosen:
-                continue
-            rows = torch.tensor([slots[places[index] // self._chunk_blocks] for index in chosen])
-            at = part * self._block_bytes[group]
-            for pages in self._groups[group]:
-                width = pages.shape[1]
-                numbers = torch.tensor([ids[index] for index in chosen], device=pages.device)
-                column = data[:, at : at + width]
-                if into_slots:
-                    column.index_copy_(0, rows, pages.index_select(0, numbers).to(data.device))
-                else:
-                    pages.index_copy_(0, numbers, column.index_select(0, rows).to(pages.device))
-                at += width
-
-    def _move_at_once(
-        self, library: ctypes.CDLL, group: int, layers: Sequence[_Layers], slots: list[int], places: list[int],
-        ids: list[int], *, into_slots: bool,
+    def _move(
+        self, group: int, slots: list[int], skip: int, ids: list[int], ready: torch.cuda.Event | None, *,
+        into_slots: bool,
     ) -> None:  # fmt: skip
-        """The same without a copy in between: `index_select` would make one."""
+        """Blocks into slots one after another, or back; done on return. skip: blocks of the first slot before them."""
         if not ids:
             return
-        data, place, blocks = self._staging.data, np.array(places), np.array(ids, dtype=np.int64)
-        if blocks.min() < 0 or any(blocks.max() >= some.blocks for some in layers):
-            raise IndexError(f"blocks {blocks.min()} to {blocks.max()}: there are not so many")
-        rows = np.array(slots)[place // self._chunk_blocks]
-        if rows.min() < 0 or rows.max() >= len(data):
-            raise IndexError(f"slots {rows.min()} to {rows.max()}: there are {len(data)}")
-        begin = data.data_ptr() + rows * data.stride(0) + place % self._chunk_blocks * self._block_bytes[group]
-        chunks = np.zeros((len(ids), 4), dtype=np.int64)
-        chunks[:, 3] = np.arange(len(ids))
-        for some in layers:
-            chunks[:, 0], chunks[:, 2] = begin + some.at, some.width
-            native.copy_blocks(library, some.rows, chunks, blocks, width=some.width, to_pages=not into_slots)
+        if min(ids) < 0 or any(max(ids) >= some.blocks for some in self._layers[group]):
+            raise IndexError(f"blocks {min(ids)} to {max(ids)}: there are not so many")
+        if min(slots) < 0 or max(slots) >= self._staging.slots:
+            raise IndexError(f"slots {min(slots)} to {max(slots)}: there are {self._staging.slots}")
+        tensors, of = [], []
+        for number, slot in enumerate(slots):
+            first = number * self._chunk_blocks
+            begin, end = max(skip, first), min(skip + len(ids), first + self._chunk_blocks)
+            size = self._block_bytes[group]
+            tensors.append(self._staging.data[slot, (begin - first) * size : (end - first) * size])
+            of.append(ids[begin - skip : end - skip])
+        near = partial(self._near, group, of, into_slots)
+        if self._buffers is None:
+            near(0, tensors)
+        else:
+            go = self._buffers.read if into_slots else self._buffers.write
+            go(tensors, near, mark(self._groups[group][0].device) if ready is None else ready).wait()
 
-    def _synchronize(self, group: int) -> None:
-        pages = self._groups[group]
-        if pages and pages[0].is_cuda:
-            torch.cuda.current_stream(pages[0].device).synchronize()
+    def _near(
+        self, group: int, of: Sequence[list[int]], into_slots: bool, first: int, parts: Sequence[torch.Tensor]
+    ) -> None:
+        """Between the pages and parts of slots on their device, of the slots from number `first` on."""
+        some_ids, size = of[first : first + len(parts)], self._block_bytes[group]
+        if self._run is None:
+            for part, ids in zip(parts, some_ids, strict=True):
+                self._by_torch(group, part.view(len(ids), size), ids, into_slots=into_slots)
+            return
+        blocks = np.array([block for ids in some_ids for block in ids], dtype=np.int64)
+        begin = np.concatenate(
+            [part.data_ptr() + np.arange(len(ids)) * size for part, ids in zip(parts, some_ids, strict=True)]
+        )
+        for some in self._layers[group]:
+            chunks = np.zeros((len(blocks), 4), dtype=np.int64)
+            chunks[:, 0], chunks[:, 2], chunks[:, 3] = begin + some.at, some.width, np.arange(len(blocks))
+            self._run(native.Tables.of_blocks(some.rows, chunks, blocks, width=some.width, to_pages=not into_slots))
+
+    def _by_torch(self, group: int, rows: torch.Tensor, ids: list[int], *, into_slots: bool) -> None:
+        """rows: uint8 `[blocks, bytes]` on the pages' device."""
+        at, numbers = 0, torch.tensor(ids, device=rows.device)
+        for pages in self._groups[group]:
+            width = pages.shape[1]
+            column = rows[:, at : at + width]
+            if into_slots:
+                column.copy_(pages.index_select(0, numbers))
+            else:
+                pages.index_copy_(0, numbers, column)
+            at += width
 
     def _stamp(self, slots: list[int], ticket: int) -> None:
         self._staging.stamps[slots] = ticket

@@ -108,7 +108,7 @@ class PagedConnector(GPUConnector):
         library = native.processor()
         in_host_memory = all(each.device.type == "cpu" for each in (move.pages, *move.chunks))
         if library is not None and in_host_memory:
-            native.on_processor(move, library)
+            native.on_processor(native.Tables.of(move), library)
         else:
             by_torch(move, self._tables.layout(where["kvcaches"], layer))
         return None

@@ -35,6 +35,8 @@ class Geometry(Config):
 class VLLMConfig(Config):
     geometry: Geometry | None = None
     """Filled in by the adapter."""
+    staging: ByteSize = ByteSize(64 << 20)
+    """Size of the buffers on a GPU, of each direction; they hold two chunks at least."""
 
 
 class PagedConfig(Config):
@@ -43,10 +45,8 @@ class PagedConfig(Config):
 
 
 class PagedCudaConfig(PagedConfig):
-    use_gpu: bool = False
-    """Gather in a buffer on the device, and copy that to or from host memory."""
-    staging: ByteSize = ByteSize(256 << 20)
-    """Maximum size of a call's buffer; it holds one chunk at least."""
+    staging: ByteSize = ByteSize(64 << 20)
+    """Size of the buffers on the device, of each direction; they hold two chunks at least."""
 
 
 class NestedTupleConfig(Config):

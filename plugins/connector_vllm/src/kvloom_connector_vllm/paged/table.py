@@ -24,8 +24,6 @@ class PageTable:
 
     rows: np.ndarray[Any, Any]
     """int64 `[planes x layers, 4]`: address, strides of block, slot and head in bytes."""
-    bits: int
-    """All numbers in `rows`, or'ed."""
     planes: int
     layers: int
     heads: int
@@ -47,9 +45,8 @@ class PageTable:
         if heads > 1 and (rows[:, 3] == head_bytes).all():
             heads, head_bytes = 1, heads * head_bytes
             rows[:, 3] = head_bytes
-        bits = int(np.bitwise_or.reduce(rows, axis=None))
         return cls(
-            rows, bits, len(layout.planes), len(layout.planes[0]), heads, head_bytes, layout.num_blocks,
+            rows, len(layout.planes), len(layout.planes[0]), heads, head_bytes, layout.num_blocks,
             layout.block_size, layout.device,
         )  # fmt: skip
 
