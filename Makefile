@@ -10,6 +10,10 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 WITH_CUDA ?= $(if $(shell command -v nvidia-smi),AUTO,OFF)
 CMAKE_CUDA := -DKVZ_CUDA=$(WITH_CUDA) -DKVLOOM_PAGED_CUDA=$(WITH_CUDA) -DKVLOOM_BLEND_CUDA=$(WITH_CUDA)
 
+# The first one that has torch, which is not always the first that is new enough.
+GPU_PYTHON = $(or $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c 'import torch' 2>/dev/null && echo $$python && break; done),python3)
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp-ready
@@ -84,10 +88,10 @@ bench: $(READY) ## every script in bench/ that can run here, results into bench/
 	@$(BIN)/python scripts/bench.py $(BENCHES)
 
 test-gpu: ## on a machine with a GPU: the kernels against what processors do, from the source tree, without a network
-	sh scripts/test_gpu.sh "$(PYTHON)"
+	sh scripts/test_gpu.sh "$(GPU_PYTHON)" $(PART)
 
-bench-gpu: ## on a machine with a GPU: what the kernels make of its memory and bus, into bench/results/<gpu>*.md
-	sh scripts/test_gpu.sh "$(PYTHON)" bench
+bench-gpu: ## on a machine with a GPU: what the kernels make of its memory and bus, into bench/results/<gpu>*.md (PART=codec|paged)
+	sh scripts/test_gpu.sh "$(GPU_PYTHON)" build $(or $(PART),codec paged)
 
 bench-codec: $(READY) ## the codec's speed and sizes, beside copying and zstd, into bench/results/codec.json
 	$(BIN)/python bench/codec.py

@@ -27,13 +27,14 @@ import numpy as np
 import torch
 from table import RESULTS, SPEC
 
-from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
+from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment, device
 from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged import cuda
 from kvloom_connector_vllm.paged.blocks import VLLMConnector
 from kvloom_connector_vllm.paged.connector import PagedConnector
 from kvloom_connector_vllm.paged.cuda import PagedCudaConnector
 from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
+from kvloom_testkit.devices.simulated import SimulatedDevice
 
 REHEARSE = "--rehearse" in sys.argv
 ON = "cpu" if REHEARSE else "cuda"
@@ -395,6 +396,8 @@ def pretend() -> None:
     subprocess.run(["c++", *options, CSRC / "paged.cu", "-o", built], check=True)
     emulated = native.Kernels(ctypes.CDLL(str(built)), "cpu")
     cuda.kernels = lambda: emulated  # type: ignore[assignment]
+    simulated = SimulatedDevice(0)
+    device._in_place_of["cpu"] = lambda where: simulated
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 #
 #   sh scripts/test_gpu.sh PYTHON [PART ...]
 #
-# Parts: `build` compiles the libraries into the source tree; `test` compares them with processors; `sanitize` runs some
-# of those tests under compute-sanitizer; `codec` and `paged` write bench/results/<gpu>*.md. Without a part: all tests.
+# Parts: `build` compiles the libraries into the source tree; `test` compares them with processors; `memcheck` and
+# `racecheck` run some of those tests under compute-sanitizer; `codec` and `paged` write bench/results/<gpu>*.md. Without a
+# part: all tests.
 # Needs nvcc, g++, and a Python with what is named below. `PYTHONPATH` is kept: packages may lie in a folder of their own.
 set -eu
 python=${1:-python3}
 [ $# -gt 0 ] && shift
-[ $# -gt 0 ] || set -- build test sanitize
+[ $# -gt 0 ] || set -- build test memcheck racecheck
 
 "$python" - <<'NEEDS'
 import importlib.util, sys
@@ -26,7 +27,8 @@ blend=plugins/blend
 PYTHONPATH=core/src:testkit/src:bench$(for each in plugins/*/src; do printf ':%s' "$each"; done)${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
 tests="$codec/tests/test_device.py $pages/tests/test_paged_cuda.py $pages/tests/test_pages.py $pages/tests/test_staging.py
-    $blend/tests/test_rotation.py core/tests/test_native.py core/tests/test_on_a_gpu.py"
+    $blend/tests/test_rotation.py core/tests/test_native.py core/tests/test_on_a_gpu.py
+    plugins/connector_transformers/tests/test_on_a_gpu.py"
 
 build() {
     cpu="-std=c++17 -O3 -fPIC -fvisibility=hidden -w"
@@ -66,21 +68,22 @@ build() {
     "$python" -c 'from kvloom_connector_vllm import native; print(native.about_kernels()); assert native.kernels()'
 }
 
+sanitized() { # tool, tests. torch asks for what a driver may not have, and goes on: not an error here
+    sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+    "$sanitizer" --tool "$1" --report-api-errors no --error-exitcode 1 \
+        "$python" -m pytest -q -p no:cacheprovider -m "not slow" $tests -k "$2"
+}
+
 for part in "$@"; do
     case $part in
     build) build ;;
     test) "$python" -m pytest -q -p no:cacheprovider -m "not slow" $tests ;;
-    sanitize)
-        # Every access of the kernels, and who reads what others write; a few examples are enough and take minutes.
-        sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-        for tool in memcheck racecheck; do # torch asks for what a driver may not have, and goes on
-            "$sanitizer" --tool $tool --report-api-errors no --error-exitcode 1 "$python" -m pytest -q \
-                -p no:cacheprovider -m "not slow" $tests \
-                -k "tiles or bad or serializer or lossless or cachegen or C02 or C03 or C10 or C11 or reach"
-        done
-        ;;
+    memcheck) # every access of the kernels
+        sanitized memcheck "tiles or bad or serializer or lossless or cachegen or C02 or C03 or C10 or C11 or strides" ;;
+    racecheck) # who reads what others write in the memory of a block: minutes for a few examples
+        sanitized racecheck "writes_the_same or tiles or lossless or C02" ;;
     codec) "$python" bench/codec_gpu.py ;;
     paged) "$python" bench/paged_gpu.py ;;
-    *) echo "no part $part: build, test, sanitize, codec, paged" && exit 2 ;;
+    *) echo "no part $part: build, test, memcheck, racecheck, codec, paged" && exit 2 ;;
     esac
 done

@@ -1,11 +1,117 @@
-"""The streams of CUDA devices on which a thread's work is queued, carried to the threads that go on with it."""
+"""The door to devices: streams, events, and work that is queued on them. CUDA through torch; imports no torch itself.
+
+A connector gets its device from `device_of`, and the kit puts its `SimulatedDevice` there, on which work is done as
+late, and in as unlikely an order, as the rules of streams allow.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
+
+
+class Event(Protocol):
+    """A place in a stream; as `torch.cuda.Event`."""
+
+    def synchronize(self) -> None:
+        """Block until everything queued before it is done."""
+
+    def query(self) -> bool:
+        """Whether it is."""
+
+
+class Stream(Protocol):
+    """Work that is done in order; as `torch.cuda.Stream`."""
+
+    def wait_event(self, event: Any) -> None:
+        """What is queued from now on comes after the event."""
+
+    def record_event(self) -> Event: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Device(Protocol):
+    """Of one piece of hardware. What is queued goes on the calling thread's current stream of it."""
+
+    def stream(self) -> Stream:
+        """A new one, in no order with others but by events."""
+
+    def current(self) -> Stream: ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """It is the thread's current stream meanwhile, and its device the current one."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Memory on the device, uint8 `[nbytes]`. Once the tensor is gone, others get it, whatever is queued."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy, of parts that are contiguous in both. Pinned memory is read and written when the copy runs; for
+        other memory of the host the caller may be kept until it has."""
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Queue what `work` does on the device. What it reads in host memory may be read when it runs."""
+
+    def pin(self, memory: torch.Tensor) -> int:
+        """Page-lock memory of the host that stays where it is. Returns 0, or an error's number."""
+
+    def unpin(self, memory: torch.Tensor) -> None: ...
+
+
+class CudaDevice:
+    """A GPU, through torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._torch, self._cuda, self._device = torch, torch.cuda, device
+
+    def stream(self) -> Stream:
+        return self._cuda.Stream(self._device)  # type: ignore[no-any-return]
+
+    def current(self) -> Stream:
+        return self._cuda.current_stream(self._device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return self._cuda.stream(stream)  # type: ignore[arg-type]
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if to.is_contiguous() and source.is_contiguous():
+            to.copy_(source, non_blocking=True)
+        else:  # torch would copy them twice, by way of memory that is not pinned
+            for one, other in zip(to, source, strict=True):
+                self.copy(one, other)
+
+    def queue(self, work: Callable[[], object]) -> None:
+        work()
+
+    def pin(self, memory: torch.Tensor) -> int:
+        with self._cuda.device(self._device):
+            return int(self._cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        with self._cuda.device(self._device):
+            self._cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+_in_place_of: dict[str, Callable[[Any], Device]] = {"cuda": CudaDevice}
+"""By the type of torch's device, what makes kvloom's. Tests put others there."""
+
+
+def device_of(where: torch.device) -> Device | None:
+    """The device that memory is on; None for the host's, where nothing is queued."""
+    make = _in_place_of.get(where.type)
+    return None if make is None else make(where)
 
 
 class CurrentStreams:

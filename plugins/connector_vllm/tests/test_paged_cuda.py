@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from kvloom_connector_vllm.paged.connector import PagedConnector
 from kvloom_connector_vllm.paged.cuda import PagedCudaConnector
 from kvloom_testkit import ConnectorConformance, ConnectorHarness
 from kvloom_testkit.connectors.memories import done, same
+from kvloom_testkit.devices.simulated import SimulatedDevice
 from kvloom_testkit.subjects import SPEC
 
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -46,12 +46,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 
 
 @pytest.fixture(autouse=True)
-def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connectors of a test use them."""
-    if "refuses" not in request.node.name and "compile" not in request.node.name:
-        found = request.getfixturevalue("found")
-        monkeypatch.setattr(cuda, "kernels", lambda: found)
-        monkeypatch.setattr(testing, "kernels", lambda: found)
+def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The connectors of a test use them; where there is no GPU, on a device that does everything as late as it may."""
+    if "refuses" in request.node.name or "compile" in request.node.name:
+        yield
+        return
+    found = request.getfixturevalue("found")
+    monkeypatch.setattr(cuda, "kernels", lambda: found)
+    monkeypatch.setattr(testing, "kernels", lambda: found)
+    with SimulatedDevice(7).installed() if found.device_type == "cpu" else contextlib.nullcontext():
+        yield
 
 
 def connector(spec: KVSpec = SPEC, **how: Any) -> PagedCudaConnector:
@@ -124,23 +128,6 @@ def room(spec: KVSpec, tokens: int, found: Kernels, pinned: bool) -> Chunk:
     pinned = pinned and found.device_type == "cuda"
     tensor = torch.empty(spec.blob_shape(tokens), dtype=spec.torch_dtype, pin_memory=pinned)
     return Chunk(tensor, MemoryFormat.KV_BLOB, tokens)
-
-
-def test_nothing_is_under_way_when_a_call_fails() -> None:
-    """The caller takes the chunks back after an error. The streams only record the calls."""
-    asked: list[Any] = []
-    way = bounce._Way(torch.device("cpu"), 64)
-    way.near, way.bus = (
-        SimpleNamespace(wait_event=asked.append, synchronize=partial(asked.append, name)) for name in ("near", "bus")
-    )  # type: ignore[assignment]
-    with way.going_on("the engine's"):  # type: ignore[arg-type]
-        pass
-    assert asked == ["the engine's"]
-    with pytest.raises(MemoryError), way.going_on("the engine's"):  # type: ignore[arg-type]
-        raise MemoryError
-    assert asked == ["the engine's", "the engine's", "near", "bus"]
-    with way.going_on("another's"):  # type: ignore[arg-type]
-        pass  # and the next one goes on
 
 
 @pytest.mark.skipif(native.kernels() is None, reason="there is no GPU, and so there are no streams")

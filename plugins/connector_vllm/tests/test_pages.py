@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvloom_connector_vllm.paged.blocks import VLLMBlobConnector, VLLMConnector
 from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
 from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory
 from kvloom_testkit.connectors.memories import done
+from kvloom_testkit.devices.simulated import SimulatedDevice
 from kvloom_testkit.subjects import SPEC
 
 BLOCK_TOKENS = 4
@@ -56,14 +58,19 @@ def geometry(spec: KVSpec) -> Geometry:
     return Geometry(layers=spec.num_layers, block_tokens=BLOCK_TOKENS, page_elements=elements)
 
 
-@pytest.fixture(params=["native", "torch", *(["cuda native", "cuda torch"] if torch.cuda.is_available() else [])])
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one call of native code, and as it is where there was no compiler; on a GPU where there is one."""
+ON_GPU = ["cuda native", "cuda torch"] if torch.cuda.is_available() else []
+
+
+@pytest.fixture(params=["native", "torch", "simulated native", "simulated torch", *ON_GPU])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In one call of native code, and as it is where there was no compiler; in host memory, and on a device."""
     if "torch" in request.param:
         monkeypatch.setattr(native, "processor", lambda: None)
         monkeypatch.setattr(native, "kernels", lambda: None)
     if "cuda" in request.param:
         monkeypatch.setattr(PagedMemory, "device", "cuda")
+    with SimulatedDevice(3).installed() if "simulated" in request.param else contextlib.nullcontext():
+        yield
 
 
 @pytest.mark.usefixtures("by")
@@ -195,7 +202,7 @@ def test_blocks_that_are_left_out_are_left_alone(left_out: list[int]) -> None:
     chunks = harness.read(segments, source)
     before, where = target.kv(), target.where
     blocks = [-1 if index in left_out else block for index, block in enumerate(where["blocks"])]
-    harness.connector.write(segments, chunks, **{**where, "blocks": blocks})
+    done(harness.connector.write(segments, chunks, **{**where, "blocks": blocks}))
     for index in range(4):
         expected = before if index in left_out else source.kv()
         assert torch.equal(target.kv()[index].view(torch.uint8), expected[index].view(torch.uint8))
@@ -257,4 +264,4 @@ def test_other_pages_are_not_copied(verb: str, wrong: str) -> None:
     memory, segments = harness.engine(), harness.segments(4)
     pages = [view[:, :-1] if wrong == "narrower" else view.view(torch.int16) for view in memory.where["pages"]]
     with pytest.raises((ValueError, IndexError, RuntimeError, UserWarning)):
-        getattr(harness.connector, verb)(segments, harness.chunks(segments), **{**memory.where, "pages": pages})
+        done(getattr(harness.connector, verb)(segments, harness.chunks(segments), **{**memory.where, "pages": pages}))

@@ -16,7 +16,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvloom_connector_vllm import native
 from kvloom_connector_vllm.offload.copy import Blocks, Copier, Order
+from kvloom_connector_vllm.paged.bounce import BounceBuffers
 from kvloom_connector_vllm.staging import Held, Slots, Staging, staging_path
+from kvloom_testkit.devices.simulated import SimulatedDevice
 
 
 def test_two_processes_see_the_same_bytes(tmp_path: Path) -> None:
@@ -253,6 +255,10 @@ def test_what_is_loaded_is_what_was_stored(
     if data.draw(st.booleans()):  # as where there is no compiler
         for copier in copiers:
             copier._run = None
+    device = SimulatedDevice(data.draw(st.integers(0, 1000)))
+    if data.draw(st.booleans()):
+        for copier in copiers:
+            copier._buffers = BounceBuffers(device, data.draw(st.sampled_from([1, 4096])))
     copiers[0].store(order, Blocks(ids, [len(group) for group in stored], [0] * len(groups)))
     assert [int(staging.stamps[slot]) for slot in slots] == [5] * total
     unused = (set(range(total + 1)) - set(slots)).pop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvloom.device import Event, device_of
+
 from .. import native
-from ..paged.bounce import BounceBuffers, mark, pin, unpin
+from ..paged.bounce import BounceBuffers
 from ..staging import Staging
 
 log = logging.getLogger(__name__)
@@ -83,16 +86,22 @@ class Copier:
         self._layers = [_Layers.of(pages) for pages in groups]
         device = next((page.device for pages in groups for page in pages), torch.device("cpu"))
         self._run = native.runner(device) if all(p.stride(1) == 1 for pages in groups for p in pages) else None
-        self._buffers = BounceBuffers(device, _BUFFER_BYTES) if device.type == "cuda" else None
-        self._pinned = self._buffers is not None and pin(staging.data)
+        self._device = device_of(device)
+        self._buffers = None if self._device is None else BounceBuffers(self._device, _BUFFER_BYTES)
+        self._pinned = False
+        if self._device is not None:
+            error = self._device.pin(staging.data)
+            self._pinned = not error
+            if error:
+                log.warning("the staging could not be pinned (error %d): copies are slower", error)
 
     def close(self) -> None:
-        if self._pinned:
+        if self._device is not None and self._pinned:
             self._pinned = False
-            unpin(self._staging.data)
+            self._device.unpin(self._staging.data)
 
     @torch.inference_mode()
-    def store(self, order: Order, blocks: Blocks, ready: torch.cuda.Event | None = None) -> int:
+    def store(self, order: Order, blocks: Blocks, ready: Event | None = None) -> int:
         """Pages into slots; how many bytes. Never raises: what could not be copied is stamped as failed.
 
         ready: comes before, if the pages are on a device.
@@ -112,7 +121,7 @@ class Copier:
         return copied
 
     @torch.inference_mode()
-    def load(self, order: Order, blocks: Blocks, ready: torch.cuda.Event | None = None) -> int:
+    def load(self, order: Order, blocks: Blocks, ready: Event | None = None) -> int:
         """Copy slots to pages; return the number of bytes. Raises if it cannot, because the engine must not use such
         pages. ready: as for `store`."""
         if order.nonces[self._rank] != self._staging.nonce:
@@ -138,7 +147,7 @@ class Copier:
                 yield group, slots, ids
 
     def _move(
-        self, group: int, slots: list[int], skip: int, ids: list[int], ready: torch.cuda.Event | None, *,
+        self, group: int, slots: list[int], skip: int, ids: list[int], ready: Event | None, *,
         into_slots: bool,
     ) -> None:  # fmt: skip
         """Blocks into slots one after another, or back; done on return. skip: blocks of the first slot before them."""
@@ -160,16 +169,18 @@ class Copier:
             near(0, tensors)
         else:
             go = self._buffers.read if into_slots else self._buffers.write
-            go(tensors, near, mark(self._groups[group][0].device) if ready is None else ready).wait()
+            go(tensors, near, ready).wait()
 
     def _near(
         self, group: int, of: Sequence[list[int]], into_slots: bool, first: int, parts: Sequence[torch.Tensor]
     ) -> None:
         """Between the pages and parts of slots on their device, of the slots from number `first` on."""
         some_ids, size = of[first : first + len(parts)], self._block_bytes[group]
+        do = operator.call if self._buffers is None else self._buffers.device.queue
         if self._run is None:
             for part, ids in zip(parts, some_ids, strict=True):
-                self._by_torch(group, part.view(len(ids), size), ids, into_slots=into_slots)
+                rows = part.view(len(ids), size)
+                do(partial(self._by_torch, group, rows, ids, into_slots=into_slots))
             return
         blocks = np.array([block for ids in some_ids for block in ids], dtype=np.int64)
         begin = np.concatenate(
@@ -178,7 +189,9 @@ class Copier:
         for some in self._layers[group]:
             chunks = np.zeros((len(blocks), 4), dtype=np.int64)
             chunks[:, 0], chunks[:, 2], chunks[:, 3] = begin + some.at, some.width, np.arange(len(blocks))
-            self._run(native.Tables.of_blocks(some.rows, chunks, blocks, width=some.width, to_pages=not into_slots))
+            width, to_pages = some.width, not into_slots
+            tables = native.Tables.of_blocks(some.rows, chunks, blocks, width=width, to_pages=to_pages)
+            do(partial(self._run, tables))
 
     def _by_torch(self, group: int, rows: torch.Tensor, ids: list[int], *, into_slots: bool) -> None:
         """rows: uint8 `[blocks, bytes]` on the pages' device."""

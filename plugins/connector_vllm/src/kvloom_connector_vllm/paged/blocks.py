@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from kvloom import Chunk, Fence, GPUConnector, MemoryFormat, Segment
+from kvloom.device import Device, device_of
 
 from .. import native
 from .bounce import BounceBuffers, mark
@@ -38,7 +40,7 @@ class VLLMConnector(GPUConnector):
         if config.geometry is None:
             raise ValueError(f"{self.type!r} is opened by vLLM: start it with --kv-transfer-config (docs/use/vllm.md)")
         self._geometry = config.geometry
-        self._of_device: dict[torch.device, BounceBuffers] = {}
+        self._of_device: dict[torch.device, BounceBuffers | None] = {}
 
     @property
     def representation(self) -> Mapping[str, Any]:
@@ -97,10 +99,9 @@ class VLLMConnector(GPUConnector):
         """Copy pages into chunks. ValueError if a block of a segment is left out of `blocks`."""
         ids = [self._all_blocks(segment, blocks, first_block) for segment in segments]
         tensors = self._tensors(segments, chunks, ids)
-        device = pages[0].device
-        if device.type == "cuda":
-            near = partial(self._near, pages, ids, False, how)
-            return self._buffers(device).read(tensors, near, mark(device) if ready is None else ready)
+        buffers = self._buffers(pages[0].device)
+        if buffers is not None:
+            return buffers.read(tensors, partial(self._near, buffers.device, pages, ids, False, how), ready)
         self._move(pages, ids, tensors, to_pages=False, how=how)
         return None
 
@@ -112,35 +113,45 @@ class VLLMConnector(GPUConnector):
         """Copy chunks into pages."""
         ids = [self._blocks(segment, blocks, first_block) for segment in segments]
         tensors = self._tensors(segments, chunks, ids)
-        device = pages[0].device
-        if device.type == "cuda":
-            near = partial(self._near, pages, ids, True, how)
-            return self._buffers(device).write(tensors, near, mark(device) if ready is None else ready)
+        buffers = self._buffers(pages[0].device)
+        if buffers is not None:
+            return buffers.write(tensors, partial(self._near, buffers.device, pages, ids, True, how), ready)
         self._move(pages, ids, tensors, to_pages=True, how=how)
         return None
 
-    def _buffers(self, device: torch.device) -> BounceBuffers:
-        found = self._of_device.get(device)
-        return found or self._of_device.setdefault(device, BounceBuffers(device, self.config.staging))
+    def _buffers(self, where: torch.device) -> BounceBuffers | None:
+        """Those on the pages' device; None if they are in host memory."""
+        if where not in self._of_device:
+            device = device_of(where)
+            self._of_device.setdefault(where, None if device is None else BounceBuffers(device, self.config.staging))
+        return self._of_device[where]
 
     def _near(
-        self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], to_pages: bool, how: Mapping[str, Any],
-        first: int, buffers: Sequence[torch.Tensor],
+        self, device: Device, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], to_pages: bool,
+        how: Mapping[str, Any], first: int, buffers: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         """Between the pages and buffers on their device, of the chunks from number `first` on."""
-        self._move(pages, ids[first : first + len(buffers)], buffers, to_pages=to_pages, how=how)
+        of = ids[first : first + len(buffers)]
+        self._move(pages, of, buffers, to_pages=to_pages, how=how, do=device.queue)
 
     def _move(
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
+        to_pages: bool, how: Mapping[str, Any], do: Callable[[Callable[[], None]], object] = operator.call,
+    ) -> None:  # fmt: skip
+        """Between pages and tensors of one device. do: does what moves KV, or queues it."""
+        most, count = max(map(max, ids)), min(view.shape[0] for view in pages)
+        if most >= count or min(map(min, ids)) < -1:
+            raise ValueError(f"blocks: there is no block {most if most >= count else min(map(min, ids))}")
+        run = self._at_once(pages, tensors, **how)
+        if run is None:
+            do(lambda: self._by_torch(pages, ids, tensors, to_pages=to_pages, how=how))
+        elif most >= 0:
+            do(partial(run, self._tables_of(pages, ids, tensors, to_pages=to_pages, **how)))
+
+    def _by_torch(
+        self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
         to_pages: bool, how: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Between pages and tensors of one device; done on return in host memory, else queued."""
-        run = self._at_once(pages, tensors, **how)
-        if run is not None:
-            tables = self._tables_of(pages, ids, tensors, to_pages=to_pages, **how)
-            if tables is not None:
-                run(tables)
-            return
         for wanted, tensor in zip(ids, tensors, strict=True):
             kept = [index for index, block in enumerate(wanted) if block >= 0]
             if not kept:
@@ -168,8 +179,8 @@ class VLLMConnector(GPUConnector):
     def _tables_of(
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
         to_pages: bool,
-    ) -> native.Tables | None:  # fmt: skip
-        """All blocks of all layers as one move; None if there is no block."""
+    ) -> native.Tables:  # fmt: skip
+        """All blocks of all layers as one move."""
         size = pages[0].element_size()
         width = self._geometry.page_elements * size
         its = np.array([block for wanted in ids for block in wanted], dtype=np.int64)
@@ -181,10 +192,6 @@ class VLLMConnector(GPUConnector):
         of[:, 2] = np.repeat([tensor.stride(0) * size for tensor in tensors], counts)
         if to_pages:
             of, its = of[its >= 0], its[its >= 0]
-        if not len(its):
-            return None
-        if its.min() < 0 or its.max() >= min(view.shape[0] for view in pages):
-            raise ValueError(f"blocks: there is no block {its.max()}")
         of[:, 3] = np.arange(len(its))
         layers = np.array([(view.data_ptr(), view.stride(0) * size, 0, 0) for view in pages], dtype=np.int64)
         return native.Tables.of_blocks(layers, of, its, width=width, to_pages=to_pages)
@@ -260,16 +267,12 @@ class VLLMBlobConnector(VLLMConnector):
     def _tables_of(  # type: ignore[override]
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
         to_pages: bool, order: torch.Tensor,
-    ) -> native.Tables | None:  # fmt: skip
-        """All tokens of all layers as one move, by the strides of a page; None if there is none."""
+    ) -> native.Tables:  # fmt: skip
+        """All tokens of all layers as one move, by the strides of a page."""
         assert self.spec is not None
         strides, size, step = self._about(order).strides, pages[0].element_size(), self._geometry.block_tokens
         assert strides is not None
         its = np.array([block for wanted in ids for block in wanted], dtype=np.int64)
-        if not (its >= 0).any():
-            return None
-        if its.max() >= (count := min(view.shape[0] for view in pages)):
-            raise ValueError(f"blocks: there is no block {its.max()}")
         slots = np.where(its[:, None] < 0, -1, its[:, None] * step + np.arange(step)).reshape(-1)
         first, plane, token, head = (number * size for number in strides)
         heads, head_bytes = self.spec.num_kv_heads, self.spec.head_size * size
@@ -281,7 +284,7 @@ class VLLMBlobConnector(VLLMConnector):
             for view in pages
         ]
         table = PageTable(
-            np.array(rows, dtype=np.int64), self.spec.kv_planes, len(pages), heads, head_bytes, count, step,
+            np.array(rows, dtype=np.int64), self.spec.kv_planes, len(pages), heads, head_bytes, len(pages[0]), step,
             pages[0].device,
         )  # fmt: skip
         return native.Tables.of(Move(table, slots, tensors, to_pages))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvloom import ConfigError, Fence, KVSpec
+from kvloom.device import device_of
 
 from ..native import Kernels, Tables, about_kernels, kernels
 from .bounce import BounceBuffers, mark
@@ -71,14 +73,20 @@ class PagedCudaConnector(PagedConnector):
     def _copy(self, move: Move, where: Mapping[str, Any], layer: int | None) -> Fence:
         device = move.pages.device
         if device not in self._buffers:
-            self._buffers.setdefault(device, BounceBuffers(device, self.config.staging))
+            self._buffers.setdefault(device, self._made(device))
         starts = np.cumsum([0, *(chunk.shape[2] for chunk in move.chunks)])
 
         def near(first: int, buffers: Sequence[torch.Tensor]) -> None:
             slots = move.slots[starts[first] : starts[first + len(buffers)]]
-            self._kernels.launch(Tables.of(Move(move.pages, slots, buffers, move.to_pages)))
+            tables = Tables.of(Move(move.pages, slots, buffers, move.to_pages))
+            bounce.device.queue(partial(self._kernels.launch, tables))
 
-        buffers = self._buffers[device]
-        go = buffers.write if move.to_pages else buffers.read
+        bounce = self._buffers[device]
+        go = bounce.write if move.to_pages else bounce.read
         ready = where.get("ready")
         return go(move.chunks, near, mark(device, where.get("stream")) if ready is None else ready)
+
+    def _made(self, where: torch.device) -> BounceBuffers:
+        device = device_of(where)
+        assert device is not None, "checked: it is that of the kernels"
+        return BounceBuffers(device, self.config.staging)
