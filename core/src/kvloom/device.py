@@ -71,16 +71,20 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        self._torch, self._cuda, self._device = torch, torch.cuda, device
+        self._torch, self._device = torch, device
+        self._cuda: Any = torch.cuda
 
     def stream(self) -> Stream:
-        return self._cuda.Stream(self._device)  # type: ignore[no-any-return]
+        made: Stream = self._cuda.Stream(self._device)
+        return made
 
     def current(self) -> Stream:
-        return self._cuda.current_stream(self._device)
+        current: Stream = self._cuda.current_stream(self._device)
+        return current
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return self._cuda.stream(stream)  # type: ignore[arg-type]
+        entered: AbstractContextManager[object] = self._cuda.stream(stream)
+        return entered
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
