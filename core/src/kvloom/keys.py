@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from kvloom.types import ChunkKey, KVSpec, MemoryFormat, Segment, canonical_json, short_digest
 
@@ -76,7 +76,9 @@ def int32_tokens(tokens: torch.Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any,
     import numpy as np  # here, so that to check a configuration does not load it
 
     array = tokens if isinstance(tokens, np.ndarray) else _array(tokens)
-    if array.dtype.name not in _INTEGERS:
+    if array.dtype == "<i4" and array.ndim == 1 and array.flags.c_contiguous:
+        return array
+    if array.dtype != "<i8" and array.dtype.name not in _INTEGERS:
         raise TypeError(f"tokens: expected an integer dtype, got {array.dtype}")
     if array.ndim != 1:
         raise ValueError(f"tokens: expected 1 dimension, got {array.ndim} {array.shape}; pass one sequence")
@@ -88,6 +90,11 @@ def int32_tokens(tokens: torch.Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any,
 
 def _array(tokens: Any) -> np.ndarray[Any, Any]:
     """The tokens of a tensor as an array. Raises TypeError for anything else."""
+    try:
+        if tokens.dtype.itemsize >= 4 and tokens.ndim == 1:
+            return cast("np.ndarray[Any, Any]", tokens.numpy())
+    except (AttributeError, TypeError, RuntimeError):
+        pass  # what is wrong with it is said below
     if not hasattr(tokens, "detach") or not hasattr(tokens, "device"):
         raise TypeError(f"tokens: expected a 1-D integer torch.Tensor, got {type(tokens).__name__}")
     kind = str(tokens.dtype).removeprefix("torch.")
@@ -155,6 +162,8 @@ def pieces(
     digest = _root(chunk_tokens, fingerprint, salt) if before is None else before.key.digest
     unit = PIECE_TOKENS * -(-chunk_tokens // _WHOLE_UNITS)
     most = min(chunk_tokens - 1, len(data) // 4 - first) // unit
+    if most < 1:
+        return []
     namespace = f"{fingerprint}/{salt_tag(salt)}"
     state, hashed = hashlib.sha256(_PIECE_DOMAIN + digest), 0
     found = []
