@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from table import RESULTS, SPEC
 
-from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment, device
+from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
 from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged import cuda
 from kvloom_connector_vllm.paged.blocks import VLLMConnector
@@ -79,8 +79,15 @@ def work_of(chunks: int) -> Work:
 def main() -> None:
     if REHEARSE:
         pretend()
+        with SimulatedDevice(0).installed():
+            measure()
     elif native.kernels() is None:
         raise SystemExit(f"no kernels to measure: {native.about_kernels()}")
+    else:
+        measure()
+
+
+def measure() -> None:
     name = "a rehearsal" if REHEARSE else torch.cuda.get_device_name()
     how = f"torch {torch.__version__}, CUDA {torch.version.cuda}; medians of {ROUNDS}, least and most; GB/s of bf16 KV."
     lines = [f"# {name}: pages", "", how, "", "| | chunks | GB/s | range | of the bus |", "|---|---|---|---|---|"]
@@ -396,8 +403,6 @@ def pretend() -> None:
     subprocess.run(["c++", *options, CSRC / "paged.cu", "-o", built], check=True)
     emulated = native.Kernels(ctypes.CDLL(str(built)), "cpu")
     cuda.kernels = lambda: emulated  # type: ignore[assignment]
-    simulated = SimulatedDevice(0)
-    device._in_place_of["cpu"] = lambda where: simulated
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 LAYERS: list[list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["kvloom"]["layers"]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-PUBLIC_MODULES = {"kvloom.inspection"}
+PUBLIC_MODULES = {"kvloom.device", "kvloom.inspection"}
 """Modules of core, besides `kvloom` itself, whose `__all__` other packages may import from."""
 HOME = {name: home.split(".")[0] for name, home in {**kvloom._HOME, **kvloom._MODULES}.items()}
 
@@ -351,3 +351,43 @@ def test_plugin_rule_allows() -> None:
     source = "import kvloom\nfrom kvloom import hookimpl, output\nfrom kvloom.inspection import Store\nkvloom.join"
     assert plugin_violations(source + "\nfrom .store import Store", "kvloom_backend_x.__init__") == []
     assert plugin_violations(source + "\nfrom kvloom.builtin.x import Y", "kvloom.builtin.__init__") == []
+
+
+CUDA_DOORS = {
+    "core/src/kvloom/device.py",
+    "plugins/tools/src/kvloom_tools/checkup/machine.py",
+}  # the last one reports on torch
+
+
+def test_streams_and_launches_go_through_one_door() -> None:
+    """What is done on a device in another way is not seen by the simulated one."""
+    sources = [path for folder in SOURCES for path in folder.rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in sources if names_cuda(path.read_text())}
+    assert found == CUDA_DOORS
+
+
+def names_cuda(source: str) -> bool:
+    """Whether code, and not only its docstrings, has `torch.cuda` or `from torch import cuda`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if (node.value.id, node.attr) == ("torch", "cuda"):
+                return True
+        elif isinstance(node, ast.Import) and any(name.name.startswith("torch.cuda") for name in node.names):
+            return True
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            if any(name.name == "cuda" for name in node.names):
+                return True
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"):
+            return True
+    return False
+
+
+def test_the_door_is_found_to_be_gone_round() -> None:
+    for source in (
+        "import torch\ntorch.cuda.synchronize()",
+        "from torch import cuda",
+        "import torch.cuda as c",
+        "from torch.cuda import Stream",
+    ):
+        assert names_cuda(source)
+    assert not names_cuda('"""As torch.cuda."""\nx = y.cuda()')

@@ -231,10 +231,9 @@ class Cuda(SimpleNamespace):
         return 0
 
 
-def test_cuda_is_used_only_once_somebody_else_has_initialised_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_used_only_once_somebody_else_has_initialised_it() -> None:
     cuda = Cuda()
-    monkeypatch.setattr(pinning, "_cuda", cuda)
-    pinner = pinning.CudaPinner()
+    pinner = pinning.CudaPinner(cuda)
     assert not pinner.ready() and cuda.calls == []
     cuda.initialized = True
     assert pinner.ready()
@@ -247,10 +246,9 @@ def test_cuda_is_used_only_once_somebody_else_has_initialised_it(monkeypatch: py
 
 
 def test_torch_without_cuda_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = SimpleNamespace(is_built=lambda: False)
-    monkeypatch.setattr(pinning, "_backend", backend)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert pinning.pinner_for("auto") is None and pinning.pinner_for(True) is None
-    backend.is_built = lambda: True
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     assert isinstance(pinning.pinner_for("auto"), pinning.CudaPinner) and pinning.pinner_for(False) is None
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvloom import PluginError, native
+from kvloom.device import stream_of_launch
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 SOURCE = "#include <stdint.h>\nint64_t total(const uint8_t *at, int64_t n) "
@@ -101,14 +102,15 @@ def test_memory_with_holes_and_things_that_are_no_tensor_are_refused() -> None:
 
 
 def test_work_on_a_cpu_has_no_stream() -> None:
-    assert native.current_stream("cpu") == 0
+    with stream_of_launch(torch.device("cpu")) as handle:
+        assert handle == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_stream_is_the_current_one() -> None:
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        assert native.current_stream("cuda") == stream.cuda_stream
+    with torch.cuda.stream(stream), stream_of_launch(torch.device("cuda")) as handle:
+        assert handle == stream.cuda_stream
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+__all__ = [
+    "CudaDevice",
+    "CurrentStreams",
+    "Device",
+    "Driver",
+    "Event",
+    "Stream",
+    "device_of",
+    "driver",
+    "is_stream",
+    "stand_in",
+    "stream_of_launch",
+    "synchronize",
+]
+
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
@@ -108,14 +123,75 @@ class CudaDevice:
             self._cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-_in_place_of: dict[str, Callable[[Any], Device]] = {"cuda": CudaDevice}
-"""By the type of torch's device, what makes kvloom's. Tests put others there."""
+_makers: dict[str, Callable[[Any], Device]] = {"cuda": CudaDevice}
+"""By the type of torch's device, what makes kvloom's."""
 
 
 def device_of(where: torch.device) -> Device | None:
     """The device that memory is on; None for the host's, where nothing is queued."""
-    make = _in_place_of.get(where.type)
+    make = _makers.get(where.type)
     return None if make is None else make(where)
+
+
+@contextmanager
+def stand_in(device: Device, type: str = "cpu") -> Iterator[None]:
+    """For tests: `device_of` gives this device for memory of that type of torch's meanwhile."""
+    before = _makers.copy()
+    _makers[type] = lambda where: device
+    try:
+        yield
+    finally:
+        _makers.clear()
+        _makers.update(before)
+
+
+def synchronize(where: torch.device) -> None:
+    """Wait for what the thread's current stream has queued; nothing on the host."""
+    device = device_of(where)
+    if device is not None:
+        device.current().synchronize()
+
+
+def is_stream(found: object) -> bool:
+    """Whether it is one of torch's streams of a GPU."""
+    import torch
+
+    return isinstance(found, torch.cuda.Stream)
+
+
+@contextmanager
+def stream_of_launch(where: torch.device) -> Iterator[int]:
+    """The handle of the stream that work on `where` is queued on; its device is the current one meanwhile, as a launch
+    goes to that one. 0 on the host."""
+    if where.type != "cuda":
+        yield 0
+        return
+    import torch
+
+    cuda: Any = torch.cuda
+    with cuda.device(where):
+        yield int(cuda.current_stream().cuda_stream)
+
+
+class Driver(Protocol):
+    """What page-locks memory; as `torch.cuda`."""
+
+    def is_initialized(self) -> bool: ...
+
+    def current_device(self) -> int: ...
+
+    def device(self, index: int) -> AbstractContextManager[object]: ...
+
+    def cudart(self) -> Any: ...
+
+
+def driver() -> Driver | None:
+    """CUDA, initialised or not; None if torch was built without it."""
+    import torch
+
+    cuda: Any = torch.cuda
+    backend: Any = torch.backends.cuda
+    return cuda if backend.is_built() else None
 
 
 class CurrentStreams:

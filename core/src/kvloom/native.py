@@ -146,11 +146,3 @@ def about_devices(count: int) -> str:
         return f"built with CUDA, {count} device{'s' * (count > 1)}"
     reasons = {0: "no device", -35: "NVIDIA's driver is missing or too old", -100: "no device"}
     return f"built with CUDA, {reasons.get(count, 'CUDA does not start')}" + (f" (error {-count})" if count else "")
-
-
-def current_stream(device: torch.device | str) -> int:
-    """The handle of the CUDA stream that work on `device` is queued on; 0 on a CPU."""
-    import torch
-
-    device = torch.device(device)
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

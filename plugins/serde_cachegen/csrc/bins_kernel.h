@@ -33,22 +33,35 @@ KVZ_KERNEL scale_tokens(KvzGeometry g, const KvzEncode* jobs, int64_t all, Encod
   if (lane() == 0) memcpy(scales_of(g, job) + number * int64_t(sizeof bits), &bits, sizeof bits);
 }
 
+// A warp: of each token of a tile, by what its values become levels.
+template <typename T>
+KVZ_DEVICE void fill_factors(const uint8_t* scales, int rows, float middle, float* factors) {
+  sync_warp();
+  for (int row = lane(); row < rows; row += kLanes) {
+    typename T::Bits scale;
+    memcpy(&scale, scales + row * int64_t(sizeof scale), sizeof scale);
+    factors[row] = level_factor(T::load(scale), middle);
+  }
+  sync_warp();
+}
+
 template <typename T>
 struct BinsSource {
   using Bits = typename T::Bits;
   const Bits* from;  // the first element of the tile
-  int64_t stride;
-  const uint8_t* scales;  // of its tokens
+  int stride;
+  const float* factors;  // of its tokens
   float middle;
+  uint32_t top;  // of its levels
 
   struct Channel {};
   KVZ_DEVICE Channel channel(int) const { return {}; }
-  KVZ_DEVICE int symbol(int row, int c, const Channel&) const {
-    Bits scale;
-    memcpy(&scale, scales + row * int64_t(sizeof scale), sizeof scale);
-    return level_of(T::load(from[row * stride + c]), level_factor(T::load(scale), middle), middle);
+  KVZ_DEVICE Bits bits(int row, int c) const { return from[int64_t(row) * stride + c]; }
+  // As level_of.
+  KVZ_DEVICE int symbol(int row, Bits bits, const Channel&) const {
+    uint32_t level = as_bits(T::load(bits) * factors[row] + middle + kRounds) - kRoundsBits;
+    return level <= top ? int(level - top / 2) - kFirst : kEscape;
   }
-  KVZ_DEVICE Bits bits(int row, int c) const { return from[row * stride + c]; }
 };
 
 // A warp: the tables of one stream but for its scales.

@@ -1,7 +1,7 @@
 // The launchers of the CUDA build. Compiled by nvcc, or, for tests without a GPU, as C++ with the emulator.
 #define KVZ_NAMESPACE cuda
 #if defined(__CUDACC__)
-#define KVZ_TABLE static __device__ const
+#define KVZ_TABLE static __device__ __align__(16) const
 #endif
 #include "decode_kernel.h"
 #include "encode_kernel.h"
@@ -36,18 +36,18 @@ int32_t launched() { return -int32_t(cudaGetLastError()); }
 
 // As many blocks as are at work at once: they take tiles until there are none left.
 template <typename Kernel>
-int64_t blocks_at_once(Kernel kernel, size_t shared) {
+int64_t blocks_at_once(Kernel kernel, int threads, size_t shared) {
   int device = 0, processors = 0, each = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, shared);
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared);
   return std::max<int64_t>(1, int64_t(processors) * each);
 }
 #else
 int32_t launched() { return kOk; }
 template <typename Kernel>
-int64_t blocks_at_once(Kernel, size_t) { return 2; }
+int64_t blocks_at_once(Kernel, int, size_t) { return 2; }
 #endif
 
 int32_t encode_lossless(const KvzGeometry& g, KvzEncode* jobs, int32_t count, void* workspace, void* stream) {
@@ -58,7 +58,7 @@ int32_t encode_lossless(const KvzGeometry& g, KvzEncode* jobs, int32_t count, vo
     constexpr size_t kShared = size_t(kWarps) * 512 * 4;
     KVZ_LAUNCH(count_symbols<kDtype>, count * work.tiles, kThreads, kWarps * 256 * 4, stream, jobs, work);
     KVZ_LAUNCH(make_tables, count * g.planes, 256, 256 * 6, stream, g, work);
-    KVZ_LAUNCH(encode_runs<kDtype>, blocks_at_once(encode_runs<kDtype>, kShared), kThreads, kShared, stream, g, jobs, int32_t(count * work.tiles), work);
+    KVZ_LAUNCH(encode_runs<kDtype>, blocks_at_once(encode_runs<kDtype>, kThreads, kShared), kThreads, kShared, stream, g, jobs, int32_t(count * work.tiles), work);
     KVZ_LAUNCH(write_run_directories, count, 32, 0, stream, g, jobs, work);
     KVZ_LAUNCH(place_runs<kDtype>, count * work.tiles, kThreads, 0, stream, jobs, work);
     return launched();
@@ -96,13 +96,14 @@ int32_t kvz_cuda_decode(const KvzGeometry* g, int32_t mode, KvzDecode* jobs, int
   if (mode == kLossless) {
     return for_split(g->dtype, [&](auto split) {
       constexpr int kDtype = decltype(split)::value;
-      KVZ_LAUNCH(decode_runs<kDtype>, blocks_at_once(decode_runs<kDtype>, 0), kThreads, 0, stream, *g, jobs, count, memory.work, memory.tables);
+      constexpr size_t kShared = kWarps * WarpWords::kBytes;
+      KVZ_LAUNCH(decode_runs<kDtype>, blocks_at_once(decode_runs<kDtype>, kThreads, kShared), kThreads, kShared, stream, *g, jobs, count, memory.work, memory.tables);
       return launched();
     });
   }
   return for_element(g->dtype, [&](auto element) {
     using T = decltype(element);
-    auto run = [&](auto kernel) { KVZ_LAUNCH(kernel, blocks_at_once(kernel, SharedFamily::kBytes), kThreads, SharedFamily::kBytes, stream, *g, jobs, count, memory); };
+    auto run = [&](auto kernel) { KVZ_LAUNCH(kernel, blocks_at_once(kernel, kTileThreads, kDecodeShared), kTileThreads, kDecodeShared, stream, *g, jobs, count, memory); };
     if (mode == kStep) run(decode_tiles<T, kStep>);
     if (mode == kCacheGen) run(decode_tiles<T, kCacheGen>);
     if (mode != kKlt) return launched();
@@ -120,14 +121,17 @@ int32_t kvz_cuda_encode(const KvzGeometry* g, const KvzSettings* s, KvzEncode* j
   if (count * work.tiles >= kMostTiles) return kBadSettings;
   return for_element(g->dtype, [&](auto element) {
     using T = decltype(element);
+    auto run = [&](auto kernel, size_t shared) {
+      KVZ_LAUNCH(kernel, blocks_at_once(kernel, kTileThreads, shared), kTileThreads, shared, stream, *g, *s, jobs, int32_t(count * work.tiles), work);
+    };
     if (s->mode == kCacheGen) {
       int64_t tokens = count * int64_t(g->planes) * g->tokens;
       KVZ_LAUNCH(scale_tokens<T>, ceil_div(tokens, kWarps), kThreads, 0, stream, *g, jobs, tokens, work);
-      KVZ_LAUNCH((encode_tiles<T, kCacheGen>), blocks_at_once(encode_tiles<T, kCacheGen>, kEncodeShared), kThreads, kEncodeShared, stream, *g, *s, jobs, int32_t(count * work.tiles), work);
+      run(encode_tiles<T, kCacheGen>, encode_shared(kCacheGen));
     } else {
       KVZ_LAUNCH(measure_channels<T>, count * work.blocks * ceil_div(g->hidden, kThreads), kThreads, 0, stream, *g, *s, jobs, work);
-      KVZ_LAUNCH(choose_steps, count * work.blocks, 32, 0, stream, *g, *s, jobs, work);
-      KVZ_LAUNCH((encode_tiles<T, kStep>), blocks_at_once(encode_tiles<T, kStep>, kEncodeShared), kThreads, kEncodeShared, stream, *g, *s, jobs, int32_t(count * work.tiles), work);
+      KVZ_LAUNCH(choose_steps, count * work.blocks, kThreads, 0, stream, *g, *s, jobs, work);
+      run(encode_tiles<T, kStep>, encode_shared(kStep));
     }
     KVZ_LAUNCH(write_directories, count, 32, 0, stream, *g, *s, jobs, work);
     KVZ_LAUNCH(place_tiles<T>, count * work.tiles, 32, 0, stream, *g, *s, jobs, work);

@@ -127,35 +127,62 @@ KVZ_DEVICE int32_t stream_of(const DecodeWork* work, int32_t count, int32_t tile
   return low;
 }
 
-// The words of a tile, of which each lane holds two: those that are taken next are on their way before they are needed.
+// The words of a tile, by way of a ring in the memory of the block: of four parts, those that may be taken next are the first two, and
+// the others are on their way before they are needed. In registers they would be waited for wherever compilers move those.
 struct WarpWords {
+  static constexpr int kPart = 2 * kLanes, kParts = 4;
+  static constexpr size_t kBytes = kPart * kParts * 2;
   const uint16_t* words;
-  int count;           // in all
-  int at = 0;          // of the first that is held
-  int taken = 0;       // of those, below 32
-  uint32_t now, later;
+  uint16_t* memory;  // of the block, in which the ring of the warp begins at `ring`
+  uint32_t ring;
+  int count;         // in all
+  int at, next;      // The one that is taken next, and where the part after its begins.
 
-  KVZ_DEVICE WarpWords(const uint8_t* from, const uint8_t* end) : words(reinterpret_cast<const uint16_t*>(from)), count(int((end - from) / 2)) {
-    now = word(lane()), later = word(32 + lane());
+  // shared: memory of the block, kBytes for each warp. `end` is a multiple of 4: if `from` is none, there is a word before that is skipped.
+  KVZ_DEVICE WarpWords(uint8_t* shared, const uint8_t* from, const uint8_t* end) {
+    at = int(end - from) / 2 % 2, next = kPart;
+    words = reinterpret_cast<const uint16_t*>(from) - at, count = int(end - from) / 2 + at;
+    memory = reinterpret_cast<uint16_t*>(shared), ring = uint32_t(thread() / 32 * (kPart * kParts));
+    sync_warp();
+    for (int part = 0; part < kParts; ++part) fetch(part * kPart);
+    arrive();
   }
-  KVZ_DEVICE uint32_t word(int number) const {
-    return number < count ? words[number] : 0;
-  }
+  KVZ_DEVICE uint32_t word(int number) const { return memory[place(number)]; }
   KVZ_DEVICE void skip(int more) {
-    for (taken += more; taken >= 32; taken -= 32) at += 32, now = later, later = word(at + 32 + lane());
+    at += more;
+    while (at >= next) go_on();
   }
   // One for each lane that wants one, in the order of lanes; the others get anything.
   KVZ_DEVICE uint32_t take(bool wants) {
-    uint32_t mask = ballot(wants);
-    int number = taken + count_ones(mask & lanes_below());
-    uint32_t first = from_lane(now, number), second = from_lane(later, number);
-    skip(count_ones(mask));
-    return number < 32 ? first : second;
+    uint32_t mask = ballot(wants), taken = word(at + count_ones(mask & lanes_below()));
+    at += count_ones(mask);
+    if (at >= next) go_on();
+    return taken;
   }
-  // All were taken but a padding of zero, and not more than there are.
+  // All were taken but a padding of zero, and not more than there are. No more are to be taken.
   KVZ_DEVICE bool through() const {
-    int left = count - at - taken;
-    return left == 0 || (left == 1 && word(at + taken) == 0);
+    wait_for_copies<0>();
+    sync_warp();
+    return at == count || (at == count - 1 && word(at) == 0);
+  }
+
+ private:
+  KVZ_DEVICE uint32_t place(int number) const { return ring | uint32_t(number) % (kPart * kParts); }
+  KVZ_DEVICE void fetch(int first) const {
+    int number = first + 2 * lane();
+    bool there = number < count;  // Past the end there are zeros.
+    copy_later(memory + place(number), words + (there ? number : 0), there);
+    end_copies();
+  }
+  KVZ_DEVICE void arrive() const {
+    wait_for_copies<kParts - 2>();
+    sync_warp();
+  }
+  KVZ_DEVICE void go_on() {
+    sync_warp();
+    fetch(next + (kParts - 1) * kPart);
+    next += kPart;
+    arrive();
   }
 };
 

@@ -15,6 +15,7 @@
 #define KVZ_KERNEL static void
 #define KVZ_DEVICE inline
 #define KVZ_UNROLL
+#define KVZ_BOUNDS(threads, blocks)
 #define KVZ_LAUNCH(kernel, blocks, threads, shared, stream, ...) \
   ((void)(stream), kvz::emulate(int64_t(blocks), threads, shared, [&] { kernel(__VA_ARGS__); }))
 
@@ -39,13 +40,14 @@ struct Emulated {
   std::function<void()> body;
   ucontext_t scheduler;
   int current = 0;
-  int64_t number = 0, meetings = 0;
+  int64_t number = 0, count = 0, meetings = 0;
 };
 inline thread_local Emulated* emulated = nullptr;
 
 inline int thread() { return emulated->current; }
 inline int threads() { return int(emulated->fibres.size()); }
 inline int64_t block() { return emulated->number; }
+inline int64_t blocks() { return emulated->count; }
 inline uint8_t* shared_memory() { return emulated->shared.data(); }
 
 inline void meet(Meeting& meeting) {
@@ -86,6 +88,34 @@ inline uint32_t product_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(
 inline uint32_t add_products(int32_t pair, uint32_t bytes, uint32_t sum) {
   return sum + uint32_t(int16_t(pair) * int8_t(bytes)) + uint32_t(int16_t(uint32_t(pair) >> 16) * int8_t(bytes >> 8));
 }
+inline uint32_t every_other_byte(uint64_t value, bool odd) {
+  uint32_t bytes = 0;
+  for (int each = 0; each < 4; ++each) bytes |= uint32_t(value >> (16 * each + 8 * odd) & 0xff) << 8 * each;
+  return bytes;
+}
+inline void multiply_bytes(const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t (&sums)[4]) {
+  uint32_t left[32][4], right[32][2];  // of all lanes
+  for (int half = 0; half < 2; ++half) {
+    const uint64_t* told = tell(a[2 * half] | uint64_t(a[2 * half + 1]) << 32);
+    for (int from = 0; from < 32; ++from) left[from][2 * half] = uint32_t(told[from]), left[from][2 * half + 1] = uint32_t(told[from] >> 32);
+  }
+  const uint64_t* told = tell(b[0] | uint64_t(b[1]) << 32);
+  for (int from = 0; from < 32; ++from) right[from][0] = uint32_t(told[from]), right[from][1] = uint32_t(told[from] >> 32);
+  for (int each = 0; each < 4; ++each) {
+    int row = thread() % 32 / 4, column = thread() % 4 * 2 + each % 2;
+    for (int k = 0; k < 32; ++k) {
+      uint32_t one = left[row * 4 + k % 16 / 4][each / 2 + k / 16 * 2], other = right[column * 4 + k % 16 / 4][k / 16];
+      sums[each] += (one >> k % 4 * 8 & 0xff) * (other >> k % 4 * 8 & 0xff);
+    }
+  }
+}
+inline void copy_later(void* to, const void* from, bool there) {
+  if (there) memcpy(to, from, 4);
+  else memset(to, 0, 4);
+}
+inline void end_copies() {}
+template <int kLeft>
+inline void wait_for_copies() {}
 inline int32_t take_ticket(int32_t* counter) { return (*counter)++; }
 inline void count_one(uint32_t* counter) { *counter += 1; }
 inline bool first_to_set(int32_t* place, int32_t value) {
@@ -105,6 +135,7 @@ inline void emulate(int64_t blocks, int thread_count, size_t shared_bytes, std::
   Emulated machine;
   emulated = &machine;
   machine.body = std::move(body);
+  machine.count = blocks;
   machine.fibres.resize(size_t(thread_count));
   for (auto& fibre : machine.fibres) fibre.stack.reset(new char[kStack]);
   for (machine.number = 0; machine.number < blocks; ++machine.number) {

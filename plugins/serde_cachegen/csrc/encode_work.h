@@ -40,7 +40,9 @@ struct EncodeWork : TileWork {
     Cut cut(kStep, g.tokens, g.hidden, s.band, s.tile_tokens);
     tiles = g.planes * cut.per_plane, blocks = g.planes * cut.blocks, channels = blocks * g.hidden;
     int64_t rows = g.tokens < s.tile_tokens ? g.tokens : s.tile_tokens;
-    room = (rows * s.band * element_bytes(g.dtype) / 2 + 8 + 7) & ~int64_t(7);
+    // A tile with more words than its elements have is raw; there is room for those of one row more, so that it is enough to look once a row.
+    int64_t most = s.band * (1 + escape_words(g.dtype));
+    room = (rows * s.band * element_bytes(g.dtype) / 2 + most + 8 + 7) & ~int64_t(7);
     Arena arena{static_cast<uint8_t*>(memory)};
     take(arena, jobs);
     int64_t stepped = s.mode == kStep ? jobs * channels : 0;
@@ -62,24 +64,20 @@ struct BlockPlace {
   }
 };
 
-// A symbol of each lane that is active: words go before number `at`; false if there is no room for them.
+// A symbol of each lane that is active: words, of which there may be as many, go before `end`. Stores are all that is not done by
+// every lane, so that there is nothing to branch for.
 template <int kBits>
-KVZ_DEVICE bool put_symbols(bool active, uint32_t slot, uint32_t inverse, uint16_t* words, int& at, uint32_t& x) {
-  uint32_t frequency = slot & 0xffff;
+KVZ_DEVICE void put_symbols(bool active, uint32_t slot, uint32_t inverse, uint16_t*& end, uint32_t& x) {
+  uint32_t frequency = slot & 0xffff, before = slot >> 16 & 0x7fff;
   bool full = active && x >> (32 - kBits) >= frequency;
   uint32_t filling = ballot(full);
-  if (count_ones(filling) > at) return false;
-  at -= count_ones(filling);
-  if (full) {
-    words[at + count_ones(filling & lanes_below())] = uint16_t(x);
-    x >>= 16;
-  }
-  if (active) {
-    uint32_t quotient = product_high(x, inverse), rest = x - quotient * frequency;
-    if (rest >= frequency) quotient += 1, rest -= frequency;
-    x = (quotient << kBits) + rest + (slot >> 16);
-  }
-  return true;
+  end -= count_ones(filling);
+  uint16_t* to = end + count_ones(filling & lanes_below());
+  if (full) *to = uint16_t(x);
+  uint32_t left = full ? x >> 16 : x, quotient = product_high(left, inverse);
+  if (left - quotient * frequency >= frequency) quotient += 1;  // It was exact, or one too small.
+  uint32_t after = left + before + quotient * ((1u << kBits) - frequency);
+  x = active ? after : x;
 }
 
 KVZ_DEVICE Header header_of(const KvzGeometry& g, int mode, int64_t tiles, int64_t table_bytes) {

@@ -80,8 +80,14 @@ struct BF16 {
   static constexpr float kMax = 0x1.fep127f;
   static KVZ_BOTH float load(Bits bits) { return as_float(uint32_t(bits) << 16); }
   static KVZ_BOTH Bits store(float value) {  // Of finite values only.
+#if defined(__CUDA_ARCH__)
+    Bits rounded;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
+    return rounded;
+#else
     uint32_t bits = as_bits(value);
     return Bits((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+#endif
   }
 };
 

@@ -17,7 +17,7 @@ KVZ_DEVICE int32_t decode_run(const uint8_t* from, const uint8_t* end, int count
   uint32_t x = kLow;
   if (lane() < states) memcpy(&x, from + 4 * lane(), 4);
   if (ballot(x < kLow) != 0) return kBadWords;
-  WarpWords words(rest + rest_bytes, end);
+  WarpWords words(shared_memory(), rest + rest_bytes, end);
   for (int first = 0; first < count; first += kLanes) {
     int at = first + lane();
     bool active = at < count;
@@ -31,7 +31,8 @@ KVZ_DEVICE int32_t decode_run(const uint8_t* from, const uint8_t* end, int count
     uint32_t next = words.take(low);
     if (low) x = x << 16 | next;
   }
-  return ballot(x != kLow || !words.through()) == 0 ? kOk : kBadWords;
+  bool through = words.through();
+  return ballot(x != kLow || !through) == 0 ? kOk : kBadWords;
 }
 
 template <int kDtype>
@@ -39,7 +40,7 @@ KVZ_KERNEL decode_runs(KvzGeometry g, KvzDecode* jobs, int32_t count, DecodeWork
   using Bits = typename Split<kDtype>::Bits;
   int64_t elements = int64_t(g.tokens) * g.hidden;
   int runs = int(ceil_div(elements, kFlatTile));
-  for (int32_t ticket = next_ticket(&work->next); ticket < work->tiles; ticket = next_ticket(&work->next)) {
+  for (int32_t ticket = first_ticket(); ticket < work->tiles; ticket = next_ticket(&work->next)) {
     int32_t number = stream_of(work, count, ticket);
     KvzDecode& job = jobs[number];
     if (from_lane(job.error, 0) != kOk) continue;

@@ -17,8 +17,8 @@ struct RunWork : TileWork {
 
   RunWork(const KvzGeometry& g, int64_t jobs, void* memory) {
     elements = int64_t(g.tokens) * g.hidden, runs = ceil_div(elements, kFlatTile), tiles = g.planes * runs;
-    // A tile with more words is not smaller than its elements.
-    room = (std::min<int64_t>(elements, kFlatTile) / 2 + 8 + 7) & ~int64_t(7);
+    // A tile with more words is not smaller than its elements; there is room for 32 more, so that it is enough to look before them.
+    room = (std::min<int64_t>(elements, kFlatTile) / 2 + kLanes + 8 + 7) & ~int64_t(7);
     Arena arena{static_cast<uint8_t*>(memory)};
     take(arena, jobs);
     counts = arena.take<uint32_t>(jobs * tiles * 256);
@@ -92,16 +92,18 @@ KVZ_KERNEL make_tables(KvzGeometry g, RunWork work) {
 // Backwards, to the end of `words`, which has room for `room` of them; how many there are, or -1 if they do not fit.
 template <int kDtype>
 KVZ_DEVICE int encode_run(const Run<kDtype>& run, const uint32_t* slots, const uint32_t* inverses, uint16_t* words, int room, uint32_t& x) {
-  int at = room, last = (run.count - 1) / kLanes * kLanes;
+  uint16_t* end = words + room;
+  int last = (run.count - 1) / kLanes * kLanes;
   x = kLow;
   typename Run<kDtype>::Bits element = last + lane() < run.count ? run.from[last + lane()] : 0;
   for (int first = last; first >= 0; first -= kLanes) {
     bool active = first + lane() < run.count;
     int symbol = Split<kDtype>::symbol(element);
     if (first > 0) element = run.from[first - kLanes + lane()];  // On its way before it is needed.
-    if (!put_symbols<kWidePrecision>(active, active ? slots[symbol] : 1, inverses[symbol], words, at, x)) return -1;
+    if (end - words < kLanes) return -1;
+    put_symbols<kWidePrecision>(active, active ? slots[symbol] : 1, inverses[symbol], end, x);
   }
-  return room - at;
+  return int(words + room - end);
 }
 
 template <int kDtype>
@@ -114,7 +116,7 @@ KVZ_DEVICE bool is_constant(const Run<kDtype>& run) {
 template <int kDtype>
 KVZ_KERNEL encode_runs(KvzGeometry g, const KvzEncode* jobs, int32_t all, RunWork work) {
   uint32_t* slots = reinterpret_cast<uint32_t*>(shared_memory()) + thread() / 32 * 512;  // [256], then inverses
-  for (int32_t ticket = next_ticket(work.next); ticket < all; ticket = next_ticket(work.next)) {
+  for (int32_t ticket = first_ticket(); ticket < all; ticket = next_ticket(work.next)) {
     Run<kDtype> run(jobs, work, ticket);
     TileDone& done = work.done[ticket];
     int64_t whole = int64_t(run.count) * int64_t(sizeof(typename Run<kDtype>::Bits)), rest = aligned(int64_t(run.count) * Split<kDtype>::kRest);

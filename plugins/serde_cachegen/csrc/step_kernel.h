@@ -17,17 +17,26 @@ KVZ_KERNEL measure_channels(KvzGeometry g, KvzSettings s, const KvzEncode* jobs,
   const typename T::Bits* from = static_cast<const typename T::Bits*>(job.source) + place.plane * job.plane_stride + int64_t(place.token) * g.hidden + c;
   float first = T::load(from[0]), sum = 0.0f, squares = 0.0f;
   first = is_finite(first) ? first : 0.0f;
-  for (int row = 1; row < place.rows; ++row) {
-    float value = T::load(from[int64_t(row) * g.hidden]), off = is_finite(value) ? value - first : 0.0f;
-    sum += off;
-    squares += off * off;
+  constexpr int kTogether = 16;  // All read before any is used.
+  for (int row = 1; row < place.rows; row += kTogether) {
+    typename T::Bits some[kTogether];
+    KVZ_UNROLL
+    for (int each = 0; each < kTogether; ++each)
+      if (row + each < place.rows) some[each] = *(from += g.hidden);
+    KVZ_UNROLL
+    for (int each = 0; each < kTogether; ++each) {
+      if (row + each >= place.rows) break;
+      float value = T::load(some[each]), off = is_finite(value) ? value - first : 0.0f;
+      sum += off;
+      squares += off * off;
+    }
   }
   Moments it = moments(first, sum, squares, place.rows);
   int64_t at = (place.job * work.blocks + place.number) * g.hidden + c;
   work.means[at] = it.mean, work.sigmas[at] = it.sigma;
 }
 
-// A warp for each block of tokens: steps and centres, as `StepEncoder` has them.
+// A block for each block of tokens: steps and centres, as `StepEncoder` has them. Each warp has some of the bands.
 KVZ_KERNEL choose_steps(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, EncodeWork work) {
   BlockPlace place(g, s, work.blocks, block());
   int64_t at = block() * g.hidden;
@@ -56,7 +65,7 @@ KVZ_KERNEL choose_steps(KvzGeometry g, KvzSettings s, const KvzEncode* jobs, Enc
     total = sum_of(total), known = sum_of(known);
     mean = known > 0 ? (total + known / 2) / known : 0;
   }
-  for (int begin = 0; begin < g.hidden; begin += s.band) {
+  for (int begin = thread() / 32 * s.band; begin < g.hidden; begin += threads() / 32 * s.band) {
     int width = g.hidden - begin < s.band ? g.hidden - begin : s.band;
     bool one = begin < shared_to;
     float farthest = 0.0f;
@@ -80,16 +89,24 @@ template <typename T>
 struct StepSource {
   using Bits = typename T::Bits;
   const Bits* from;  // the first element of the tile
-  int64_t stride;
+  int stride;
   const uint8_t* codes;
   const int8_t* centres;
 
   struct Channel {
-    float inverse, step, centre;
+    float inverse, step;
+    uint32_t first;  // What bits are of what has symbol 0.
   };
-  KVZ_DEVICE Channel channel(int c) const { return {kInverseSteps[codes[c]], kSteps[codes[c]], float(centres[c])}; }
-  KVZ_DEVICE int symbol(int row, int c, const Channel& its) const { return symbol_of<T>(T::load(from[row * stride + c]), its.inverse, its.step, its.centre); }
-  KVZ_DEVICE Bits bits(int row, int c) const { return from[row * stride + c]; }
+  KVZ_DEVICE Channel channel(int c) const { return {kInverseSteps[codes[c]], kSteps[codes[c]], kRoundsBits + uint32_t(centres[c] + kFirst)}; }
+  KVZ_DEVICE Bits bits(int row, int c) const { return from[int64_t(row) * stride + c]; }
+  // As symbol_of.
+  KVZ_DEVICE int symbol(int, Bits bits, const Channel& its) const {
+    float rounded = T::load(bits) * its.inverse + kRounds;
+    uint32_t symbol = as_bits(rounded) - its.first;
+    bool in = symbol < uint32_t(kEscape);
+    if constexpr (T::kDtype == kFP16 || T::kDtype == kE4M3 || T::kDtype == kE5M2) in = in && fabsf((rounded - kRounds) * its.step) <= T::kMax;
+    return in ? int(symbol) : kEscape;
+  }
 };
 
 }  // namespace KVZ_NAMESPACE

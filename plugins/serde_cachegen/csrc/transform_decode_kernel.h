@@ -7,7 +7,7 @@ namespace KVZ_NAMESPACE {
 
 // What becomes of symbols: coefficients, in the unit that they are summed in.
 struct ComponentTarget {
-  using Bits = uint16_t;
+  using Bits = int16_t;
   int16_t* to;  // the first of the tile
   int64_t stride;
   const KvzBasis* basis;
@@ -17,8 +17,8 @@ struct ComponentTarget {
   using Row = int;
   KVZ_DEVICE Channel channel(int c) const { return shift_of(*basis, first + c); }
   KVZ_DEVICE Row row(int) const { return 0; }
-  KVZ_DEVICE void put(int row, int c, int symbol, Channel shift, Row) const { restore(row, c, uint32_t(symbol + kFirst), shift); }
-  KVZ_DEVICE void restore(int row, int c, uint32_t bits, Channel shift) const { to[row * stride + c] = int16_t(uint16_t(bits << shift)); }
+  KVZ_DEVICE Bits value(int symbol, Channel shift, Row) const { return escaped(uint32_t(symbol + kFirst), shift); }
+  KVZ_DEVICE Bits escaped(uint32_t bits, Channel shift) const { return Bits(bits << shift); }
 };
 
 constexpr int kTokensTogether = 8, kPairsTogether = 256;  // Of a block of threads; pairs of components.

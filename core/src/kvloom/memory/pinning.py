@@ -8,14 +8,12 @@ opened, and does not call the driver before; `torch.cuda.is_available()` would.
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-import torch
+from kvloom.device import Driver, driver
 
 log = logging.getLogger(__name__)
 
-_cuda: Any = torch.cuda
-_backend: Any = torch.backends.cuda
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
@@ -35,30 +33,32 @@ class Pinner(Protocol):
 class CudaPinner:
     """`cudaHostRegister`."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: Driver) -> None:
+        self._cuda = cuda
         self._device = -1
 
     def ready(self) -> bool:
-        if not _cuda.is_initialized():
+        if not self._cuda.is_initialized():
             return False
         # Another thread registers the memory, and must not make a context on an unused device.
-        self._device = int(_cuda.current_device())
+        self._device = int(self._cuda.current_device())
         return True
 
     def register(self, address: int, nbytes: int) -> bool:
-        with _cuda.device(self._device):
-            error = _cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
+        with self._cuda.device(self._device):
+            error = self._cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
         if int(error):
             log.debug("cudaHostRegister of %d bytes: error %d", nbytes, int(error))
         return not int(error)
 
     def unregister(self, address: int) -> None:
-        with _cuda.device(self._device):
-            _cuda.cudart().cudaHostUnregister(address)
+        with self._cuda.device(self._device):
+            self._cuda.cudart().cudaHostUnregister(address)
 
 
 def pinner_for(pin: Literal["auto"] | bool | Pinner) -> Pinner | None:
     """None if nothing will ever be pinned, as where torch was built without CUDA."""
     if isinstance(pin, bool) or pin == "auto":
-        return CudaPinner() if pin and _backend.is_built() else None
+        cuda = driver() if pin else None
+        return None if cuda is None else CudaPinner(cuda)
     return pin

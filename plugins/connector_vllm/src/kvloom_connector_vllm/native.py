@@ -14,6 +14,7 @@ import torch
 
 from kvloom import PluginError
 from kvloom import native as libraries
+from kvloom.device import stream_of_launch
 
 from .paged.move import Move
 
@@ -142,8 +143,10 @@ class Kernels:
         # Freed when this returns: torch gives it to nobody before the launch, which is on the same stream, is done.
         there = packed.to(self.device_type, non_blocking=True)
         taken = tables.native([there.data_ptr() + int(start) for start in starts[:-1]])
-        stream = torch.cuda.current_stream().cuda_stream if on_device else 0
-        error = self.library.kvp_cuda_move(ctypes.byref(taken), tables.word, _THREAD_BLOCKS, ctypes.c_void_p(stream))
+        with stream_of_launch(there.device) as stream:
+            error = self.library.kvp_cuda_move(
+                ctypes.byref(taken), tables.word, _THREAD_BLOCKS, ctypes.c_void_p(stream)
+            )
         if error:
             raise RuntimeError(f"CUDA error {-error}" if error < 0 else "the kernel refused a move that was checked")
 

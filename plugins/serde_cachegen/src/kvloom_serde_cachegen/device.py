@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvloom import Buffer, CorruptBlobError, Place, PluginError, native
+from kvloom.device import device_of, stream_of_launch
 from kvloom_serde_cachegen import streams
 from kvloom_serde_cachegen.native_profile import NativeProfile
 from kvloom_serde_cachegen.streams import Mode, Settings
@@ -69,11 +70,8 @@ class Launch:
 
     def run(self) -> None:
         """Put it on the current stream. Raises ValueError for what the kernels do not take."""
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):  # a launch goes to the device that is current
-                error = self._call(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
-        else:
-            error = self._call(None)
+        with stream_of_launch(self._device) as stream:
+            error = self._call(ctypes.c_void_p(stream))
         if error > 0:
             raise ValueError(f"the kernels do not take this: error {error}")
         if error < 0:
@@ -185,7 +183,8 @@ def in_groups(kvs: Sequence[torch.Tensor], run: Callable[[list[int]], list[T] | 
 
 def at(place: Place | None) -> contextlib.AbstractContextManager[Any]:
     """On the stream of `place`, if it names one."""
-    return contextlib.nullcontext() if place is None or place.stream is None else torch.cuda.stream(place.stream)
+    there = None if place is None or place.stream is None else device_of(place.device)
+    return contextlib.nullcontext() if there is None or place is None else there.on(place.stream)
 
 
 def _layer(kv: torch.Tensor, layer: int) -> int:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kvloom import device
+from kvloom.device import Stream, stand_in
 
 
 class SimulatedDevice:
@@ -40,13 +40,8 @@ class SimulatedDevice:
     @contextmanager
     def installed(self) -> Iterator[SimulatedDevice]:
         """Connectors find it as the device of tensors in host memory."""
-        before = dict(device._in_place_of)
-        device._in_place_of["cpu"] = lambda where: self
-        try:
+        with stand_in(self):
             yield self
-        finally:
-            device._in_place_of.clear()
-            device._in_place_of.update(before)
 
     # -- as `kvloom.device.Device` -------------------------------------------------------------------------------------
 
@@ -60,7 +55,7 @@ class SimulatedDevice:
         return getattr(self._currents, "stream", self.legacy)
 
     @contextmanager
-    def on(self, stream: device.Stream) -> Iterator[None]:
+    def on(self, stream: Stream) -> Iterator[None]:
         before, self._currents.stream = self.current(), stream
         try:
             yield

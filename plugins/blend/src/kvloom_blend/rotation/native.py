@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from kvloom import PluginError
 from kvloom import native as libraries
+from kvloom.device import stream_of_launch
 
 Rows = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -64,9 +64,8 @@ class Kernels:
 
     def queue(self, call: _Rotate, *, width: int, device: torch.device) -> None:
         """On the device's current stream."""
-        error = self.library.kvr_cuda_rotate(
-            ctypes.byref(call), width, _BLOCKS, ctypes.c_void_p(libraries.current_stream(device))
-        )
+        with stream_of_launch(device) as stream:
+            error = self.library.kvr_cuda_rotate(ctypes.byref(call), width, _BLOCKS, ctypes.c_void_p(stream))
         if error:
             raise RuntimeError(f"CUDA error {-error}" if error < 0 else "the kernel refused K that was checked")
 
@@ -107,9 +106,8 @@ def rotate(rotation: RotatedDims, turn: Turn, ks: Sequence[Tensor], outs: Sequen
     )  # fmt: skip
     found = kernels()
     if found is not None and first.device.type == found.device_type:
-        with torch.cuda.device(first.device) if first.device.type == "cuda" else contextlib.nullcontext():
-            tables = cos.data_ptr() | sin.data_ptr()
-            found.queue(call, width=width(rotation, rows, first.element_size(), tables), device=first.device)
+        tables = cos.data_ptr() | sin.data_ptr()
+        found.queue(call, width=width(rotation, rows, first.element_size(), tables), device=first.device)
         return True
     library = processor()
     if library is None or first.device.type != "cpu":

@@ -111,9 +111,9 @@ class Pages:
         for number, layer in enumerate(cache.layers):
             for plane, states in enumerate((layer.keys, layer.values)):
                 planes[plane, number, :num_tokens] = states[0, :, :num_tokens].transpose(0, 1).flatten(1)
-        if device.type == "cuda":  # the copy has a stream of its own
-            torch.cuda.current_stream(device).synchronize()
         where = {**self._where, "blocks": list(blocks[:needed]), "first_block": 0}
         self._connector.check(where, whole)
         chunk = Chunk(planes, MemoryFormat.KV_BLOB, whole)
-        self._connector.write([Segment(0, whole, _NO_KEY)], [chunk], **where)
+        fence = self._connector.write([Segment(0, whole, _NO_KEY)], [chunk], **where)
+        if fence is not None:
+            fence.wait()

@@ -124,7 +124,7 @@ class _Way:
         self.bus.synchronize()
 
 
-def mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Event | None:
+def mark(device: torch.device, stream: Stream | None = None) -> Event | None:
     """An event after everything queued so far on the stream, by default the thread's current one; None on the host."""
     if stream is not None:
         return stream.record_event()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvloom import ConfigError, Fence, KVSpec
-from kvloom.device import device_of
+from kvloom.device import device_of, is_stream
 
 from ..native import Kernels, Tables, about_kernels, kernels
 from .bounce import BounceBuffers, mark
@@ -56,7 +56,7 @@ class PagedCudaConnector(PagedConnector):
 
     def _pages(self, where: Mapping[str, Any], layer: int | None = None) -> PageTable:
         stream = where.get("stream")
-        if stream is not None and not isinstance(stream, torch.cuda.Stream):
+        if stream is not None and not is_stream(stream):
             raise ValueError(f"stream: expected a torch.cuda.Stream, got {type(stream).__name__}")
         pages = super()._pages(where, layer)
         if pages.device.type != self._kernels.device_type:
@@ -64,10 +64,10 @@ class PagedCudaConnector(PagedConnector):
         return pages
 
     def _slots(self, where: Mapping[str, Any], num_tokens: int, pages: PageTable) -> Slots:
-        stream = where.get("stream")
-        with (
-            contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-        ):  # the table may be being written
+        stream, device = where.get("stream"), device_of(pages.device)
+        with (  # the table may be being written
+            contextlib.nullcontext() if stream is None or device is None else device.on(stream)
+        ):
             return super()._slots(where, num_tokens, pages)
 
     def _copy(self, move: Move, where: Mapping[str, Any], layer: int | None) -> Fence:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvloom import Chunk, KVSpec, Segment
+from kvloom.device import synchronize
 
 from .layout import PagedLayout
 from .slots import Slots
@@ -61,8 +62,7 @@ def by_torch(move: Move, layout: PagedLayout) -> None:
         _exchange(move, layout, near, places, None if whole else kept.to(device))
         if not move.to_pages and near is not chunk:
             chunk.copy_(near)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    synchronize(device)
 
 
 def _exchange(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
+from kvloom.device import synchronize
 
 from .move import tensor_of
 from .settings import NestedTupleConfig
@@ -59,17 +60,19 @@ class NestedTupleConnector(GPUConnector):
         if not segments:
             return
         layers = self._layers(where, segments[-1].end, layer)
-        for segment, chunk in zip(segments, chunks, strict=True):
-            ours = tensor_of(segment, chunk, self.spec, len(layers)).unflatten(
-                -1, (self.spec.num_kv_heads, self.spec.head_size)
-            )
-            for number, planes in enumerate(layers):
-                for plane, tensor in enumerate(planes):
-                    theirs, mine = tensor[segment.start : segment.end], ours[plane, number]
-                    to, source = (theirs, mine) if to_engine else (mine, theirs)
-                    to.copy_(source, non_blocking=True)
-        for device in {planes[0].device for planes in layers if planes[0].device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
+        try:
+            for segment, chunk in zip(segments, chunks, strict=True):
+                ours = tensor_of(segment, chunk, self.spec, len(layers)).unflatten(
+                    -1, (self.spec.num_kv_heads, self.spec.head_size)
+                )
+                for number, planes in enumerate(layers):
+                    for plane, tensor in enumerate(planes):
+                        theirs, mine = tensor[segment.start : segment.end], ours[plane, number]
+                        to, source = (theirs, mine) if to_engine else (mine, theirs)
+                        to.copy_(source, non_blocking=True)
+        finally:  # the caller takes the chunks back, after an error too
+            for device in {planes[0].device for planes in layers}:
+                synchronize(device)
 
     def _layers(self, where: Mapping[str, Any], num_tokens: int, layer: int | None = None) -> list[list[torch.Tensor]]:
         """`[tokens, kv_heads, head_size]` of each plane of each layer, or of the one layer. ValueError as `check`."""
