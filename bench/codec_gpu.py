@@ -6,6 +6,7 @@ device memory by the clock, beside the copy of the KV as it is.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -70,12 +71,20 @@ def coded(
     encoding, _ = device.encoding(kvs, how, codec)
     blobs = device.encode(kvs, how, codec)
     assert bytes(blobs[0][0]) == bytes(streams.encode(kvs[0].cpu(), how)[0])
+    blobs = [in_the_pool(blob) for blob in blobs]
     decoding = device.decoding(blobs, into, how.mode, codec)
     return [
         (f"encode, {name}", by_events(encoding.run)),
         (f"decode, {name}", by_events(decoding.run)),
         (f"decode with transfers, {name}", by_clock(lambda: device.decode(blobs, into, how.mode, codec))),
     ]
+
+
+def in_the_pool(blob: list[memoryview]) -> list[memoryview]:
+    """The streams of a blob one after another in pinned memory."""
+    whole = torch.cat([torch.frombuffer(bytearray(stream), dtype=torch.uint8) for stream in blob]).pin_memory()
+    ends = list(itertools.accumulate(map(len, blob), initial=0))
+    return [memoryview(whole.numpy())[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def kv(seed: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ the device is done. Then both directions at once, and the time of a model's prod
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import numpy as np
 import torch
 from table import RESULTS, SPEC
 
-from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
+from kvloom import Chunk, ChunkKey, Engine, KVSpec, MemoryFormat, Registry, Segment
 from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged import cuda
 from kvloom_connector_vllm.paged.blocks import VLLMConnector
@@ -215,6 +217,8 @@ def contenders(work: Work, direction: str) -> dict[str, Callable[[], object]]:
         "one cudaMemcpyBatchAsync of pages": batch_of_pages(work, direction),
         "a cudaMemcpyAsync for each page": page_by_page(work, direction),
     }
+    if direction == "write":
+        runs["an engine's load from memory, type: vllm"] = loaded(work)
     if (peer := lmcache_kernel(work, direction)) is not None:
         runs["LMCache's kernel"] = peer
     return runs
@@ -251,7 +255,7 @@ def moved_by_layers(connector: PagedConnector, work: Work, direction: str) -> No
 
 def by_blocks(work: Work) -> tuple[VLLMConnector, list[Chunk], Mapping[str, Any]]:
     """The connector that vLLM uses; a plane of a layer is a layer to it, and a page is one plane's."""
-    views = [layer[plane].flatten(1) for plane in range(2) for layer in work.pages]
+    views = tuple(layer[plane].flatten(1) for plane in range(2) for layer in work.pages)
     geometry = Geometry(layers=len(views), block_tokens=BLOCK_TOKENS, page_elements=views[0].shape[1])
     connector = VLLMConnector(VLLMConfig(geometry=geometry), MODEL)
     shape = connector.shape(TOKENS)
@@ -266,6 +270,32 @@ def blocks_moved(work: Work, direction: str) -> Callable[[], object]:
         fence = getattr(connector, direction)(work.segments, chunks, **where)
         if fence is not None:
             fence.wait()
+
+    return run
+
+
+def loaded(work: Work) -> Callable[[], object]:
+    """Through the engine: segments that the memory tier holds, from its pinned pool into the pages."""
+    connector, chunks, where = by_blocks(work)
+    plugins = [EntryPoint(name, name, "kvloom.v1") for name in ("kvloom.builtin", "kvloom_connector_vllm")]
+    engine = Engine.open(
+        {
+            "connector": {"type": "vllm", "geometry": connector.representation},
+            "chunk_tokens": TOKENS,
+            "tiers": [{"type": "memory", "capacity": 2 * sum(chunk.nbytes for chunk in chunks) + (64 << 20)}],
+        },
+        MODEL,
+        registry=Registry.discover(entry_points=plugins),
+    )
+    atexit.register(engine.close)
+    segments = engine.segments(torch.arange(len(chunks) * TOKENS))
+    assert engine.save(segments, **where).result(60).all()
+    memory, until = engine.memory, time.monotonic() + 60
+    while memory is not None and not memory.pool.pages.settled and time.monotonic() < until:
+        time.sleep(0.01)
+
+    def run() -> None:
+        assert engine.load(segments, **where).result(60).all()
 
     return run
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "Stream",
     "device_of",
     "driver",
+    "forget_error",
     "is_stream",
     "stand_in",
     "stream_of_launch",
@@ -71,8 +72,9 @@ class Device(Protocol):
         """Queue a copy, of parts that are contiguous in both. Pinned memory is read and written when the copy runs; for
         other memory of the host the caller may be kept until it has."""
 
-    def queue(self, work: Callable[[], object]) -> None:
-        """Queue what `work` does on the device. What it reads in host memory may be read when it runs."""
+    def queue(self, work: Callable[[], object]) -> object:
+        """Queue what `work` does on the device. What it reads in host memory may be read when it runs. Returns what
+        has to be kept until it is done."""
 
     def pin(self, memory: torch.Tensor) -> int:
         """Page-lock memory of the host that stays where it is. Returns 0, or an error's number."""
@@ -111,12 +113,15 @@ class CudaDevice:
             for one, other in zip(to, source, strict=True):
                 self.copy(one, other)
 
-    def queue(self, work: Callable[[], object]) -> None:
-        work()
+    def queue(self, work: Callable[[], object]) -> object:
+        return work()
 
     def pin(self, memory: torch.Tensor) -> int:
         with self._cuda.device(self._device):
-            return int(self._cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+            error = int(self._cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+            if error:
+                forget_error(self._device)
+            return error
 
     def unpin(self, memory: torch.Tensor) -> None:
         with self._cuda.device(self._device):
@@ -157,6 +162,14 @@ def is_stream(found: object) -> bool:
     import torch
 
     return isinstance(found, torch.cuda.Stream)
+
+
+def forget_error(where: torch.device | int) -> None:
+    """CUDA keeps a thread's last error, and torch raises it at the thread's next launch, whatever that is."""
+    import torch
+
+    with suppress(RuntimeError, AssertionError):  # the latter from a torch without CUDA
+        torch.zeros(1, device=torch.device("cuda", where) if isinstance(where, int) else where)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ namespace {
 
 using namespace kvp;
 
-constexpr int kThreads = 256, kLanes = 32, kAtOnce = 4;
+constexpr int kThreads = 256, kLanes = 32, kAtOnce = 4, kTableBlocks = 32;
 
 // A warp takes one piece after another of the tokens' rows, a row being a token of one plane and layer: neighbouring
 // warps take neighbouring pieces, and then neighbouring tokens, which lie side by side in their chunk. kAtOnce words of
@@ -41,6 +41,11 @@ KVP_KERNEL move_rows(KvpMove m, int64_t pieces) {
   }
 }
 
+// From pinned host memory: a copy engine would do it behind all that is on its way over the bus.
+KVP_KERNEL copy_tables(const uint4* from, uint4* to, int64_t count) {
+  for (int64_t at = block() * threads() + thread(); at < count; at += blocks() * threads()) to[at] = from[at];
+}
+
 template <typename Word>
 int32_t launch(const KvpMove& m, int64_t most_blocks, void* stream) {
   if (m.head_bytes % int32_t(sizeof(Word))) return 1;
@@ -72,11 +77,16 @@ KVP_API int32_t kvp_cuda_devices() {
 #endif
 }
 
-// Queues one launch on `stream`. Every pointer in `move` is one of the device's. word: bytes at a time, 1, 2, 4, 8 or
-// 16, by which all addresses, strides and head_bytes can be divided. blocks: at most so many are at work. Returns 0, 1
-// where the numbers make no sense, or minus a CUDA error.
-KVP_API int32_t kvp_cuda_move(const KvpMove* move, int32_t word, int32_t blocks, void* stream) {
-  if (!sensible(*move) || blocks < 1) return 1;
+// Queues a move on `stream`. Every pointer in `move` is one of the device's. word: bytes at a time, 1, 2, 4, 8 or 16, by
+// which all addresses, strides and head_bytes can be divided. blocks: at most so many are at work. tables: what `move`
+// points to, `table_bytes` in pinned host memory, which has to stay until this is done; it is copied to `there` first.
+// Returns 0, 1 where the numbers make no sense, or minus a CUDA error.
+KVP_API int32_t kvp_cuda_move(const KvpMove* move, int32_t word, int32_t blocks, const void* tables, void* there,
+                              int64_t table_bytes, void* stream) {
+  if (!sensible(*move) || blocks < 1 || table_bytes % int64_t(sizeof(uint4))) return 1;
+  const int64_t count = table_bytes / int64_t(sizeof(uint4)), most = (count + kThreads - 1) / kThreads;
+  KVP_LAUNCH(copy_tables, (most < kTableBlocks ? most : kTableBlocks), kThreads, stream, static_cast<const uint4*>(tables),
+             static_cast<uint4*>(there), count);
   switch (word) {
     case 1: return launch<uint8_t>(*move, blocks, stream);
     case 2: return launch<uint16_t>(*move, blocks, stream);

@@ -206,13 +206,15 @@ def bus_deaf(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_busy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(bounce._Way, "give", lambda self, stream: setattr(self, "_turn", 1 - self._turn))
+    patch.setattr(bounce._Way, "give", lambda self, stream, held: setattr(self, "_turn", 1 - self._turn))
 
 
 def free_too_early(patch: pytest.MonkeyPatch) -> None:
     """The other stream's place: the buffer is still being emptied."""
     give = bounce._Way.give
-    patch.setattr(bounce._Way, "give", lambda self, stream: give(self, self.near if stream is self.bus else self.bus))
+    patch.setattr(
+        bounce._Way, "give", lambda self, stream, held: give(self, self.near if stream is self.bus else self.bus, held)
+    )
 
 
 def no_synchronize(patch: pytest.MonkeyPatch) -> None:

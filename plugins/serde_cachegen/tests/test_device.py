@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import struct
 import subprocess
@@ -82,6 +83,42 @@ def test_it_reads_the_same(
     device.decode(blobs, into, mode, codec)
     for kv, blob, out in zip(kvs, blobs, into, strict=True):
         assert torch.equal(bits(out.cpu()), bits(decoded(blob, kv, mode)))
+
+
+@pytest.mark.parametrize("apart", [0, 1, 4, 6])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_streams_are_read_wherever_they_lie(codec: ctypes.CDLL, on: str, apart: int, pinned: bool) -> None:
+    """In one piece of memory, as in a blob, at odd distances, and each in memory of its own."""
+    for mode in (Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS):
+        kv = kv_of((2, 3, 33, 130), torch.bfloat16, 5)
+        how = settings_for(mode, kv, band=128)
+        made = streams.encode(kv, how)
+        whole = torch.zeros(sum(map(len, made)) + apart * len(made), dtype=torch.uint8)
+        whole = whole.pin_memory() if pinned and on == "cuda" else whole
+        at, blob = 0, []
+        for stream in made:
+            whole[at : at + len(stream)] = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
+            blob.append(memoryview(whole.numpy())[at : at + len(stream)])
+            at += len(stream) + apart
+        into = torch.zeros_like(kv, device=on)
+        device.decode([blob, blob], [into, torch.zeros_like(into)], mode, codec)
+        assert torch.equal(bits(into.cpu()), bits(decoded(made, kv, mode)))
+
+
+@pytest.mark.parametrize("mode", [Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS])
+def test_a_stream_of_odd_length_does_not_shift_the_next(codec: ctypes.CDLL, on: str, mode: Mode) -> None:
+    """Kernels read words; a stream that a hostile header begins between two of them would stop the device."""
+    kv = kv_of((2, 3, 33, 130), torch.bfloat16, 5)
+    made = streams.encode(kv, settings_for(mode, kv, band=128))
+    whole = torch.frombuffer(bytearray(b"".join(map(bytes, made))), dtype=torch.uint8)
+    whole = whole.pin_memory() if on == "cuda" else whole
+    ends = [0, len(made[0]) - 1, len(made[0]) + len(made[1]) - 1, len(whole)]
+    blob = [memoryview(whole.numpy())[begin:end] for begin, end in itertools.pairwise(ends)]
+    with pytest.raises(CorruptBlobError):
+        device.decode([blob], [torch.zeros_like(kv, device=on)], mode, codec)
+    into = torch.zeros_like(kv, device=on)
+    device.decode([made], [into], mode, codec)
+    assert torch.equal(bits(into.cpu()), bits(decoded(made, kv, mode))), "the device goes on"
 
 
 @few

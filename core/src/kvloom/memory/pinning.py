@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Literal, Protocol
 
-from kvloom.device import Driver, driver
+from kvloom.device import Driver, driver, forget_error
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class CudaPinner:
             error = self._cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
         if int(error):
             log.debug("cudaHostRegister of %d bytes: error %d", nbytes, int(error))
+            forget_error(self._device)
         return not int(error)
 
     def unregister(self, address: int) -> None:

@@ -132,23 +132,26 @@ class Kernels:
     device_type: str = "cuda"
     """The device of the pages: `cpu` where tests run the kernels on a processor."""
 
-    def launch(self, tables: Tables) -> None:
-        """Queue a move, all of it in the memory of the current device, on its current stream."""
+    def launch(self, tables: Tables) -> object:
+        """Queue a move, all of it in the memory of the current device, on its current stream. What this returns has to
+        be kept until the move is done."""
         arrays = tables.arrays()
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)])
         on_device = self.device_type == "cuda"
         packed = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=on_device)
         for start, array in zip(starts, arrays, strict=False):
             packed.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        # Freed when this returns: torch gives it to nobody before the launch, which is on the same stream, is done.
-        there = packed.to(self.device_type, non_blocking=True)
+        # Free when this returns: torch gives it to nobody before the launch, which is on the same stream, is done.
+        there = torch.empty_like(packed, device=self.device_type, pin_memory=False)
         taken = tables.native([there.data_ptr() + int(start) for start in starts[:-1]])
         with stream_of_launch(there.device) as stream:
             error = self.library.kvp_cuda_move(
-                ctypes.byref(taken), tables.word, _THREAD_BLOCKS, ctypes.c_void_p(stream)
-            )
+                ctypes.byref(taken), tables.word, _THREAD_BLOCKS, ctypes.c_void_p(packed.data_ptr()),
+                ctypes.c_void_p(there.data_ptr()), ctypes.c_int64(packed.numel()), ctypes.c_void_p(stream),
+            )  # fmt: skip
         if error:
             raise RuntimeError(f"CUDA error {-error}" if error < 0 else "the kernel refused a move that was checked")
+        return packed
 
 
 @cache
@@ -161,9 +164,9 @@ def kernels() -> Kernels | None:
     return Kernels(library) if library.kvp_cuda_devices() > 0 else None
 
 
-def runner(device: torch.device) -> Callable[[Tables], None] | None:
-    """What moves KV within the memory of such a device: done on return on a processor, else queued on the current
-    stream. None if nothing was built for it."""
+def runner(device: torch.device) -> Callable[[Tables], object] | None:
+    """What moves KV within the memory of such a device: done on return on a processor, else queued as `Kernels.launch`
+    does. None if nothing was built for it."""
     if device.type == "cuda":
         found = kernels()
         return None if found is None else found.launch

@@ -56,7 +56,7 @@ class Worker:
 
     def attach(self, pages: Sequence[torch.Tensor], *, order: torch.Tensor | None = None) -> None:
         """The engine's memory, a view `[num_blocks, page_elements]` for each layer. order: see `VLLMBlobConnector`."""
-        self._memory = {"pages": list(pages), **({} if order is None else {"order": order})}
+        self._memory = {"pages": tuple(pages), **({} if order is None else {"order": order})}
 
     # -- a step, in order ----------------------------------------------------------------------------------------------
 

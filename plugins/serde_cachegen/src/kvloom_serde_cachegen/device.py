@@ -24,7 +24,9 @@ T = TypeVar("T")
 ENCODES = frozenset({Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS})
 DECODES = frozenset(Mode)
 _ALIGN = 16
-"""Streams begin at multiples of it."""
+"""Streams are made at multiples of it, in bytes."""
+_LEAST_ALIGN = 4
+"""They are read at multiples of it."""
 
 
 @cache
@@ -140,22 +142,56 @@ def decoding(
             raise CorruptBlobError(f"{len(blob)} streams for {layers} layers")
     geometry = streams.geometry_of(first.shape, first.dtype, mode)
     held = [np.frombuffer(stream, dtype=np.uint8) for blob in blobs for stream in blob]
-    starts = np.cumsum([0, *(-(-each.size // _ALIGN) * _ALIGN for each in held)])
-    packed = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for start, each in zip(starts, held, strict=False):
-        packed.numpy()[start : start + each.size] = each
-    there = packed.to(device, non_blocking=True)
+    starts, there, packed = _uploaded(held, device)
     jobs = (streams.Decode * len(held))()
     for number, (job, each) in enumerate(zip(jobs, held, strict=True)):
         kv = into[number // layers]
-        job.stream, job.size = there.data_ptr() + int(starts[number]), each.size
+        job.stream, job.size = there.data_ptr() + starts[number], each.size
         job.target, job.plane_stride = _layer(kv, number % layers), streams.plane_stride(kv, geometry)
         job.profile, job.bases = streams.addresses(profile, first_layer + number % layers, device)
     needed = codec.kvz_cuda_decode_workspace(ctypes.byref(geometry), int(mode), len(jobs))
     if needed < 0:
         raise ValueError(f"streams of mode {mode.name.lower()} of {tuple(first.shape)} and {first.dtype} are not taken")
     about = [ctypes.byref(geometry), int(mode)]
-    return Launch(codec.kvz_cuda_decode, jobs, about, needed, device, workspace, [packed, there, profile, *into])
+    return Launch(codec.kvz_cuda_decode, jobs, about, needed, device, workspace, [*held, packed, there, profile, *into])
+
+
+def _uploaded(
+    held: Sequence[np.ndarray[Any, Any]], device: torch.device
+) -> tuple[list[int], torch.Tensor, torch.Tensor | None]:
+    """Streams on their way to the device: where each begins, the memory there, and memory of the host in between.
+
+    Those that follow each other in pinned memory, as in a blob in the pool, are copied from there, all at once.
+    """
+    runs: list[list[int]] = []  # the numbers of streams that follow each other, all at multiples of 4
+    ends: int | None = None
+    for number, each in enumerate(held):
+        begin = each.ctypes.data
+        if begin == ends and (begin - held[runs[-1][0]].ctypes.data) % _LEAST_ALIGN == 0:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+        ends = begin + each.size
+    starts, size = [0] * len(held), 0
+    for run in runs:
+        first = held[run[0]].ctypes.data
+        for number in run:
+            starts[number] = size + held[number].ctypes.data - first
+        size += -(-sum(held[number].size for number in run) // _ALIGN) * _ALIGN
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    packed = None
+    for run in runs:
+        first, nbytes = held[run[0]].ctypes.data, sum(held[number].size for number in run)
+        if not nbytes:
+            continue
+        source = torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(first)))
+        if device.type == "cuda" and not source.is_pinned():
+            packed = torch.empty(size, dtype=torch.uint8, pin_memory=True) if packed is None else packed
+            part = packed[starts[run[0]] :][:nbytes]
+            part.copy_(source)
+            source = part
+        there[starts[run[0]] :][:nbytes].copy_(source, non_blocking=True)
+    return starts, there, packed
 
 
 def decode(

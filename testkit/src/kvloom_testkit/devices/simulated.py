@@ -71,9 +71,10 @@ class SimulatedDevice:
         if self._pageable(to) or self._pageable(source):
             self.current().synchronize()
 
-    def queue(self, work: Callable[[], object]) -> None:
+    def queue(self, work: Callable[[], object]) -> object:
         self.queued += 1
         self.current().add(work)
+        return None
 
     def pin(self, memory: torch.Tensor) -> int:
         return 0

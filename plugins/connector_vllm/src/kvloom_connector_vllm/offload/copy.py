@@ -173,7 +173,7 @@ class Copier:
 
     def _near(
         self, group: int, of: Sequence[list[int]], into_slots: bool, first: int, parts: Sequence[torch.Tensor]
-    ) -> None:
+    ) -> object:
         """Between the pages and parts of slots on their device, of the slots from number `first` on."""
         some_ids, size = of[first : first + len(parts)], self._block_bytes[group]
         do = operator.call if self._buffers is None else self._buffers.device.queue
@@ -181,17 +181,19 @@ class Copier:
             for part, ids in zip(parts, some_ids, strict=True):
                 rows = part.view(len(ids), size)
                 do(partial(self._by_torch, group, rows, ids, into_slots=into_slots))
-            return
+            return None
         blocks = np.array([block for ids in some_ids for block in ids], dtype=np.int64)
         begin = np.concatenate(
             [part.data_ptr() + np.arange(len(ids)) * size for part, ids in zip(parts, some_ids, strict=True)]
         )
+        held = []
         for some in self._layers[group]:
             chunks = np.zeros((len(blocks), 4), dtype=np.int64)
             chunks[:, 0], chunks[:, 2], chunks[:, 3] = begin + some.at, some.width, np.arange(len(blocks))
             width, to_pages = some.width, not into_slots
             tables = native.Tables.of_blocks(some.rows, chunks, blocks, width=width, to_pages=to_pages)
-            do(partial(self._run, tables))
+            held.append(do(partial(self._run, tables)))
+        return held
 
     def _by_torch(self, group: int, rows: torch.Tensor, ids: list[int], *, into_slots: bool) -> None:
         """rows: uint8 `[blocks, bytes]` on the pages' device."""

@@ -40,6 +40,7 @@ class VLLMConnector(GPUConnector):
         if config.geometry is None:
             raise ValueError(f"{self.type!r} is opened by vLLM: start it with --kv-transfer-config (docs/use/vllm.md)")
         self._geometry = config.geometry
+        self._known_pages: _Pages | None = None
         self._of_device: dict[torch.device, BounceBuffers | None] = {}
 
     @property
@@ -72,18 +73,12 @@ class VLLMConnector(GPUConnector):
             raise ValueError("blocks: expected a list of ids, and an index as first_block")
         if len(pages) != geometry.layers:
             raise ValueError(f"pages: {len(pages)} layers, the model has {geometry.layers}")
-        for number, view in enumerate(pages):
-            if view.dim() != 2 or view.shape[1] != geometry.page_elements or view.stride(1) != 1:
-                raise ValueError(
-                    f"pages: layer {number} is {list(view.shape)} with strides {view.stride()}, "
-                    f"not [blocks, {geometry.page_elements}] with pages in one piece"
-                )
-            if self.spec is not None and view.dtype != self.spec.torch_dtype:
-                raise ValueError(f"pages: layer {number} is {view.dtype}, not {self.spec.torch_dtype}")
-        count = min(view.shape[0] for view in pages)
-        wrong = next((block for block in blocks if not -1 <= block < count), None)
+        its = self._pages_of(pages)
+        if its.problem:
+            raise ValueError(f"pages: {its.problem}")
+        wrong = next((block for block in blocks if not -1 <= block < its.count), None)
         if wrong is not None:
-            raise ValueError(f"blocks: there is no block {wrong}; there are {count}")
+            raise ValueError(f"blocks: there is no block {wrong}; there are {its.count}")
         tokens = (first + len(blocks)) * geometry.block_tokens
         if num_tokens > tokens:
             raise ValueError(f"blocks: they end at token {tokens} of the sequence, not {num_tokens}")
@@ -119,6 +114,20 @@ class VLLMConnector(GPUConnector):
         self._move(pages, ids, tensors, to_pages=True, how=how)
         return None
 
+    def _pages_of(self, pages: Sequence[torch.Tensor]) -> _Pages:
+        """What is known of pages; of a tuple, which is what an engine's connector passes, worked out once."""
+        known = self._known_pages
+        if known is not None and known.views is pages:
+            return known
+        found = _Pages.of(pages, self._geometry.page_elements, None if self.spec is None else self.spec.torch_dtype)
+        if isinstance(pages, tuple):
+            self._known_pages = found
+        return found
+
+    def close(self) -> None:
+        self._known_pages = None
+        self._of_device.clear()
+
     def _buffers(self, where: torch.device) -> BounceBuffers | None:
         """Those on the pages' device; None if they are in host memory."""
         if where not in self._of_device:
@@ -129,24 +138,24 @@ class VLLMConnector(GPUConnector):
     def _near(
         self, device: Device, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], to_pages: bool,
         how: Mapping[str, Any], first: int, buffers: Sequence[torch.Tensor],
-    ) -> None:  # fmt: skip
+    ) -> object:  # fmt: skip
         """Between the pages and buffers on their device, of the chunks from number `first` on."""
         of = ids[first : first + len(buffers)]
-        self._move(pages, of, buffers, to_pages=to_pages, how=how, do=device.queue)
+        return self._move(pages, of, buffers, to_pages=to_pages, how=how, do=device.queue)
 
     def _move(
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
-        to_pages: bool, how: Mapping[str, Any], do: Callable[[Callable[[], None]], object] = operator.call,
-    ) -> None:  # fmt: skip
-        """Between pages and tensors of one device. do: does what moves KV, or queues it."""
-        most, count = max(map(max, ids)), min(view.shape[0] for view in pages)
+        to_pages: bool, how: Mapping[str, Any], do: Callable[[Callable[[], object]], object] = operator.call,
+    ) -> object:  # fmt: skip
+        """Between pages and tensors of one device. do: does what moves KV, or queues it. Returns what has to be kept
+        until it is done."""
+        most, count = max(map(max, ids)), self._pages_of(pages).count
         if most >= count or min(map(min, ids)) < -1:
             raise ValueError(f"blocks: there is no block {most if most >= count else min(map(min, ids))}")
         run = self._at_once(pages, tensors, **how)
         if run is None:
-            do(lambda: self._by_torch(pages, ids, tensors, to_pages=to_pages, how=how))
-        elif most >= 0:
-            do(partial(run, self._tables_of(pages, ids, tensors, to_pages=to_pages, **how)))
+            return do(lambda: self._by_torch(pages, ids, tensors, to_pages=to_pages, how=how))
+        return do(partial(run, self._tables_of(pages, ids, tensors, to_pages=to_pages, **how))) if most >= 0 else None
 
     def _by_torch(
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
@@ -166,22 +175,21 @@ class VLLMConnector(GPUConnector):
 
     def _at_once(
         self, pages: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> Callable[[native.Tables], None] | None:
+    ) -> Callable[[native.Tables], object] | None:
         """Native code that can copy these; None if they are not whole pages of one dtype, or there is none."""
-        elements, dtype, device = self._geometry.page_elements, pages[0].dtype, pages[0].device
-        alike = (
-            all(tensor.device == device and tensor.dtype == dtype for tensor in (*pages, *tensors))
-            and all(view.stride(1) == 1 and view.shape[1] == elements for view in pages)
-            and all(tensor.stride()[1:] == (elements, 1) for tensor in tensors)
+        its, elements = self._pages_of(pages), self._geometry.page_elements
+        alike = not its.problem and all(
+            tensor.device == its.device and tensor.dtype == its.dtype and tensor.stride()[1:] == (elements, 1)
+            for tensor in tensors
         )
-        return native.runner(device) if alike else None
+        return native.runner(its.device) if alike else None
 
     def _tables_of(
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
         to_pages: bool,
     ) -> native.Tables:  # fmt: skip
         """All blocks of all layers as one move."""
-        size = pages[0].element_size()
+        its_pages, size = self._pages_of(pages), pages[0].element_size()
         width = self._geometry.page_elements * size
         its = np.array([block for wanted in ids for block in wanted], dtype=np.int64)
         of = np.zeros((len(its), 4), dtype=np.int64)
@@ -193,8 +201,7 @@ class VLLMConnector(GPUConnector):
         if to_pages:
             of, its = of[its >= 0], its[its >= 0]
         of[:, 3] = np.arange(len(its))
-        layers = np.array([(view.data_ptr(), view.stride(0) * size, 0, 0) for view in pages], dtype=np.int64)
-        return native.Tables.of_blocks(layers, of, its, width=width, to_pages=to_pages)
+        return native.Tables.of_blocks(its_pages.rows, of, its, width=width, to_pages=to_pages)
 
     def _tensors(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], ids: Sequence[list[int]]
@@ -228,6 +235,37 @@ class VLLMConnector(GPUConnector):
         return wanted
 
 
+class _Pages(NamedTuple):
+    """An engine's pages as numbers."""
+
+    views: Sequence[torch.Tensor]
+    rows: np.ndarray[Any, Any]
+    """int64 `[layers, 4]`: address, stride of a block in bytes, 0, 0."""
+    count: int
+    """Number of blocks that every layer has."""
+    device: torch.device
+    dtype: torch.dtype
+    problem: str
+    """The reason why they are not pages of the model, in one piece each, on one device; empty if they are."""
+
+    @classmethod
+    def of(cls, pages: Sequence[torch.Tensor], elements: int, dtype: torch.dtype | None) -> _Pages:
+        first, problem, rows = pages[0], "", []
+        for number, view in enumerate(pages):
+            if view.dim() != 2 or view.shape[1] != elements or view.stride(1) != 1:
+                problem = problem or (
+                    f"layer {number} is {list(view.shape)} with strides {view.stride()}, "
+                    f"not [blocks, {elements}] with pages in one piece"
+                )
+            elif view.dtype != (dtype or first.dtype):
+                problem = problem or f"layer {number} is {view.dtype}, not {dtype or first.dtype}"
+            elif view.device != first.device:
+                problem = problem or f"layer {number} is on {view.device}, not {first.device}"
+            rows.append((view.data_ptr(), view.stride(0) * view.element_size(), 0, 0))
+        count = min(view.shape[0] for view in pages)
+        return cls(pages, np.array(rows, dtype=np.int64), count, first.device, first.dtype, problem)
+
+
 class VLLMBlobConnector(VLLMConnector):
     """K and V of whole blocks (KV_BLOB), for engines whose pages are known inside out: codecs can work on it.
 
@@ -258,11 +296,13 @@ class VLLMBlobConnector(VLLMConnector):
 
     def _at_once(  # type: ignore[override]
         self, pages: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, order: torch.Tensor
-    ) -> Callable[[native.Tables], None] | None:
-        dtype, device = pages[0].dtype, pages[0].device
-        alike = all(tensor.device == device and tensor.dtype == dtype for tensor in (*pages, *tensors))
-        rows = all(view.stride(1) == 1 for view in pages) and all(tensor[0, 0].is_contiguous() for tensor in tensors)
-        return native.runner(device) if alike and rows and self._about(order).strides is not None else None
+    ) -> Callable[[native.Tables], object] | None:
+        its = self._pages_of(pages)
+        alike = not its.problem and all(
+            tensor.device == its.device and tensor.dtype == its.dtype and tensor[0, 0].is_contiguous()
+            for tensor in tensors
+        )
+        return native.runner(its.device) if alike and self._about(order).strides is not None else None
 
     def _tables_of(  # type: ignore[override]
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
@@ -278,13 +318,11 @@ class VLLMBlobConnector(VLLMConnector):
         heads, head_bytes = self.spec.num_kv_heads, self.spec.head_size * size
         if head == head_bytes:  # they lie side by side
             heads, head_bytes = 1, heads * head_bytes
-        rows = [
-            (view.data_ptr() + first + number * plane, view.stride(0) * size, token, head)
-            for number in range(self.spec.kv_planes)
-            for view in pages
-        ]
+        rows = np.tile(self._pages_of(pages).rows, (self.spec.kv_planes, 1))
+        rows[:, 0] += first + np.repeat(np.arange(self.spec.kv_planes) * plane, len(pages))
+        rows[:, 2], rows[:, 3] = token, head
         table = PageTable(
-            np.array(rows, dtype=np.int64), self.spec.kv_planes, len(pages), heads, head_bytes, len(pages[0]), step,
+            rows, self.spec.kv_planes, len(pages), heads, head_bytes, len(pages[0]), step,
             pages[0].device,
         )  # fmt: skip
         return native.Tables.of(Move(table, slots, tensors, to_pages))

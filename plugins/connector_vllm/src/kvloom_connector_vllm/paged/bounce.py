@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -13,8 +14,9 @@ from kvloom.device import Device, Event, Stream, device_of
 _ALIGN = 256
 """Chunks begin at multiples of it in a buffer, in bytes."""
 
-Near = Callable[[int, Sequence[torch.Tensor]], None]
-"""Queue, on the device's current stream, moves between the pages and buffers of the chunks from this number on."""
+Near = Callable[[int, Sequence[torch.Tensor]], object]
+"""Queue, on the device's current stream, moves between the pages and buffers of the chunks from this number on. Returns
+what has to be kept until they are done."""
 
 
 class Queued:
@@ -48,10 +50,10 @@ class BounceBuffers:
             for first, some in _parts(chunks, way.size_for(chunks)):
                 buffers = way.take(some, way.near)
                 with self.device.on(way.near):
-                    gather(first, buffers)
+                    held = gather(first, buffers)
                 way.bus.wait_event(way.near.record_event())
                 way.copy(some, buffers)
-                way.give(way.bus)
+                way.give(way.bus, held)
             return Queued(way.bus.record_event())
 
     def write(self, chunks: Sequence[torch.Tensor], scatter: Near, ready: Event | None = None) -> Queued:
@@ -62,8 +64,8 @@ class BounceBuffers:
                 way.copy(buffers, some)
                 way.near.wait_event(way.bus.record_event())
                 with self.device.on(way.near):
-                    scatter(first, buffers)
-                way.give(way.near)
+                    held = scatter(first, buffers)
+                way.give(way.near, held)
             return Queued(way.near.record_event())
 
 
@@ -75,6 +77,7 @@ class _Way:
         self._lock = threading.Lock()
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._free: list[Event | None] = [None, None]
+        self._held: deque[tuple[Event, object]] = deque()
         self._turn = 0
         self.near, self.bus = device.stream(), device.stream()
 
@@ -82,6 +85,8 @@ class _Way:
     def going_on(self, ready: Event | None) -> Iterator[_Way]:
         """One thread at a time. After an error nothing is under way any more: who called takes the chunks back."""
         with self._lock:
+            while self._held and self._held[0][0].query():
+                self._held.popleft()
             self.near.wait_event(self._device.current().record_event() if ready is None else ready)
             try:
                 yield self
@@ -109,9 +114,11 @@ class _Way:
             at += _room(chunk)
         return parts
 
-    def give(self, stream: Stream) -> None:
-        """The buffer taken last is free once that stream has got so far."""
-        self._free[self._turn] = stream.record_event()
+    def give(self, stream: Stream, held: object) -> None:
+        """The buffer taken last is free once that stream has got so far, and nothing needs `held` any more."""
+        event = self._free[self._turn] = stream.record_event()
+        if held is not None:
+            self._held.append((event, held))
         self._turn = 1 - self._turn
 
     def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:

@@ -76,10 +76,10 @@ class PagedCudaConnector(PagedConnector):
             self._buffers.setdefault(device, self._made(device))
         starts = np.cumsum([0, *(chunk.shape[2] for chunk in move.chunks)])
 
-        def near(first: int, buffers: Sequence[torch.Tensor]) -> None:
+        def near(first: int, buffers: Sequence[torch.Tensor]) -> object:
             slots = move.slots[starts[first] : starts[first + len(buffers)]]
             tables = Tables.of(Move(move.pages, slots, buffers, move.to_pages))
-            bounce.device.queue(partial(self._kernels.launch, tables))
+            return bounce.device.queue(partial(self._kernels.launch, tables))
 
         bounce = self._buffers[device]
         go = bounce.write if move.to_pages else bounce.read
