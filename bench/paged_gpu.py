@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint
@@ -159,14 +160,14 @@ def beside_the_model(work: Work) -> list[str]:
     }
     amount = 2 * sum(chunk.nbytes for chunk in work.chunks) / 1e9
     lines = ["| both directions at once | GB/s together | range | of copies |", "|---|---|---|---|"]
-    limit = 0.0
+    limit, pool = 0.0, ThreadPoolExecutor(2)  # an engine saves and loads on threads of their own
     for name, way in ways.items():
         taken = []
         for _ in range(ROUNDS):
             settle()
             began = time.perf_counter()
-            way("read")
-            way("write")
+            for half in [pool.submit(way, direction) for direction in ("read", "write")]:
+                half.result()
             settle()
             taken.append(time.perf_counter() - began)
         middle = amount / statistics.median(taken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,17 +89,18 @@ class Copier:
         self._run = native.runner(device) if all(p.stride(1) == 1 for pages in groups for p in pages) else None
         self._device = device_of(device)
         self._buffers = None if self._device is None else BounceBuffers(self._device, _BUFFER_BYTES)
-        self._pinned = False
+        self._unpin: weakref.finalize[Any, Any] | None = None
         if self._device is not None:
             error = self._device.pin(staging.data)
-            self._pinned = not error
             if error:
                 log.warning("the staging could not be pinned (error %d): copies are slower", error)
+            else:  # before the memory goes, with whoever forgets to close this
+                self._unpin = weakref.finalize(self, self._device.unpin, staging.data)
+                self._unpin.atexit = False
 
     def close(self) -> None:
-        if self._device is not None and self._pinned:
-            self._pinned = False
-            self._device.unpin(self._staging.data)
+        if self._unpin is not None:
+            self._unpin()
 
     @torch.inference_mode()
     def store(self, order: Order, blocks: Blocks, ready: Event | None = None) -> int:
