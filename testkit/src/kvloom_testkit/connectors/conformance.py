@@ -13,6 +13,7 @@ import torch
 from kvloom import GPUConnector, MemoryFormat, canonical_json, fingerprint
 from kvloom_testkit.chunks import POISONS
 from kvloom_testkit.conformance import Conformance
+from kvloom_testkit.connectors.devices import DeviceRequirements
 from kvloom_testkit.connectors.layers import LayerRequirements
 from kvloom_testkit.connectors.memories import ConnectorHarness, done, raw, same
 from kvloom_testkit.connectors.sharing import SharingRequirements
@@ -31,7 +32,7 @@ SAME_SIZE = {
 """Dtypes with elements of equal size, where there are any."""
 
 
-class ConnectorConformance(LayerRequirements, SharingRequirements, Conformance):
+class ConnectorConformance(LayerRequirements, SharingRequirements, DeviceRequirements, Conformance):
     """Requirements of a `GPUConnector`.
 
     `make` is a function that returns a `ConnectorHarness` with a new connector each time it is called: the connector,

@@ -137,7 +137,7 @@ def done(fence: Any) -> None:
 
 def fill(memory: EngineMemory, *, seed: int | None) -> None:
     """Put KV of any bits into a request's memory; without a seed, of one byte everywhere."""
-    memory.set_kv(_filled(memory.kv(), seed))
+    memory.set_kv(filled(memory.kv(), seed))
 
 
 def layer_of(chunk: Chunk, layer: int) -> Chunk:
@@ -155,7 +155,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(raw(one), raw(other))
 
 
-def _filled(kv: torch.Tensor, seed: int | None) -> torch.Tensor:
+def filled(kv: torch.Tensor, seed: int | None) -> torch.Tensor:
     """Like `kv`, of any bits; without a seed, of one byte everywhere."""
     count = kv.numel() * kv.element_size()
     if seed is None:
