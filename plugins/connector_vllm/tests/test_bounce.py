@@ -156,9 +156,9 @@ def test_no_order_of_work_shows(start: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(1_000, 101_000, 10_000))
+@pytest.mark.parametrize("start", range(1_000, 21_000, 5_000))
 def test_no_order_of_much_work_shows(start: int) -> None:
-    for seed in range(start, start + 10_000):
+    for seed in range(start, start + 5_000):
         Engine(seed).run()
 
 
