@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from core_support import eventually
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvloom import ConfigError, Engine
 from kvloom.memory import Pool, pages, pinning
 from kvloom.memory.device import DevicePages
 from kvloom.runtime import SystemRuntime
@@ -196,6 +198,29 @@ def test_slabs_are_long_enough_for_what_is_put_into_them(size: int, piece: int) 
     assert sum(lengths) == size and ends[-1] == size and all(end % PAGE == 0 for end in ends)
     assert len(ends) == 1 or min(lengths) >= max(SLAB, 32 * piece) - PAGE
     assert max(lengths) < 2 * max(SLAB, 32 * piece) + len(ends) * PAGE
+
+
+def test_an_eager_pool_is_present_and_pinned_before_it_is_used() -> None:
+    registrar = Registrar()
+    pool = Pool(4 * SLAB, RUNTIME, pin=registrar, eager=True)
+    eventually(lambda: pool.pages.settled)
+    assert pool.pages.pinned_bytes == 4 * SLAB == sum(nbytes for _, nbytes in registrar.slabs)
+    pool.close()
+    lazy = Pool(4 * SLAB, RUNTIME, pin=Registrar())
+    eventually(lambda: lazy.pages.settled)
+    assert lazy.pages.pinned_bytes < 4 * SLAB
+    lazy.close()
+
+
+@pytest.mark.parametrize(("pin", "all_of_it"), [("eager", True), ("auto", False), ("never", False)])
+def test_a_configuration_says_when(open_engine: Callable[..., Engine], pin: str, all_of_it: bool) -> None:
+    engine = open_engine({"type": "memory", "capacity": "1MiB", "pin": pin})
+    assert engine.memory is not None
+    pages_ = engine.memory.pool.pages
+    assert eventually(lambda: pages_.settled)
+    assert (pages_._present == 1 << 20) == all_of_it
+    with pytest.raises(ConfigError, match=r"tiers.0.pin"):
+        open_engine({"type": "memory", "pin": "sometimes"})
 
 
 # -- CUDA, as far as it can be tried without ---------------------------------------------------------------------------

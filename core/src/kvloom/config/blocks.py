@@ -167,6 +167,8 @@ class MemoryBlock(Config):
     """Serve nothing that was stored longer ago."""
     quota: Quota | None = None
     """Maximum number of bytes of `capacity` for one salt."""
+    pin: Literal["auto", "eager", "never"] = "auto"
+    """Page-lock memory for a GPU: a little ahead of its use, all of it at the start, or not at all."""
 
     @model_validator(mode="before")
     @classmethod

@@ -91,6 +91,8 @@ class TierChoice:
     """Seconds for which an answer about keys is taken for granted."""
     protection: Protection | None = None
     """The keys whose blobs the tier accepts; None: unsigned blobs."""
+    pin: str = "auto"
+    """Of the memory tier: `auto`, `eager` or `never`."""
 
 
 def same_store(tier: TierChoice, other: TierChoice) -> str:
@@ -146,8 +148,9 @@ class Checks:
         path = dotted(at)
         if isinstance(block, MemoryBlock):
             return TierChoice(
-                block.name, path, None, None, False, block.capacity, block.deadline, block.ttl, block.quota
-            )
+                block.name, path, None, None, False, block.capacity, block.deadline, block.ttl, block.quota,
+                pin=block.pin,
+            )  # fmt: skip
         return TierChoice(
             name=block.name,
             path=path,

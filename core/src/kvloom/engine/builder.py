@@ -49,7 +49,10 @@ def build_stack(
     if first is None:
         capacity = max(capacity, 2 * chunk_bytes + (64 << 10)) if moves else 0
     try:
-        pool = Pool(capacity, runtime, piece_bytes=chunk_bytes)
+        pin = "auto" if first is None else first.pin
+        pool = Pool(
+            capacity, runtime, pin=False if pin == "never" else "auto", eager=pin == "eager", piece_bytes=chunk_bytes
+        )
     except (OSError, OverflowError) as error:
         where = "tiers" if first is None else f"{first.path}.capacity"
         raise ConfigError(where, f"cannot allocate {capacity} bytes of memory ({error}); lower it") from error

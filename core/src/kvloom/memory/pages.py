@@ -38,7 +38,10 @@ class Pages:
     span two slabs, since they are registered one by one.
     """
 
-    def __init__(self, size: int, runtime: Runtime, *, pinner: Pinner | None = None, piece_bytes: int = 0) -> None:
+    def __init__(
+        self, size: int, runtime: Runtime, *, pinner: Pinner | None = None, eager: bool = False, piece_bytes: int = 0
+    ) -> None:
+        """eager: all of it is wanted from the start. piece_bytes: of the largest copy."""
         self.size = size
         settle_threads()
         self._map = _mapping(size)
@@ -58,7 +61,7 @@ class Pages:
         self._closed = False
         self._thread: Thread | None = None
         if self._libc is not None and size:
-            self.reach(0)
+            self.reach(size if eager else 0)
             self._thread = runtime.spawn(self._work, name="kvloom-pages", low_priority=True)
 
     def reach(self, end: int) -> None:

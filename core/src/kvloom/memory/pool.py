@@ -248,17 +248,19 @@ class Pool:
 
     def __init__(
         self, capacity: int, runtime: Runtime, *, device: str | torch.device = "cpu",
-        pin: Literal["auto"] | bool | Pinner = "auto", piece_bytes: int = 0,
+        pin: Literal["auto"] | bool | Pinner = "auto", eager: bool = False, piece_bytes: int = 0,
     ) -> None:  # fmt: skip
         """device: where the memory is; all but the host's is taken at once, and has no `view`.
 
         pin: whether host memory is pinned, once the process has initialised CUDA (see `kvloom.memory.pinning`; False:
         never), in slabs of at least 256 MiB and 32 times `piece_bytes`, the largest piece that will be asked for.
+
+        eager: all host memory is made present, and pinned, from the start, in the background; else ahead of its use.
         """
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
         where = torch.device(device)
         self.pages = (
-            Pages(self.capacity, runtime, pinner=pinner_for(pin), piece_bytes=piece_bytes)
+            Pages(self.capacity, runtime, pinner=pinner_for(pin), eager=eager, piece_bytes=piece_bytes)
             if where.type == "cpu"
             else DevicePages(self.capacity, where)
         )
