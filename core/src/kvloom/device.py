@@ -131,6 +131,7 @@ class CudaDevice:
 
 _makers: dict[str, Callable[[Any], Device]] = {"cuda": CudaDevice}
 """By the type of torch's device, what makes kvloom's."""
+_stand_ins: list[Device] = []
 
 
 def device_of(where: torch.device) -> Device | None:
@@ -144,11 +145,13 @@ def stand_in(device: Device, type: str = "cpu") -> Iterator[None]:
     """For tests: `device_of` gives this device for memory of that type of torch's meanwhile."""
     before = _makers.copy()
     _makers[type] = lambda where: device
+    _stand_ins.append(device)
     try:
         yield
     finally:
         _makers.clear()
         _makers.update(before)
+        _stand_ins.remove(device)
 
 
 def synchronize(where: torch.device) -> None:
@@ -215,10 +218,11 @@ class CurrentStreams:
     not come after what the other has queued, and would take memory on a device that is not the other's.
     """
 
-    __slots__ = ("_streams",)
+    __slots__ = ("_stand_ins", "_streams")
 
     def __init__(self) -> None:
         torch = sys.modules.get("torch")
+        self._stand_ins = tuple((device, device.current()) for device in _stand_ins)
         self._streams: tuple[Any, ...] = ()
         if torch is not None and torch.cuda.is_initialized():
             here = torch.cuda.current_device()
@@ -229,12 +233,12 @@ class CurrentStreams:
             self._streams = (*chosen, torch.cuda.current_stream(here))  # the last one's device stays the current one
 
     def __bool__(self) -> bool:
-        return bool(self._streams)
+        return bool(self._streams or self._stand_ins)
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """They are the calling thread's meanwhile."""
-        if not self._streams:
+        if not self:
             yield
             return
         import torch
@@ -242,4 +246,6 @@ class CurrentStreams:
         with ExitStack() as entered:
             for stream in self._streams:
                 entered.enter_context(torch.cuda.stream(stream))
+            for device, its in self._stand_ins:
+                entered.enter_context(device.on(its))
             yield

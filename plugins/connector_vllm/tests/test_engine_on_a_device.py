@@ -1,0 +1,156 @@
+"""An engine whose KV is on a device that does everything as late and as out of order as it may: saves, loads,
+cancellations and errors, against the KV that each block of tokens has to have."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from kvloom import Engine, Task
+from kvloom.device import CurrentStreams
+from kvloom_connector_vllm.paged.blocks import VLLMConnector
+from kvloom_connector_vllm.paged.bounce import BounceBuffers, Queued
+from kvloom_testkit.devices.simulated import SimulatedDevice
+from kvloom_testkit.subjects import SPEC
+
+LAYERS, BLOCK_TOKENS, CHUNK_BLOCKS, BLOCKS = 2, 4, 2, 40
+ELEMENTS = BLOCK_TOKENS * SPEC.kv_planes * SPEC.hidden_dim
+GEOMETRY = {"layers": LAYERS, "block_tokens": BLOCK_TOKENS, "page_elements": ELEMENTS}
+
+
+class Model:
+    """An engine of prompts, each with blocks of its own: what it computes follows from the tokens alone."""
+
+    def __init__(self, seed: int, engine: Engine, device: SimulatedDevice) -> None:
+        self.chance, self.engine, self.device = random.Random(seed), engine, device
+        self.compute = device.stream()
+        self.pages = tuple(torch.zeros(BLOCKS, ELEMENTS, dtype=SPEC.torch_dtype) for _ in range(LAYERS))
+        self.free = list(range(BLOCKS))
+        self.hits = 0
+
+    def value(self, tokens: list[int], block: int) -> int:
+        """Of every element of a block, from its tokens and all before."""
+        return 1 + zlib.crc32(bytes(tokens[: (block + 1) * BLOCK_TOKENS])) % 100
+
+    def request(self) -> None:
+        chunks = [self.chance.choice((1, 2)) for _ in range(self.chance.randint(1, 4))]
+        tokens = [token for token in chunks for _ in range(BLOCK_TOKENS * CHUNK_BLOCKS)]
+        count = len(tokens) // BLOCK_TOKENS
+        self.chance.shuffle(self.free)
+        blocks, self.free = self.free[:count], self.free[count:]
+        where = {"pages": self.pages, "blocks": blocks}
+        segments = self.engine.segments(torch.tensor(tokens))
+        with self.device.on(self.compute):
+            self.fill(blocks, [101 + n for n in range(count)])  # what the last owner left there
+            load = self.engine.load(segments, **where)
+        if self.chance.random() < 0.2:
+            load.cancel()
+            with self.device.on(self.compute):
+                self.fill(blocks, [120] * count)
+            self.see(blocks, [120] * count, "a load that was cancelled wrote")
+            here = [False] * len(segments)
+        else:
+            here = load.result(20).tolist()
+        self.hits += sum(here)
+        with self.device.on(self.compute):
+            for number, hit in enumerate(here):
+                mine = range(number * CHUNK_BLOCKS, (number + 1) * CHUNK_BLOCKS)
+                if not hit:
+                    self.fill([blocks[n] for n in mine], [self.value(tokens, n) for n in mine])
+            save = self.engine.save(segments, **where)
+        self.see(blocks, [self.value(tokens, n) for n in range(count)], "a load gave other KV")
+        self.end(save)
+        with self.device.on(self.compute):
+            self.fill(blocks, [122] * count)  # the blocks are somebody else's
+        self.free += blocks
+
+    def end(self, save: Task) -> None:
+        if self.chance.random() < 0.2:
+            save.cancel()
+        else:
+            save.result(20)
+
+    def fill(self, blocks: list[int], values: list[int]) -> None:
+        def run() -> None:
+            for block, value in zip(blocks, values, strict=True):
+                for view in self.pages:
+                    view[block] = value
+
+        self.device.queue(run)
+
+    def see(self, blocks: list[int], values: list[int], problem: str) -> None:
+        seen: list[list[float]] = []
+        with self.device.on(self.compute):
+            self.device.queue(
+                lambda: seen.append([view[n].float().mean().item() for view in self.pages for n in blocks])
+            )
+            self.compute.record_event().synchronize()
+        assert seen[0] == [float(value) for value in values] * LAYERS, problem
+
+
+@pytest.fixture
+def drive() -> Callable[[int], Model]:
+    def drive(seed: int, requests: int = 25) -> Model:
+        device = SimulatedDevice(seed)
+        config: Mapping[str, Any] = {
+            "connector": {"type": "vllm", "geometry": GEOMETRY, "staging": 1 << random.Random(seed).randint(8, 14)},
+            "chunk_tokens": BLOCK_TOKENS * CHUNK_BLOCKS,
+            "tiers": [{"type": "memory", "capacity": "64KiB"}],
+        }
+        with device.installed(), Engine.open(config, SPEC) as engine:
+            model = Model(seed, engine, device)
+            for _ in range(requests):
+                model.request()
+            device.settle()
+        return model
+
+    return drive
+
+
+@pytest.mark.parametrize("start", range(0, 40, 10))
+def test_no_order_of_work_shows(drive: Callable[[int], Model], start: int) -> None:
+    assert sum(drive(seed).hits for seed in range(start, start + 10)) > 100
+
+
+def threads_with_streams_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(VLLMConnector, "ordered", lambda self, where: where)
+    patch.setattr(CurrentStreams, "current", lambda self: contextlib.nullcontext())
+
+
+def fence_that_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Queued, "wait", lambda self: None)
+
+
+def loads_that_come_after_nothing(patch: pytest.MonkeyPatch) -> None:
+    write, start = BounceBuffers.write, SimulatedDevice.stream
+
+    def early(self: BounceBuffers, chunks: Any, scatter: Any, ready: Any = None) -> Queued:
+        return write(self, chunks, scatter, start(self.device).record_event())  # type: ignore[arg-type]
+
+    patch.setattr(BounceBuffers, "write", early)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [threads_with_streams_of_their_own, fence_that_does_not_wait, loads_that_come_after_nothing],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_planted_fault_is_found(
+    drive: Callable[[int], Model], plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert any(fails(drive, seed) for seed in range(200))
+
+
+def fails(drive: Callable[[int], Model], seed: int) -> bool:
+    try:
+        drive(seed)
+    except AssertionError:
+        return True
+    return False
