@@ -13,8 +13,9 @@ from core_support import CHUNK, SPEC, Gate, Shelf, eventually, kv_of, matches, t
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvloom import BackendError, DeadlineExceeded, Engine, Registry
+from kvloom import BackendError, DeadlineExceeded, Engine, Registry, interrupts
 from kvloom.builtin.plain import PlainConnector
+from kvloom.device import CurrentStreams
 from kvloom.telemetry.events import EventBus
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
@@ -251,6 +252,30 @@ def test_a_connector_marks_on_the_callers_thread_what_a_move_comes_after(
     assert engine.load(segments, kv=kv.clone()).result(20).all()
     assert engine.load_layers(segments, kv=kv.clone()).result().all()
     assert set(seen) == {servers} and len(seen) >= 2 + SPEC.num_layers
+
+
+def test_a_device_that_refuses_its_streams_is_an_error_of_the_task(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not a task that never ends."""
+    engine = open_engine(MEMORY)
+    tokens, kv = tokens_of(8), kv_of(8)
+    segments = engine.segments(tokens)
+    assert engine.save(segments, kv=kv).result(20).all()
+
+    def refuse(self: CurrentStreams) -> Any:
+        raise RuntimeError("CUDA error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CurrentStreams, "current", refuse)
+        patch.setattr(interrupts, "CurrentStreams", tuple)  # of the verbs themselves
+        for task in (engine.save(segments, kv=kv), engine.load(segments, kv=kv)):
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                task.result(20)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            engine.load_layers(segments, kv=kv).result()
+    assert not engine._background._tasks
+    assert engine.load(segments, kv=kv).result(20).all()
 
 
 def unmark(where: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvloom import ConfigError, Engine
 from kvloom.memory import Pool, pages, pinning
+from kvloom.memory import pool as pools
 from kvloom.memory.device import DevicePages
 from kvloom.runtime import SystemRuntime
 
@@ -202,23 +203,29 @@ def test_slabs_are_long_enough_for_what_is_put_into_them(size: int, piece: int) 
 
 def test_an_eager_pool_is_present_and_pinned_before_it_is_used() -> None:
     registrar = Registrar()
-    pool = Pool(4 * SLAB, RUNTIME, pin=registrar, eager=True)
-    eventually(lambda: pool.pages.settled)
-    assert pool.pages.pinned_bytes == 4 * SLAB == sum(nbytes for _, nbytes in registrar.slabs)
-    pool.close()
-    lazy = Pool(4 * SLAB, RUNTIME, pin=Registrar())
-    eventually(lambda: lazy.pages.settled)
-    assert lazy.pages.pinned_bytes < 4 * SLAB
-    lazy.close()
+    one = Pool(4 * SLAB, RUNTIME, pin=registrar, eager=True)
+    eventually(lambda: one.pages.settled)
+    assert one.pages.pinned_bytes == 4 * SLAB == sum(nbytes for _, nbytes in registrar.slabs)
+    one.close()
 
 
-@pytest.mark.parametrize(("pin", "all_of_it"), [("eager", True), ("auto", False), ("never", False)])
-def test_a_configuration_says_when(open_engine: Callable[..., Engine], pin: str, all_of_it: bool) -> None:
+def test_an_eager_pool_takes_no_memory_where_nothing_can_be_pinned() -> None:
+    one = Pool(4 * SLAB, RUNTIME, pin=Registrar(ready=False), eager=True)
+    eventually(lambda: one.pages.settled)
+    assert isinstance(one.pages, pages.Pages) and one.pages._present < 4 * SLAB
+    one.close()
+
+
+@pytest.mark.parametrize(("pin", "slabs"), [("eager", 16), ("auto", 1), ("never", 0)])
+def test_a_configuration_says_when(
+    open_engine: Callable[..., Engine], pin: str, slabs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "pinner_for", lambda pin: Registrar() if pin else None)
     engine = open_engine({"type": "memory", "capacity": "1MiB", "pin": pin})
     assert engine.memory is not None
-    pages_ = engine.memory.pool.pages
-    assert eventually(lambda: pages_.settled)
-    assert (pages_._present == 1 << 20) == all_of_it
+    memory = engine.memory.pool.pages
+    assert eventually(lambda: memory.settled)
+    assert memory.pinned_bytes == slabs * SLAB
     with pytest.raises(ConfigError, match=r"tiers.0.pin"):
         open_engine({"type": "memory", "pin": "sometimes"})
 

@@ -66,7 +66,11 @@ class Device(Protocol):
         """It is the thread's current stream meanwhile, and its device the current one."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory on the device, uint8 `[nbytes]`. Once the tensor is gone, others get it, whatever is queued."""
+        """Memory on the device, uint8 `[nbytes]`, which what is queued on the current stream may still use until then.
+        Once the tensor is gone, others get it, whatever is queued."""
+
+    def holds(self, memory: torch.Tensor) -> bool:
+        """Whether memory is on it."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy, of parts that are contiguous in both. Pinned memory is read and written when the copy runs; for
@@ -106,6 +110,9 @@ class CudaDevice:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
+
+    def holds(self, memory: torch.Tensor) -> bool:
+        return memory.is_cuda
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         if to.is_contiguous() and source.is_contiguous():

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,10 @@ class Engine:
     device: SimulatedDevice = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chance, self.device = random.Random(self.seed), SimulatedDevice(self.seed + 1)
+        self.chance = random.Random(self.seed)
+        self.device = SimulatedDevice(self.seed + 1, holds=lambda memory: memory.data_ptr() in self.on_device)
+        self.on_device: set[int] = set()
+        """Addresses of chunks that are in its memory."""
         self.compute = self.device.stream()
         self.buffers = BounceBuffers(self.device, self.chance.choice((1, 1024, 4096)))
         self.pages = torch.zeros(BLOCKS, WIDTH, dtype=torch.uint8)
@@ -72,7 +76,7 @@ class Engine:
         blocks = self.blocks(9)
         of = self.divided(blocks)
         chunks = [torch.randint(0, 256, (len(ids), WIDTH), dtype=torch.uint8) for ids in of]
-        calls = self.chance.randint(0, 2)
+        calls, kept = self.chance.randint(0, 2), []
 
         def near(first: int, parts: Sequence[torch.Tensor]) -> None:
             for ids, part in zip(of[first:], parts, strict=False):
@@ -86,6 +90,15 @@ class Engine:
 
         with self.device.on(self.compute):
             ready = self.device.current().record_event()
+        if to_pages and self.chance.random() < 0.3:  # the model makes them, after the mark
+            for chunk in chunks:
+                self.on_device.add(chunk.data_ptr())
+                made, chunk[:] = chunk.clone(), 0
+                with self.device.on(self.compute):
+                    self.device.queue(partial(chunk.copy_, made))
+                kept.append(made)
+        else:
+            kept = chunks
         if fails:
             real, self.device.copy = self.device.copy, lambda to, source: failing(to, source)  # type: ignore[method-assign]
 
@@ -97,11 +110,14 @@ class Engine:
                 real(to, source)
 
             try:
-                self.start(chunks, near, ready, to_pages=False).wait()
+                self.start(chunks, near, ready, to_pages=to_pages).wait()
             except OutOfMemory:
                 pass
             finally:
                 del self.device.copy
+            if to_pages:  # the engine computes these blocks itself
+                self.pages[blocks] = 99
+                self.expected[blocks] = 99
             for chunk in chunks:  # the caller has them back, and gives them to somebody else
                 value = self.chance.randint(0, 255)
                 chunk.fill_(value)
@@ -109,8 +125,8 @@ class Engine:
             return
         self.free -= set(blocks)
         if to_pages:
-            for ids, chunk in zip(of, chunks, strict=True):
-                self.expected[ids] = chunk
+            for ids, made in zip(of, kept, strict=True):
+                self.expected[ids] = made
         wanted = [self.expected[ids].clone() for ids in of]
         fence = self.start(chunks, near, ready, to_pages=to_pages)
         self.under_way.append((fence, blocks, chunks, wanted))
@@ -118,7 +134,8 @@ class Engine:
             self.end()
 
     def start(self, chunks: list[torch.Tensor], near: bounce.Near, ready: Event, *, to_pages: bool) -> Queued:
-        return (self.buffers.write if to_pages else self.buffers.read)(chunks, near, ready)
+        with self.device.on(self.compute):
+            return (self.buffers.write if to_pages else self.buffers.read)(chunks, near, ready)
 
     def end(self) -> None:
         """Wait for one of the moves; its chunks are somebody else's afterwards."""
@@ -137,7 +154,7 @@ class Engine:
     def run(self) -> None:
         todo: list[Callable[[], None]] = [
             self.compute_some, lambda: self.move(to_pages=True), lambda: self.move(to_pages=False), self.end,
-            lambda: self.move(to_pages=False, fails=True),
+            lambda: self.move(to_pages=self.chance.random() < 0.5, fails=True),
         ]  # fmt: skip
         for _ in range(STEPS):
             self.chance.choice(todo)()
@@ -162,6 +179,14 @@ def test_no_order_of_much_work_shows(start: int) -> None:
         Engine(seed).run()
 
 
+def test_closing_waits_for_what_uses_the_buffers() -> None:
+    device = SimulatedDevice(1)
+    buffers, chunk = BounceBuffers(device, 64), torch.ones(8, dtype=torch.uint8)
+    ends = [go([chunk], lambda first, parts: device.queue(lambda: None))._event for go in (buffers.read, buffers.write)]
+    buffers.close()
+    assert all(event.happened for event in ends)  # type: ignore[attr-defined]
+
+
 class Deaf:
     """A stream that does not wait for events."""
 
@@ -176,9 +201,16 @@ class Deaf:
 
 
 def not_ready(patch: pytest.MonkeyPatch) -> None:
+    """The mark is of a stream on which nothing was queued."""
     real = BounceBuffers.read, BounceBuffers.write
+
+    def instead(self: BounceBuffers, chunks: list[torch.Tensor], near: bounce.Near, *, call: Any) -> Queued:
+        return call(self, chunks, near, self.device.stream().record_event())  # type: ignore[no-any-return]
+
     for name, call in zip(("read", "write"), real, strict=True):
-        patch.setattr(BounceBuffers, name, lambda self, chunks, near, ready, call=call: call(self, chunks, near, None))
+        patch.setattr(
+            BounceBuffers, name, lambda self, chunks, near, ready, call=call: instead(self, chunks, near, call=call)
+        )
 
 
 def near_deaf(patch: pytest.MonkeyPatch) -> None:
@@ -239,8 +271,24 @@ def done_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Queued, "wait", lambda self: None)
 
 
+def chunks_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedDevice, "holds", lambda self, memory: False)
+
+
+def memory_of_another_stream(patch: pytest.MonkeyPatch) -> None:
+    """Who had it before may still be writing to it."""
+    empty = SimulatedDevice.empty
+
+    def instead(self: SimulatedDevice, nbytes: int) -> torch.Tensor:
+        with self.on(self.legacy):
+            return empty(self, nbytes)
+
+    patch.setattr(SimulatedDevice, "empty", instead)
+
+
 PLANTED = [
-    not_ready, near_deaf, bus_deaf, never_busy, free_too_early, no_synchronize, fence_of_the_other_stream, done_at_once,
+    chunks_too_early, memory_of_another_stream, not_ready, near_deaf, bus_deaf, never_busy, free_too_early,
+    no_synchronize, fence_of_the_other_stream, done_at_once,
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged.blocks import VLLMBlobConnector, VLLMConnector
 from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
 from kvloom_testkit import ConnectorConformance, ConnectorHarness, EngineMemory
-from kvloom_testkit.connectors.memories import done
+from kvloom_testkit.connectors.memories import done, same
 from kvloom_testkit.devices.simulated import SimulatedDevice
 from kvloom_testkit.subjects import SPEC
 
@@ -206,6 +206,47 @@ def test_blocks_that_are_left_out_are_left_alone(left_out: list[int]) -> None:
     for index in range(4):
         expected = before if index in left_out else source.kv()
         assert torch.equal(target.kv()[index].view(torch.uint8), expected[index].view(torch.uint8))
+
+
+@pytest.mark.usefixtures("by")
+@pytest.mark.parametrize("kind", [VLLMConnector, VLLMBlobConnector])
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_too_few_blocks_move_nothing(kind: type[VLLMConnector], verb: str) -> None:
+    """The list is the caller's, who may have changed it since `check`."""
+    memory = KnownMemory if kind is VLLMBlobConnector else PagedMemory
+    harness = ConnectorHarness(kind(VLLMConfig(geometry=geometry(SPEC)), SPEC), memory, BLOCK_TOKENS)
+    engine, segments = harness.engine(), harness.segments(2, 2)
+    before = engine.kv()
+    with pytest.raises(ValueError, match="blocks: "):
+        getattr(harness.connector, verb)(
+            segments, harness.chunks(segments), **{**engine.where, "blocks": engine.where["blocks"][:3]}
+        )
+    assert same(engine.kv(), before)
+
+
+def test_pages_that_are_given_other_memory_are_looked_at_again() -> None:
+    memory, one = PagedMemory(SPEC, 16), connector()
+    pages = tuple(memory.where["pages"])
+    one.check({"pages": pages, "blocks": [8, 0, 1, 2]}, 16)
+    pages[1].set_(torch.zeros(4, pages[1].shape[1], dtype=SPEC.torch_dtype))
+    with pytest.raises(ValueError, match="no block 8; there are 4"):
+        one.check({"pages": pages, "blocks": [8, 0, 1, 2]}, 16)
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.zeros(3, 4, 5), torch.zeros(3, 4).to_sparse()])
+def test_what_are_no_pages_is_refused(wrong: torch.Tensor) -> None:
+    memory = PagedMemory(SPEC, 16)
+    pages = [memory.where["pages"][0], wrong.to(SPEC.torch_dtype), memory.where["pages"][2]]
+    with pytest.raises(ValueError, match="pages: layer 1 is"):
+        connector().check({**memory.where, "pages": pages}, 16)
+
+
+@pytest.mark.usefixtures("by")
+@pytest.mark.parametrize("kind", [VLLMConnector, VLLMBlobConnector])
+def test_no_segments_are_no_move(kind: type[VLLMConnector]) -> None:
+    memory = KnownMemory if kind is VLLMBlobConnector else PagedMemory
+    one = kind(VLLMConfig(geometry=geometry(SPEC)), SPEC)
+    assert one.read([], [], **memory(SPEC, 16).where) is None and one.write([], [], **memory(SPEC, 16).where) is None
 
 
 def test_without_its_geometry_it_says_who_has_it() -> None:

@@ -168,7 +168,7 @@ class MemoryBlock(Config):
     quota: Quota | None = None
     """Maximum number of bytes of `capacity` for one salt."""
     pin: Literal["auto", "eager", "never"] = "auto"
-    """Page-lock memory for a GPU: a little ahead of its use, all of it at the start, or not at all."""
+    """Page-lock memory for a GPU: a little ahead of its use, all of it at once, or not at all."""
 
     @model_validator(mode="before")
     @classmethod

@@ -43,7 +43,7 @@ class Background:
 
         With `MOST_TASKS` under way, or without a thread, it ends at once with nothing moved, and counts as dropped.
         """
-        task = Task(self._runtime)
+        task, streams = Task(self._runtime), CurrentStreams()
         num_tokens = tokens_of(segments)
 
         def dropped(reason: str) -> Task:
@@ -59,12 +59,13 @@ class Background:
             reason = "closed before it was stored"
             self._waiting[task] = Event("dropped", tokens=num_tokens, chunks=len(segments), reason=reason)
 
-        streams = CurrentStreams()
+        def on_streams(task: Task) -> torch.Tensor:
+            with streams.current():
+                return work(task)
 
         def run() -> None:
             self._waiting.pop(task, None)
-            with streams.current():
-                task.run(work)
+            task.run(on_streams)
             self._tasks.pop(task, None)
 
         try:

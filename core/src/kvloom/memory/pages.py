@@ -41,12 +41,13 @@ class Pages:
     def __init__(
         self, size: int, runtime: Runtime, *, pinner: Pinner | None = None, eager: bool = False, piece_bytes: int = 0
     ) -> None:
-        """eager: all of it is wanted from the start. piece_bytes: of the largest copy."""
+        """eager: all of it is wanted as soon as it can be pinned. piece_bytes: of the largest copy."""
         self.size = size
         settle_threads()
         self._map = _mapping(size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.view = memoryview(self._map)
+        self._eager = eager
         self.slab_ends = _slab_ends(size, piece_bytes) if pinner is not None else (size,)
         """The ends of the slabs."""
         self.pinned_bytes = 0
@@ -61,7 +62,7 @@ class Pages:
         self._closed = False
         self._thread: Thread | None = None
         if self._libc is not None and size:
-            self.reach(size if eager else 0)
+            self.reach(0)
             self._thread = runtime.spawn(self._work, name="kvloom-pages", low_priority=True)
 
     def reach(self, end: int) -> None:
@@ -72,6 +73,8 @@ class Pages:
             with self._wake:
                 self._pinning = self._pinning or begins
                 wanted = max(wanted, self._wanted)
+                if self._pinning and self._eager:
+                    wanted = self.size
                 if self._pinning:  # whole slabs
                     wanted = self.slab_ends[bisect_left(self.slab_ends, wanted)]
                 self._wanted = wanted

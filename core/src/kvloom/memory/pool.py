@@ -255,7 +255,7 @@ class Pool:
         pin: whether host memory is pinned, once the process has initialised CUDA (see `kvloom.memory.pinning`; False:
         never), in slabs of at least 256 MiB and 32 times `piece_bytes`, the largest piece that will be asked for.
 
-        eager: all host memory is made present, and pinned, from the start, in the background; else ahead of its use.
+        eager: all of it is pinned once it can be, in the background; else a little ahead of its use.
         """
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
         where = torch.device(device)

@@ -87,17 +87,14 @@ class Loading:
 
     def begin(self) -> None:
         """Called once, by the engine."""
+        run = partial(self._run, CurrentStreams())
         if self.hit.tokens:
             try:
-                self._runtime.spawn(partial(self._run_on, CurrentStreams()), name="kvloom-layers")
+                self._runtime.spawn(run, name="kvloom-layers")
                 return
             except RuntimeError as error:  # the machine has no more threads
                 log.warning("layers are loaded before the caller goes on: %s", error)
-        self._run()
-
-    def _run_on(self, streams: CurrentStreams) -> None:
-        with streams.current():
-            self._run()
+        run()
 
     def wait(self, layer: int) -> torch.Tensor:
         """Return a bool CPU mask `[tokens]`: True if the engine has the KV of `layer` and of all layers before it.
@@ -200,8 +197,8 @@ class Loading:
         else:
             yield from ((segment.start, segment.end) for segment in self._segments[:chunks])
 
-    def _run(self) -> None:
-        self._load()
+    def _run(self, streams: CurrentStreams) -> None:
+        self._load(streams)
         record = self._context.record
         count = self._prefix.count(self.num_layers - 1) if self._ready == self.num_layers else 0
         record.served_tokens = self._ends[count - 1] if count else 0
@@ -209,18 +206,19 @@ class Loading:
             record.gave(name, tokens)
         record.end(self._error)
 
-    def _load(self) -> None:
+    def _load(self, streams: CurrentStreams) -> None:
         began = self._runtime.now()
         try:
-            self._fetch.begin()
-            for group in self._fetch.groups:
-                if not self._move(group):
-                    break
-                if group.stop == self.num_layers:
-                    self._account(began)
-                with self._changed:
-                    self._ready = group.stop
-                    self._changed.notify_all()
+            with streams.current():
+                self._fetch.begin()
+                for group in self._fetch.groups:
+                    if not self._move(group):
+                        break
+                    if group.stop == self.num_layers:
+                        self._account(began)
+                    with self._changed:
+                        self._ready = group.stop
+                        self._changed.notify_all()
         except BaseException as error:  # the caller's to see, whatever it is
             self._error = error
         finally:

@@ -142,7 +142,7 @@ def decoding(
             raise CorruptBlobError(f"{len(blob)} streams for {layers} layers")
     geometry = streams.geometry_of(first.shape, first.dtype, mode)
     held = [np.frombuffer(stream, dtype=np.uint8) for blob in blobs for stream in blob]
-    starts, there, packed = _uploaded(held, device)
+    starts, there, packed = _uploaded(held, layers, device)
     jobs = (streams.Decode * len(held))()
     for number, (job, each) in enumerate(zip(jobs, held, strict=True)):
         kv = into[number // layers]
@@ -157,17 +157,18 @@ def decoding(
 
 
 def _uploaded(
-    held: Sequence[np.ndarray[Any, Any]], device: torch.device
+    held: Sequence[np.ndarray[Any, Any]], layers: int, device: torch.device
 ) -> tuple[list[int], torch.Tensor, torch.Tensor | None]:
-    """Streams on their way to the device: where each begins, the memory there, and memory of the host in between.
+    """Streams, `layers` of each blob, on their way to the device: where each begins, the memory there, and memory of
+    the host in between.
 
-    Those that follow each other in pinned memory, as in a blob in the pool, are copied from there, all at once.
+    Those of a blob that follow each other in pinned memory, as in the pool, are copied from there, all at once.
     """
     runs: list[list[int]] = []  # the numbers of streams that follow each other, all at multiples of 4
     ends: int | None = None
     for number, each in enumerate(held):
         begin = each.ctypes.data
-        if begin == ends and (begin - held[runs[-1][0]].ctypes.data) % _LEAST_ALIGN == 0:
+        if number % layers and begin == ends and (begin - held[runs[-1][0]].ctypes.data) % _LEAST_ALIGN == 0:
             runs[-1].append(number)
         else:
             runs.append([number])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -84,30 +85,39 @@ def _check_places(it: ConnectorHarness, device: SimulatedDevice) -> None:
 
 
 def _check_errors(it: ConnectorHarness, device: SimulatedDevice, after: int) -> None:
-    """Some call of the device fails, or none, where there are not so many."""
-    source, segments, calls = it.engine(seed=1), it.segments(16, 16, 8), [after]
-    chunks, copy, queue = it.chunks(segments), device.copy, device.queue
+    """Some call of the device fails, or none, where there are not so many: nothing goes on then."""
+    for verb in (it.connector.read, it.connector.write):
+        memory, segments = it.engine(seed=1), it.segments(16, 16, 8)
+        chunks, own = it.chunks(segments), filled(memory.kv(), seed=4)
+        with _failing(device, after), suppress(OutOfMemory):
+            done(verb(segments, chunks, **memory.where))
+        for chunk in chunks:
+            chunk.tensor.view(-1).view(torch.uint8).fill_(0x44)
+        memory.set_kv(own)
+        device.settle()
+        untouched = all((chunk.tensor.view(-1).view(torch.uint8) == 0x44).all() for chunk in chunks)
+        assert untouched and same(memory.kv(), own), "written after an error"
+
+
+@contextmanager
+def _failing(device: SimulatedDevice, after: int) -> Iterator[None]:
+    """After so many calls, copies and launches raise."""
+    left = [after]
 
     def failing(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
-            calls[0] -= 1
-            if calls[0] < 0:
+            left[0] -= 1
+            if left[0] < 0:
                 raise OutOfMemory
             return call(*given)
 
         return run
 
-    device.copy, device.queue = failing(copy), failing(queue)  # type: ignore[method-assign]
+    device.copy, device.queue = failing(device.copy), failing(device.queue)  # type: ignore[method-assign]
     try:
-        done(it.connector.read(segments, chunks, **source.where))
-    except OutOfMemory:
-        pass
+        yield
     finally:
         del device.copy, device.queue
-    for chunk in chunks:
-        chunk.tensor.view(-1).view(torch.uint8).fill_(0x44)
-    device.settle()
-    assert all((chunk.tensor.view(-1).view(torch.uint8) == 0x44).all() for chunk in chunks), "written after an error"
 
 
 def _moved(verb: Callable[..., Any], segments: list[Segment], chunks: list[Any], where: Mapping[str, Any]) -> None:

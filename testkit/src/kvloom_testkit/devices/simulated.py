@@ -24,11 +24,16 @@ class SimulatedDevice:
     A device of one thread's use, or of several: calls are done one at a time.
     """
 
-    def __init__(self, seed: int, *, pageable: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
+    def __init__(
+        self, seed: int, *, pageable: Callable[[torch.Tensor], bool] = lambda tensor: False,
+        holds: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    ) -> None:  # fmt: skip
+        """holds: which memory counts as the device's, besides what `empty` gives."""
         self._random = random.Random(seed)
         self._eager = self._random.choice((0.0, 0.1, 0.5, 0.9))
         """How likely it is that a call finds some more work done."""
         self._pageable = pageable
+        self._holds = holds
         self._lock = threading.RLock()
         self._streams: list[_Stream] = []
         self._currents = threading.local()
@@ -63,8 +68,13 @@ class SimulatedDevice:
             self._currents.stream = before
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        left = self._random.randint(1, 255)  # by others
-        return torch.full((nbytes,), left, dtype=torch.uint8)
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        left = self._random.randint(1, 255)
+        self.current().add(lambda: memory.fill_(left))  # by who had it before, and is not done with it
+        return memory
+
+    def holds(self, memory: torch.Tensor) -> bool:
+        return self._holds(memory)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self.queue(lambda: to.copy_(source))

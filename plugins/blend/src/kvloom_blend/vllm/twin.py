@@ -89,7 +89,7 @@ class Pages:
 
     def __init__(self, views: Sequence[torch.Tensor], order: torch.Tensor, spec: KVSpec, geometry: Geometry) -> None:
         """views: `[num_blocks, page_elements]` of each layer. order: see `VLLMBlobConnector`."""
-        self._where = {"pages": list(views), "order": order}
+        self._where = {"pages": tuple(views), "order": order}
         self._connector = VLLMBlobConnector(VLLMConfig(geometry=geometry), spec)
         self._shape = (spec.num_layers, spec.num_kv_heads * spec.head_size)
         self._dtype = spec.torch_dtype

@@ -99,6 +99,8 @@ class Copier:
                 self._unpin.atexit = False
 
     def close(self) -> None:
+        if self._buffers is not None:
+            self._buffers.close()
         if self._unpin is not None:
             self._unpin()
 

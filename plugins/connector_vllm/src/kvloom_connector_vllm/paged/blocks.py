@@ -92,12 +92,14 @@ class VLLMConnector(GPUConnector):
         blocks: Sequence[int], first_block: int = 0, ready: Any = None, **how: Any,
     ) -> Fence | None:  # fmt: skip
         """Copy pages into chunks. ValueError if a block of a segment is left out of `blocks`."""
+        if not segments:
+            return None
         ids = [self._all_blocks(segment, blocks, first_block) for segment in segments]
-        tensors = self._tensors(segments, chunks, ids)
+        tensors, its = self._tensors(segments, chunks, ids), self._pages_of(pages)
         buffers = self._buffers(pages[0].device)
         if buffers is not None:
-            return buffers.read(tensors, partial(self._near, buffers.device, pages, ids, False, how), ready)
-        self._move(pages, ids, tensors, to_pages=False, how=how)
+            return buffers.read(tensors, partial(self._near, buffers.device, its, ids, False, how), ready)
+        self._move(its, ids, tensors, to_pages=False, how=how)
         return None
 
     @torch.inference_mode()
@@ -106,18 +108,20 @@ class VLLMConnector(GPUConnector):
         blocks: Sequence[int], first_block: int = 0, ready: Any = None, **how: Any,
     ) -> Fence | None:  # fmt: skip
         """Copy chunks into pages."""
+        if not segments:
+            return None
         ids = [self._blocks(segment, blocks, first_block) for segment in segments]
-        tensors = self._tensors(segments, chunks, ids)
+        tensors, its = self._tensors(segments, chunks, ids), self._pages_of(pages)
         buffers = self._buffers(pages[0].device)
         if buffers is not None:
-            return buffers.write(tensors, partial(self._near, buffers.device, pages, ids, True, how), ready)
-        self._move(pages, ids, tensors, to_pages=True, how=how)
+            return buffers.write(tensors, partial(self._near, buffers.device, its, ids, True, how), ready)
+        self._move(its, ids, tensors, to_pages=True, how=how)
         return None
 
     def _pages_of(self, pages: Sequence[torch.Tensor]) -> _Pages:
         """What is known of pages; of a tuple, which is what an engine's connector passes, worked out once."""
         known = self._known_pages
-        if known is not None and known.views is pages:
+        if known is not None and known.views is pages and known.places == _places(pages):
             return known
         found = _Pages.of(pages, self._geometry.page_elements, None if self.spec is None else self.spec.torch_dtype)
         if isinstance(pages, tuple):
@@ -126,36 +130,39 @@ class VLLMConnector(GPUConnector):
 
     def close(self) -> None:
         self._known_pages = None
+        for buffers in [*self._of_device.values()]:
+            if buffers is not None:
+                buffers.close()
         self._of_device.clear()
 
     def _buffers(self, where: torch.device) -> BounceBuffers | None:
         """Those on the pages' device; None if they are in host memory."""
-        if where not in self._of_device:
-            device = device_of(where)
-            self._of_device.setdefault(where, None if device is None else BounceBuffers(device, self.config.staging))
-        return self._of_device[where]
+        if where in self._of_device:
+            return self._of_device[where]
+        device = device_of(where)
+        return self._of_device.setdefault(where, None if device is None else BounceBuffers(device, self.config.staging))
 
     def _near(
-        self, device: Device, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], to_pages: bool,
-        how: Mapping[str, Any], first: int, buffers: Sequence[torch.Tensor],
+        self, device: Device, its: _Pages, ids: Sequence[list[int]], to_pages: bool, how: Mapping[str, Any],
+        first: int, buffers: Sequence[torch.Tensor],
     ) -> object:  # fmt: skip
         """Between the pages and buffers on their device, of the chunks from number `first` on."""
         of = ids[first : first + len(buffers)]
-        return self._move(pages, of, buffers, to_pages=to_pages, how=how, do=device.queue)
+        return self._move(its, of, buffers, to_pages=to_pages, how=how, do=device.queue)
 
     def _move(
-        self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
+        self, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
         to_pages: bool, how: Mapping[str, Any], do: Callable[[Callable[[], object]], object] = operator.call,
     ) -> object:  # fmt: skip
         """Between pages and tensors of one device. do: does what moves KV, or queues it. Returns what has to be kept
         until it is done."""
-        most, count = max(map(max, ids)), self._pages_of(pages).count
+        most, count = max(map(max, ids)), its.count
         if most >= count or min(map(min, ids)) < -1:
             raise ValueError(f"blocks: there is no block {most if most >= count else min(map(min, ids))}")
-        run = self._at_once(pages, tensors, **how)
+        run = self._at_once(its, tensors, **how)
         if run is None:
-            return do(lambda: self._by_torch(pages, ids, tensors, to_pages=to_pages, how=how))
-        return do(partial(run, self._tables_of(pages, ids, tensors, to_pages=to_pages, **how))) if most >= 0 else None
+            return do(lambda: self._by_torch(its.views, ids, tensors, to_pages=to_pages, how=how))
+        return do(partial(run, self._tables_of(its, ids, tensors, to_pages=to_pages, **how))) if most >= 0 else None
 
     def _by_torch(
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
@@ -173,11 +180,9 @@ class VLLMConnector(GPUConnector):
                 else:
                     self._take(view, here, tensor, layer, **how)
 
-    def _at_once(
-        self, pages: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> Callable[[native.Tables], object] | None:
+    def _at_once(self, its: _Pages, tensors: Sequence[torch.Tensor]) -> Callable[[native.Tables], object] | None:
         """Native code that can copy these; None if they are not whole pages of one dtype, or there is none."""
-        its, elements = self._pages_of(pages), self._geometry.page_elements
+        elements = self._geometry.page_elements
         alike = not its.problem and all(
             tensor.device == its.device and tensor.dtype == its.dtype and tensor.stride()[1:] == (elements, 1)
             for tensor in tensors
@@ -185,31 +190,33 @@ class VLLMConnector(GPUConnector):
         return native.runner(its.device) if alike else None
 
     def _tables_of(
-        self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
-        to_pages: bool,
+        self, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *, to_pages: bool
     ) -> native.Tables:  # fmt: skip
         """All blocks of all layers as one move."""
-        its_pages, size = self._pages_of(pages), pages[0].element_size()
+        size = its.dtype.itemsize
         width = self._geometry.page_elements * size
-        its = np.array([block for wanted in ids for block in wanted], dtype=np.int64)
-        of = np.zeros((len(its), 4), dtype=np.int64)
+        chosen = np.array([block for wanted in ids for block in wanted], dtype=np.int64)
+        of = np.zeros((len(chosen), 4), dtype=np.int64)
         counts = [len(wanted) for wanted in ids]
         starts = np.cumsum([0, *counts[:-1]])
         of[:, 0] = np.repeat([tensor.data_ptr() for tensor in tensors], counts)
-        of[:, 0] += (np.arange(len(its)) - np.repeat(starts, counts)) * width
+        of[:, 0] += (np.arange(len(chosen)) - np.repeat(starts, counts)) * width
         of[:, 2] = np.repeat([tensor.stride(0) * size for tensor in tensors], counts)
         if to_pages:
-            of, its = of[its >= 0], its[its >= 0]
-        of[:, 3] = np.arange(len(its))
-        return native.Tables.of_blocks(its_pages.rows, of, its, width=width, to_pages=to_pages)
+            of, chosen = of[chosen >= 0], chosen[chosen >= 0]
+        of[:, 3] = np.arange(len(chosen))
+        return native.Tables.of_blocks(its.rows, of, chosen, width=width, to_pages=to_pages)
 
     def _tensors(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], ids: Sequence[list[int]]
     ) -> list[torch.Tensor]:
         """The tensors of chunks. ValueError unless each is that of its segment."""
-        for segment, chunk in zip(segments, chunks, strict=True):
-            if tuple(chunk.tensor.shape) != self.shape(segment.end - segment.start):
+        for segment, chunk, wanted in zip(segments, chunks, ids, strict=True):
+            num_tokens = segment.end - segment.start
+            if tuple(chunk.tensor.shape) != self.shape(num_tokens):
                 raise ValueError(f"chunk: of tokens {segment.start} to {segment.end}, got {list(chunk.tensor.shape)}")
+            if len(wanted) != self._whole_blocks(num_tokens):
+                raise ValueError(f"blocks: {len(wanted)} for tokens {segment.start} to {segment.end}")
         return [chunk.tensor for chunk in chunks]
 
     def _take(self, view: torch.Tensor, ids: torch.Tensor, into: torch.Tensor, layer: int) -> None:
@@ -239,6 +246,8 @@ class _Pages(NamedTuple):
     """An engine's pages as numbers."""
 
     views: Sequence[torch.Tensor]
+    places: list[tuple[int, int]]
+    """See `_places`; a tensor may be given other memory."""
     rows: np.ndarray[Any, Any]
     """int64 `[layers, 4]`: address, stride of a block in bytes, 0, 0."""
     count: int
@@ -252,7 +261,10 @@ class _Pages(NamedTuple):
     def of(cls, pages: Sequence[torch.Tensor], elements: int, dtype: torch.dtype | None) -> _Pages:
         first, problem, rows = pages[0], "", []
         for number, view in enumerate(pages):
-            if view.dim() != 2 or view.shape[1] != elements or view.stride(1) != 1:
+            if view.layout != torch.strided or view.dim() != 2:
+                return cls(pages, [], np.zeros((0, 4), np.int64), 0, first.device, first.dtype,
+                           f"layer {number} is {list(view.shape)}, not [blocks, {elements}]")  # fmt: skip
+            if view.shape[1] != elements or view.stride(1) != 1:
                 problem = problem or (
                     f"layer {number} is {list(view.shape)} with strides {view.stride()}, "
                     f"not [blocks, {elements}] with pages in one piece"
@@ -263,7 +275,12 @@ class _Pages(NamedTuple):
                 problem = problem or f"layer {number} is on {view.device}, not {first.device}"
             rows.append((view.data_ptr(), view.stride(0) * view.element_size(), 0, 0))
         count = min(view.shape[0] for view in pages)
-        return cls(pages, np.array(rows, dtype=np.int64), count, first.device, first.dtype, problem)
+        return cls(pages, _places(pages), np.array(rows, np.int64), count, first.device, first.dtype, problem)
+
+
+def _places(pages: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Address and number of elements of each."""
+    return [(view.data_ptr(), view.numel()) for view in pages]
 
 
 class VLLMBlobConnector(VLLMConnector):
@@ -295,9 +312,8 @@ class VLLMBlobConnector(VLLMConnector):
             raise ValueError("order: each place of a page has to be in it once")
 
     def _at_once(  # type: ignore[override]
-        self, pages: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, order: torch.Tensor
+        self, its: _Pages, tensors: Sequence[torch.Tensor], *, order: torch.Tensor
     ) -> Callable[[native.Tables], object] | None:
-        its = self._pages_of(pages)
         alike = not its.problem and all(
             tensor.device == its.device and tensor.dtype == its.dtype and tensor[0, 0].is_contiguous()
             for tensor in tensors
@@ -305,26 +321,24 @@ class VLLMBlobConnector(VLLMConnector):
         return native.runner(its.device) if alike and self._about(order).strides is not None else None
 
     def _tables_of(  # type: ignore[override]
-        self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
-        to_pages: bool, order: torch.Tensor,
+        self, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *, to_pages: bool,
+        order: torch.Tensor,
     ) -> native.Tables:  # fmt: skip
         """All tokens of all layers as one move, by the strides of a page."""
         assert self.spec is not None
-        strides, size, step = self._about(order).strides, pages[0].element_size(), self._geometry.block_tokens
+        strides, size, step = self._about(order).strides, its.dtype.itemsize, self._geometry.block_tokens
         assert strides is not None
-        its = np.array([block for wanted in ids for block in wanted], dtype=np.int64)
-        slots = np.where(its[:, None] < 0, -1, its[:, None] * step + np.arange(step)).reshape(-1)
+        chosen = np.array([block for wanted in ids for block in wanted], dtype=np.int64)
+        slots = np.where(chosen[:, None] < 0, -1, chosen[:, None] * step + np.arange(step)).reshape(-1)
         first, plane, token, head = (number * size for number in strides)
         heads, head_bytes = self.spec.num_kv_heads, self.spec.head_size * size
         if head == head_bytes:  # they lie side by side
             heads, head_bytes = 1, heads * head_bytes
-        rows = np.tile(self._pages_of(pages).rows, (self.spec.kv_planes, 1))
-        rows[:, 0] += first + np.repeat(np.arange(self.spec.kv_planes) * plane, len(pages))
+        planes, layers = self.spec.kv_planes, len(its.rows)
+        rows = np.tile(its.rows, (planes, 1))
+        rows[:, 0] += first + np.repeat(np.arange(planes) * plane, layers)
         rows[:, 2], rows[:, 3] = token, head
-        table = PageTable(
-            rows, self.spec.kv_planes, len(pages), heads, head_bytes, len(pages[0]), step,
-            pages[0].device,
-        )  # fmt: skip
+        table = PageTable(rows, planes, layers, heads, head_bytes, its.count, step, its.device)
         return native.Tables.of(Move(table, slots, tensors, to_pages))
 
     def _take(  # type: ignore[override]

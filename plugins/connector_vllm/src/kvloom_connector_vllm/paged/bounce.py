@@ -22,8 +22,9 @@ what has to be kept until they are done."""
 class Queued:
     """The fence of work that ends with an event."""
 
-    def __init__(self, event: Event) -> None:
-        self._event = event
+    def __init__(self, event: Event, held: object = None) -> None:
+        """held: what the work uses."""
+        self._event, self._held = event, held
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -46,7 +47,7 @@ class BounceBuffers:
 
     def read(self, chunks: Sequence[torch.Tensor], gather: Near, ready: Event | None = None) -> Queued:
         """From pages into chunks. ready: comes before; by default, everything on the thread's current stream."""
-        with self._out.going_on(ready) as way:
+        with self._out.going_on(ready, chunks) as way:
             for first, some in _parts(chunks, way.size_for(chunks)):
                 buffers = way.take(some, way.near)
                 with self.device.on(way.near):
@@ -54,11 +55,11 @@ class BounceBuffers:
                 way.bus.wait_event(way.near.record_event())
                 way.copy(some, buffers)
                 way.give(way.bus, held)
-            return Queued(way.bus.record_event())
+            return Queued(way.bus.record_event(), way)
 
     def write(self, chunks: Sequence[torch.Tensor], scatter: Near, ready: Event | None = None) -> Queued:
         """From chunks into pages. ready: as in `read`."""
-        with self._in.going_on(ready) as way:
+        with self._in.going_on(ready, chunks) as way:
             for first, some in _parts(chunks, way.size_for(chunks)):
                 buffers = way.take(some, way.bus)
                 way.copy(buffers, some)
@@ -66,7 +67,12 @@ class BounceBuffers:
                 with self.device.on(way.near):
                     held = scatter(first, buffers)
                 way.give(way.near, held)
-            return Queued(way.near.record_event())
+            return Queued(way.near.record_event(), way)
+
+    def close(self) -> None:
+        """Wait until nothing uses the buffers."""
+        self._out.settle()
+        self._in.settle()
 
 
 class _Way:
@@ -82,12 +88,17 @@ class _Way:
         self.near, self.bus = device.stream(), device.stream()
 
     @contextlib.contextmanager
-    def going_on(self, ready: Event | None) -> Iterator[_Way]:
+    def going_on(self, ready: Event | None, chunks: Sequence[torch.Tensor]) -> Iterator[_Way]:
         """One thread at a time. After an error nothing is under way any more: who called takes the chunks back."""
         with self._lock:
             while self._held and self._held[0][0].query():
                 self._held.popleft()
-            self.near.wait_event(self._device.current().record_event() if ready is None else ready)
+            # Chunks on the device may have been made by what is queued now. Those of the host need not wait for a step.
+            near_chunks = any(map(self._device.holds, chunks))
+            now = self._device.current().record_event() if ready is None or near_chunks else None
+            if near_chunks:
+                self.bus.wait_event(now)
+            self.near.wait_event(now if ready is None else ready)
             try:
                 yield self
             except BaseException:
@@ -104,7 +115,9 @@ class _Way:
         if held is None or held.numel() < nbytes:
             self._synchronize()  # others get the old one at once
             self._buffers[self._turn] = held = None
-            held = self._buffers[self._turn] = self._device.empty(nbytes)
+            with self._device.on(self.near):  # else what was freed on the engine's stream, and is in use there still
+                held = self._buffers[self._turn] = self._device.empty(nbytes)
+            stream.wait_event(self.near.record_event())
         elif (event := self._free[self._turn]) is not None:
             stream.wait_event(event)
         parts, at = [], 0
@@ -125,6 +138,11 @@ class _Way:
         with self._device.on(self.bus):
             for one, other in zip(to, source, strict=True):
                 self._device.copy(one, other)
+
+    def settle(self) -> None:
+        with self._lock:
+            self._synchronize()
+            self._held.clear()
 
     def _synchronize(self) -> None:
         self.near.synchronize()

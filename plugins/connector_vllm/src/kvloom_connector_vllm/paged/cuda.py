@@ -49,6 +49,8 @@ class PagedCudaConnector(PagedConnector):
         self._buffers: dict[torch.device, BounceBuffers] = {}
 
     def close(self) -> None:
+        for buffers in [*self._buffers.values()]:
+            buffers.close()
         self._buffers.clear()
 
     def ordered(self, where: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -72,8 +74,7 @@ class PagedCudaConnector(PagedConnector):
 
     def _copy(self, move: Move, where: Mapping[str, Any], layer: int | None) -> Fence:
         device = move.pages.device
-        if device not in self._buffers:
-            self._buffers.setdefault(device, self._made(device))
+        bounce = self._buffers.get(device) or self._buffers.setdefault(device, self._made(device))
         starts = np.cumsum([0, *(chunk.shape[2] for chunk in move.chunks)])
 
         def near(first: int, buffers: Sequence[torch.Tensor]) -> object:
@@ -81,7 +82,6 @@ class PagedCudaConnector(PagedConnector):
             tables = Tables.of(Move(move.pages, slots, buffers, move.to_pages))
             return bounce.device.queue(partial(self._kernels.launch, tables))
 
-        bounce = self._buffers[device]
         go = bounce.write if move.to_pages else bounce.read
         ready = where.get("ready")
         return go(move.chunks, near, mark(device, where.get("stream")) if ready is None else ready)

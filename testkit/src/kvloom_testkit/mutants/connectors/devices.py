@@ -59,11 +59,14 @@ class _Queueing(SlotsConnector):
         pool, slots, ready = where["pool"], where["slots"].clone(), where.get("ready")
         near = device.stream()
         self._after(near, ready or device.current().record_event())
-        with device.on(near):
-            for segment, chunk in zip(segments, chunks, strict=True):
-                device.queue(
-                    lambda c=chunk, s=segment: pool.__setitem__((..., slots[s.start : s.end], slice(None)), c.tensor)
-                )
+        try:
+            with device.on(near):
+                for segment, chunk in zip(segments, chunks, strict=True):
+                    place = (..., slots[segment.start : segment.end], slice(None))
+                    device.queue(lambda c=chunk, at=place: pool.__setitem__(at, c.tensor))
+        except BaseException:
+            self._give_up(near, near)
+            raise
         return self._fence(near, near)
 
     _memory: torch.Tensor | None = None
@@ -72,7 +75,8 @@ class _Queueing(SlotsConnector):
         """One for all chunks, one after another."""
         size = chunk.tensor.numel() * chunk.tensor.element_size()
         if self._memory is None or self._memory.numel() < size:
-            self._memory, self._free = device.empty(size), None
+            self._memory = device.empty(size)
+            self._free = device.current().record_event()  # who had it before may still use it
         return self._memory[:size].view(chunk.tensor.dtype).view(chunk.tensor.shape)
 
     def _after(self, stream: Any, ready: Any) -> None:
