@@ -240,11 +240,18 @@ def child(path: Path, seed: int) -> Iterator[Connection]:
         process.join()
 
 
+def await_files(path: Path, count: int) -> None:
+    until = time.monotonic() + 60
+    while len(journals(path)) < count and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def test_killed_in_the_middle_what_was_written_is_there(tmp_path: Path) -> None:
     for start in (0, 100_000):
         with child(tmp_path, start) as said:
             for _ in range(20):
                 last = said.recv()
+            await_files(tmp_path, 1)
         assert last > start
         branches = [torch.cat([tokens_of(300, seed)[:150], tokens_of(100, 1)]) for seed in range(start, start + 100)]
         found = [150 in each for each in cuts(tmp_path, branches)]
@@ -259,6 +266,7 @@ def test_two_processes_have_a_file_each(tmp_path: Path) -> None:
         for _ in range(5):
             said.recv()
         database.learn(tokens_of(300, 501))
+        await_files(tmp_path, 2)  # a process says what it has learnt, and writes it in a while
     database.close()
     assert len(journals(tmp_path)) == 2
     branch = torch.cat([tokens_of(300, 501)[:150], tokens_of(100, 1)])
