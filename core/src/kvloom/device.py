@@ -40,14 +40,14 @@ class Event(Protocol):
         """Block until everything queued before it is done."""
 
     def query(self) -> bool:
-        """Whether it is."""
+        """Return whether everything queued before it is done."""
 
 
 class Stream(Protocol):
     """Work that is done in order; as `torch.cuda.Stream`."""
 
     def wait_event(self, event: Any) -> None:
-        """What is queued from now on comes after the event."""
+        """Work queued from now on comes after the event."""
 
     def record_event(self) -> Event: ...
 
@@ -70,7 +70,7 @@ class Device(Protocol):
         Once the tensor is gone, others get it, whatever is queued."""
 
     def holds(self, memory: torch.Tensor) -> bool:
-        """Whether memory is on it."""
+        """Return whether memory is on this device."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy, of parts that are contiguous in both. Pinned memory is read and written when the copy runs; for
@@ -169,7 +169,7 @@ def synchronize(where: torch.device) -> None:
 
 
 def is_stream(found: object) -> bool:
-    """Whether it is one of torch's streams of a GPU."""
+    """Return whether it is one of torch's streams of a GPU."""
     import torch
 
     return isinstance(found, torch.cuda.Stream)
@@ -198,7 +198,7 @@ def stream_of_launch(where: torch.device) -> Iterator[int]:
 
 
 class Driver(Protocol):
-    """What page-locks memory; as `torch.cuda`."""
+    """The part of `torch.cuda` that page-locks memory."""
 
     def is_initialized(self) -> bool: ...
 

@@ -141,7 +141,7 @@ def filled_by(sink: Sink) -> tuple[int, int] | None:
 
 
 def about_devices(count: int) -> str:
-    """What a library that was built with CUDA found, for people: the number of devices, or minus a CUDA error."""
+    """The state of a library that was built with CUDA, for people. count: of devices, or minus a CUDA error."""
     if count > 0:
         return f"built with CUDA, {count} device{'s' * (count > 1)}"
     reasons = {0: "no device", -35: "NVIDIA's driver is missing or too old", -100: "no device"}

@@ -165,7 +165,7 @@ def kernels() -> Kernels | None:
 
 
 def runner(device: torch.device) -> Callable[[Tables], object] | None:
-    """What moves KV within the memory of such a device: done on return on a processor, else queued as `Kernels.launch`
+    """The function that moves KV within the memory of such a device: done on return on a processor, else queued as `Kernels.launch`
     does. None if nothing was built for it."""
     if device.type == "cuda":
         found = kernels()

@@ -19,7 +19,7 @@ _SEEDS = 30
 
 
 class OutOfMemory(Exception):
-    """What a device raises."""
+    """The error that a device raises."""
 
 
 class DeviceRequirements:

@@ -31,7 +31,7 @@ class SimulatedDevice:
         """holds: which memory counts as the device's, besides what `empty` gives."""
         self._random = random.Random(seed)
         self._eager = self._random.choice((0.0, 0.1, 0.5, 0.9))
-        """How likely it is that a call finds some more work done."""
+        """The probability that a call finds some more work done."""
         self._pageable = pageable
         self._holds = holds
         self._lock = threading.RLock()

@@ -119,7 +119,7 @@ class VLLMConnector(GPUConnector):
         return None
 
     def _pages_of(self, pages: Sequence[torch.Tensor]) -> _Pages:
-        """What is known of pages; of a tuple, which is what an engine's connector passes, worked out once."""
+        """The pages as numbers; those of a tuple, which is what an engine's connector passes, are worked out once."""
         known = self._known_pages
         if known is not None and known.views is pages and known.places == _places(pages):
             return known
@@ -356,7 +356,7 @@ class VLLMBlobConnector(VLLMConnector):
         return ordered.reshape(tokens // step, -1).index_select(1, self._about(order).inverse)
 
     def _about(self, order: torch.Tensor) -> _Order:
-        """What is known of an order."""
+        """The order as numbers, worked out once."""
         version = 0 if order.is_inference() else order._version
         known = self._known
         if known is None or known.order is not order or known.version != version:
