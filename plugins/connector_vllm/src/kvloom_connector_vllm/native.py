@@ -165,8 +165,10 @@ def kernels() -> Kernels | None:
 
 
 def runner(device: torch.device) -> Callable[[Tables], object] | None:
-    """The function that moves KV within the memory of such a device: done on return on a processor, else queued as `Kernels.launch`
-    does. None if nothing was built for it."""
+    """The function that moves KV within the memory of such a device; None if nothing was built for it.
+
+    On a processor it is done on return; else the move is queued, as by `Kernels.launch`.
+    """
     if device.type == "cuda":
         found = kernels()
         return None if found is None else found.launch
