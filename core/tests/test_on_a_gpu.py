@@ -1,4 +1,4 @@
-"""What only a GPU can show of the core: pinned pools, pools in its memory, KV of `plain` there. See `make test-gpu`."""
+"""The core on a GPU: pinned pools, pools in its memory, KV of `plain` there. `make test-gpu` runs it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """Of one piece of hardware. What is queued goes on the calling thread's current stream of it."""
+    """One GPU. Work is queued on the calling thread's current stream of it."""
 
     def stream(self) -> Stream:
         """A new one, in no order with others but by events."""

@@ -213,28 +213,24 @@ def not_ready(patch: pytest.MonkeyPatch) -> None:
         )
 
 
-def near_deaf(patch: pytest.MonkeyPatch) -> None:
-    make = bounce._Way.__init__
+def deaf(patch: pytest.MonkeyPatch, name: str) -> None:
+    """One of a direction's two streams waits for no event."""
+    make, on = bounce._Way.__init__, SimulatedDevice.on
 
     def made(self: bounce._Way, *given: object) -> None:
         make(self, *given)  # type: ignore[arg-type]
-        self.near = Deaf(self.near)  # type: ignore[assignment]
+        setattr(self, name, Deaf(getattr(self, name)))
 
     patch.setattr(bounce._Way, "__init__", made)
-    on = SimulatedDevice.on
     patch.setattr(SimulatedDevice, "on", lambda self, stream: on(self, getattr(stream, "_stream", stream)))
+
+
+def near_deaf(patch: pytest.MonkeyPatch) -> None:
+    deaf(patch, "near")
 
 
 def bus_deaf(patch: pytest.MonkeyPatch) -> None:
-    make = bounce._Way.__init__
-
-    def made(self: bounce._Way, *given: object) -> None:
-        make(self, *given)  # type: ignore[arg-type]
-        self.bus = Deaf(self.bus)  # type: ignore[assignment]
-
-    patch.setattr(bounce._Way, "__init__", made)
-    on = SimulatedDevice.on
-    patch.setattr(SimulatedDevice, "on", lambda self, stream: on(self, getattr(stream, "_stream", stream)))
+    deaf(patch, "bus")
 
 
 def never_busy(patch: pytest.MonkeyPatch) -> None:
@@ -276,7 +272,7 @@ def chunks_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def memory_of_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Who had it before may still be writing to it."""
+    """Buffers are taken from a stream whose earlier work may still write to them."""
     empty = SimulatedDevice.empty
 
     def instead(self: SimulatedDevice, nbytes: int) -> torch.Tensor:

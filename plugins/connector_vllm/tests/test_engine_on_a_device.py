@@ -35,7 +35,7 @@ class Model:
         self.hits = 0
 
     def value(self, tokens: list[int], block: int) -> int:
-        """Of every element of a block, from its tokens and all before."""
+        """The value of every element of a block: it follows from the block's tokens and all before."""
         return 1 + zlib.crc32(bytes(tokens[: (block + 1) * BLOCK_TOKENS])) % 100
 
     def request(self) -> None:

@@ -69,7 +69,7 @@ class TestAtOnce(ConnectorConformance):
 
 
 class TestInParts(ConnectorConformance):
-    """Of a few chunks each."""
+    """The buffers hold a few chunks, so that a move has several parts."""
 
     @pytest.fixture
     def make(self) -> Callable[[], ConnectorHarness]:

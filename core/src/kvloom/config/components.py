@@ -92,7 +92,7 @@ class TierChoice:
     protection: Protection | None = None
     """The keys whose blobs the tier accepts; None: unsigned blobs."""
     pin: str = "auto"
-    """Of the memory tier: `auto`, `eager` or `never`."""
+    """When the memory tier pins its memory: `auto`, `eager` or `never`."""
 
 
 def same_store(tier: TierChoice, other: TierChoice) -> str:

@@ -23,7 +23,7 @@ _BYTES_OF_A_THREAD = 1 << 20
 _LONGEST_WORD = 16
 _ALIGN = 16
 _THREAD_BLOCKS = 1024
-"""Of a launch at most; enough for the bandwidth of a device's memory."""
+"""The most that a launch has; enough for the bandwidth of a device's memory."""
 
 
 class _Move(ctypes.Structure):
@@ -74,7 +74,7 @@ class Tables:
         cls, pages: np.ndarray[Any, Any], chunks: np.ndarray[Any, Any], blocks: np.ndarray[Any, Any], *,
         width: int, to_pages: bool,
     ) -> Tables:  # fmt: skip
-        """Of whole blocks of several layers.
+        """A move of whole blocks of several layers.
 
         pages: int64 `[layers, 4]`: address, stride of a block, 0, 0. chunks: int64 `[blocks, 4]`, of each block:
         address, 0, stride of a layer, its number. blocks: int64, which one of the pages' each is. width: bytes of one

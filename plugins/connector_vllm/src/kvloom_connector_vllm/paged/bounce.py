@@ -94,9 +94,9 @@ class _Way:
             while self._held and self._held[0][0].query():
                 self._held.popleft()
             # Chunks on the device may have been made by what is queued now. Those of the host need not wait for a step.
-            near_chunks = any(map(self._device.holds, chunks))
-            now = self._device.current().record_event() if ready is None or near_chunks else None
-            if near_chunks:
+            on_device = any(map(self._device.holds, chunks))
+            now = self._device.current().record_event() if ready is None or on_device else None
+            if on_device:
                 self.bus.wait_event(now)
             self.near.wait_event(now if ready is None else ready)
             try:
