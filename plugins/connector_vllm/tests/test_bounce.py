@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,6 +186,32 @@ def test_closing_waits_for_what_uses_the_buffers() -> None:
     ends = [go([chunk], lambda first, parts: device.queue(lambda: None))._event for go in (buffers.read, buffers.write)]
     buffers.close()
     assert all(event.happened for event in ends)  # type: ignore[attr-defined]
+
+
+class Table:
+    """The memory that a launch reads when it runs."""
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_the_memory_that_launches_read_is_kept_until_they_are_done_and_no_longer(direction: str) -> None:
+    early = 0
+    for seed in range(20):
+        device, made = SimulatedDevice(seed), list[weakref.ref[Table]]()
+
+        def near(first: int, parts: Sequence[torch.Tensor], made: list[weakref.ref[Table]] = made) -> Table:
+            table = Table()
+            made.append(weakref.ref(table))
+            return table
+
+        move = getattr(BounceBuffers(device, 1), direction)
+        fence = move([torch.ones(8, dtype=torch.uint8) for _ in range(3)], near)
+        if not fence._event.happened:
+            early += 1
+            assert made[-1]() is not None
+        fence.wait()
+        move([torch.ones(8, dtype=torch.uint8)], near).wait()
+        assert [table() for table in made[:2]] == [None, None]
+    assert early > 5
 
 
 class Deaf:
