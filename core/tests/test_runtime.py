@@ -11,7 +11,7 @@ from core_support import eventually
 from simulation.fibers import Process, Scheduler, SimRuntime
 
 from kvloom import BackendError, DeadlineExceeded
-from kvloom.runtime import Batch, SystemRuntime, Workers
+from kvloom.runtime import Batch, Call, SystemRuntime, Workers
 
 
 @pytest.fixture
@@ -38,6 +38,23 @@ def test_results_and_errors_come_back(workers: Workers) -> None:
     assert workers.run(lambda: 7, seconds=LATER) == 7
     with pytest.raises(ZeroDivisionError):
         workers.run(lambda: 1 // 0, seconds=LATER)
+
+
+def test_a_call_that_is_done_has_its_result_already() -> None:
+    """`done` and `peek` take no lock: whoever sees the one must find the other."""
+    calls: list[Call[int]] = []
+    seen: list[tuple[bool, int | None]] = []
+
+    class Watching(SystemRuntime):
+        def now(self) -> float:
+            seen.extend((call.done, call.peek()) for call in calls)
+            return super().now()
+
+    workers = Workers(Watching(), name="test", threads=1)
+    calls.append(workers.submit(lambda: 7))
+    assert calls[0].result() == 7
+    assert (True, None) not in seen
+    workers.close(1.0)
 
 
 def test_an_overdue_call_is_abandoned_and_bounded() -> None:

@@ -420,11 +420,11 @@ class Workers:
         with self._changed:
             given_up = call._given_up or not call.running
             self._given_up.discard(call)
-            if call.running:
-                call._state = "done"
             call._batch.since = self._runtime.now()
             if not given_up:
                 call._value, call._error = value, error
+            if call.running:
+                call._state = "done"  # last: `done` and `peek` take no lock
             if call._awaited:
                 self._changed.notify_all()
         if given_up and value is not None and call._discard is not None:
