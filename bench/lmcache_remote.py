@@ -2,8 +2,9 @@
 
     python bench/lmcache_remote.py --peer .venv-lmcache/bin/python [--rounds 5] [--stores redis s3]
 
-Values of 1, 4 and 8 MiB, 32 of each, by 1, 8 and 32 callers. LMCache's `resp` (native, with as many threads as there
-are callers) is asked value by value and as one batch, `redis` (redis-py) value by value. Medians of GB/s and their
+Values of 1, 4 and 8 MiB, 32 of each, by 1, 8 and 32 callers. kvloom is asked value by value and by a batch for each
+caller, LMCache's `resp` (native, with as many threads as there are callers) value by value and as one batch, `redis`
+(redis-py) value by value. Medians of GB/s and their
 spread; what is read is compared with what was written, outside the clock. Results go to
 bench/results/lmcache_redis.json and lmcache_s3.json.
 """
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,25 +46,45 @@ class Into:
 
 
 class Ours:
-    """A backend, as a tier uses it: a thread for each caller, into memory that is there."""
+    """A backend, as a tier uses it: a thread for each caller, into memory that is there.
 
-    def __init__(self, backend: StorageBackend, size: int, callers: int) -> None:
-        self._backend, self._callers = backend, callers
+    batched: each thread has its share in one call.
+    """
+
+    def __init__(self, backend: StorageBackend, size: int, callers: int, *, batched: bool = False) -> None:
+        self._backend, self._batched = backend, batched
+        self._shares = [range(first, VALUES, callers) for first in range(min(callers, VALUES))]
         self._values = [memoryview(os.urandom(size)) for _ in KEYS]
         self._memory = [memoryview(bytearray(b"\1") * size) for _ in KEYS]
         self._pool = ThreadPoolExecutor(callers)
 
     def put(self) -> float:
-        return self._each(lambda number: self._backend.put(KEYS[number], [self._values[number]]))
+        if self._batched:
+            return self._each(self._put_share, self._shares)
+        return self._each(lambda number: self._backend.put(KEYS[number], [self._values[number]]), range(VALUES))
 
     def get(self) -> float:
-        seconds = self._each(lambda number: self._backend.get_into(KEYS[number], Into(self._memory[number])))
+        if self._batched:
+            seconds = self._each(self._get_share, self._shares)
+        else:
+            seconds = self._each(
+                lambda number: self._backend.get_into(KEYS[number], Into(self._memory[number])), range(VALUES)
+            )
         assert self._memory == self._values, "other bytes"
         return seconds
 
-    def _each(self, one: Callable[[int], object]) -> float:
+    def _put_share(self, share: Iterable[int]) -> None:
+        self._backend.put_many((KEYS[number], [self._values[number]]) for number in share)
+
+    def _get_share(self, share: Iterable[int]) -> None:
+        outcomes: list[bool | Exception] = []
+        requests = [(KEYS[number], Into(self._memory[number])) for number in share]
+        self._backend.get_many_into(requests, lambda _, outcome: outcomes.append(outcome))
+        assert outcomes == [True] * len(requests), outcomes
+
+    def _each(self, work: Callable[[Any], object], parts: Iterable[Any]) -> float:
         began = time.perf_counter()
-        for future in [self._pool.submit(one, number) for number in range(VALUES)]:
+        for future in [self._pool.submit(work, part) for part in parts]:
             future.result()
         return time.perf_counter() - began
 
@@ -126,9 +148,14 @@ def redis(python: Path) -> Iterator[Callable[[int, int], Contenders]]:
         values, batches, python_client = (stack.enter_context(contextlib.closing(Peer(python))) for _ in range(3))
         url = f"{server.host}:{server.port}"
 
+        def ours(size: int, callers: int, *, batched: bool = False) -> Ours:
+            settings = RedisBackend.Config(url=server.url, threads=max(4, callers))
+            return Ours(RedisBackend(settings), size, callers, batched=batched)
+
         def contenders(size: int, callers: int) -> Contenders:
             return {
-                "kvloom": lambda: Ours(RedisBackend(RedisBackend.Config(url=server.url)), size, callers),
+                "kvloom": lambda: ours(size, callers),
+                "kvloom, as a batch": lambda: ours(size, callers, batched=True),
                 "LMCache resp": lambda: Theirs(values, "resp", url, size, callers),
                 "LMCache resp, as a batch": lambda: Theirs(batches, "resp", url, size, callers, batched=True),
                 "LMCache redis": lambda: Theirs(python_client, "redis", url, size, callers),
@@ -192,10 +219,10 @@ def measure(rows: Rows, store: str, contenders: Contenders, label: str, amount: 
         for one in opened.values():
             one.close()
     for verb in ("put", "get"):
-        for name in opened:
-            if name != "kvloom":
-                what = f"{store} {verb} {label}: kvloom beside {name} (GB/s)"
-                rows.spread(what, taken["kvloom", verb], amount, taken[name, verb], name)
+        for ours, theirs in itertools.product(opened, opened):
+            if ours.startswith("kvloom") and not theirs.startswith("kvloom"):
+                what = f"{store} {verb} {label}: {ours} beside {theirs} (GB/s)"
+                rows.spread(what, taken[ours, verb], amount, taken[theirs, verb], theirs)
 
 
 def main() -> None:

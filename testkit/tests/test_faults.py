@@ -226,6 +226,9 @@ def test_a_bit_is_turned_round(tiny: Tiny) -> None:
     proxy.answers.flip_at = len("100000\n") + 70_000
     got = make().get("key")
     assert got is not None and [at for at, byte in enumerate(bytes(got)) if byte] == [70_000]
+    proxy.answers.flip_at, proxy.answers.flip_each = None, 30_007
+    got = make().get("key")
+    assert got is not None and [at for at, byte in enumerate(bytes(got)) if byte] == [29_999, 60_006, 90_013]
 
 
 def test_a_black_hole_answers_nothing_and_a_delay_late(tiny: Tiny) -> None:

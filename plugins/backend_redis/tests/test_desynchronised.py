@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom import BackendError, ConfigError
+from kvloom_backend_redis import backend as backend_module
 from kvloom_backend_redis import leases
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.config import RedisConfig
 from kvloom_backend_redis.errors import ProtocolError, ServerError
+from kvloom_backend_redis.link import Link
 from kvloom_backend_redis.links import Links
 from kvloom_backend_redis.opening import MOST_BYTES
 from kvloom_backend_redis.topology import Cluster
@@ -35,12 +39,33 @@ def blob_of(key: str) -> bytes:
 
 
 class Memory:
+    """A sink. refuses, fails: it raises where memory is asked for, or where it is told of bytes."""
+
+    def __init__(self, *, refuses: bool = False, fails: bool = False) -> None:
+        self._refuses, self._fails = refuses, fails
+
     def reserve(self, num_bytes: int) -> memoryview:
+        if self._refuses:
+            raise BackendError("no room")
         self.view = memoryview(bytearray(num_bytes))
         return self.view
 
     def filled(self, num_bytes: int) -> None:
-        pass
+        if self._fails:
+            raise BackendError("not such bytes")
+
+
+@contextlib.contextmanager
+def counted_connections() -> Iterator[list[Endpoint]]:
+    made: list[Endpoint] = []
+    real = Links._connected
+
+    def connected(self: Links, endpoint: Endpoint) -> Link:
+        made.append(endpoint)
+        return real(self, endpoint)
+
+    with patch.object(Links, "_connected", connected):
+        yield made
 
 
 def patiently(read: Callable[[], Any]) -> Any:
@@ -78,6 +103,18 @@ def read(backend: RedisBackend, verb: str, keys: list[str]) -> dict[str, Any]:
     if verb == "get_into":
         memory = Memory()
         return {key: memory.view if backend.get_into(key, memory) else None for key in keys[:1]}
+    if verb == "get_many_into":
+        found = {}
+        sinks = [Memory(), Memory(refuses=True), Memory(fails=True), Memory()]
+
+        def done(number: int, outcome: bool | Exception) -> None:
+            if number in (1, 2):
+                assert str(outcome) == ("no room", "not such bytes")[number - 1], "what its sink raised"
+            assert number not in found, "each once"
+            found[number] = sinks[number].view if outcome is True else None
+
+        backend.get_many_into(list(zip(keys, sinks, strict=True)), done)
+        return {keys[number]: blob for number, blob in found.items()}
     into = memoryview(bytearray(SIZES[KEYS.index(keys[0])]))
     return {keys[0]: into if backend.get_range(keys[0], 0, into) else None}
 
@@ -102,7 +139,7 @@ def spoil_and_read(server: Any, backend: RedisBackend, fault: Callable[..., Any]
         fault, st.sampled_from(KINDS), st.one_of(st.integers(0, 20), st.integers(0, 41_000)), st.integers(1, 30)
     )
     server.faults[:] = data.draw(st.lists(faults, max_size=6))
-    verbs = st.sampled_from(["get", "get_into", "get_many", "get_range"])
+    verbs = st.sampled_from(["get", "get_into", "get_many", "get_many_into", "get_range"])
     for verb, keys in data.draw(st.lists(st.tuples(verbs, st.permutations(KEYS)), min_size=2, max_size=5)):
         began = time.monotonic()
         try:
@@ -125,6 +162,25 @@ def test_a_reply_that_comes_late_is_nobodys(opened: tuple[Any, RedisBackend], fa
         assert patiently(lambda: backend.get("a")) == blob_of("a")
         time.sleep(0.15)  # the rest of it has come by now
         assert patiently(lambda: backend.get("b/c")) == blob_of("b/c")
+
+
+def test_behind_a_large_blob_that_nobody_takes_the_others_come(
+    opened: tuple[Any, RedisBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another connection, for it would take longer to read it and forget it."""
+    _, backend = opened
+    monkeypatch.setattr(backend_module, "_SKIPPED_BYTES", 700)
+    for refused, connections in (("b/c", 0), ("e", 1)):
+        with counted_connections() as made:
+            keys = [refused, *(key for key in KEYS if key != refused)]
+            sinks = [Memory(refuses=key == refused) for key in keys]
+            outcomes: dict[int, Any] = {}
+            patiently(lambda: backend.get("a"))
+            made.clear()
+            backend.get_many_into(list(zip(keys, sinks, strict=True)), outcomes.__setitem__)
+        assert isinstance(outcomes.pop(0), BackendError) and outcomes == dict.fromkeys((1, 2, 3), True)
+        assert [sink.view for sink in sinks[1:]] == [blob_of(key) for key in keys[1:]]
+        assert len(made) == connections
 
 
 @pytest.fixture

@@ -316,7 +316,7 @@ FAULTS: dict[str, Fault] = {
     "answers are cut in a blob": network(cut_after_bytes=100_000),
     "requests are cut in a blob": emptied(network(cut_after_bytes=100_000, requests=True)),
     "a bit of a header is flipped": network(flip_at=1),
-    "a bit of a blob is flipped": network(flip_at=150_000),
+    "a bit of each blob is flipped": network(flip_each=150_000),
     "a bit of a request is flipped": emptied(network(flip_at=120_000, requests=True)),
     "answers are swallowed": network(black_hole=True),
     "requests are swallowed": network(black_hole=True, requests=True),

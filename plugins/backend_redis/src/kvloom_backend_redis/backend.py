@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
-from kvloom import BackendError, Buffer, Buffers, CorruptBlobError, Entry, KVSpec, Sink, StorageBackend
+from kvloom import BackendError, Buffer, Buffers, CorruptBlobError, Entry, KVSpec, ReadDone, Sink, StorageBackend
 from kvloom_backend_redis import opening
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.config import RedisConfig
@@ -29,6 +29,8 @@ _MOST_LISTED = 1 << 24
 _CURSOR_CHARS = 20
 _BATCH_BLOBS = 64
 _BATCH_BYTES = 64 << 20
+_SKIPPED_BYTES = 4 << 20
+"""A larger blob that nobody takes costs more than a new connection."""
 
 
 class RedisBackend(StorageBackend):
@@ -103,13 +105,25 @@ class RedisBackend(StorageBackend):
         return self._exchange.fetch(names, [packed(b"GET", name) for name in names], self._blob)
 
     def get_into(self, key: str, sink: Sink) -> bool:
-        def read(link: Link) -> bool:
-            size = self._length(link, self._server.most_bytes)
-            if size is not None:
-                link.fill(sink.reserve(size)[:size], sink.filled)
-            return size is not None
+        outcomes: list[bool | Exception] = []
+        self.get_many_into([(key, sink)], lambda _, outcome: outcomes.append(outcome))
+        outcome = outcomes.pop()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-        return self._exchange.one(self._name(key), [packed(b"GET", self._name(key))], read)
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        names = [self._name(key) for key, _ in requests]
+
+        def read(link: Link, place: int) -> bool | Exception:
+            try:
+                size = self._length(link, self._server.most_bytes)
+            except CorruptBlobError as error:
+                return error
+            return False if size is None else _filled(link, size, requests[place][1])
+
+        for outcome in self._exchange.replies(names, [packed(b"GET", name) for name in names], read):
+            done(*outcome)
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         name, into = self._name(key), into.cast("B")
@@ -224,6 +238,28 @@ class RedisBackend(StorageBackend):
             if error.word == "WRONGTYPE":
                 raise CorruptBlobError("the key holds another type than a string") from None
             raise
+
+
+def _filled(link: Link, size: int, sink: Sink) -> bool | Exception:
+    """Read a blob into a sink, or return what the sink raises; behind a small blob the link goes on all the same."""
+    failure: Exception | None = None
+
+    def filled(num_bytes: int) -> None:
+        nonlocal failure
+        try:
+            if failure is None:
+                sink.filled(num_bytes)
+        except Exception as error:
+            failure = error
+
+    try:
+        into = sink.reserve(size)[:size]
+    except Exception as error:
+        if size <= _SKIPPED_BYTES:
+            link.skip(size)
+        return error
+    link.fill(into, filled)
+    return failure or True
 
 
 def _kept(link: Link) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvloom import Buffers
@@ -17,8 +18,10 @@ T = TypeVar("T")
 
 WINDOW = 512
 """Short requests on their way at once."""
-BLOBS_AHEAD = 4
-"""Blobs that are asked for before they are read: a server keeps its replies in memory until they are."""
+BLOBS_AHEAD = 16
+"""Blobs that are asked for, or sent, before the reply to the first has been read."""
+AHEAD_BYTES = 4 << 20
+"""Of them all, on all connections: a server holds so many replies in memory. With more it is slower, not faster."""
 _DETOURS = 2
 """To where a slot has moved, and to where it is moving on."""
 _ASKING = packed(b"ASKING")
@@ -33,6 +36,8 @@ class Exchange:
     def __init__(self, topology: Topology, links: Links) -> None:
         self.topology = topology
         self._links = links
+        self._busy: set[object] = set()
+        """One thing for each exchange of many blobs that is under way."""
 
     def one(self, key: bytes, parts: Buffers, read: Callable[[Link], T]) -> T:
         """Send a request and `read` its reply."""
@@ -62,29 +67,63 @@ class Exchange:
 
     def fetch(self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[[Link], T]) -> list[T]:
         """Like `many`, for large replies: `read` takes each of them."""
+        found: dict[int, T] = {}
+        refusal: ServerError | None = None
+        for place, value in self.replies(keys, requests, lambda link, place: read(link)):
+            if isinstance(value, ServerError):
+                refusal = refusal or value
+            else:
+                found[place] = value
+        if refusal is not None:
+            raise refusal
+        return [found[place] for place in range(len(keys))]
 
-        def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[T | ServerError]:
-            found: list[T | ServerError] = []
-            asked = 0
-            with self._link(endpoint) as link:
-                for number in range(len(places)):
-                    ahead = places[asked : number + BLOBS_AHEAD]
-                    asked += len(ahead)
-                    if ahead:
-                        link.send(b"".join([requests[place] for place in ahead]), replies=len(ahead))
-                    found.append(_or_refusal(link, read))
-            return found
+    def replies(
+        self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[..., T]
+    ) -> Iterator[tuple[int, T | ServerError]]:
+        """What `read` makes of each large reply, or its refusal, with its place in `keys`; each as soon as it is there.
 
-        return self._spread(keys, exchange, lambda place: [requests[place]], read)
+        read: called with the link, and with `place=` that of the key. If it leaves a reply unread, the others are asked
+        for again on another connection.
+        """
+        for endpoint, places in self._by_server(keys).items():
+            left = places
+            while left:
+                moved: list[tuple[int, Detour]] = []
+                done = asked = 0
+                with self._link(endpoint) as link, self._ahead() as most:
+                    while done < len(left) and not link.midway:
+                        ahead = left[asked : done + most(link.announced_bytes)]
+                        asked += len(ahead)
+                        if ahead:
+                            link.send(b"".join([requests[place] for place in ahead]), replies=len(ahead))
+                        place = left[done]
+                        value = _or_refusal(link, partial(read, place=place))
+                        done += 1
+                        detour = self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
+                        if detour is None:
+                            yield place, value
+                        else:
+                            moved.append((place, detour))
+                for place, detour in moved:
+                    try:
+                        yield place, self._along(detour, [requests[place]], partial(read, place=place))
+                    except ServerError as error:
+                        yield place, error
+                left = left[done:]
 
     def send(self, keys: Sequence[bytes], requests: Sequence[Buffers], read: Callable[[Link], T]) -> list[T]:
         """Like `fetch`, for large requests."""
 
         def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[T | ServerError]:
-            with self._link(endpoint) as link:
-                for place in places:
+            sent: list[T | ServerError] = []
+            with self._link(endpoint) as link, self._ahead() as most:
+                for number, place in enumerate(places):
                     link.send(*requests[place])
-                return [_or_refusal(link, read) for _ in places]
+                    size = sum(memoryview(part).nbytes for part in requests[place])
+                    while len(sent) <= number - most(size):
+                        sent.append(_or_refusal(link, read))
+                return sent + [_or_refusal(link, read) for _ in places[len(sent) :]]
 
         return self._spread(keys, exchange, requests.__getitem__, read)
 
@@ -96,12 +135,9 @@ class Exchange:
 
         Both get places in `keys`. Raises the first refusal, after all others are done.
         """
-        places: dict[Endpoint, list[int]] = {}
-        for place, key in enumerate(keys):
-            places.setdefault(self.topology.endpoint(key), []).append(place)
         found: dict[int, T] = {}
         refusal: ServerError | None = None
-        for endpoint, mine in places.items():
+        for endpoint, mine in self._by_server(keys).items():
             for place, value in zip(mine, exchange(endpoint, mine), strict=True):
                 if not isinstance(value, ServerError):
                     found[place] = value
@@ -112,6 +148,23 @@ class Exchange:
         if refusal is not None:
             raise refusal
         return [found[place] for place in range(len(keys))]
+
+    @contextlib.contextmanager
+    def _ahead(self) -> Iterator[Callable[[int], int]]:
+        """A function from the size of a blob, 0 if unknown, to how many may be on their way on one connection."""
+        me = object()
+        self._busy.add(me)
+        try:
+            yield lambda size: min(BLOBS_AHEAD, 1 + AHEAD_BYTES // (size * len(self._busy))) if size else 2
+        finally:
+            self._busy.discard(me)
+
+    def _by_server(self, keys: Sequence[bytes]) -> dict[Endpoint, list[int]]:
+        """The places in `keys` that each server has."""
+        places: dict[Endpoint, list[int]] = {}
+        for place, key in enumerate(keys):
+            places.setdefault(self.topology.endpoint(key), []).append(place)
+        return places
 
     def _along(self, detour: Detour, parts: Buffers, read: Callable[[Link], T]) -> T:
         for _ in range(_DETOURS):

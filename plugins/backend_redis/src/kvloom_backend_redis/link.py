@@ -60,6 +60,10 @@ class Link:
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
         self._owed = 0
+        self.announced_bytes = 0
+        """The size of the last blob."""
+        self.midway = False
+        """A blob was announced and not read to its end: the replies behind it are out of reach."""
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -147,10 +151,26 @@ class Link:
         if size == -1:
             self._owed -= 1
             return None
-        return _size(size, most, line)
+        size = _size(size, most, line)
+        self.midway, self.announced_bytes = True, size
+        return size
+
+    def skip(self, size: int) -> None:
+        """Read a blob that `length` announced, and forget it."""
+        memory = memoryview(bytearray(min(size, _PIECE_BYTES)))
+        while size > len(memory):
+            self._fill(memory)
+            size -= len(memory)
+        self.fill(memory[:size])
 
     def fill(self, into: memoryview, filled: Callable[[int], None] | None = None) -> None:
         """Read the whole blob that `length` announced. filled: told how many bytes have arrived."""
+        self._fill(into, filled)
+        self._ending()
+        self._owed -= 1
+        self.midway = False
+
+    def _fill(self, into: memoryview, filled: Callable[[int], None] | None = None) -> None:
         done = self._take(into)
         if done and filled:
             filled(done)
@@ -158,8 +178,6 @@ class Link:
             done += self._received(into[done : done + _PIECE_BYTES])
             if filled:
                 filled(done)
-        self._ending()
-        self._owed -= 1
 
     def _value(self, depth: int) -> Reply:
         line = self._line()

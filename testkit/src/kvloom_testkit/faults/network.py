@@ -43,6 +43,8 @@ class Faults:
     """Number of bytes that are passed on before the connection is cut."""
     flip_at: int | None = None
     """The byte, counted from 0, whose lowest bit is turned round."""
+    flip_each: int | None = None
+    """Of every so many bytes, the last has its lowest bit turned round."""
     black_hole: bool = False
     """Nothing is passed on, and nothing is said."""
 
@@ -148,6 +150,9 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, f
             await asyncio.sleep(faults.delay_seconds)
         if faults.flip_at is not None and passed <= faults.flip_at < passed + len(data):
             data[faults.flip_at - passed] ^= 1
+        if faults.flip_each is not None:
+            for at in range(faults.flip_each - 1 - passed % faults.flip_each, len(data), faults.flip_each):
+                data[at] ^= 1
         if faults.cut_after_bytes is not None and passed + len(data) > faults.cut_after_bytes:
             writer.write(data[: faults.cut_after_bytes - passed])
             await writer.drain()
