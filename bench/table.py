@@ -25,8 +25,8 @@ def tokens_of(count: int, *, seed: int) -> torch.Tensor:
     return torch.randint(0, 128000, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def kv_cache(num_tokens: int) -> torch.Tensor:
-    kv = torch.empty(SPEC.blob_shape(num_tokens), dtype=torch.bfloat16)
+def kv_cache(num_tokens: int, spec: KVSpec = SPEC) -> torch.Tensor:
+    kv = torch.empty(spec.blob_shape(num_tokens), dtype=torch.bfloat16)
     return kv.normal_(generator=torch.Generator().manual_seed(0))
 
 

@@ -21,6 +21,7 @@ from kvloom import (
     Event,
     GPUConnector,
     KVSpec,
+    MappedBlob,
     MemoryFormat,
     Observer,
     ReadDone,
@@ -122,6 +123,53 @@ class Crate(Shelf):
                 yield number, self.get_into(key, sink)
             except Exception as error:
                 yield number, error
+
+
+class Pane:
+    """A blob of a window. `before` runs when it is asked about, with how often it was."""
+
+    def __init__(self, window: Window, key: str, blob: bytes) -> None:
+        self.window, self.key, self.blob = window, key, blob
+        self.view = memoryview(bytearray(blob))
+        self.asked = 0
+        self.closed = False
+
+    def current(self) -> bool:
+        assert not self.closed
+        self.asked += 1
+        self.window.before_asked(self)
+        return self.window._blobs.get(self.key) is self.blob
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+        self.view[:] = bytes(len(self.view))
+
+
+class Window(Shelf):
+    """A shelf in the memory of this machine."""
+
+    type = "window"
+
+    def __init__(self, config: Any, spec: object = None) -> None:
+        super().__init__(config, spec)
+        self.panes: list[Pane] = []
+        self.before_asked: Callable[[Pane], None] = lambda pane: None
+
+    def damage(self, key: str) -> None:
+        """Both the blob and what others see of it."""
+        self._blobs[key] = bytes(100)
+        for pane in self.panes:
+            if pane.key == key:
+                pane.view[100:] = bytes(len(pane.view) - 100)
+
+    def map(self, key: str) -> MappedBlob | None:
+        self.before("map", key)
+        blob = self._blobs.get(key)
+        if blob is None:
+            return None
+        self.panes.append(Pane(self, key, blob))
+        return self.panes[-1]
 
 
 def eventually(done: Callable[[], Any]) -> bool:
@@ -251,7 +299,7 @@ def kvloom_gpu_connectors() -> list[type[GPUConnector]]:
 
 @hookimpl
 def kvloom_storage_backends() -> list[type[StorageBackend]]:
-    return [Shelf, Crate]
+    return [Shelf, Crate, Window]
 
 
 class Watcher(Observer):

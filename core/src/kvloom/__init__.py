@@ -28,7 +28,7 @@ _HOME = {
     "pip_install": "plugins.installing",
     "Tier": "tiers.tier",
     **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
-    **dict.fromkeys(["StorageBackend", "NativeSink", "ReadDone", "Sink", "join"], "contracts.storage"),
+    **dict.fromkeys(["MappedBlob", "StorageBackend", "NativeSink", "ReadDone", "Sink", "join"], "contracts.storage"),
     **dict.fromkeys(["Serializer", "Place"], "contracts.serializer"),
     **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
     **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
@@ -146,6 +146,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.observer import Watched as Watched
     from kvloom.contracts.serializer import Place as Place
     from kvloom.contracts.serializer import Serializer as Serializer
+    from kvloom.contracts.storage import MappedBlob as MappedBlob
     from kvloom.contracts.storage import NativeSink as NativeSink
     from kvloom.contracts.storage import ReadDone as ReadDone
     from kvloom.contracts.storage import Sink as Sink

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from kvloom import Engine, Segment
 from kvloom.builtin import chunked
 from kvloom.format import envelope
-from kvloom.memory import pool
+from kvloom.memory import MappedLease, MappedMemory, pool
 from kvloom.pipeline import readahead
 from kvloom.runtime import Batch, Call, Workers
 from kvloom.tiers import invalidation, request_context
@@ -250,6 +250,22 @@ def removal_leaves_pieces() -> AbstractContextManager[Any]:
     return patch.object(Engine, "remove", remove)
 
 
+def mapped_memory_not_asked_about() -> AbstractContextManager[Any]:
+    """What was read from a store's memory counts as what was verified there."""
+    return patch.object(MappedLease, "intact", True)
+
+
+def mapped_memory_closed_under_its_readers() -> AbstractContextManager[Any]:
+    """Whoever gives a mapped blob up closes it, whoever reads it."""
+
+    def drop(self: MappedMemory) -> None:
+        owned, self._owned = self._owned, False
+        if owned:
+            self.blob.close()
+
+    return patch.multiple(MappedMemory, drop=drop, _release=lambda self: None)
+
+
 class Planted(NamedTuple):
     """A planted bug."""
 
@@ -276,8 +292,10 @@ PLANTS: dict[Plant, Planted] = {
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
     batch_in_another_order: Planted(("wrong bytes",), 2003),
-    layer_not_checked: Planted(("wrong bytes",), 3189),
+    layer_not_checked: Planted(("wrong bytes",), 3146),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2100),
+    mapped_memory_not_asked_about: Planted(("wrong bytes",), 2156),
+    mapped_memory_closed_under_its_readers: Planted(("wrong bytes", "memory reused"), 2158),
     removal_leaves_pieces: Planted(("served after removal", "resurrected"), 2005),
 }

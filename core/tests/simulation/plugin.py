@@ -15,6 +15,7 @@ from kvloom import (
     CorruptBlobError,
     Entry,
     GPUConnector,
+    MappedBlob,
     MemoryFormat,
     ReadDone,
     Segment,
@@ -101,6 +102,15 @@ class SimShared(SimBackend):
         self.client.get_many_into(requests, done)
 
 
+class SimMapped(SimShared):
+    """In the memory of the machine."""
+
+    type = "sim_mapped"
+
+    def map(self, key: str) -> MappedBlob | None:
+        return self.client.map(key)
+
+
 class SimVolatile(SimBackend):
     """Empty each time that it is opened."""
 
@@ -171,7 +181,7 @@ class LossySerializer(Serializer):
 
 @hookimpl
 def kvloom_storage_backends() -> list[type[StorageBackend]]:
-    return [SimBackend, SimShared, SimVolatile, SimBounded]
+    return [SimBackend, SimShared, SimMapped, SimVolatile, SimBounded]
 
 
 @hookimpl

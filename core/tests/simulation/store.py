@@ -85,12 +85,16 @@ class SimStore:
     on_stray: Callable[[str], None] = lambda key: None
     """A blob came to be that no client of the core can be blamed for."""
     say: Callable[[str], None] = lambda line: None
+    on_damage: Callable[[], None] = lambda: None
+    """Memory has changed that somebody may have been copying into an engine's KV."""
     blobs: dict[str, Blob] = field(default_factory=dict)
     holders: dict[str, Process] = field(default_factory=dict)
     faulty: bool = True
     injected: int = 0
     """Number of injected faults."""
     partial_listings: int = 0
+    panes: list[Pane] = field(default_factory=list)
+    """Blobs that processes have mapped."""
     frozen: bool = False
     changes: int = 0
     """Number of times that a blob was added or removed."""
@@ -198,6 +202,39 @@ class SimStore:
         # The header has zeros that nothing depends on, but its checksum covers them too.
         at = self.rng.randrange(len(data)) if kind == 3 else self.rng.randrange(max(0, len(data) - 200), len(data))
         return data[:at] + bytes([data[at] ^ (1 << self.rng.randrange(8))]) + data[at + 1 :]
+
+
+class Pane:
+    """A mapped blob: the memory that all who have mapped it share, and what of it is this one's own."""
+
+    def __init__(self, store: SimStore, key: str, data: bytes) -> None:
+        self.view = memoryview(bytearray(data))
+        self._store, self._key, self._data = store, key, data
+        store.panes.append(self)
+
+    def current(self) -> bool:
+        store, blob = self._store, self._store.blobs.get(self._key)
+        here = blob is not None and blob.data is self._data
+        if here and store.faulty and store.faults.rot and store.rng.random() < 0.2:
+            store.injected += 1
+            store.scheduler.spawn(Process(f"store {store.name}"), self._rot, "rot")
+        return here
+
+    def _rot(self) -> None:
+        """The blob is wrong from now on, for all who have mapped it, too."""
+        store, blob = self._store, self._store.blobs.get(self._key)
+        if blob is None or blob.data is not self._data or self not in store.panes:
+            return
+        at = store.rng.randrange(len(self._data))
+        for pane in store.panes:
+            if pane._data is self._data:
+                pane.view[at] ^= 1
+        store.blobs[self._key] = blob._replace(data=bytes(self.view))
+        store.on_damage()
+
+    def close(self) -> None:
+        self._store.panes.remove(self)
+        self.view[:] = b"\xdb" * len(self.view)
 
 
 class Guard:
@@ -323,6 +360,11 @@ class Client:
             view[start:end] = data[start:end]
             sink.filled(end)
         return True
+
+    def map(self, key: str) -> Pane | None:
+        self.store.take_time()
+        blob = self.store.blobs.get(key)
+        return None if blob is None else Pane(self.store, key, blob.data)
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         self.store.take_time()

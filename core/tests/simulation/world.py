@@ -103,11 +103,16 @@ class Plan:
         lossy = any(block.get("serializer") == "sim_lossy" for block in blocks)
         exact = not lossy and rng.random() < 0.2
         tails = random.Random(repr(blocks)).random() < 0.7  # apart, so that all else of a seed is what it was
+        for block in blocks:
+            if block["type"] == "sim_shared" and random.Random(repr(block)).random() < 0.6:
+                block["type"] = "sim_mapped"
         config = {
             "chunk_tokens": CHUNK_TOKENS, "connector": "sim_plain", "tiers": blocks, "exact": exact,
             "save_tails": tails,
         }  # fmt: skip
-        index = rng.random() < 0.25 and any(block["type"] in ("sim_shared", "sim_bounded") for block in blocks)
+        index = rng.random() < 0.25 and any(
+            block["type"] in ("sim_shared", "sim_mapped", "sim_bounded") for block in blocks
+        )
         return Plan(
             kind, config, stores, limits, deadline, engines, rng.choice((1, 2, 3, 5, 8)), lossy,
             crashes=rng.choice((0.0, 0.0, 0.1, 0.3)),
@@ -222,7 +227,7 @@ class World:
         self.stores = {
             name: SimStore(
                 name, self.scheduler, random.Random(f"{seed}/{name}"), faults, self.plan.limits.get(name),
-                self.oracle.excuse, self.trace,
+                self.oracle.excuse, self.trace, self.oracle.expect_damage,
             )
             for name, faults in self.plan.stores.items()
         }  # fmt: skip

@@ -45,6 +45,23 @@ class NativeSink(Sink, Protocol):
         """
 
 
+class MappedBlob(Protocol):
+    """A whole blob in memory that this process shares with the store."""
+
+    view: memoryview
+    """The blob; not to be touched after `close`. It is writable, and what is written to it stays this process's own."""
+
+    def current(self) -> bool:
+        """Return whether the store still has this very blob under its key, and nothing else was read from `view`.
+
+        Asked before and after `view` is read; if it was True both times, what was read is what was verified once. Of a
+        blob that is gone `view` keeps the bytes. Takes microseconds.
+        """
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
 ReadDone = Callable[[int, "bool | Exception"], None]
 """Told of each request of `get_many_into`, once: its number, and what `get_into` returned or raised."""
 
@@ -129,6 +146,14 @@ class StorageBackend(Component):
             except Exception as error:
                 outcome = error
             done(number, outcome)
+
+    def map(self, key: str) -> MappedBlob | None:
+        """The blob as memory, without a copy; None if there is none, or it has to be read.
+
+        For stores in the memory of this machine: a blob that is mapped is verified once and then read where it lies.
+        Whatever becomes of the blob, to read `view` must not end the process.
+        """
+        return None
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         """Fill `into` with the blob's bytes from `offset`; False if there is no blob or it ends before.

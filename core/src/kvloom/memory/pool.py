@@ -213,6 +213,10 @@ class Lease:
     """The right to read a block. Release it, or use it as a context manager; it does not expire."""
 
     __slots__ = ("block", "origin")
+    intact = True
+    """Nothing but this process changes the memory."""
+    store = ""
+    """The tier in whose memory it is; the pool's is nobody else's."""
 
     def __init__(self, block: Block, origin: Origin) -> None:
         self.origin = origin
@@ -304,6 +308,11 @@ class Pool:
         it are of one length: otherwise each gap that one leaves is too short for the other. Not where few fit.
         """
         return taken_by(nbytes, self.capacity, largest_bytes=self.largest_bytes)
+
+    @property
+    def pinned(self) -> bool:
+        """Some of it is pinned, for a device that this process uses."""
+        return isinstance(self.pages, Pages) and self.pages.pinned_bytes > 0
 
     @property
     def widest(self) -> tuple[int, int]:

@@ -237,6 +237,7 @@ class Loading:
                 if self._context.given_up:
                     return False
                 self._write(run)
+                self._fetch.drop_damaged(run)
                 for part in run:
                     self._moved[part.index] = part.layers.stop
             self._context.progress()  # what a copy takes is no tier's fault

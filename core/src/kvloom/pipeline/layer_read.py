@@ -146,6 +146,13 @@ class LayerRead:
             yield run
             self._handed_on(run)
 
+    def drop_damaged(self, run: Sequence[Part]) -> None:
+        """After a run was moved: the prefix ends before chunks whose memory changed meanwhile."""
+        for part in run:
+            loaded = self._chunks[part.index].loaded
+            if loaded is not None and not loaded.lease.intact:
+                self.prefix.cut(part.index, part.layers.start)
+
     def wake(self) -> None:
         """Have `runs` look again what is still wanted. From any thread."""
         for tier in self._stack.stored:

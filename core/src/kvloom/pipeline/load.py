@@ -208,12 +208,14 @@ class Loader:
                 return loaded
             self._start([pending], shape, context)
         if pending.loaded is not None:
-            context.record.gave(self.memory.name, pending.segment.end - pending.segment.start)
+            context.record.gave(
+                pending.loaded.lease.store or self.memory.name, pending.segment.end - pending.segment.start
+            )
         return pending.loaded
 
     def promote(self, segment: Segment, loaded: Loaded, context: RequestContext, *, below: StoredTier) -> None:
         """Write a chunk that came from a slow tier to the faster stored ones. A lossy one stays in memory only."""
-        if self.memory.keep:
+        if self.memory.keep and not loaded.lease.store:
             self._events.emit(Event("promoted", self.memory.name, loaded.chunk.num_tokens, 1, loaded.chunk.nbytes))
         if not loaded.chunk.exact:
             return

@@ -45,7 +45,7 @@ class Transfer:
         where: None for into memory only. Returns a bool for each segment: whether it was moved.
         """
         runs = self._runs(stop, segments, keys, record, gaps=True, pieces=pieces)
-        moved = frozenset(self._moved(stop, segments, where, runs, into or self._connector, record))
+        moved = frozenset(self._moved(stop, segments, where, runs, into or self._connector, record, leading=False))
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
     def load_leading(
@@ -57,12 +57,13 @@ class Transfer:
         Returns what was moved, in order.
         """
         runs = self._runs(stop, segments, keys, record, gaps=False, pieces=pieces)
-        return self._moved(stop, segments, where, runs, self._connector, record)
+        return self._moved(stop, segments, where, runs, self._connector, record, leading=True)
 
     def _moved(
         self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, runs: Runs, connector: GPUConnector,
-        record: RequestTrace,
+        record: RequestTrace, *, leading: bool,
     ) -> list[Segment]:  # fmt: skip
+        """leading: what comes behind one that is lost is not wanted."""
         moved: list[Segment] = []
         began, nbytes = self._now(), 0
         with record.going_on(), closing(runs):
@@ -75,8 +76,12 @@ class Transfer:
                     if not stop.touch(partial(_copy, connector.write, here, chunks, where, record)):
                         break
                     nbytes += sum(chunk.nbytes for chunk in chunks)
+                lost = [segment for segment, loaded in run if not loaded.lease.intact]
+                if lost:
+                    here = here[: here.index(lost[0])] if leading else [one for one in here if one not in lost]
+                    self._stack.loader.missed(lost, "changed while it was read")
                 moved += here
-                if stop.cancelled:
+                if stop.cancelled or (lost and leading):
                     break
             record.served_tokens = num_tokens = tokens_of(moved)
         if moved and where is not None:

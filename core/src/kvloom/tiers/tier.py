@@ -12,7 +12,7 @@ import torch
 
 from kvloom.errors import BackendError
 from kvloom.interrupts import shielded, shielded_waiting
-from kvloom.memory import Lease
+from kvloom.memory import Lease, MappedLease
 from kvloom.runtime import close_all, opened
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.types import EXACT, Chunk, ChunkKey, MemoryFormat, TierHealth
@@ -40,10 +40,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A chunk in pool memory and the lease that keeps it there. Release it when done reading."""
+    """A chunk in memory and the lease that keeps it there. Release it when done reading.
+
+    Its memory is the pool's, or a store's. Of a store's, only what `lease.intact` says after it was read may be used.
+    """
 
     chunk: Chunk
-    lease: Lease
+    lease: Lease | MappedLease
     written: float = 0.0
     """Time at which the KV was first stored, in seconds since the epoch; 0 if that is not known."""
     chain: Chain = NO_CHAIN
@@ -123,7 +126,8 @@ class Tier(ABC):
         if loaded is None:
             return None
         try:
-            return loaded.chunk.tensor.to(self.dst_device, copy=True)
+            copy = loaded.chunk.tensor.to(self.dst_device, copy=True)
+            return copy if loaded.lease.intact else None
         finally:
             loaded.release()
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from pydantic import field_validator
 
-from kvloom import Buffer, Buffers, CorruptBlobError, Entry, KVSpec, ReadDone, Sink, StorageBackend
+from kvloom import Buffer, Buffers, CorruptBlobError, Entry, KVSpec, MappedBlob, ReadDone, Sink, StorageBackend
 from kvloom import Config as BaseConfig
 from kvloom_backend_disk import native_reads
 from kvloom_backend_disk.hold import Holds
@@ -84,9 +84,11 @@ class DiskBackend(StorageBackend):
         self._scratch = Scratch(root / SCRATCH)
         self._holds = Holds(root)
         self._refusal = ""
+        self._maps = False
         try:
             self._transfer = Transfer(self._probe(root, config.direct))
             reclaimed = self._scratch.reclaim()
+            self._maps = native_reads.are_memory(str(root))
         except OSError as error:
             self._refusal = (
                 f"path: cannot write to {root}: {error.strerror or error}; name a directory that this user may create "
@@ -196,6 +198,9 @@ class DiskBackend(StorageBackend):
     def _reads_natively(self) -> bool:
         """There is native code, and it is known whether O_DIRECT works."""
         return self._transfer.tried and native_reads.available()
+
+    def map(self, key: str) -> MappedBlob | None:
+        return native_reads.mapped(self._layout.path(key)) if self._maps else None
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         with self._opened(key) as blob:

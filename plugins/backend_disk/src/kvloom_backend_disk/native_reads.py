@@ -1,4 +1,4 @@
-"""Reads many files by two calls of native code, where the package `kvloom-native` is installed."""
+"""Reads many files by two calls of native code, and maps files that are memory, where `kvloom-native` is installed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from kvloom import BackendError, ReadDone, Sink, native
+from kvloom import BackendError, MappedBlob, ReadDone, Sink, native
 from kvloom_backend_disk.transfer import Mode
 
 _INSTALLED = find_spec("kvloom_native") is not None
 if _INSTALLED:
-    from kvloom_native import NOT_A_FILE, TOO_SHORT, Files, library
+    from kvloom_native import NOT_A_FILE, TOO_SHORT, Files, MappedFile, is_memory, library
 
 _AT_ONCE = 32
 """Files that are open at once."""
@@ -26,6 +26,19 @@ Failure = Callable[[str, OSError], "Exception | bool"]
 def available() -> bool:
     """Return whether there is native code to read with."""
     return _INSTALLED and library() is not None
+
+
+def are_memory(directory: str) -> bool:
+    """Return whether files in a directory can be mapped, and lie in memory: no read of them ever waits for a disk."""
+    return _INSTALLED and is_memory(directory)
+
+
+def mapped(path: str) -> MappedBlob | None:
+    """A file as memory; None if there is none, or it cannot be mapped."""
+    try:
+        return MappedFile(path)
+    except OSError:
+        return None
 
 
 class _Read(NamedTuple):

@@ -1,5 +1,6 @@
 """Native code that several packages of kvloom use. The core finds the library itself: see `kvloom.native.load`."""
 
 from kvloom_native.files import NOT_A_FILE, TOO_SHORT, Files, library
+from kvloom_native.mapping import MappedFile, is_memory
 
-__all__ = ["NOT_A_FILE", "TOO_SHORT", "Files", "library"]
+__all__ = ["NOT_A_FILE", "TOO_SHORT", "Files", "MappedFile", "is_memory", "library"]

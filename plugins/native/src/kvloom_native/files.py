@@ -21,7 +21,8 @@ def library() -> ctypes.CDLL | None:
     """The library, or None if there is none that can be used."""
     found = native.own_library()
     if found is not None:
-        found.kvloom_files_open.restype = found.kvloom_files_read.restype = None
+        for function in (found.kvloom_files_open, found.kvloom_files_read, found.kvloom_map, found.kvloom_unmap):
+            function.restype = None
     return found
 
 

@@ -86,6 +86,46 @@ class FormRequirements(BackendRequirements):
         backend.get_many_into([], lambda *outcome: told.append(outcome))
         assert len(told) == len(asked), "of nothing, nothing is said"
 
+    def test_B51_map_gives_the_blob_or_nothing(self, names: Namespace, opened: Open) -> None:
+        """`map` gives the whole blob as memory, or None. `current` is True until the blob is replaced or deleted, and
+        False from then on.
+
+        What is written to `view` changes the blob for nobody. `view` may be read after the blob is gone. Closing one
+        leaves the others as they are.
+
+        Why: the core verifies a mapped blob once, and asks `current` before and after each use instead.
+
+        Usually: `current` says what was known when the blob was mapped; a blob written anew under the key goes unseen;
+        or the memory is the store's own, so that a write to it is everybody's.
+        """
+        backend, key, other = opened(), names.key(), names.key(1)
+        blob, different = blob_of(10_007), blob_of(5000)
+        assert backend.map(key) is None, "of no blob"
+        backend.put_many([(key, [blob]), (other, [different])])
+        first, second = backend.map(key), backend.map(other)
+        if first is None or second is None:
+            assert first is None and second is None, "one is mapped, and the other is not"
+            return
+        assert bytes(first.view) == blob and bytes(second.view) == different, "what was mapped"
+        assert first.current() and second.current(), "nothing has changed"
+        first.view[0] ^= 1
+        assert content(backend.get(key)) == blob, "what was written to the memory came into the store"
+        first.view[0] ^= 1
+        backend.touch_many([key, other])
+        assert first.current(), "to be used is no change"
+        backend.put(key, [blob])
+        assert not first.current() and second.current(), "one was written anew"
+        assert bytes(first.view) == blob, "after it was written anew"
+        backend.delete(other)
+        assert not second.current(), "after it was deleted"
+        assert bytes(second.view) == different, "after it was deleted"
+        second.close()
+        assert bytes(first.view) == blob, "after another was closed"
+        first.close()
+        again = backend.map(key)
+        assert again is not None and again.current() and bytes(again.view) == blob, "mapped again"
+        again.close()
+
     def test_B14_get_range_fills_exactly_what_is_asked_for(self, names: Namespace, opened: Open) -> None:
         """`get_range` fills `into` with the bytes from `offset`; False if the blob ends before, or there is none.
 

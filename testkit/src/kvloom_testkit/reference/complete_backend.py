@@ -6,14 +6,39 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
-from kvloom import Buffers, Entry, Sink
+from kvloom import Buffers, Entry, MappedBlob, Sink
 from kvloom_testkit.reference.backend import DirectoryBackend
 
 
+class Mapped:
+    """A blob as memory; here a copy of the file, so that what is written to it stays the caller's own."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._was = _version(os.fstat(file.fileno()))
+            self.view = memoryview(bytearray(file.read()))
+        self._path = path
+
+    def current(self) -> bool:
+        try:
+            return _version(os.stat(self._path)) in (self._was,)
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        self.view = memoryview(b"")
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    """What tells two versions of a blob apart: a new one is another file."""
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 class CompleteDirectoryBackend(DirectoryBackend):
-    """Reads straight into the caller's memory, creates, tells its identity and notes uses."""
+    """Reads straight into the caller's memory, maps, creates, tells its identity and notes uses."""
 
     type = "kit_complete_directory"
 
@@ -25,6 +50,12 @@ class CompleteDirectoryBackend(DirectoryBackend):
             self._fill(file, memory)
             sink.filled(len(memory))
         return True
+
+    def map(self, key: str) -> MappedBlob | None:
+        try:
+            return Mapped(self._file(key))
+        except FileNotFoundError:
+            return None
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         with self._opened(key) as file:

@@ -22,6 +22,7 @@ from kvloom.tiers.stored.calls import Calls, DecodeFailedError, NoRoomError
 from kvloom.tiers.stored.existence import Existence
 from kvloom.tiers.stored.inflight import Arrived, InflightRead, InflightReads, Read, Wanted, release
 from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob, layered, read_layers
+from kvloom.tiers.stored.mapped import MappedChunks
 from kvloom.tiers.stored.read import BlobReader, ExpiredBlobError, Outcome
 from kvloom.tiers.tier import Layout, Loaded
 from kvloom.types import Chunk, ChunkKey
@@ -38,7 +39,7 @@ class Loads:
 
     def __init__(
         self, layout: Layout, backend: StorageBackend, reader: BlobReader, existence: Existence, ledger: Ledger,
-        calls: Calls, memory: MemoryTier, events: EventBus, runtime: Runtime, *, deletes: bool,
+        calls: Calls, memory: MemoryTier, mapped: MappedChunks, events: EventBus, runtime: Runtime, *, deletes: bool,
     ) -> None:  # fmt: skip
         """deletes: blobs that are corrupt or past their time are deleted; else they are not ours to delete."""
         self._name = calls.name
@@ -49,11 +50,13 @@ class Loads:
         self._ledger = ledger
         self._calls = calls
         self._memory = memory
+        self._mapped = mapped
         self._invalidations = memory.invalidations
         self._events = events
         self._now = runtime.now
         self._deletes = deletes
         self._batches = type(backend).get_many_into is not StorageBackend.get_many_into
+        self._maps = type(backend).map is not StorageBackend.map
         self.inflight = InflightReads(calls, memory.invalidations, layout, runtime, self.read_layers)
 
     def read(self, wanted: Wanted, context: RequestContext) -> Read | None:
@@ -70,10 +73,19 @@ class Loads:
         """
         if not self._calls.serves(context):
             return [None] * len(wanted)
-        # What is no longer on its way was in memory before that, if it is to be had.
-        return self.inflight.begin_or_join(
-            wanted, partial(self._load, context), context, most=self._most(wanted), in_memory=self._memory.lease
-        )
+        found: list[Loaded | Read | None] = [None] * len(wanted)
+        if self._maps:
+            found = [*self._mapped.lease(wanted, doomed=self._existence.doomed)]
+        lacking = [number for number, one in enumerate(found) if one is None]
+        if lacking:
+            rest = [wanted[number] for number in lacking]
+            # What is no longer on its way was in memory before that, if it is to be had.
+            begun = self.inflight.begin_or_join(
+                rest, partial(self._load, context), context, most=self._most(rest), in_memory=self._memory.lease
+            )
+            for number, one in zip(lacking, begun, strict=True):
+                found[number] = one
+        return found
 
     def _begin(self, wanted: Wanted, context: RequestContext, *, anew: bool = False) -> Read | None:
         read = self.inflight.begin_or_join([wanted], partial(self._load, context), context, anew=anew)[0]
@@ -224,8 +236,16 @@ class Loads:
                 seconds=self._calls.deadline, since=since, chain=context.chain, on_wait=on_wait, record=record,
             )  # fmt: skip
 
+        def mapped(number: int) -> bool:
+            found = self._mapped.open(inflights[number].wanted)
+            if found is not None:
+                settle(number, found, waited=False)
+            return found is not None
+
         doomed = self._existence.doomed()
         numbers = [number for number, inflight in enumerate(inflights) if inflight.key not in doomed]
+        if self._maps and not self._memory.pool.pinned:  # a device reads faster from memory that is pinned
+            numbers = [number for number in numbers if not (wanted(number) and mapped(number))]
         if len(numbers) > 1:
             read(numbers)
         else:

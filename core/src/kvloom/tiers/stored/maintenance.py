@@ -55,9 +55,10 @@ class Maintenance:
     def __init__(
         self, name: str, backend: StorageBackend, ledger: Ledger, calls: Calls, events: EventBus, runtime: Runtime, *,
         bounded: bool, on_evicted: Callable[[Iterable[ChunkKey]], None] = lambda keys: None,
+        on_round: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """bounded: there is a bound (capacity, quota or time) that kvloom is to keep. on_evicted: told of what went for
-        want of room. Raises RuntimeError if there is no thread to be had."""
+        want of room. on_round: called in each round, on the tier's thread. Raises RuntimeError without a thread."""
         self.name = name
         self._backend = backend
         self._ledger = ledger
@@ -66,6 +67,7 @@ class Maintenance:
         self._runtime = runtime
         self._bounded = bounded
         self._on_evicted = on_evicted
+        self._on_round = on_round
         self._lists = bounded and (backend.persistent or backend.shared)
         self._listed = False
         self._changed = runtime.condition()
@@ -292,6 +294,7 @@ class Maintenance:
                 self.delete(victims)
             else:
                 self._ledger.deleted(victims)
+        self._on_round()
         if self._owed:
             self._pay()
         self._calls.try_writing()

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from kvloom.contracts.serializer import Serializer
-from kvloom.contracts.storage import StorageBackend
+from kvloom.contracts.storage import MappedBlob, StorageBackend
 from kvloom.errors import BackendError, CorruptBlobError, KVLoomError, UnreadableBlobError
 from kvloom.format import envelope
 from kvloom.format.encryption import Protection
@@ -105,6 +105,27 @@ class BlobReader:
         finally:
             for number in tuple(unreported):
                 done(number, error)
+
+    def mapped(self, blob: MappedBlob, wanted: Wanted) -> tuple[envelope.Header, Chunk] | None:
+        """Verify a mapped blob; its header and the chunk in it, or None if it has to be read and decoded.
+
+        Raises as `check` does.
+        """
+        outline, longest = self._outline(wanted.shape, wanted.num_tokens)
+        if self._protection is not None or len(blob.view) > longest + envelope.MAX_HEADER_BYTES:
+            return None
+        verifier = envelope.Verifier(blob.view, key=str(wanted.key))
+        verifier.filled(len(blob.view))
+        header = verifier.finish()
+        serializer = self.check(header, wanted.shape, wanted.num_tokens)
+        payload = blob.view[header.header_bytes :]
+        if len(payload) != self._layout.nbytes(wanted.shape):
+            return None
+        tensor = torch.frombuffer(payload, dtype=outline.dtype).view(wanted.shape)
+        about = header.description
+        like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
+        viewed = guarded(partial(serializer.view, payload, like))
+        return None if viewed is None else (header, replace(like, tensor=viewed.tensor))
 
     def _arrived(
         self, buffer: _BlobBuffer, wanted: Wanted, reserve: _Reserve, *, since: int, chain: Chain, record: RequestTrace

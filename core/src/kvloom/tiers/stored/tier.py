@@ -40,6 +40,7 @@ from kvloom.tiers.stored.inflight import Wanted
 from kvloom.tiers.stored.inflight_writes import InflightWrites
 from kvloom.tiers.stored.load import Loads
 from kvloom.tiers.stored.maintenance import Maintenance
+from kvloom.tiers.stored.mapped import MappedChunks
 from kvloom.tiers.stored.read import BlobReader
 from kvloom.tiers.stored.write import BlobWriter
 from kvloom.tiers.stored.write_queue import Write, WriteQueue
@@ -134,9 +135,11 @@ class StoredTier(Tier):
             on_lost=lambda write, reason: self._on_lost(write.key, write.loaded.chunk, reason),
             on_late=lambda: self.calls.failed("put", DeadlineExceeded("overdue"), self.calls.writing),
         )
+        self._mapped = MappedChunks(backend, reader.mapped, reader.expired, events, runtime, name=name)
         self.maintenance = Maintenance(
             name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded,
             on_evicted=memory.lost_below if policy.write == "on_evict" else lambda keys: None,
+            on_round=self._mapped.sweep,
         )  # fmt: skip
         self._existence = Existence(
             backend, self.ledger, self.calls, lossless=self.serializer.lossless, exact_only=policy.exact_only,
@@ -146,7 +149,7 @@ class StoredTier(Tier):
         )  # fmt: skip
         self.calls.on_doubt = self._existence.doubt
         self.loads = Loads(
-            layout, backend, reader, self._existence, self.ledger, self.calls, memory, events, runtime,
+            layout, backend, reader, self._existence, self.ledger, self.calls, memory, self._mapped, events, runtime,
             deletes=policy.write != "never",
         )  # fmt: skip
         self._writer = BlobWriter(
@@ -262,7 +265,10 @@ class StoredTier(Tier):
             self._on_lost(key, chunk, "the tier is degraded")
             return False
         with self._inflight_writes.of(key, since):
-            removed = partial(self._invalidations.hit, key, since)
+
+            def removed() -> bool:  # or damaged, while it was read
+                return self._invalidations.hit(key, since) or not loaded.lease.intact
+
             written = self._writer.write(key, loaded, chain=chain, removed=removed, record=record)
         if not written.fits:
             self._on_lost(key, chunk, "no room within the tier's bounds, or just being deleted")
@@ -356,6 +362,7 @@ class StoredTier(Tier):
             self._record.wait()
         self.maintenance.finish()
         self.calls.close()
+        self._mapped.close()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

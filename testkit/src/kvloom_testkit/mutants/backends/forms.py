@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
+from typing import Any
 
-from kvloom import Buffer, Buffers, ReadDone, Sink
+from kvloom import Buffer, Buffers, MappedBlob, ReadDone, Sink
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.backend import DirectoryBackend
-from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
+from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend, Mapped
 
 
 class SaysFilledBeforeItReads(Mutant, CompleteDirectoryBackend):
@@ -277,3 +279,107 @@ class BatchGivesNeighbours(Mutant, CompleteDirectoryBackend):
         keys = [key for key, _ in requests]
         swapped = list(zip([*keys[1:2], *keys[:1], *keys[2:]], [sink for _, sink in requests], strict=True))
         super().get_many_into(swapped, done)
+
+
+class _NeverChanges(Mapped):
+    def current(self) -> bool:
+        return True
+
+
+class MapSeesNoChange(Mutant, CompleteDirectoryBackend):
+    """What was there once is taken to be there."""
+
+    breaks = "B51"
+
+    def map(self, key: str) -> MappedBlob | None:
+        return _NeverChanges(self._file(key)) if self.contains(key) else None
+
+
+class _OnlyDeleted(Mapped):
+    def current(self) -> bool:
+        return self._path.exists()
+
+
+class MapSeesNoNewBlob(Mutant, CompleteDirectoryBackend):
+    """A blob that took the place of another passes for it."""
+
+    breaks = "B51"
+
+    def map(self, key: str) -> MappedBlob | None:
+        return _OnlyDeleted(self._file(key)) if self.contains(key) else None
+
+
+class _Used(Mapped):
+    def current(self) -> bool:
+        return super().current() and self._path.stat().st_atime_ns == self._used
+
+    def __init__(self, *path: Any) -> None:
+        super().__init__(*path)
+        self._used = self._path.stat().st_atime_ns
+
+
+class MapTakesAUseForAChange(Mutant, CompleteDirectoryBackend):
+    """Whoever notes the use of a blob makes everybody verify it again."""
+
+    breaks = "B51"
+
+    def map(self, key: str) -> MappedBlob | None:
+        return _Used(self._file(key)) if self.contains(key) else None
+
+
+class _Everybodys(Mapped):
+    def __init__(self, *path: Any) -> None:
+        super().__init__(*path)
+        with self._path.open("r+b") as file:
+            self.view = memoryview(mmap.mmap(file.fileno(), 0))
+
+    def current(self) -> bool:
+        status = os.stat(self._path) if self._path.exists() else None
+        return status is not None and status.st_ino == self._was[0]
+
+
+class MapIsTheStoresOwn(Mutant, CompleteDirectoryBackend):
+    """What is written to the memory is written to the file."""
+
+    breaks = "B51"
+
+    def map(self, key: str) -> MappedBlob | None:
+        return _Everybodys(self._file(key)) if self.contains(key) else None
+
+
+class MapOfNothingFails(Mutant, CompleteDirectoryBackend):
+    """The file is opened, and is not there."""
+
+    breaks = "B51"
+
+    def map(self, key: str) -> MappedBlob | None:
+        return Mapped(self._file(key))
+
+
+class _WholePages(Mapped):
+    def __init__(self, *path: Any) -> None:
+        super().__init__(*path)
+        self.view = memoryview(bytearray(self.view) + bytearray(-len(self.view) % 4096))
+
+
+class MapHasWholePages(Mutant, CompleteDirectoryBackend):
+    """As long as the mapping, which ends with its last page."""
+
+    breaks = "B51"
+
+    def map(self, key: str) -> MappedBlob | None:
+        return _WholePages(self._file(key)) if self.contains(key) else None
+
+
+class MapIsGoneWithTheOthers(Mutant, CompleteDirectoryBackend):
+    """Closing one closes all."""
+
+    breaks = "B51"
+
+    def map(self, key: str) -> MappedBlob | None:
+        mapped = super().map(key)
+        if mapped is not None:
+            every = self.__dict__.setdefault("_every", [])
+            every.append(mapped)
+            mapped.close = lambda: [one.view.__setitem__(slice(None), bytes(len(one.view))) for one in every]  # type: ignore[method-assign, assignment]
+        return mapped

@@ -1,0 +1,313 @@
+"""Chunks in the memory of a store: verified once, read where they lie, and never used if they changed meanwhile."""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_support import CHUNK, Pane, Shelf, Window, Witness, eventually
+from faults_support import DAMAGE, KV, MEMORY, TOKENS, Open, chunk_names, count, misses, retrieve
+from layers_support import DEEP, by_layers, chunks_in, deep_kv
+from layers_support import TOKENS as DEEP_TOKENS
+
+from kvloom import Engine
+from kvloom.memory import MappedMemory
+from kvloom.runtime import SystemRuntime
+
+WINDOW = {"type": "window", "deadline": "20s"}
+
+
+def window(name: str = "default") -> Window:
+    found = Shelf.shelves[name]
+    assert isinstance(found, Window)
+    return found
+
+
+def filled(open_engine: Open, *tiers: dict[str, object], **settings: Any) -> Engine:
+    """An engine over a window that another one has filled."""
+    with open_engine(WINDOW) as engine:
+        engine.store(TOKENS, kv=KV)
+    return open_engine(*(tiers or (WINDOW,)), **settings)
+
+
+def mapped(engine: Engine, tier: str = "window") -> int:
+    return len(engine.tiers[tier]._mapped)  # type: ignore[attr-defined]
+
+
+def test_a_chunk_is_mapped_and_verified_once(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    asked: list[str] = []
+    window().before = lambda verb, key: asked.append(verb)
+    for times in (1, 2, 3):
+        assert retrieve(engine) == [True] * 4
+        assert count(engine, "retrieved") == times * (4 + 1), "each chunk is counted, and the request"
+        assert engine._stack.memory.pool.used_bytes == 0, "nothing is copied into the pool"
+    assert asked.count("map") == 4 and "get" not in asked
+    panes = window().panes
+    assert not any(pane.closed for pane in panes)
+    engine.close()
+    assert all(pane.closed for pane in panes)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_blob_that_is_no_good_is_not_used(open_engine: Open, damage: str) -> None:
+    engine = filled(open_engine)
+    names = chunk_names(engine)
+    blobs = window()._blobs
+    blobs[names[1]] = DAMAGE[damage](blobs[names[1]], blobs[names[2]])
+    assert retrieve(engine) == [True, False, False, False]
+    assert next(pane for pane in window().panes if pane.key == names[1]).closed
+    assert misses(engine)["corrupt"] == 1
+
+
+def test_what_the_store_has_no_more_is_not_served_and_what_is_stored_anew_is(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    before = {pane.key: pane for pane in window().panes}
+    name = chunk_names(engine)[2]
+    engine.remove(TOKENS[: 3 * CHUNK])
+    assert retrieve(engine) == [False] * 4
+    engine.store(TOKENS, kv=KV)
+    assert engine.flush() and retrieve(engine) == [True] * 4
+    assert before[name].closed and len(window().panes) == 4 + 3, "the last one was there all the while"
+
+
+def changed_while_moved(engine: Engine, name: str, method: str = "write") -> None:
+    """From now on the blob is damaged as soon as a chunk has been moved."""
+    move = getattr(engine.connector, method)
+
+    def moved(*args: Any, **where: Any) -> Any:
+        fence = move(*args, **where)
+        window().damage(name)
+        return fence
+
+    setattr(engine.connector, method, moved)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_chunk_that_changes_while_it_is_read_counts_as_missed(open_engine: Open, at: int) -> None:
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    changed_while_moved(engine, chunk_names(engine)[at])
+    got = torch.zeros_like(KV)
+    mask = engine.retrieve(TOKENS, kv=got)
+    assert mask[::CHUNK].tolist() == [place < at for place in range(4)]
+    assert torch.equal(got[:, :, mask], KV[:, :, mask])
+    assert misses(engine)["changed while it was read"] == 1
+
+
+def test_a_chunk_that_is_evicted_while_it_is_read_is_served(open_engine: Open) -> None:
+    """Its memory is still what it was: it is verified once more."""
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    move = engine.connector.write
+
+    def moved(*args: Any, **where: Any) -> Any:
+        fence = move(*args, **where)
+        window()._blobs.clear()
+        return fence
+
+    engine.connector.write = moved  # type: ignore[method-assign]
+    assert retrieve(engine) == [True] * 4
+    assert retrieve(engine) == [False] * 4
+    assert all(pane.closed for pane in window().panes)
+
+
+def test_gaps_are_left_where_chunks_changed(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    segments = engine.segments(TOKENS)
+    assert engine.load(segments, kv=torch.zeros_like(KV)).result().all()
+    changed_while_moved(engine, chunk_names(engine)[1])
+    assert engine.load(segments, kv=torch.zeros_like(KV)).result().tolist() == [True, False, True, True]
+
+
+def test_by_layers_the_prefix_ends_before_a_chunk_that_changed(open_engine: Open) -> None:
+    kv = deep_kv(16)
+    with open_engine(WINDOW, spec=DEEP) as engine:
+        engine.store(DEEP_TOKENS, kv=kv)
+    engine = open_engine(WINDOW, spec=DEEP)
+    changed_while_moved(engine, str(engine.segments(DEEP_TOKENS)[2].key), "write_layer")
+    got, masks = by_layers(engine, DEEP_TOKENS, kv)
+    assert chunks_in(masks)[-1] == 2
+    assert torch.equal(got[:, :, : 2 * CHUNK], kv[:, :, : 2 * CHUNK])
+
+
+def test_a_tier_gives_no_chunk_that_changed(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    key = engine.segments(TOKENS)[0].key
+    tier = engine.tiers["window"]
+    chunk = tier.get(key)
+    assert chunk is not None and torch.equal(chunk, KV[:, :, :CHUNK])
+    window().before_asked = lambda pane: window().damage(pane.key)
+    assert tier.get(key) is None
+
+
+def test_what_changed_while_it_was_written_on_is_not_kept_there(open_engine: Open) -> None:
+    """Its checksums would be right: they are made of what was read."""
+    with open_engine(WINDOW | {"shelf": "far"}) as engine:
+        engine.store(TOKENS, kv=KV)
+    near, far = {"type": "shelf", "shelf": "near", "deadline": "20s"}, WINDOW | {"shelf": "far"}
+    engine = open_engine(near, far)
+    name = chunk_names(engine)[1]
+
+    def before(verb: str, key: str) -> None:
+        if (verb, key) == ("put", name):
+            window("far").damage(name)
+
+    Shelf.shelves["near"].before = before
+    assert engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).any()
+    assert engine.flush()
+    assert set(Shelf.shelves["near"].blobs) == {*chunk_names(engine)} - {name}
+
+
+def test_what_others_removed_is_given_back_in_a_while(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that does not ask for it any more would keep its memory from everybody."""
+    monkeypatch.setattr("kvloom.tiers.stored.maintenance.ROUND_SECONDS", 0.01)
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    gone, *there = window().panes
+    del window()._blobs[gone.key]
+    assert eventually(lambda: gone.closed)
+    assert mapped(engine) == 3 and not any(pane.closed for pane in there)
+
+
+def test_there_is_a_bound(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.tiers.stored.mapped._MOST_MAPPED", 2)
+    engine = filled(open_engine)
+    for _ in range(2):
+        assert retrieve(engine) == [True] * 4
+        assert mapped(engine) == 2 and sum(not pane.closed for pane in window().panes) == 2
+
+
+def test_what_has_outlived_its_tier_is_not_served(open_engine: Open) -> None:
+    engine = filled(open_engine, WINDOW | {"ttl": "1h"})
+    assert retrieve(engine) == [True] * 4
+    reader = engine.tiers["window"]._mapped  # type: ignore[attr-defined]
+    reader._expired = lambda header: True
+    assert mapped(engine) == 4
+    assert [one is None for one in reader.lease([held_as(engine, n) for n in range(4)], doomed=set)] == [True] * 4
+    assert all(pane.closed for pane in window().panes)
+
+
+def held_as(engine: Engine, place: int) -> Any:
+    from kvloom.tiers.stored.inflight import Wanted
+
+    segment = engine.segments(TOKENS)[place]
+    return Wanted(segment.key, tuple(KV[:, :, :CHUNK].shape), CHUNK)
+
+
+def test_chunks_that_have_to_be_decoded_are_read(open_engine: Open) -> None:
+    tier = WINDOW | {"serializer": "padded"}
+    with open_engine(tier) as engine:
+        engine.store(TOKENS, kv=KV)
+    engine = open_engine(tier)
+    assert retrieve(engine) == [True] * 4
+    assert mapped(engine) == 0 and all(pane.closed for pane in window().panes)
+
+
+def test_a_device_reads_from_pinned_memory(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = filled(open_engine)
+    monkeypatch.setattr(type(engine._stack.memory.pool), "pinned", property(lambda pool: True))
+    assert retrieve(engine) == [True] * 4
+    assert window().panes == []
+
+
+def test_what_is_being_removed_is_not_served(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    wanted = [held_as(engine, place) for place in range(4)]
+    found = engine.tiers["window"]._mapped.lease(wanted, doomed=lambda: {wanted[1].key})  # type: ignore[attr-defined]
+    assert [one is None for one in found] == [False, True, False, False]
+    for one in found:
+        if one is not None:
+            one.release()
+
+
+def test_a_chunk_of_another_shape_is_not_served(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    longer = held_as(engine, 0)._replace(shape=(2, 2, 2 * CHUNK, 8))
+    assert engine.tiers["window"]._mapped.lease([longer], doomed=set) == [None]  # type: ignore[attr-defined]
+
+
+def test_what_is_mapped_twice_or_after_the_end_is_closed(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    chunks, wanted = engine.tiers["window"]._mapped, held_as(engine, 0)  # type: ignore[attr-defined]
+    for _ in range(3):
+        _, loaded = chunks.open(wanted)
+        loaded.release()
+    assert [pane.closed for pane in window().panes] == [True, True, False]
+    chunks.close()
+    _, loaded = chunks.open(wanted)
+    assert not window().panes[-1].closed, "it is being read"
+    loaded.release()
+    assert all(pane.closed for pane in window().panes)
+
+
+def test_signed_blobs_are_read(open_engine: Open, tmp_path: Path) -> None:
+    """A signature is checked, and an encrypted blob decrypted, in memory of this process's own."""
+    pytest.importorskip("cryptography")
+    keys = tmp_path / "keys"
+    keys.write_text(base64.b64encode(os.urandom(32)).decode() + "\n")
+    keys.chmod(0o600)
+    tier = WINDOW | {"protect": {"mode": "sign", "keys": str(keys)}}
+    with open_engine(tier) as engine:
+        engine.store(TOKENS, kv=KV)
+    engine = open_engine(tier)
+    assert retrieve(engine) == [True] * 4 and mapped(engine) == 0
+
+
+def test_a_request_knows_which_tier_gave_a_chunk(open_engine: Open) -> None:
+    with open_engine(WINDOW) as engine:
+        engine.store(TOKENS, kv=KV)
+    engine = open_engine(MEMORY, WINDOW, observers=["witness"])
+    for _ in range(2):
+        assert retrieve(engine) == [True] * 4
+    assert engine._events.flush(30)
+    assert [dict(request.sources) for request, _ in Witness.made[-1].seen] == [{"window": 16}] * 2
+
+
+def test_what_is_mapped_is_not_copied_into_the_memory_tier(open_engine: Open) -> None:
+    engine = filled(open_engine, MEMORY, WINDOW)
+    for _ in range(2):
+        assert retrieve(engine) == [True] * 4
+    assert len(engine.tiers["memory"]) == 0 and count(engine, "promoted") == 0  # type: ignore[arg-type]
+
+
+def test_a_store_that_cannot_map_is_read(open_engine: Open) -> None:
+    engine = filled(open_engine)
+
+    def before(verb: str, key: str) -> None:
+        if verb == "map":
+            raise OSError(12, "cannot allocate memory")
+
+    window().before = before
+    assert retrieve(engine) == [True] * 4
+    assert {tier.state for tier in engine.health().tiers} == {"ok"}
+
+
+def test_it_is_closed_once_by_the_last_who_reads_it() -> None:
+    for first in ("owner", "readers"):
+        pane = Pane(Window(Window.Config()), "key", b"blob")
+        memory = MappedMemory(pane, SystemRuntime(), store="window", verified=lambda: True)
+        leases = [lease for _ in range(50) if (lease := memory.lease()) is not None]
+        leases.append(leases[0].again())
+        assert len(leases) == 51
+        if first == "owner":
+            memory.drop()
+            memory.drop()
+        threads = [threading.Thread(target=lease.release) for lease in leases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        leases[0].release()
+        if first == "readers":
+            assert not pane.closed
+            memory.drop()
+        assert pane.closed and memory.lease() is None

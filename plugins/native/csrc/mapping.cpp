@@ -1,0 +1,186 @@
+// Maps files of a memory file system, and keeps the process alive if one of them becomes shorter while it is read.
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <mutex>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#if defined(__linux__)
+#include <sys/vfs.h>
+#endif
+
+#define KVLOOM_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int32_t NOT_A_FILE = -1, NO_SLOT = -3;
+constexpr uint32_t MOST_MAPPINGS = 1 << 16;
+
+// One mapped file. The same in kvloom_native/mapping.py.
+struct Mapping {
+    void* at;
+    uint64_t size;
+    uint64_t device, inode;
+    int64_t changed_seconds, changed_nanoseconds;
+    int32_t slot;
+    int32_t error;  // errno, NOT_A_FILE or NO_SLOT; 0 if there was none
+};
+
+// What the signal handler knows. `begin` is 0 in a slot that is free, and is written last and cleared first.
+struct Slot {
+    std::atomic<uintptr_t> begin{0};
+    std::atomic<uintptr_t> end{0};
+    std::atomic<bool> damaged{false};
+};
+
+Slot slots[MOST_MAPPINGS];
+std::atomic<uint32_t> slots_used{0};
+uint32_t free_slots[MOST_MAPPINGS];
+uint32_t free_count = 0;
+std::mutex changing;
+
+struct sigaction before = {};
+uintptr_t page_bytes = 4096;
+
+// The kernel signals whoever reads behind the end of a file. The rest of the mapping becomes zeros, and the reader goes
+// on: that it has read something else than the blob is found by `kvloom_mapping_damaged`.
+void on_bus_error(int number, siginfo_t* info, void* context) {
+    const int saved = errno;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(info->si_addr);
+    // Sent by a process, as some handlers do that pass it on: the instruction is run again, and says where it was.
+    if (info->si_code <= 0 && slots_used.load() != 0) return;
+    for (uint32_t slot = 0; slot < slots_used.load(); ++slot) {
+        const uintptr_t begin = slots[slot].begin.load();
+        if (!begin || address < begin || address >= slots[slot].end.load()) continue;
+        const uintptr_t page = address & ~(page_bytes - 1);
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+        slots[slot].damaged.store(true);
+        void* const memory = reinterpret_cast<void*>(page);
+        if (mmap(memory, slots[slot].end.load() - page, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED) {
+            errno = saved;
+            return;
+        }
+    }
+    static std::atomic<uintptr_t> passed_on{0};
+    if (passed_on.exchange(address | 1) == (address | 1)) {
+        signal(number, SIG_DFL);  // whoever had it the last time did nothing about it: now it ends the process
+    } else if ((before.sa_flags & SA_SIGINFO) && before.sa_sigaction) {
+        before.sa_sigaction(number, info, context);
+    } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN && before.sa_handler) {
+        before.sa_handler(number);
+    } else {
+        signal(number, SIG_DFL);  // run again, the instruction ends the process
+    }
+    errno = saved;
+}
+
+// Again before each use of a mapping: others install handlers, too.
+void install_handler() {
+    const std::lock_guard<std::mutex> lock(changing);
+    struct sigaction present = {};
+    if (sigaction(SIGBUS, nullptr, &present) != 0) return;
+    if ((present.sa_flags & SA_SIGINFO) && present.sa_sigaction == on_bus_error) return;
+    before = present;
+    struct sigaction ours = {};
+    ours.sa_sigaction = on_bus_error;
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    sigemptyset(&ours.sa_mask);
+    sigaction(SIGBUS, &ours, nullptr);
+}
+
+int32_t take_slot(uintptr_t begin, uintptr_t end) {
+    install_handler();
+    const std::lock_guard<std::mutex> lock(changing);
+    uint32_t slot = slots_used.load();
+    if (free_count) {
+        slot = free_slots[--free_count];
+    } else if (slot == MOST_MAPPINGS) {
+        return NO_SLOT;
+    }
+    slots[slot].damaged.store(false);
+    slots[slot].end.store(end);
+    slots[slot].begin.store(begin);
+    if (slot == slots_used.load()) slots_used.store(slot + 1);
+    return static_cast<int32_t>(slot);
+}
+
+int32_t map_file(int fd, Mapping& mapping) {
+    struct stat status;
+    if (fstat(fd, &status) != 0) return errno;
+    if (!S_ISREG(status.st_mode) || status.st_size <= 0) return NOT_A_FILE;
+    mapping.size = static_cast<uint64_t>(status.st_size);
+    mapping.device = static_cast<uint64_t>(status.st_dev);
+    mapping.inode = static_cast<uint64_t>(status.st_ino);
+#if defined(__APPLE__)
+    mapping.changed_seconds = status.st_mtimespec.tv_sec, mapping.changed_nanoseconds = status.st_mtimespec.tv_nsec;
+#else
+    mapping.changed_seconds = status.st_mtim.tv_sec, mapping.changed_nanoseconds = status.st_mtim.tv_nsec;
+#endif
+    // Private and writable: torch wants writable memory, and what is written by mistake stays this process's own.
+    void* const at = mmap(nullptr, mapping.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+    if (at == MAP_FAILED) return errno;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(at);
+    mapping.slot = take_slot(begin, (begin + mapping.size + page_bytes - 1) & ~(page_bytes - 1));
+    if (mapping.slot < 0) {
+        munmap(at, mapping.size);
+        return NO_SLOT;
+    }
+    mapping.at = at;
+    return 0;
+}
+
+}  // namespace
+
+// Whether files in this directory are memory, so that to read a mapped page never waits for a device.
+KVLOOM_API int32_t kvloom_is_memory(const char* directory) {
+#if defined(__linux__)
+    struct statfs about;
+    if (statfs(directory, &about) != 0) return 0;
+    const auto kind = static_cast<uint32_t>(about.f_type);
+    return kind == 0x01021994 || kind == 0x858458f6;  // tmpfs, ramfs
+#else
+    (void)directory;
+    return 0;
+#endif
+}
+
+KVLOOM_API void kvloom_map(Mapping* mapping, const char* path) {
+    *mapping = {};
+    page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0) {
+        mapping->error = errno;
+        return;
+    }
+    mapping->error = map_file(fd, *mapping);
+    close(fd);
+}
+
+// Whether the file still lies at `path` as it was mapped, and nothing else than it was read. Ask before and after reading.
+KVLOOM_API int32_t kvloom_mapping_is_current(const Mapping* mapping, const char* path) {
+    install_handler();
+    struct stat status;
+    if (slots[mapping->slot].damaged.load() || lstat(path, &status) != 0) return 0;
+#if defined(__APPLE__)
+    const auto& changed = status.st_mtimespec;
+#else
+    const auto& changed = status.st_mtim;
+#endif
+    return static_cast<uint64_t>(status.st_dev) == mapping->device &&
+           static_cast<uint64_t>(status.st_ino) == mapping->inode &&
+           static_cast<uint64_t>(status.st_size) == mapping->size && changed.tv_sec == mapping->changed_seconds &&
+           changed.tv_nsec == mapping->changed_nanoseconds;
+}
+
+KVLOOM_API void kvloom_unmap(Mapping* mapping) {
+    if (!mapping->at) return;
+    slots[mapping->slot].begin.store(0);
+    munmap(mapping->at, mapping->size);
+    mapping->at = nullptr;
+    const std::lock_guard<std::mutex> lock(changing);
+    free_slots[free_count++] = static_cast<uint32_t>(mapping->slot);
+}

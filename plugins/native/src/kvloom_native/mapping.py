@@ -1,0 +1,58 @@
+"""Files of a memory file system, mapped into this process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from kvloom_native.files import library
+
+
+class _Mapping(ctypes.Structure):
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("size", ctypes.c_uint64),
+        ("device", ctypes.c_uint64),
+        ("inode", ctypes.c_uint64),
+        ("changed_seconds", ctypes.c_int64),
+        ("changed_nanoseconds", ctypes.c_int64),
+        ("slot", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+    )
+
+
+def is_memory(directory: str) -> bool:
+    """Return whether files in a directory are memory: a tmpfs, with the native library to map them."""
+    found = library()
+    return found is not None and found.kvloom_is_memory(os.fsencode(directory)) != 0
+
+
+class MappedFile:
+    """A whole file as memory of this process, until `close`. Use only where `is_memory` says yes.
+
+    If the file becomes shorter while it is read, its missing pages read as zeros, and the process does not end: ask
+    `current` afterwards.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError if there is no such file, or it cannot be mapped; an empty one cannot."""
+        found = library()
+        assert found is not None, "without the library, read the file"
+        self._library = found
+        self._path = os.fsencode(path)
+        self._mapping = _Mapping()
+        found.kvloom_map(ctypes.byref(self._mapping), self._path)
+        if self._mapping.error:
+            code = max(0, self._mapping.error)
+            raise OSError(code, os.strerror(code) if code else "cannot be mapped", path)
+        memory = (ctypes.c_char * self._mapping.size).from_address(self._mapping.at)
+        self.view = memoryview(memory).cast("B")
+        """All of the file. Not to be touched after `close`."""
+
+    def current(self) -> bool:
+        """Return whether this very file still lies at its path, unchanged, and nothing else was read from `view`."""
+        return self._library.kvloom_mapping_is_current(ctypes.byref(self._mapping), self._path) != 0
+
+    def close(self) -> None:
+        """Unmap it. Idempotent."""
+        self._library.kvloom_unmap(ctypes.byref(self._mapping))

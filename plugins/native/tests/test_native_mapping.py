@@ -1,0 +1,170 @@
+"""Files of a memory file system as memory; whatever becomes of them, the process goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloom_native import MappedFile, is_memory
+
+SHM = "/dev/shm"
+pytestmark = pytest.mark.skipif(not is_memory(SHM), reason="no tmpfs at /dev/shm, or no library")
+
+SIZE = 300_000
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=SHM) as directory:
+        path = Path(directory, "b\u00e9")
+        path.write_bytes(b"x" * SIZE)
+        yield path
+
+
+def test_a_file_is_memory_until_it_is_closed(path: Path) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    file = MappedFile(str(path))
+    assert file.view == b"x" * SIZE and file.current()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    file.view[0] = 0
+    assert path.read_bytes() == b"x" * SIZE, "what is written to it stays this process's own"
+    assert file.current()
+    file.close()
+    file.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_file_that_is_not_memory_says_so(tmp_path: Path) -> None:
+    assert not is_memory("/proc") and not is_memory(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("kind", ["absent", "directory", "link", "fifo", "empty"])
+def test_what_cannot_be_mapped_is_an_error(path: Path, kind: str) -> None:
+    other = path.with_name(kind)
+    if kind == "directory":
+        other.mkdir()
+    elif kind == "link":
+        other.symlink_to(path)
+    elif kind == "fifo":
+        os.mkfifo(other)
+    elif kind == "empty":
+        other.touch()
+    with pytest.raises(OSError):
+        MappedFile(str(other))
+
+
+def shortened(path: Path) -> None:
+    os.truncate(path, SIZE - 1)
+
+
+def rewritten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"y")
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(0, path.stat().st_mtime_ns))
+    os.replace(other, path)
+
+
+def lengthened(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+@pytest.mark.parametrize("change", [shortened, rewritten, replaced, lengthened, os.unlink])
+def test_a_file_that_has_changed_is_not_current(path: Path, change: object) -> None:
+    file = MappedFile(str(path))
+    assert callable(change)
+    change(path)
+    assert not file.current()
+    file.close()
+
+
+def test_being_used_is_no_change(path: Path) -> None:
+    file = MappedFile(str(path))
+    os.utime(path, ns=(0, path.stat().st_mtime_ns))
+    path.read_bytes()
+    assert file.current()
+    file.close()
+
+
+def test_what_is_missing_reads_as_zeros(path: Path) -> None:
+    """Without the handler the kernel would end the process."""
+    files = [MappedFile(str(path)) for _ in range(3)]
+    os.truncate(path, 5000)
+    for file in files:
+        assert bytes(file.view) == b"x" * 5000 + bytes(SIZE - 5000)
+    with path.open("r+b") as whole:
+        whole.write(b"x" * SIZE)
+    assert not any(file.current() for file in files), "even if the file is the same again"
+    for file in files:
+        file.close()
+    again = MappedFile(str(path))
+    assert again.current(), "where another was damaged"
+    again.close()
+
+
+def test_threads_read_while_the_file_becomes_shorter(path: Path) -> None:
+    for _ in range(20):
+        path.write_bytes(b"x" * SIZE)
+        file = MappedFile(str(path))
+        threads = [threading.Thread(target=lambda file=file: bytes(file.view)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        os.truncate(path, 100)
+        for thread in threads:
+            thread.join()
+        assert not file.current()
+        file.close()
+
+
+def test_mappings_are_used_again(path: Path) -> None:
+    for _ in range((1 << 16) + 100):
+        MappedFile(str(path)).close()
+    files = [MappedFile(str(path)) for _ in range(100)]
+    assert all(file.current() for file in files)
+    for file in files:
+        file.close()
+
+
+OWN = """
+os.truncate(path, 100)
+assert bytes(file.view) == b"x" * 100 + bytes(len(file.view) - 100)
+"""
+FOREIGN = """
+import mmap
+with open(path, "rb") as other:
+    memory = mmap.mmap(other.fileno(), 0, prot=mmap.PROT_READ)
+os.truncate(path, 100)
+memory[200_000]
+"""
+FAULTHANDLER = "import faulthandler; faulthandler.enable()\n"
+OPEN = """
+import os, sys
+from kvloom_native import MappedFile
+path = sys.argv[1]
+file = MappedFile(path)
+"""
+
+
+@pytest.mark.parametrize("handled", ["", "before", "after"])
+@pytest.mark.parametrize("fault", [OWN, FOREIGN], ids=["own", "foreign"])
+def test_only_our_own_faults_are_mended(path: Path, fault: str, handled: str) -> None:
+    """Of another bus error the process ends, and says so where it would have."""
+    before = FAULTHANDLER if handled == "before" else ""
+    after = FAULTHANDLER + "assert file.current()\n" if handled == "after" else ""
+    program = [sys.executable, "-c", before + OPEN + after + fault, str(path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == (0 if fault == OWN else -signal.SIGBUS), done.stderr
+    assert ("Bus error" in done.stderr) == (fault == FOREIGN and handled != "")
