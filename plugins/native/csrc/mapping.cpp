@@ -123,6 +123,9 @@ int32_t map_file(int fd, Mapping& mapping) {
     // Private and writable: torch wants writable memory, and what is written by mistake stays this process's own.
     void* const at = mmap(nullptr, mapping.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
     if (at == MAP_FAILED) return errno;
+#if defined(MADV_POPULATE_READ)
+    madvise(at, mapping.size, MADV_POPULATE_READ);  // in one go, rather than by a fault for each few pages
+#endif
     const uintptr_t begin = reinterpret_cast<uintptr_t>(at);
     mapping.slot = take_slot(begin, (begin + mapping.size + page_bytes - 1) & ~(page_bytes - 1));
     if (mapping.slot < 0) {
