@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_support import CHUNK, Pane, Shelf, Window, Witness, eventually
+from core_support import CHUNK, Gate, Pane, Shelf, Window, Witness, eventually
 from faults_support import DAMAGE, KV, MEMORY, TOKENS, Open, chunk_names, count, misses, retrieve
 from layers_support import DEEP, by_layers, chunks_in, deep_kv
 from layers_support import TOKENS as DEEP_TOKENS
@@ -277,6 +277,37 @@ def test_what_is_mapped_is_not_copied_into_the_memory_tier(open_engine: Open) ->
     for _ in range(2):
         assert retrieve(engine) == [True] * 4
     assert len(engine.tiers["memory"]) == 0 and count(engine, "promoted") == 0  # type: ignore[arg-type]
+
+
+def test_what_is_to_be_in_memory_is_read(open_engine: Open) -> None:
+    for verb in ("pin", "prefetch"):
+        engine = filled(open_engine, MEMORY, WINDOW)
+        assert retrieve(engine) == [True] * 4
+        assert len(engine.tiers["memory"]) == 0  # type: ignore[arg-type]
+        if verb == "pin":
+            assert engine.pin(TOKENS) == 16
+        else:
+            assert engine.prefetch(TOKENS).result().all()
+        assert engine.lookup(TOKENS).by_tier == {"memory": 16}
+        engine.close()
+    engine = filled(open_engine)
+    assert engine.prefetch(TOKENS).result().all() and mapped(engine) == 4, "verified ahead of its use"
+
+
+def test_who_wants_it_in_memory_does_not_share_a_mapped_read(open_engine: Open) -> None:
+    engine = filled(open_engine, MEMORY, WINDOW)
+    gate = Gate()
+    window().before = lambda verb, key: gate(verb, key) if verb == "map" else None
+    task = engine.load(engine.segments(TOKENS), kv=torch.zeros_like(KV))
+    gate.reached()
+    pinned: list[int] = []
+    thread = threading.Thread(target=lambda: pinned.append(engine.pin(TOKENS)))
+    thread.start()
+    inflight = engine.tiers["window"].loads.inflight  # type: ignore[attr-defined]
+    assert eventually(lambda: any(one.shares > 1 for one in tuple(inflight._open.values())))
+    gate.open()
+    thread.join()
+    assert task.result().all() and pinned == [16]
 
 
 def test_a_store_that_cannot_map_is_read(open_engine: Open) -> None:

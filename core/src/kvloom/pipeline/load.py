@@ -201,7 +201,10 @@ class Loader:
             source, read, pending.read = pending.source, pending.read, None
             assert source is not None
             loaded = source.loads.collect(read)
-            if loaded is not None:
+            if loaded is not None and loaded.lease.store and context.into_memory:
+                loaded.release()  # of somebody who does not want it in memory, whose read was shared
+                pending.tiers.insert(0, source)
+            elif loaded is not None:
                 context.progress()
                 context.record.gave(source.name, pending.segment.end - pending.segment.start)
                 self.promote(pending.segment, loaded, context, below=source)

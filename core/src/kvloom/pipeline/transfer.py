@@ -44,7 +44,7 @@ class Transfer:
 
         where: None for into memory only. Returns a bool for each segment: whether it was moved.
         """
-        runs = self._runs(stop, segments, keys, record, gaps=True, pieces=pieces)
+        runs = self._runs(stop, segments, keys, record, gaps=True, pieces=pieces, into_memory=where is None)
         moved = frozenset(self._moved(stop, segments, where, runs, into or self._connector, record, leading=False))
         return torch.tensor([segment in moved for segment in segments], dtype=torch.bool)
 
@@ -90,7 +90,7 @@ class Transfer:
 
     def _runs(
         self, stop: Cancellation, segments: Sequence[Segment], keys: Sequence[ChunkKey], record: RequestTrace, *,
-        gaps: bool, pieces: Pieces | None = None,
+        gaps: bool, pieces: Pieces | None = None, into_memory: bool = False,
     ) -> Runs:  # fmt: skip
         """As `Loader.fetch`. If memory holds everything, nothing else is asked."""
         memory = self._stack.memory
@@ -106,9 +106,9 @@ class Transfer:
                 if loaded is not None:
                     loaded.lease.release()
         # Reads from below need room in memory, so the leases are released first; `fetch` leases a few chunks ahead.
-        yield from self._stack.loader.fetch(
-            segments, self._connector.shape, self._context(stop, keys, record), gaps=gaps, pieces=pieces
-        )
+        context = self._context(stop, keys, record)
+        context.into_memory = into_memory and memory.keep
+        yield from self._stack.loader.fetch(segments, self._connector.shape, context, gaps=gaps, pieces=pieces)
 
     def save(
         self, stop: Cancellation, segments: Sequence[Segment], where: Where, *, keys: Sequence[ChunkKey],

@@ -36,6 +36,8 @@ class RequestContext:
         self.misses: dict[ChunkKey, str] = {}
         """Miss reason per key. May be absent for a read shared with another request."""
         self.given_up = False
+        self.into_memory = False
+        """Chunks are to come into the memory tier: those that a store has mapped are not there."""
         self._wake: Callable[[], None] | None = None
 
     def progress(self) -> None:

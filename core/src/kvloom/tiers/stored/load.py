@@ -74,7 +74,7 @@ class Loads:
         if not self._calls.serves(context):
             return [None] * len(wanted)
         found: list[Loaded | Read | None] = [None] * len(wanted)
-        if self._maps:
+        if self._maps and not context.into_memory:
             found = [*self._mapped.lease(wanted, doomed=self._existence.doomed)]
         lacking = [number for number, one in enumerate(found) if one is None]
         if lacking:
@@ -244,7 +244,7 @@ class Loads:
 
         doomed = self._existence.doomed()
         numbers = [number for number, inflight in enumerate(inflights) if inflight.key not in doomed]
-        if self._maps and not self._memory.pool.pinned:  # a device reads faster from memory that is pinned
+        if self._maps and not (context.into_memory or self._memory.pool.pinned):  # a device reads faster from memory that is pinned
             numbers = [number for number in numbers if not (wanted(number) and mapped(number))]
         if len(numbers) > 1:
             read(numbers)
