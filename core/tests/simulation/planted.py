@@ -295,7 +295,7 @@ PLANTS: dict[Plant, Planted] = {
     layer_not_checked: Planted(("wrong bytes",), 3146),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2100),
-    mapped_memory_not_asked_about: Planted(("wrong bytes",), 2156),
-    mapped_memory_closed_under_its_readers: Planted(("wrong bytes", "memory reused"), 2158),
+    mapped_memory_not_asked_about: Planted(("wrong bytes",), 2147),
+    mapped_memory_closed_under_its_readers: Planted(("wrong bytes", "memory reused"), 2004),
     removal_leaves_pieces: Planted(("served after removal", "resurrected"), 2005),
 }

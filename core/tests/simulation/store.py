@@ -39,6 +39,8 @@ class Faults:
     """One read gives wrong bytes."""
     rot: float = 0.0
     """The blob is wrong from now on."""
+    decay: float = 0.0
+    """Memory that is being read becomes wrong."""
     lose: float = 0.0
     """A write is said to be done, and is not."""
     late: float = 0.0
@@ -215,7 +217,7 @@ class Pane:
     def current(self) -> bool:
         store, blob = self._store, self._store.blobs.get(self._key)
         here = blob is not None and blob.data is self._data
-        if here and store.faulty and store.faults.rot and store.rng.random() < 0.2:
+        if here and store.faulty and store.rng.random() < store.faults.decay:
             store.injected += 1
             store.scheduler.spawn(Process(f"store {store.name}"), self._rot, "rot")
         return here

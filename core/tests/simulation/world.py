@@ -104,8 +104,11 @@ class Plan:
         exact = not lossy and rng.random() < 0.2
         tails = random.Random(repr(blocks)).random() < 0.7  # apart, so that all else of a seed is what it was
         for block in blocks:
-            if block["type"] == "sim_shared" and random.Random(repr(block)).random() < 0.6:
+            apart = random.Random(repr(block))
+            if block["type"] == "sim_shared" and apart.random() < 0.6:
                 block["type"] = "sim_mapped"
+                if kind == "faulty" and apart.random() < 0.5:
+                    stores[block["name"]] = replace(stores[block["name"]], decay=0.3)
         config = {
             "chunk_tokens": CHUNK_TOKENS, "connector": "sim_plain", "tiers": blocks, "exact": exact,
             "save_tails": tails,
