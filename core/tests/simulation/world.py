@@ -230,7 +230,7 @@ class World:
         self.stores = {
             name: SimStore(
                 name, self.scheduler, random.Random(f"{seed}/{name}"), faults, self.plan.limits.get(name),
-                self.oracle.excuse, self.trace, self.oracle.expect_damage,
+                self.oracle.excuse, self.trace, self.oracle.expect_damage, lambda: self.oracle.memory_was_damaged,
             )
             for name, faults in self.plan.stores.items()
         }  # fmt: skip
