@@ -140,6 +140,9 @@ class Pane:
         self.window.before_asked(self)
         return self.window._blobs.get(self.key) is self.blob
 
+    def gone(self) -> bool:
+        return self.key not in self.window._blobs
+
     def close(self) -> None:
         assert not self.closed
         self.closed = True

@@ -118,6 +118,21 @@ def test_a_chunk_that_is_evicted_while_it_is_read_is_served(open_engine: Open) -
     assert all(pane.closed for pane in window().panes)
 
 
+def test_a_chunk_that_is_changed_and_changed_back_while_it_is_read_is_not_served(open_engine: Open) -> None:
+    """To verify it again would say that it is right, and not what was copied."""
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    name, move = chunk_names(engine)[1], engine.connector.write
+
+    def moved(*args: Any, **where: Any) -> Any:
+        fence = move(*args, **where)
+        window()._blobs[name] = bytes(bytearray(window()._blobs[name]))
+        return fence
+
+    engine.connector.write = moved  # type: ignore[method-assign]
+    assert engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).tolist() == [True] * CHUNK + [False] * 3 * CHUNK
+
+
 def test_gaps_are_left_where_chunks_changed(open_engine: Open) -> None:
     engine = filled(open_engine)
     segments = engine.segments(TOKENS)

@@ -236,6 +236,10 @@ class Pane:
         store.blobs[self._key] = blob._replace(data=bytes(self.view))
         store.on_damage()
 
+    def gone(self) -> bool:
+        blob = self._store.blobs.get(self._key)
+        return blob is None or blob.data is not self._data
+
     def close(self) -> None:
         self._store.panes.remove(self)
         self.view[:] = b"\xdb" * len(self.view)

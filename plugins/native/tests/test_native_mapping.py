@@ -88,6 +88,7 @@ def test_a_file_that_has_changed_is_not_current(path: Path, change: object) -> N
     assert callable(change)
     change(path)
     assert not file.current()
+    assert file.gone() == (change in (replaced, os.unlink))
     file.close()
 
 

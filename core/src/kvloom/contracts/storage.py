@@ -54,8 +54,14 @@ class MappedBlob(Protocol):
     def current(self) -> bool:
         """Return whether the store still has this very blob under its key, and nothing else was read from `view`.
 
-        Asked before and after `view` is read; if it was True both times, what was read is what was verified once. Of a
-        blob that is gone `view` keeps the bytes. Takes microseconds.
+        Asked before and after `view` is read; if it was True both times, what was read is what was verified once. Takes
+        microseconds.
+        """
+
+    def gone(self) -> bool:
+        """Return whether the blob is no more under its key, or another is, which leaves the bytes of `view` as they are.
+
+        False of one that is there and was changed: it may have been changed back.
         """
 
     def close(self) -> None:

@@ -64,8 +64,9 @@ class MappedLease:
 
     @property
     def intact(self) -> bool:
-        """Whether all that was read so far was the blob that was verified: of one that is gone it is verified again."""
-        return self._memory is not None and (self._memory.blob.current() or self._memory.verified())
+        """Whether all that was read so far was the blob that was verified: one that is gone is verified again."""
+        memory = self._memory
+        return memory is not None and (memory.blob.current() or (memory.blob.gone() and memory.verified()))
 
     def again(self) -> MappedLease:
         """Another lease on the same memory."""

@@ -53,6 +53,14 @@ class MappedFile:
         """Return whether this very file still lies at its path, unchanged, and nothing else was read from `view`."""
         return self._library.kvloom_mapping_is_current(ctypes.byref(self._mapping), self._path) != 0
 
+    def gone(self) -> bool:
+        """Return whether this file lies at its path no more: deleted, or another took its place."""
+        try:
+            status = os.lstat(self._path)
+        except OSError:
+            return True
+        return (status.st_dev, status.st_ino) != (self._mapping.device, self._mapping.inode)
+
     def close(self) -> None:
         """Unmap it. Idempotent."""
         self._library.kvloom_unmap(ctypes.byref(self._mapping))

@@ -28,6 +28,9 @@ class Mapped:
         except FileNotFoundError:
             return False
 
+    def gone(self) -> bool:
+        return not self.current()  # what is there is never changed
+
     def close(self) -> None:
         self.view = memoryview(b"")
 
