@@ -59,7 +59,7 @@ class MappedBlob(Protocol):
         """
 
     def gone(self) -> bool:
-        """Return whether the blob is no more under its key, or another is, which leaves the bytes of `view` as they are.
+        """Return whether the blob is no more under its key, or another is: that leaves the bytes of `view` as they are.
 
         False of one that is there and was changed: it may have been changed back.
         """
