@@ -133,6 +133,36 @@ def test_a_chunk_that_is_changed_and_changed_back_while_it_is_read_is_not_served
     assert engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).tolist() == [True] * CHUNK + [False] * 3 * CHUNK
 
 
+def test_what_comes_behind_a_chunk_that_changed_is_counted(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    changed_while_moved(engine, chunk_names(engine)[1])
+    engine.retrieve(TOKENS, kv=torch.zeros_like(KV))
+    assert misses(engine) == {"changed while it was read": 1, "behind a miss": 2}
+    delivered = next(totals for key, totals in engine.counters().items() if key.name == "retrieved" and not key.tier)
+    assert (delivered.tokens, delivered.bytes) == (5 * CHUNK, 5 * KV.nbytes // 4), "four chunks, then one"
+
+
+def test_a_tier_that_gives_single_chunks_maps_them_once(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    tier, key = engine.tiers["window"], engine.segments(TOKENS)[0].key
+    for _ in range(3):
+        chunk = tier.get(key)
+        assert chunk is not None and torch.equal(chunk, KV[:, :, :CHUNK])
+    assert len(window().panes) == 1
+
+
+def test_a_store_that_cannot_say_serves_nothing_of_it(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+
+    def before(pane: Pane) -> None:
+        raise OSError(5, "input/output error")
+
+    window().before_asked = before
+    assert not engine.retrieve(TOKENS, kv=torch.zeros_like(KV)).any()
+
+
 def test_gaps_are_left_where_chunks_changed(open_engine: Open) -> None:
     engine = filled(open_engine)
     segments = engine.segments(TOKENS)
@@ -253,6 +283,7 @@ def test_a_chunk_of_another_shape_is_not_served(open_engine: Open) -> None:
 def test_what_is_mapped_twice_or_after_the_end_is_closed(open_engine: Open) -> None:
     engine = filled(open_engine)
     chunks, wanted = engine.tiers["window"]._mapped, held_as(engine, 0)  # type: ignore[attr-defined]
+    chunks._lease = lambda wanted: None  # as for threads that map it at one time
     for _ in range(3):
         _, loaded = chunks.open(wanted)
         loaded.release()

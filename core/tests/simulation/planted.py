@@ -251,7 +251,7 @@ def removal_leaves_pieces() -> AbstractContextManager[Any]:
 
 
 def mapped_memory_not_asked_about() -> AbstractContextManager[Any]:
-    """What was read from a store's memory counts as what was verified there."""
+    """All that is read from a store's memory counts as what was verified there."""
     return patch.object(MappedLease, "intact", True)
 
 

@@ -90,7 +90,7 @@ class SimStore:
     on_damage: Callable[[], None] = lambda: None
     """Memory has changed that somebody may have been copying into an engine's KV."""
     has_decayed: Callable[[], bool] = lambda: False
-    """Whether any store's memory has changed so far."""
+    """Returns True once the memory of any store has changed."""
     blobs: dict[str, Blob] = field(default_factory=dict)
     holders: dict[str, Process] = field(default_factory=dict)
     faulty: bool = True

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -18,7 +19,7 @@
 namespace {
 
 constexpr int32_t NOT_A_FILE = -1, NO_SLOT = -3;
-constexpr uint32_t MOST_MAPPINGS = 1 << 16;
+constexpr uint32_t MOST_MAPPINGS = 1 << 14;  // of a process, for which the kernel has 65530 by default
 
 // One mapped file. The same in kvloom_native/mapping.py.
 struct Mapping {
@@ -27,7 +28,8 @@ struct Mapping {
     uint64_t device, inode;
     int64_t changed_seconds, changed_nanoseconds;
     int32_t slot;
-    int32_t error;  // errno, NOT_A_FILE or NO_SLOT; 0 if there was none
+    int32_t error;    // errno, NOT_A_FILE or NO_SLOT; 0 if there was none
+    int64_t process;  // that made it: a forked child does not have it
 };
 
 // What the signal handler knows. `begin` is 0 in a slot that is free, and is written last and cleared first.
@@ -54,13 +56,14 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
     // Sent by a process, as some handlers do that pass it on: the instruction is run again, and says where it was.
     if (info->si_code <= 0 && slots_used.load() != 0) return;
     for (uint32_t slot = 0; slot < slots_used.load(); ++slot) {
-        const uintptr_t begin = slots[slot].begin.load();
-        if (!begin || address < begin || address >= slots[slot].end.load()) continue;
+        const uintptr_t begin = slots[slot].begin.load(), end = slots[slot].end.load();
+        if (!begin || address < begin || address >= end) continue;
+        if (slots[slot].begin.load() != begin) continue;  // taken anew in between: `end` may be another's
         const uintptr_t page = address & ~(page_bytes - 1);
         const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
         slots[slot].damaged.store(true);
         void* const memory = reinterpret_cast<void*>(page);
-        if (mmap(memory, slots[slot].end.load() - page, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED) {
+        if (mmap(memory, end - page, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED) {
             errno = saved;
             return;
         }
@@ -79,11 +82,16 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
 }
 
 // Again before each use of a mapping: others install handlers, too.
+bool has_another_handler(struct sigaction& present) {
+    if (sigaction(SIGBUS, nullptr, &present) != 0) return false;
+    return !(present.sa_flags & SA_SIGINFO) || present.sa_sigaction != on_bus_error;
+}
+
 void install_handler() {
-    const std::lock_guard<std::mutex> lock(changing);
     struct sigaction present = {};
-    if (sigaction(SIGBUS, nullptr, &present) != 0) return;
-    if ((present.sa_flags & SA_SIGINFO) && present.sa_sigaction == on_bus_error) return;
+    if (!has_another_handler(present)) return;
+    const std::lock_guard<std::mutex> lock(changing);
+    if (!has_another_handler(present)) return;
     before = present;
     struct sigaction ours = {};
     ours.sa_sigaction = on_bus_error;
@@ -91,6 +99,17 @@ void install_handler() {
     sigemptyset(&ours.sa_mask);
     sigaction(SIGBUS, &ours, nullptr);
 }
+
+// A child has no mappings (MADV_DONTFORK) and a lock that nobody holds.
+void before_fork() { changing.lock(); }
+void after_fork_in_parent() { changing.unlock(); }
+void after_fork_in_child() {
+    for (uint32_t slot = 0; slot < slots_used.load(); ++slot) slots[slot].begin.store(0);
+    slots_used.store(0);
+    free_count = 0;
+    changing.unlock();
+}
+[[maybe_unused]] const int registered = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 
 int32_t take_slot(uintptr_t begin, uintptr_t end) {
     install_handler();
@@ -123,6 +142,9 @@ int32_t map_file(int fd, Mapping& mapping) {
     // Private and writable: torch wants writable memory, and what is written by mistake stays this process's own.
     void* const at = mmap(nullptr, mapping.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
     if (at == MAP_FAILED) return errno;
+#if defined(MADV_DONTFORK)
+    madvise(at, mapping.size, MADV_DONTFORK);  // a child would keep evicted files in memory for as long as it lives
+#endif
 #if defined(MADV_POPULATE_READ)
     madvise(at, mapping.size, MADV_POPULATE_READ);  // in one go, rather than by a fault for each few pages
 #endif
@@ -133,6 +155,7 @@ int32_t map_file(int fd, Mapping& mapping) {
         return NO_SLOT;
     }
     mapping.at = at;
+    mapping.process = getpid();
     return 0;
 }
 
@@ -165,6 +188,7 @@ KVLOOM_API void kvloom_map(Mapping* mapping, const char* path) {
 
 // Whether the file still lies at `path` as it was mapped, and nothing else than it was read. Ask before and after reading.
 KVLOOM_API int32_t kvloom_mapping_is_current(const Mapping* mapping, const char* path) {
+    if (mapping->process != getpid()) return 0;
     install_handler();
     struct stat status;
     if (slots[mapping->slot].damaged.load() || lstat(path, &status) != 0) return 0;
@@ -180,7 +204,7 @@ KVLOOM_API int32_t kvloom_mapping_is_current(const Mapping* mapping, const char*
 }
 
 KVLOOM_API void kvloom_unmap(Mapping* mapping) {
-    if (!mapping->at) return;
+    if (!mapping->at || mapping->process != getpid()) return;
     slots[mapping->slot].begin.store(0);
     munmap(mapping->at, mapping->size);
     mapping->at = nullptr;

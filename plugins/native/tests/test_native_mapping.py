@@ -131,12 +131,75 @@ def test_threads_read_while_the_file_becomes_shorter(path: Path) -> None:
 
 
 def test_mappings_are_used_again(path: Path) -> None:
-    for _ in range((1 << 16) + 100):
+    for _ in range((1 << 14) + 100):
         MappedFile(str(path)).close()
     files = [MappedFile(str(path)) for _ in range(100)]
     assert all(file.current() for file in files)
     for file in files:
         file.close()
+
+
+CHILD = """
+import os, sys, threading, time
+from kvloom_native import MappedFile
+path = sys.argv[1]
+file = MappedFile(path)
+"""
+FORGETS = (
+    CHILD
+    + """
+if os.fork() == 0:
+    inherited = path in open("/proc/self/maps").read()
+    before = file.current()
+    file.close()
+    mine = MappedFile(path)
+    os._exit(int(inherited or before or not mine.current() or bytes(mine.view[:1]) != b"x"))
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+assert file.current() and bytes(file.view[:1]) == b"x"
+"""
+)
+HELD = """
+#include "%s"
+#include <chrono>
+#include <sys/wait.h>
+#include <thread>
+int main(int, char** arguments) {
+    std::atomic<bool> held{false};
+    std::thread holder([&] {
+        const std::lock_guard<std::mutex> lock(changing);
+        held = true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    });
+    while (!held) std::this_thread::yield();
+    const pid_t child = fork();
+    if (!child) {
+        alarm(20);
+        Mapping mapping;
+        kvloom_map(&mapping, arguments[1]);
+        _exit(mapping.error);
+    }
+    holder.join();
+    int status;
+    waitpid(child, &status, 0);
+    return status;
+}
+"""
+
+
+def test_a_forked_child_has_no_mappings(path: Path) -> None:
+    """They would keep evicted files in memory for as long as it lives."""
+    other = path.rename(path.with_name("blob"))
+    command = [sys.executable, "-c", FORGETS, str(other)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_child_that_is_forked_while_the_lock_is_held_goes_on(path: Path, tmp_path: Path) -> None:
+    source = tmp_path / "held.cpp"
+    source.write_text(HELD % (Path(__file__).parents[1] / "csrc/mapping.cpp"))
+    compiled = ["c++", "-std=c++17", "-pthread", str(source), "-o", str(tmp_path / "held")]
+    subprocess.run(compiled, check=True, timeout=120)
+    assert subprocess.run([tmp_path / "held", path], timeout=60, check=False).returncode == 0
 
 
 OWN = """
@@ -162,7 +225,7 @@ file = MappedFile(path)
 @pytest.mark.parametrize("handled", ["", "before", "after"])
 @pytest.mark.parametrize("fault", [OWN, FOREIGN], ids=["own", "foreign"])
 def test_only_our_own_faults_are_mended(path: Path, fault: str, handled: str) -> None:
-    """Of another bus error the process ends, and says so where it would have."""
+    """Another bus error ends the process, which says so where it would have."""
     before = FAULTHANDLER if handled == "before" else ""
     after = FAULTHANDLER + "assert file.current()\n" if handled == "after" else ""
     program = [sys.executable, "-c", before + OPEN + after + fault, str(path)]

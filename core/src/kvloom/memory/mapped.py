@@ -23,6 +23,22 @@ class MappedMemory:
         self._leases = 0
         self._owned = True
 
+    @property
+    def current(self) -> bool:
+        """The store still has the blob, and nothing else was read. False too if it cannot say."""
+        try:
+            return self.blob.current()
+        except Exception:
+            return False
+
+    @property
+    def intact(self) -> bool:
+        """All that was read so far was the blob that was verified; one that is gone is verified again."""
+        try:
+            return self.current or (self.blob.gone() and self.verified())
+        except Exception:
+            return False
+
     def lease(self) -> MappedLease | None:
         """The right to read it; None if its owner has given it up and it may be closed."""
         with self._lock:
@@ -59,14 +75,13 @@ class MappedLease:
 
     @property
     def current(self) -> bool:
-        """Whether the store still has the blob."""
-        return self._memory is not None and self._memory.blob.current()
+        """The store still has the blob."""
+        return self._memory is not None and self._memory.current
 
     @property
     def intact(self) -> bool:
-        """Whether all that was read so far was the blob that was verified: one that is gone is verified again."""
-        memory = self._memory
-        return memory is not None and (memory.blob.current() or (memory.blob.gone() and memory.verified()))
+        """All that was read so far was the blob that was verified."""
+        return self._memory is not None and self._memory.intact
 
     def again(self) -> MappedLease:
         """Another lease on the same memory."""

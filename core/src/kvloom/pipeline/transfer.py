@@ -11,7 +11,7 @@ import torch
 
 from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
-from kvloom.pipeline.load import Pieces, Runs
+from kvloom.pipeline.load import BEHIND, Pieces, Runs
 from kvloom.pipeline.stack import Stack
 from kvloom.pipeline.task import Cancellation
 from kvloom.runtime import Runtime
@@ -20,6 +20,9 @@ from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
 from kvloom.tiers.chain import Chain
 from kvloom.tiers.request_context import RequestContext
 from kvloom.types import Chunk, ChunkKey, MemoryFormat, Segment, tokens_of
+
+CHANGED = "changed while it was read"
+"""Why a chunk in a store's memory is not given."""
 
 Where = Mapping[str, Any]
 
@@ -75,11 +78,13 @@ class Transfer:
                     chunks = [loaded.chunk for _, loaded in run]
                     if not stop.touch(partial(_copy, connector.write, here, chunks, where, record)):
                         break
-                    nbytes += sum(chunk.nbytes for chunk in chunks)
                 lost = [segment for segment, loaded in run if not loaded.lease.intact]
                 if lost:
-                    here = here[: here.index(lost[0])] if leading else [one for one in here if one not in lost]
-                    self._stack.loader.missed(lost, "changed while it was read")
+                    end = here.index(lost[0]) if leading else len(here)
+                    self._stack.loader.missed(lost, CHANGED)
+                    self._stack.loader.missed([one for one in here[end:] if one not in lost], BEHIND)
+                    here = [one for one in here[:end] if one not in lost]
+                nbytes += sum(loaded.chunk.nbytes for segment, loaded in run if not lost or segment in here)
                 moved += here
                 if stop.cancelled or (lost and leading):
                     break

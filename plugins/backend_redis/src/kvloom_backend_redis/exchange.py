@@ -21,7 +21,7 @@ WINDOW = 512
 BLOBS_AHEAD = 16
 """Blobs that are asked for, or sent, before the reply to the first has been read."""
 AHEAD_BYTES = 4 << 20
-"""Of them all, on all connections: a server holds so many replies in memory. With more it is slower, not faster."""
+"""The size of them all, on all connections. A server holds the replies in memory, and is slower with more."""
 _DETOURS = 2
 """To where a slot has moved, and to where it is moving on."""
 _ASKING = packed(b"ASKING")
@@ -81,7 +81,7 @@ class Exchange:
     def replies(
         self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[..., T]
     ) -> Iterator[tuple[int, T | ServerError]]:
-        """What `read` makes of each large reply, or its refusal, with its place in `keys`; each as soon as it is there.
+        """Yield the place in `keys` of each large reply, as soon as it is there, and what `read` returned, or a refusal.
 
         read: called with the link, and with `place=` that of the key. If it leaves a reply unread, the others are asked
         for again on another connection.

@@ -18,6 +18,7 @@ class _Mapping(ctypes.Structure):
         ("changed_nanoseconds", ctypes.c_int64),
         ("slot", ctypes.c_int32),
         ("error", ctypes.c_int32),
+        ("process", ctypes.c_int64),
     )
 
 
@@ -31,7 +32,7 @@ class MappedFile:
     """A whole file as memory of this process, until `close`. Use only where `is_memory` says yes.
 
     If the file becomes shorter while it is read, its missing pages read as zeros, and the process does not end: ask
-    `current` afterwards.
+    `current` afterwards. A forked child does not have it.
     """
 
     def __init__(self, path: str) -> None:

@@ -44,7 +44,7 @@ class Faults:
     flip_at: int | None = None
     """The byte, counted from 0, whose lowest bit is turned round."""
     flip_each: int | None = None
-    """Of every so many bytes, the last has its lowest bit turned round."""
+    """Distance in bytes of those whose lowest bit is turned round; the first is the last of so many."""
     black_hole: bool = False
     """Nothing is passed on, and nothing is said."""
 

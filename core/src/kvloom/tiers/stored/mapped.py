@@ -18,8 +18,8 @@ from kvloom.tiers.stored.inflight import Wanted
 from kvloom.tiers.tier import Loaded
 from kvloom.types import Chunk, ChunkKey
 
-_MOST_MAPPED = 16384
-"""Mapped blobs of a tier; a process may have four times as many mappings."""
+_MOST_MAPPED = 8192
+"""Mapped blobs of a tier. The native library has a bound for all tiers of a process."""
 
 
 class _Mapped(NamedTuple):
@@ -57,9 +57,14 @@ class MappedChunks:
     def lease(self, wanted: Sequence[Wanted], *, doomed: Callable[[], Collection[ChunkKey]]) -> list[Loaded | None]:
         """Those that are mapped and still there, each leased. doomed: returns the keys that are being removed."""
         absent = doomed()
-        return [None if one.key in absent else self._lease(one) for one in wanted]
+        found = [None if one.key in absent else self._lease(one) for one in wanted]
+        for mapped in found:
+            if mapped is not None:
+                chunk = mapped[1].chunk
+                self._events.emit(Event("retrieved", self._name, chunk.num_tokens, 1, chunk.nbytes))
+        return [None if mapped is None else mapped[1] for mapped in found]
 
-    def _lease(self, wanted: Wanted) -> Loaded | None:
+    def _lease(self, wanted: Wanted) -> tuple[envelope.Header, Loaded] | None:
         key = wanted.key
         with self._lock:
             mapped = self._held.get(key)
@@ -73,11 +78,14 @@ class MappedChunks:
             self._forget(key, mapped)
             lease.release()
             return None
-        self._events.emit(Event("retrieved", self._name, chunk.num_tokens, 1, chunk.nbytes))
-        return Loaded(chunk, lease, float(header.description.written))
+        return header, Loaded(chunk, lease, float(header.description.written))
 
     def open(self, wanted: Wanted) -> tuple[envelope.Header, Loaded] | None:
-        """Map and verify a blob, on the tier's thread; None if it has to be read, which then says why."""
+        """Map and verify a blob that is not mapped yet, on the tier's thread; None if it has to be read, which then
+        says why."""
+        present = self._lease(wanted)
+        if present is not None:
+            return present
         try:
             blob = self._backend.map(str(wanted.key))
         except Exception:
