@@ -255,15 +255,15 @@ def mapped_memory_not_asked_about() -> AbstractContextManager[Any]:
     return patch.object(MappedLease, "intact", True)
 
 
-def mapped_memory_closed_under_its_readers() -> AbstractContextManager[Any]:
-    """Whoever gives a mapped blob up closes it, whoever reads it."""
+def mapped_memory_closed_with_its_first_lease() -> AbstractContextManager[Any]:
+    """Whoever is done reading a mapped blob closes it, whoever else reads it or will."""
 
-    def drop(self: MappedMemory) -> None:
-        owned, self._owned = self._owned, False
-        if owned:
-            self.blob.close()
+    def release(self: MappedMemory) -> None:
+        self._leases -= 1
+        if self._owned:
+            self.blob.view[:] = bytes(len(self.blob.view))
 
-    return patch.multiple(MappedMemory, drop=drop, _release=lambda self: None)
+    return patch.object(MappedMemory, "_release", release)
 
 
 class Planted(NamedTuple):
@@ -292,10 +292,10 @@ PLANTS: dict[Plant, Planted] = {
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
     batch_in_another_order: Planted(("wrong bytes",), 2003),
-    layer_not_checked: Planted(("wrong bytes",), 3146),
+    layer_not_checked: Planted(("wrong bytes",), 3289),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2100),
-    mapped_memory_not_asked_about: Planted(("wrong bytes",), 2147),
-    mapped_memory_closed_under_its_readers: Planted(("wrong bytes", "memory reused"), 2004),
+    mapped_memory_not_asked_about: Planted(("wrong bytes",), 2004),
+    mapped_memory_closed_with_its_first_lease: Planted(("wrong bytes", "memory reused"), 2000),
     removal_leaves_pieces: Planted(("served after removal", "resurrected"), 2005),
 }

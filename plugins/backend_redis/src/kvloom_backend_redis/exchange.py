@@ -81,7 +81,7 @@ class Exchange:
     def replies(
         self, keys: Sequence[bytes], requests: Sequence[bytes], read: Callable[..., T]
     ) -> Iterator[tuple[int, T | ServerError]]:
-        """Yield the place in `keys` of each large reply, as soon as it is there, and what `read` returned, or a refusal.
+        """Yield the place in `keys` of each large reply, as soon as it is there, and the result of `read` or a refusal.
 
         read: called with the link, and with `place=` that of the key. If it leaves a reply unread, the others are asked
         for again on another connection.
