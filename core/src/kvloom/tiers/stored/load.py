@@ -244,9 +244,8 @@ class Loads:
 
         doomed = self._existence.doomed()
         numbers = [number for number, inflight in enumerate(inflights) if inflight.key not in doomed]
-        if self._maps and not (
-            context.into_memory or self._memory.pool.pinned
-        ):  # a device reads faster from memory that is pinned
+        # A device reads faster from memory that is pinned.
+        if self._maps and not (context.into_memory or self._memory.pool.pinned):
             numbers = [number for number in numbers if not (wanted(number) and mapped(number))]
         if len(numbers) > 1:
             read(numbers)
