@@ -23,11 +23,6 @@ from mechanical_mutants import KIT, REFERENCES, Mutant, components_of, mutants_o
 
 WHY: dict[str, tuple[str, ...]] = {
     "A component may claim less than it does": ("persistent = False", "shared = False", "by_layer = False"),
-    "How much is reused is the executor's own affair, from all that was retrieved to nothing": (
-        "if  self.all_tokens",
-        "if not not self.all_tokens",
-        "all_tokens = False",
-    ),
     "What is counted of events is the observer's own affair": ("[event.name] += 0", "[event.name] += 2"),
     "Which models it is for is the serializer's own affair; what it takes meets S02": (
         'dtype > "float16"',

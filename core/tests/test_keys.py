@@ -107,6 +107,12 @@ def test_a_salt_that_is_not_text_is_refused_by_name(salt: object) -> None:
         chain(torch.arange(4), chunk_tokens=2, fingerprint="f", salt=salt)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("chunk_tokens", [0, -1])
+def test_chunks_of_no_tokens_are_refused(chunk_tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"^chunk_tokens: expected at least 1, got {chunk_tokens}$"):
+        chain(torch.arange(4), chunk_tokens=chunk_tokens, fingerprint="f")
+
+
 def test_a_salt_that_is_no_unicode_is_a_salt_as_any_other() -> None:
     salts = ["", "\udc80", "\udc81", "\ufffd", "?", "\\udc80"]
     keys = [chain(torch.arange(4), chunk_tokens=4, fingerprint="f", salt=salt)[0].key for salt in salts]

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import statistics
 import sys
@@ -51,16 +52,21 @@ class Sample(NamedTuple):
     """The process at one moment."""
 
     seconds: float
-    rss_bytes: int
+    own_bytes: int
+    """Resident, without what it maps of a file system in memory: how much of that is resident follows the tiers."""
+    mapped_bytes: int
     threads: int
     files: int
 
     @classmethod
     def take(cls, began: float) -> Sample:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        status = Path("/proc/self/status").read_text()
+        resident = {kind: int(kib) << 10 for kind, kib in re.findall(r"^Rss(\w+):\s*(\d+) kB", status, re.MULTILINE)}
+        mapped_bytes = resident.pop("Shmem")
         return cls(
             time.monotonic() - began,
-            pages * os.sysconf("SC_PAGE_SIZE"),
+            sum(resident.values()),
+            mapped_bytes,
             len(os.listdir("/proc/self/task")),
             len(os.listdir("/proc/self/fd")),
         )
@@ -173,8 +179,8 @@ class Load:
 
     def _damage(self, rng: random.Random, tokens: torch.Tensor, kv: torch.Tensor, salt: str) -> None:
         """Flip a bit of some blob's file."""
-        folders = list(self.path.glob("*/*/*/+??"))
-        with contextlib.suppress(OSError, IndexError):
+        with contextlib.suppress(OSError, IndexError):  # what is listed may be removed meanwhile
+            folders = list(self.path.glob("*/*/*/+??"))
             file = rng.choice(list(rng.choice(folders).iterdir()))
             with open(file, "r+b") as blob:
                 at = rng.randrange(file.stat().st_size)
@@ -229,6 +235,7 @@ def soak(path: Path, seconds: float) -> Soaked:
     engine.close()
     try:
         eventually(lambda: Sample.take(began).files <= start.files, "every file closed")
+        eventually(lambda: Sample.take(began).mapped_bytes <= start.mapped_bytes, "every blob unmapped")
     except AssertionError as error:
         problems.append(str(error))
     grown = growth(samples, most_threads=MOST_THREADS) if samples[-1].seconds >= WARM_SECONDS else []
@@ -255,7 +262,7 @@ def growth(samples: Sequence[Sample], *, most_threads: int = 0) -> list[str]:
     if not middle:
         return ["too short to say what grew"]
     found = []
-    grown = statistics.median(s.rss_bytes for s in end) - statistics.median(s.rss_bytes for s in middle)
+    grown = statistics.median(s.own_bytes for s in end) - statistics.median(s.own_bytes for s in middle)
     if grown > GROWTH_BYTES:
         found.append(f"memory grew by {grown / 2**20:.1f} MiB")
     for name in ("threads", "files"):
@@ -270,17 +277,17 @@ def slope_bytes_per_minute(samples: Sequence[Sample]) -> float:
     warm = samples[len(samples) // 4 :]
     if len(warm) < 3:
         return 0.0
-    return 60 * statistics.linear_regression([s.seconds for s in warm], [float(s.rss_bytes) for s in warm]).slope
+    return 60 * statistics.linear_regression([s.seconds for s in warm], [float(s.own_bytes) for s in warm]).slope
 
 
 def report(soaked: Soaked) -> str:
     samples = soaked.samples
     lines = [f"{'minute':>8} {'memory':>12} {'threads':>8} {'files':>6}"]
     step = max(1, len(samples) // 12)
-    low, high = min(s.rss_bytes for s in samples), max(s.rss_bytes for s in samples)
+    low, high = min(s.own_bytes for s in samples), max(s.own_bytes for s in samples)
     for sample in samples[::step]:
-        bar = "#" * int(30 * (sample.rss_bytes - low) / max(1, high - low))
-        memory = f"{sample.rss_bytes / 2**20:.1f} MiB"
+        bar = "#" * int(30 * (sample.own_bytes - low) / max(1, high - low))
+        memory = f"{sample.own_bytes / 2**20:.1f} MiB"
         lines.append(f"{sample.seconds / 60:>8.2f} {memory:>12} {sample.threads:>8} {sample.files:>6}  {bar}")
     lines.append(f"memory changes by {slope_bytes_per_minute(samples) / 2**20:+.2f} MiB a minute once it is warm")
     lines.append("calls: " + ", ".join(f"{count:,} {name}" for name, count in sorted(soaked.counts.items())))
@@ -291,7 +298,7 @@ def report(soaked: Soaked) -> str:
 def _show_progress(sample: Sample, seconds: float) -> None:
     if sys.stderr.isatty():
         done = int(40 * min(1.0, sample.seconds / seconds))
-        text = f"\r[{'#' * done:<40}] {sample.seconds:.0f} of {seconds:.0f} s, {sample.rss_bytes / 2**20:.0f} MiB "
+        text = f"\r[{'#' * done:<40}] {sample.seconds:.0f} of {seconds:.0f} s, {sample.own_bytes / 2**20:.0f} MiB "
         sys.stderr.write(text + ("\n" if sample.seconds >= seconds else ""))
 
 

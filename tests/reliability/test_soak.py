@@ -65,7 +65,7 @@ def test_a_flush_is_over_although_others_go_on_storing(tmp_path: Path) -> None:
     ],
 )
 def test_growth_is_noticed(last: tuple[int, int, int], complaint: str) -> None:
-    warm_up = [Sample(float(at), at << 20, at, at) for at in range(10)]
-    flat = [Sample(10.0 + at, 100 << 20, 20, 9) for at in range(20)]
-    end = [Sample(30.0 + at, *last) for at in range(10)]
+    warm_up = [Sample(float(at), at << 20, 0, at, at) for at in range(10)]
+    flat = [Sample(10.0 + at, 100 << 20, 0, 20, 9) for at in range(20)]
+    end = [Sample(30.0 + at, last[0], 0, *last[1:]) for at in range(10)]
     assert growth([*warm_up, *flat, *end]) == ([complaint] if complaint else [])

@@ -14,12 +14,14 @@ Nothing else enters a key: no environment variable, no Python `hash`, no process
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from kvloom import native
 from kvloom.types import ChunkKey, KVSpec, MemoryFormat, Segment, canonical_json, short_digest
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ PIECE_TOKENS = 16
 _WHOLE_UNITS = 256
 """Most tokens of a chunk that has pieces of `PIECE_TOKENS`."""
 _PIECE_DOMAIN = f"{DOMAIN}/piece\0".encode()
+_DIGEST_BYTES = 32
+_BATCH_CHUNKS = 1024
+"""Hashed without letting another thread run: for a part of the time that the interpreter gives a thread anyway."""
+_NO_INT32 = "tokens: a token id does not fit into 32 bits"
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _MODEL_FIELDS = ("model", "revision", "rope", "adapters")
 # tuple.__new__ makes the same values as calling the classes, at a third of the cost: there is one per chunk.
@@ -75,7 +81,7 @@ def int32_tokens(tokens: torch.Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any,
     """
     import numpy as np  # here, so that to check a configuration does not load it
 
-    array = tokens if isinstance(tokens, np.ndarray) else _array(tokens)
+    array = _array(tokens)
     if array.dtype == "<i4" and array.ndim == 1 and array.flags.c_contiguous:
         return array
     if array.dtype != "<i8" and array.dtype.name not in _INTEGERS:
@@ -84,12 +90,16 @@ def int32_tokens(tokens: torch.Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any,
         raise ValueError(f"tokens: expected 1 dimension, got {array.ndim} {array.shape}; pass one sequence")
     narrow = np.ascontiguousarray(array, dtype="<i4")
     if array.dtype.itemsize > 4 and not np.array_equal(narrow, array):
-        raise ValueError("tokens: a token id does not fit into 32 bits")
+        raise ValueError(_NO_INT32)
     return narrow
 
 
 def _array(tokens: Any) -> np.ndarray[Any, Any]:
-    """The tokens of a tensor as an array. Raises TypeError for anything else."""
+    """The tokens of a tensor as an array, or an array as it is. Raises TypeError for anything else."""
+    import numpy as np
+
+    if isinstance(tokens, np.ndarray):
+        return tokens
     try:
         if tokens.dtype.itemsize >= 4 and tokens.ndim == 1:
             return cast("np.ndarray[Any, Any]", tokens.numpy())
@@ -112,13 +122,28 @@ def chain(
     """Segments of `chunk_tokens` tokens each, every key covering all tokens before its end; a short tail has none.
 
     tokens: 1-D, of any integer dtype. Raises TypeError and ValueError for tokens as `int32_tokens` does, TypeError for
-    a salt that is not text.
+    a salt that is not text, ValueError for `chunk_tokens` below 1.
     """
     if not isinstance(salt, str):
         raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
-    data = memoryview(int32_tokens(tokens).data).cast("B")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens: expected at least 1, got {chunk_tokens}")
+    digests = _digests(_array(tokens), _root(chunk_tokens, fingerprint, salt), chunk_tokens)
+    namespace = f"{fingerprint}/{salt_tag(salt)}"
+    count = len(digests)
+    keys = map(_new_key, zip(repeat(namespace, count), range(count), digests, strict=True))
+    stop = count * chunk_tokens
+    starts, ends = range(0, stop, chunk_tokens), range(chunk_tokens, stop + 1, chunk_tokens)
+    return list(map(_new_segment, zip(starts, ends, keys, strict=True)))
+
+
+def _digests(array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int) -> list[bytes]:
+    """The digest of each whole chunk. digest: that before the first one."""
+    native_chain = _native_chain()
+    if native_chain and array.ndim == 1 and array.dtype.str in ("<i8", "<i4") and array.flags.c_contiguous:
+        return _native_digests(native_chain, array, digest, chunk_tokens)
+    data = memoryview(int32_tokens(array).data).cast("B")
     sha256 = hashlib.sha256
-    digest = _root(chunk_tokens, fingerprint, salt)
     step = 4 * chunk_tokens
     digests: list[bytes] = []
     append = digests.append
@@ -127,12 +152,40 @@ def chain(
         state.update(data[start : start + step])
         digest = state.digest()
         append(digest)
-    namespace = f"{fingerprint}/{salt_tag(salt)}"
-    count = len(digests)
-    keys = map(_new_key, zip(repeat(namespace, count), range(count), digests, strict=True))
-    stop = count * chunk_tokens
-    starts, ends = range(0, stop, chunk_tokens), range(chunk_tokens, stop + 1, chunk_tokens)
-    return list(map(_new_segment, zip(starts, ends, keys, strict=True)))
+    return digests
+
+
+def _native_digests(
+    native_chain: Callable[..., int], array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int
+) -> list[bytes]:
+    """As `_digests`, of int32 or int64 in one piece of memory."""
+    at: int = array.__array_interface__["data"][0]
+    left, width = len(array), array.itemsize
+    digests: list[bytes] = []
+    while True:
+        count = min(left, _BATCH_CHUNKS * chunk_tokens)
+        found = ctypes.create_string_buffer(count // chunk_tokens * _DIGEST_BYTES or 1)
+        if native_chain(digest, at, count, width == 8, chunk_tokens, found):
+            raise ValueError(_NO_INT32)
+        raw = found.raw
+        digests += [raw[end - _DIGEST_BYTES : end] for end in range(_DIGEST_BYTES, len(raw) + 1, _DIGEST_BYTES)]
+        left -= count
+        if not left:
+            return digests
+        at += count * width
+        digest = digests[-1]
+
+
+@cache
+def _native_chain() -> Callable[..., int] | None:
+    """The function of `kvloom-native`, or None if it is not there, or the processor has no instructions for SHA-256."""
+    library = native.own_library(brief=True)
+    if library is None or not library.kvloom_has_chain():
+        return None
+    function: Callable[..., int] = library.kvloom_chain
+    size = ctypes.c_uint64
+    library.kvloom_chain.argtypes = (ctypes.c_char_p, ctypes.c_void_p, size, ctypes.c_int, size, ctypes.c_void_p)
+    return function
 
 
 def _root(chunk_tokens: int, fingerprint: str, salt: str) -> bytes:
@@ -157,20 +210,21 @@ def pieces(
     """
     if not isinstance(salt, str):
         raise TypeError(f"salt: expected a str, got {type(salt).__name__}")
-    data = memoryview(int32_tokens(tokens).data).cast("B")
     first, depth = (0, 0) if before is None else (before.end, before.key.depth + 1)
-    digest = _root(chunk_tokens, fingerprint, salt) if before is None else before.key.digest
     unit = PIECE_TOKENS * -(-chunk_tokens // _WHOLE_UNITS)
-    most = min(chunk_tokens - 1, len(data) // 4 - first) // unit
+    array = _array(tokens)
+    most = min(chunk_tokens - 1, array.size - first) // unit
     if most < 1:
         return []
+    digest = _root(chunk_tokens, fingerprint, salt) if before is None else before.key.digest
+    data = memoryview(int32_tokens(array[first : first + chunk_tokens] if array.ndim == 1 else array).data).cast("B")
     namespace = f"{fingerprint}/{salt_tag(salt)}"
     state, hashed = hashlib.sha256(_PIECE_DOMAIN + digest), 0
     found = []
     bits = [1 << bit for bit in range(most.bit_length())]
     for count in [most & -bit for bit in reversed(bits) if most & bit] if own else range(1, most + 1):
         start, end = first + (count & (count - 1)) * unit, first + count * unit
-        state.update(data[4 * (first + hashed) : 4 * end])
+        state.update(data[4 * hashed : 4 * (end - first)])
         hashed = end - first
         piece = state.copy()
         piece.update(start.to_bytes(8, "little"))

@@ -164,25 +164,6 @@ def test_a_reply_that_comes_late_is_nobodys(opened: tuple[Any, RedisBackend], fa
         assert patiently(lambda: backend.get("b/c")) == blob_of("b/c")
 
 
-def test_behind_a_large_blob_that_nobody_takes_the_others_come(
-    opened: tuple[Any, RedisBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By another connection, for it would take longer to read it and forget it."""
-    _, backend = opened
-    monkeypatch.setattr(backend_module, "_SKIPPED_BYTES", 700)
-    for refused, connections in (("b/c", 0), ("e", 1)):
-        with counted_connections() as made:
-            keys = [refused, *(key for key in KEYS if key != refused)]
-            sinks = [Memory(refuses=key == refused) for key in keys]
-            outcomes: dict[int, Any] = {}
-            patiently(lambda: backend.get("a"))
-            made.clear()
-            backend.get_many_into(list(zip(keys, sinks, strict=True)), outcomes.__setitem__)
-        assert isinstance(outcomes.pop(0), BackendError) and outcomes == dict.fromkeys((1, 2, 3), True)
-        assert [sink.view for sink in sinks[1:]] == [blob_of(key) for key in keys[1:]]
-        assert len(made) == connections
-
-
 @pytest.fixture
 def patient(scripted: Any) -> Iterator[RedisBackend]:
     """With all the time that there is."""
@@ -190,6 +171,24 @@ def patient(scripted: Any) -> Iterator[RedisBackend]:
     backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
     yield backend
     backend.close()
+
+
+def test_behind_a_large_blob_that_nobody_takes_the_others_come(
+    patient: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another connection, for it would take longer to read it and forget it."""
+    monkeypatch.setattr(backend_module, "_SKIPPED_BYTES", 700)
+    for refused, connections in (("b/c", 0), ("e", 1)):
+        with counted_connections() as made:
+            keys = [refused, *(key for key in KEYS if key != refused)]
+            sinks = [Memory(refuses=key == refused) for key in keys]
+            outcomes: dict[int, Any] = {}
+            patient.get("a")
+            made.clear()
+            patient.get_many_into(list(zip(keys, sinks, strict=True)), outcomes.__setitem__)
+        assert isinstance(outcomes.pop(0), BackendError) and outcomes == dict.fromkeys((1, 2, 3), True)
+        assert [sink.view for sink in sinks[1:]] == [blob_of(key) for key in keys[1:]]
+        assert len(made) == connections
 
 
 def test_a_connection_that_the_server_closed_is_not_used_again(scripted: Any, patient: RedisBackend) -> None:

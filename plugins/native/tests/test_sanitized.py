@@ -1,7 +1,8 @@
-"""The verifier under the address and undefined behaviour sanitizers, with damaged blobs."""
+"""Native code under the address and undefined behaviour sanitizers: the verifier with damaged blobs, and the chain."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import shutil
 import struct
@@ -12,17 +13,23 @@ from pathlib import Path
 import pytest
 from test_native_verifier import DAMAGE, again_with_checksum, all_but_the_description_is_right, sealed
 
+from kvloom import keys
+
 SOURCES = Path(__file__).parents[1]
 BLOBS = 4000
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
-def test_nothing_is_read_outside_a_damaged_blob(tmp_path: Path) -> None:
-    program = tmp_path / "damage"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")]
+
+
+def built(program: Path, *sources: str) -> Path:
     build = ["g++", "-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    sources = [SOURCES / "fuzz/damage.cpp", SOURCES / "csrc/verify.cpp"]
-    subprocess.run([*build, *sources, "-o", program], check=True, timeout=300)
+    subprocess.run([*build, *(SOURCES / source for source in sources), "-o", program], check=True, timeout=300)
+    return program
+
+
+def test_nothing_is_read_outside_a_damaged_blob(tmp_path: Path) -> None:
+    program = built(tmp_path / "damage", "fuzz/damage.cpp", "csrc/verify.cpp")
     rng = random.Random(0)
     right = 0
     with (tmp_path / "blobs").open("wb") as file:
@@ -39,3 +46,30 @@ def test_nothing_is_read_outside_a_damaged_blob(tmp_path: Path) -> None:
     done = subprocess.run([program, tmp_path / "blobs"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout == f"{right} of {BLOBS} right\n" and 0.1 * BLOBS < right < 0.9 * BLOBS
+
+
+@pytest.mark.skipif(keys._native_chain() is None, reason="a processor without SHA-256 instructions")
+def test_nothing_is_read_or_written_outside_a_chain(tmp_path: Path) -> None:
+    program = built(tmp_path / "chain", "fuzz/chain.cpp", "csrc/chain.cpp")
+    rng, expected = random.Random(0), []
+    with (tmp_path / "chains").open("wb") as file:
+        for _ in range(1000):
+            count, chunk_tokens, width = rng.randrange(700), rng.randrange(1, 300), rng.choice((4, 8))
+            tokens = [rng.randrange(-(2**31), 2**31) for _ in range(count)]
+            if width == 8 and tokens and rng.random() < 0.2:
+                tokens[rng.randrange(count)] = rng.choice((2**31, -(2**31) - 1, 2**63 - 1, -(2**63)))
+            file.write(struct.pack(f"<III{count}{'q' if width == 8 else 'i'}", count, width, chunk_tokens, *tokens))
+            expected.append(last_digest(tokens, chunk_tokens))
+    done = subprocess.run([program, tmp_path / "chains"], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines() == expected and expected.count("refused") > 50
+
+
+def last_digest(tokens: list[int], chunk_tokens: int) -> str:
+    if not all(-(2**31) <= token < 2**31 for token in tokens):
+        return "refused"
+    digest = bytes([7] * 32)
+    for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
+        these = struct.pack(f"<{chunk_tokens}i", *tokens[start : start + chunk_tokens])
+        digest = hashlib.sha256(digest + these).digest()
+    return digest.hex() if len(tokens) >= chunk_tokens else ""

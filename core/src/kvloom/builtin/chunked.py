@@ -19,10 +19,10 @@ class ChunkedTokenDatabase(TokenDatabase):
     type = "chunked"
 
     def segments(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str = "") -> list[Segment]:
-        about, narrow = self._about(salt), int32_tokens(tokens)
-        found = chain(narrow, **about)
+        about = self._about(salt)
+        found = chain(tokens, **about)
         if self.save_tails:
-            found += pieces(narrow, found[-1] if found else None, own=True, **about)
+            found += pieces(tokens, found[-1] if found else None, own=True, **about)
         return found[select(found, mask, tokens.numel()) :]
 
     def pieces(self, tokens: torch.Tensor, start: int, *, salt: str = "") -> list[Segment]:

@@ -162,7 +162,8 @@ class Index:
         segments = self.segments(tokens, salt=salt)
         keys = [key for _, _, key in segments]
         if not self._events.sees_requests and not self._others and self._stack.all_in_memory(keys, search_range):
-            return _hit(segments, [self._stack.memory.name] * len(keys))
+            end = segments[-1].end if segments else 0
+            return Hit(end, {self._stack.memory.name: end} if end else {})
         return self._lookup(self._callers(), segments, tokens, search_range, salt)
 
     @shielded_waiting

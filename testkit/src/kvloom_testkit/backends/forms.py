@@ -88,7 +88,7 @@ class FormRequirements(BackendRequirements):
 
     def test_B51_map_gives_the_blob_or_nothing(self, names: Namespace, opened: Open) -> None:
         """`map` gives the whole blob as memory, or None. `current` is True until the blob is replaced or deleted, and
-        False from then on.
+        False from then on; `gone` is the opposite, but for a blob that was changed where it lies.
 
         What is written to `view` changes the blob for nobody. `view` may be read after the blob is gone. Closing one
         leaves the others as they are.
@@ -108,6 +108,7 @@ class FormRequirements(BackendRequirements):
             return
         assert bytes(first.view) == blob and bytes(second.view) == different, "what was mapped"
         assert first.current() and second.current(), "nothing has changed"
+        assert not first.gone() and not second.gone(), "nothing has changed"
         first.view[0] ^= 1
         assert content(backend.get(key)) == blob, "what was written to the memory came into the store"
         first.view[0] ^= 1
@@ -115,9 +116,10 @@ class FormRequirements(BackendRequirements):
         assert first.current(), "to be used is no change"
         backend.put(key, [blob])
         assert not first.current() and second.current(), "one was written anew"
+        assert first.gone() and not second.gone(), "one was written anew"
         assert bytes(first.view) == blob, "after it was written anew"
         backend.delete(other)
-        assert not second.current(), "after it was deleted"
+        assert not second.current() and second.gone(), "after it was deleted"
         assert bytes(second.view) == different, "after it was deleted"
         second.close()
         assert bytes(first.view) == blob, "after another was closed"
