@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from kvloom import Chunk, GPUConnector, MemoryFormat, Segment
+from kvloom import Chunk, GPUConnector, MemoryFormat, Segment, native
 
 if TYPE_CHECKING:
     import torch
+
+
+_MOST_NATIVE_BYTES = 1 << 20
+"""Of a chunk: the larger ones are copied faster by torch, with several threads each."""
 
 
 class PlainConnector(GPUConnector):
@@ -40,6 +47,8 @@ class PlainConnector(GPUConnector):
     def read(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         import torch
 
+        if _copied(where["kv"], segments, chunks, to_kv=False):
+            return
         with torch.inference_mode():
             kv: torch.Tensor = where["kv"]
             for segment, chunk in zip(segments, chunks, strict=True):
@@ -48,6 +57,8 @@ class PlainConnector(GPUConnector):
     def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         import torch
 
+        if _copied(where["kv"], segments, chunks, to_kv=True):
+            return
         with torch.inference_mode():
             kv: torch.Tensor = where["kv"]
             for segment, chunk in zip(segments, chunks, strict=True):
@@ -69,3 +80,35 @@ class PlainConnector(GPUConnector):
             kv: torch.Tensor = where["kv"]
             for segment, chunk in zip(segments, chunks, strict=True):
                 kv[:, layer : layer + 1, segment.start : segment.end].copy_(chunk.tensor)
+
+
+def _copied(kv: torch.Tensor, segments: Sequence[Segment], chunks: Sequence[Chunk], *, to_kv: bool) -> bool:
+    """Copy all chunks by one native call. False: it was left to torch, and nothing is copied."""
+    copy = _native_copy()
+    if copy is None or not (kv.is_cpu and kv.is_contiguous()):
+        return False
+    planes, layers, kv_tokens, hidden = kv.shape
+    rows, token_bytes = planes * layers, hidden * kv.itemsize
+    most_tokens = _MOST_NATIVE_BYTES // (rows * token_bytes)
+    table = array("Q")
+    for (start, end, _), chunk in zip(segments, chunks, strict=True):
+        tensor, tokens = chunk.tensor, end - start
+        if tokens > most_tokens or tensor.dtype != kv.dtype or tensor.shape != (planes, layers, tokens, hidden):
+            return False
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return False
+        table.extend((tensor.data_ptr(), start, tokens))
+    address, _ = table.buffer_info()
+    return copy(kv.data_ptr(), rows, kv_tokens, token_bytes, address, len(chunks), to_kv) == 0
+
+
+@cache
+def _native_copy() -> Callable[..., int] | None:
+    """The function of `kvloom-native`, if it is there."""
+    library = native.own_library()
+    if library is None:
+        return None
+    function: Callable[..., int] = library.kvloom_copy_chunks
+    size, address = ctypes.c_uint64, ctypes.c_void_p
+    library.kvloom_copy_chunks.argtypes = (address, size, size, size, address, size, ctypes.c_int)
+    return function

@@ -1,0 +1,115 @@
+"""Chunks that are copied natively are those that torch copies, and nothing beside them is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
+from kvloom.builtin import plain
+from kvloom.builtin.plain import PlainConnector
+
+pytestmark = pytest.mark.skipif(plain._native_copy() is None, reason="no C++ compiler has built the library")
+
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
+MARGIN = 64
+
+
+def within(tokens: int, spec: KVSpec, offset: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of random bytes, and KV that lies in it, `offset` elements behind its beginning."""
+    shape = spec.blob_shape(tokens)
+    elements = torch.Size(shape).numel()
+    memory = torch.randint(0, 120, (elements + 2 * MARGIN,), dtype=torch.uint8, generator=generator)
+    memory = memory.repeat_interleave(spec.torch_dtype.itemsize)
+    return memory, memory.view(spec.torch_dtype)[offset : offset + elements].view(shape)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+PAST_CACHE = {"layers": 1, "hidden": 7001, "before": 1}
+
+
+@example(lengths=[30] * 6, dtype="bfloat16", offset=3, seed=0, **PAST_CACHE)
+@example(lengths=[70] * 6, dtype="float8_e4m3fn", offset=5, seed=1, **PAST_CACHE)
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    layers=st.integers(1, 3),
+    hidden=st.one_of(st.integers(1, 70), st.just(7001)),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, MARGIN),
+    before=st.integers(0, 50),
+    seed=st.integers(0, 1000),
+)
+def test_native_copies_are_those_of_torch(
+    lengths: list[int], layers: int, hidden: int, dtype: str, offset: int, before: int, seed: int
+) -> None:
+    spec = KVSpec(model="m", num_layers=layers, num_kv_heads=1, head_size=hidden, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    segments, chunks, start = [], [], before
+    for length in lengths:
+        _, tensor = within(length, spec, offset, generator)
+        segments.append(Segment(start, start + length, ChunkKey("n/-", 0, bytes(32))))
+        chunks.append(Chunk(tensor, MemoryFormat.KV_BLOB, length))
+        start += length + seed % 3
+    memory, kv = within(start, spec, offset, generator)
+    connector = PlainConnector(PlainConnector.Config(), spec)
+
+    same = memory.clone()
+    same_kv = same.view(spec.torch_dtype)[offset : offset + kv.numel()].view(kv.shape)
+    assert plain._copied(kv, segments, chunks, to_kv=True) == (max(map(nbytes, chunks)) <= 1 << 20)
+    connector.write(segments, chunks, kv=kv)
+    for segment, chunk in zip(segments, chunks, strict=True):
+        same_kv[:, :, segment.start : segment.end] = chunk.tensor
+    assert torch.equal(memory, same)
+
+    got = [dataclasses.replace(chunk, tensor=torch.zeros_like(chunk.tensor)) for chunk in chunks]
+    connector.read(segments, got, kv=kv)
+    assert all(torch.equal(bits(one.tensor), bits(chunk.tensor)) for one, chunk in zip(got, chunks, strict=True))
+    assert torch.equal(memory, same)
+
+
+def nbytes(chunk: Chunk) -> int:
+    return chunk.nbytes
+
+
+SPEC = KVSpec(model="m", num_layers=2, num_kv_heads=1, head_size=4, dtype="float32")
+SEGMENT = Segment(4, 8, ChunkKey("n/-", 0, bytes(32)))
+
+
+@pytest.mark.parametrize(
+    ("kv", "tensor"),
+    [
+        (torch.zeros(2, 2, 7, 4), torch.ones(2, 2, 4, 4)),  # ends before the segment
+        (torch.zeros(2, 2, 8, 8)[..., ::2], torch.ones(2, 2, 4, 4)),
+        (torch.zeros(2, 2, 8, 4), torch.ones(2, 4, 2, 4).transpose(1, 2)),
+        (torch.zeros(2, 2, 8, 4), torch.ones(2, 2, 4, 4, dtype=torch.float64)),
+        (torch.zeros(2, 2, 8, 4), torch.ones(2, 2, 3, 4)),
+        (torch.zeros(2, 2, 8, 4), torch.ones(2, 2, 1, 4)),
+        (torch.zeros(2, 2, 8, 4, device="meta"), torch.ones(2, 2, 4, 4)),
+        (torch.zeros(2, 2, 8, 4), torch.ones(2, 2, 4, 4, device="meta")),
+    ],
+)
+def test_what_it_does_not_take_is_left_to_torch(
+    kv: torch.Tensor, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outcome() -> Any:
+        there = kv.clone()
+        try:
+            PlainConnector(PlainConnector.Config(), SPEC).write(
+                [SEGMENT], [Chunk(tensor, MemoryFormat.KV_BLOB, 4)], kv=there
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            return type(error)
+        return there.tolist() if there.device.type == "cpu" else None
+
+    natively = outcome()
+    monkeypatch.setattr(plain, "_native_copy", lambda: None)
+    assert natively == outcome()
