@@ -221,6 +221,25 @@ def test_what_others_removed_is_given_back_in_a_while(open_engine: Open, monkeyp
     assert mapped(engine) == 3 and not any(pane.closed for pane in there)
 
 
+def test_what_was_leased_is_given_back_if_the_rest_cannot_be_begun(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = filled(open_engine)
+    assert retrieve(engine) == [True] * 4
+    engine.tiers["window"]._mapped._held.popitem()  # type: ignore[attr-defined]
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as full:
+        full.setattr("kvloom.tiers.stored.inflight.InflightReads.begin_or_join", fail)
+        with pytest.raises(MemoryError):
+            retrieve(engine)
+    panes = window().panes
+    engine.close()
+    assert sum(pane.closed for pane in panes) == 3, "all but the one that was taken out"
+
+
 def test_there_is_a_bound(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloom.tiers.stored.mapped._MOST_MAPPED", 2)
     engine = filled(open_engine)

@@ -73,16 +73,22 @@ class Loads:
         """
         if not self._calls.serves(context):
             return [None] * len(wanted)
-        found: list[Loaded | Read | None] = [None] * len(wanted)
+        leased: list[Loaded | None] = [None] * len(wanted)
         if self._maps and not context.into_memory:
-            found = [*self._mapped.lease(wanted, doomed=self._existence.doomed)]
+            leased = self._mapped.lease(wanted, doomed=self._existence.doomed)
+        found: list[Loaded | Read | None] = [*leased]
         lacking = [number for number, one in enumerate(found) if one is None]
         if lacking:
             rest = [wanted[number] for number in lacking]
             # What is no longer on its way was in memory before that, if it is to be had.
-            begun = self.inflight.begin_or_join(
-                rest, partial(self._load, context), context, most=self._most(rest), in_memory=self._memory.lease
-            )
+            try:
+                begun = self.inflight.begin_or_join(
+                    rest, partial(self._load, context), context, most=self._most(rest), in_memory=self._memory.lease
+                )
+            except BaseException:
+                for loaded in leased:
+                    release(loaded)
+                raise
             for number, one in zip(lacking, begun, strict=True):
                 found[number] = one
         return found
