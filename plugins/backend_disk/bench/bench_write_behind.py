@@ -89,9 +89,7 @@ def measure(mode: str, count: int, directory: Path | None, bound: int, window: i
                 file.readinto(into)
         again = len(last) * BLOB_BYTES / 1e9 / (time.perf_counter() - began)
         speed, system = count * BLOB_BYTES / 1e9 / seconds, after.system - before.system
-        print(
-            f"{mode:8} {count:5} files: on disk {speed:5.2f} GB/s, {system:5.1f} s of the kernel, read again {again:5.2f}"
-        )
+        print(f"{mode:8} {count:5} files: on disk {speed:5.2f} GB/s, {system:5.1f} s in the kernel, again {again:5.2f}")
 
 
 def main() -> None:

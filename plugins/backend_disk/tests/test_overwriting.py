@@ -35,9 +35,9 @@ def place(backend: DiskBackend, key: str) -> Path:
     return Path(backend._layout.path(key))
 
 
-def direct(backend: DiskBackend) -> bool:
-    """Return whether blobs bypass the page cache here; otherwise overwriting gains nothing."""
-    return LEASES and backend._transfer.writes_directly([blob(0)])
+def writes_over(backend: DiskBackend) -> bool:
+    """Return whether overwriting gains something here."""
+    return LEASES and backend._transfer.writes_over([blob(0)])
 
 
 def audit(path: Path) -> None:
@@ -66,11 +66,11 @@ def test_it_is_the_same_file_where_that_gains_something(tmp_path: Path, open_bac
     backend = open_backend(tmp_path)
     backend.put(OLD, [blob(1)])
     before = place(backend, OLD).stat()
-    if not direct(backend):
+    if not writes_over(backend):
         os.link(place(backend, OLD), tmp_path / "kept")  # so that its number is not given to another file
     backend.put_over(NEW, [blob(2, 200_001)], [OTHER, OLD])
     after = place(backend, NEW).stat()
-    assert (after.st_ino == before.st_ino) == direct(backend) and after.st_size == 200_001
+    assert (after.st_ino == before.st_ino) == writes_over(backend) and after.st_size == 200_001
     assert after.st_mtime_ns > before.st_mtime_ns and after.st_blocks < before.st_blocks
 
 

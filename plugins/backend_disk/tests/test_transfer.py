@@ -156,8 +156,8 @@ def kernel_tells_what_is_cached() -> bool:
 class TestWhichWay:
     BLOB = (POOL[:4096], POOL[4096 : 2 << 20])
 
-    @pytest.mark.parametrize(("direct", "expected"), [("auto", False), ("always", False), ("never", True)])
-    def test_writes_go_past_the_page_cache_unless_told_otherwise(
+    @pytest.mark.parametrize(("direct", "expected"), [("auto", True), ("always", False), ("never", True)])
+    def test_writes_go_through_the_page_cache_unless_told_otherwise(
         self, direct_path: Path, open_backend: Any, direct: str, expected: bool
     ) -> None:
         open_backend(direct_path, direct).put(KEY, self.BLOB)
@@ -172,7 +172,7 @@ class TestWhichWay:
         self, direct_path: Path, open_backend: Any, target: Any, nbytes: int, expected: bool
     ) -> None:
         backend = open_backend(direct_path)
-        backend.put(KEY, [POOL[:nbytes]])
+        open_backend(direct_path, "always").put(KEY, [POOL[:nbytes]])
         assert not cached(direct_path)
         assert backend.get_into(KEY, target())
         assert cached(direct_path) is expected

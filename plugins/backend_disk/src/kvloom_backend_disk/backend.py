@@ -65,7 +65,7 @@ class DiskBackend(StorageBackend):
         path: Path
         """The directory; made if missing. `~` is the home directory."""
         direct: Mode = "auto"
-        """Move blobs past the page cache (O_DIRECT): `auto`, `always` or `never`."""
+        """Move blobs past the page cache (O_DIRECT): `always`, `never`, or `auto` where that is faster."""
 
         @field_validator("path", mode="before")
         @classmethod
@@ -135,8 +135,8 @@ class DiskBackend(StorageBackend):
         self._put(key, blob, *self._scratch.open())
 
     def put_over(self, key: str, blob: Buffers, victims: Sequence[str]) -> None:
-        """Past the page cache, writing over a file takes half the time of writing a new one."""
-        places = map(self._layout.path, victims) if self._transfer.writes_directly(blob) else ()
+        """Writing a large blob over a file takes half the time of writing a new one."""
+        places = map(self._layout.path, victims) if self._transfer.writes_over(blob) else ()
         taken = next(filter(None, map(self._scratch.take, places)), None)
         try:
             self.delete_many(victims)
@@ -165,6 +165,7 @@ class DiskBackend(StorageBackend):
             if publish is os.link:
                 with contextlib.suppress(OSError):  # it is published; a draft of the dead is reclaimed
                     os.unlink(draft)
+            self._transfer.written(path, blob)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(draft)

@@ -1,8 +1,8 @@
 """Moves bytes between memory and open files, through the page cache or past it (O_DIRECT), whichever is faster.
 
 Reading from the page cache is several times faster than from any disk. Other data is read directly if the blob is
-large; small blobs are read as fast through the cache. Writes are direct: a burst into the cache is sometimes faster,
-but sustained writes become slower than the disk, and the memory tier has new chunks anyway.
+large; small blobs are read as fast through the cache. Large blobs are written through the cache as fast as the disk
+takes them, see `write_behind`, or past it where that is not possible.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from kvloom import BackendError, Buffers, native
+from kvloom_backend_disk import write_behind
 from kvloom_backend_disk.extents import Extent, coalesce
 from kvloom_backend_disk.pagecache import is_cached
+from kvloom_backend_disk.write_behind import WriteBehind
 
 Mode = Literal["auto", "always", "never"]
 
@@ -41,6 +43,7 @@ class Transfer:
         """tried: O_DIRECT is known to work, if `mode` wants it; else it is found out when it is first read with."""
         self.mode = mode
         self.tried = tried
+        self._behind = WriteBehind() if mode == "auto" and write_behind.available() else None
 
     def write(self, fd: int, blob: Buffers) -> None:
         """Make the blob the content of the file `fd`, open at its start. Raises OSError, with part of it written."""
@@ -52,8 +55,15 @@ class Transfer:
                 _write_all(fd, [view for _, view in pieces])
         else:
             _write_all(fd, views)
+            if self._behind is not None and size >= SMALL_BYTES:
+                self._behind.begin(fd)
         if os.fstat(fd).st_size > size:
             os.ftruncate(fd, size)
+
+    def written(self, path: str, blob: Buffers) -> None:
+        """What `write` wrote is at this path now. Waits until the disk has taken more of what was written before."""
+        if self._behind is not None and (size := _size(blob)) >= SMALL_BYTES:
+            self._behind.note(path, size)
 
     def read(
         self, fd: int, offset: int, into: memoryview, filled: Callable[[int], object], *, blob_bytes: int
@@ -89,12 +99,20 @@ class Transfer:
         """Return whether to write a blob past the page cache."""
         if self.mode != "auto":
             return self.mode == "always"
-        return sum(memoryview(buffer).nbytes for buffer in blob) >= SMALL_BYTES
+        return self._behind is None and _size(blob) >= SMALL_BYTES
+
+    def writes_over(self, blob: Buffers) -> bool:
+        """Return whether to write a blob over another one's file takes less time than to make a new one."""
+        return self.mode == "always" or (self.mode == "auto" and _size(blob) >= SMALL_BYTES)
 
     def _reads_directly(self, fd: int, offset: int, size: int, blob_bytes: int) -> bool:
         if self.mode != "auto":
             return self.mode == "always"
         return size >= SMALL_BYTES and blob_bytes > SMALL_BLOB_BYTES and not is_cached(fd, offset, size)
+
+
+def _size(blob: Buffers) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in blob)
 
 
 def probe_direct(fd: int) -> None:

@@ -1,0 +1,110 @@
+"""Writes through the page cache that keep up with the disk: what is read again soon is still in the cache.
+
+Left alone, the kernel collects writes until it has too many, and then finds room for more slowly. Here a file begins to
+be written to the disk when its blob is complete, later writers wait for it, and later still its pages leave the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+
+UNWRITTEN_BYTES = 256 << 20
+"""Of files in the page cache that are on their way to the disk."""
+KEPT_BYTES = 1 << 30
+"""Of files that were written last and stay in the page cache."""
+
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
+
+_everybody: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
+
+
+class WriteBehind:
+    """The files that were written last. They are known by their paths: between calls no descriptor is open.
+
+    Nothing here fails: a file that was deleted or replaced has no turn to wait for.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+        _everybody.add(self)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._unwritten = _Line(UNWRITTEN_BYTES)
+        self._kept = _Line(KEPT_BYTES)
+
+    def begin(self, fd: int) -> None:
+        """Begin to write the content of the file to the disk."""
+        _sync_file_range()(fd, 0, 0, _WRITE)
+
+    def note(self, path: str, num_bytes: int) -> None:
+        """A file that was begun is at this path now. Waits for others, if there is too much to write."""
+        with self._lock:
+            to_write, to_drop = self._unwritten.add(path, num_bytes), self._kept.add(path, num_bytes)
+        for old in to_write:
+            _opened(old, lambda fd: _sync_file_range()(fd, 0, 0, _WAIT_BEFORE | _WRITE | _WAIT_AFTER))
+        for old in to_drop:
+            _opened(old, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
+
+
+class _Line:
+    """Files in the order in which they were written, up to a number of bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._files: deque[tuple[str, int]] = deque()
+        self._bytes = 0
+
+    def add(self, path: str, num_bytes: int) -> list[str]:
+        """Returns those that are beyond the number of bytes now, the oldest first."""
+        self._files.append((path, num_bytes))
+        self._bytes += num_bytes
+        beyond = []
+        while self._bytes > self._most_bytes and len(self._files) > 1:
+            old, its_bytes = self._files.popleft()
+            self._bytes -= its_bytes
+            beyond.append(old)
+        return beyond
+
+
+def available() -> bool:
+    """Return whether this system can."""
+    return _sync_file_range() is not None and hasattr(os, "posix_fadvise")
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
+def _opened(path: str, use: Callable[[int], object]) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        use(fd)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def _after_fork_in_child() -> None:
+    for one in tuple(_everybody):
+        one._begin()  # another thread may have held its lock
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
