@@ -176,3 +176,23 @@ def test_what_is_queued_behind_a_write_that_hangs_is_lost_where_there_is_no_othe
     assert not desk.queue.stuck
     assert [write.outcome for write in behind] == [False, False] and desk.queue.waiting_bytes == 0
     assert desk.lost == ["deadline"] * 3 and [chunk.releases for chunk in chunks] == [0, 1, 1]
+
+
+def test_a_write_that_is_given_up_while_it_is_asked_about_is_never_accepted(desk: Desk) -> None:
+    asked, stored = threading.Event(), []
+
+    def wanted() -> bool:
+        asked.set()
+        return desk.gate.wait(20)
+
+    chunk: Any = Chunk()
+    write = desk.queue.submit(
+        A, lambda: bool(stored.append(A)), chunk, until=desk.clock.now(), accepted=lambda: desk.accepted.append(A),
+        wanted=wanted,
+    )  # fmt: skip
+    assert write is not None and asked.wait(20)
+    desk.clock.time += 21
+    assert desk.queue.stuck and len(desk.lost) == 1 and write.outcome is False
+    desk.gate.set()
+    assert eventually(lambda: chunk.releases == 1)
+    assert not desk.accepted and not stored

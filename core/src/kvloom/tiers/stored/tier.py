@@ -236,13 +236,8 @@ class StoredTier(Tier):
             return None
         store = self.calls.judged("put", partial(self._store, key, loaded, since, chain, record), self.calls.writing)
         expect = partial(self.ledger.expect, key, chain)
-        if inquiry is None:
-            write = self._writes.submit(key, store, loaded, until=until, accepted=expect, record=record)
-        else:  # what is expected is not looked for
-            wanted = partial(self._lacks_after_all, key, inquiry, expect)
-            write = self._writes.submit(
-                key, store, loaded, until=until, accepted=lambda: None, record=record, wanted=wanted
-            )
+        wanted = None if inquiry is None else lambda: not inquiry.enough(key)
+        write = self._writes.submit(key, store, loaded, until=until, accepted=expect, record=record, wanted=wanted)
         if write is None:
             self._on_lost(key, chunk, "the write queue is full")
         return write
@@ -251,12 +246,6 @@ class StoredTier(Tier):
     def flush(self, until: float) -> bool:
         """Wait until every accepted write has been written or has failed; False if `until` came first."""
         return self._writes.flush(until)
-
-    def _lacks_after_all(self, key: ChunkKey, inquiry: Inquiry, expect: Callable[[], None]) -> bool:
-        if inquiry.enough(key):
-            return False
-        expect()
-        return True
 
     def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain, record: RequestTrace) -> bool:
         began = self._runtime.now()

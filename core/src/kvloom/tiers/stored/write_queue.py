@@ -78,24 +78,24 @@ class WriteQueue:
 
     def submit(
         self, key: ChunkKey, store: Callable[[], bool], loaded: Loaded, *, until: float, accepted: Callable[[], None],
-        record: RequestTrace = NO_TRACE, wanted: Callable[[], bool] = lambda: True,
+        record: RequestTrace = NO_TRACE, wanted: Callable[[], bool] | None = None,
     ) -> Write | None:  # fmt: skip
         """Queue a write, waiting for room until `until`; None (the chunk released) if there was none.
 
         Room is waited for only while writes return: once none has for `HURRIED_SHARE` of the deadline, nobody waits.
         A write of the same key that is under way stands for this one. accepted: called before the write can begin, and
         only if no other stands for it: that one may have done already what it does to the ledger. wanted: called on the
-        thread, before the write counts as begun; if it says no, the write is done. It has a bound of its own.
+        thread, before the write counts as accepted; if it says no, the write is done. It has a bound of its own.
         """
         write = Write(key, loaded, record=record)
         record.hold()
-        same = self._admit(write, until, accepted)
+        same = self._admit(write, until, accepted if wanted is None else lambda: None)
         if same is not write:
             record.release()
             loaded.release()
             return same
         try:
-            write.call = self.workers.submit(lambda: self._run(write, store, wanted), seconds=self._deadline)
+            write.call = self.workers.submit(lambda: self._run(write, store, wanted, accepted), seconds=self._deadline)
         except BackendError:
             self._settle(write, False)
             loaded.release()
@@ -149,13 +149,14 @@ class WriteQueue:
         self._lose(list(self._open.values()), "closed before it was written")
         self.workers.close(max(0.0, until - self._runtime.now()))
 
-    def _run(self, write: Write, store: Callable[[], bool], wanted: Callable[[], bool]) -> None:
+    def _run(
+        self, write: Write, store: Callable[[], bool], wanted: Callable[[], bool] | None, accepted: Callable[[], None]
+    ) -> None:
         outcome = False
         try:
-            if not wanted():
+            if wanted is not None and not wanted():
                 outcome = True
-            elif write.outcome is None:
-                write.began = self._runtime.now()
+            elif self._begin(write, accepted if wanted is not None else lambda: None):
                 outcome = store()
         except Exception as error:
             if write.outcome is None:
@@ -164,6 +165,15 @@ class WriteQueue:
             write.loaded.release()
             self._moved_at = self._runtime.now()
             self._settle(write, outcome)
+
+    def _begin(self, write: Write, accepted: Callable[[], None]) -> bool:
+        """Return whether it begins: not if it was given up. Whoever gives it up afterwards finds it accepted."""
+        with self._changed:
+            if write.outcome is not None:
+                return False
+            accepted()
+            write.began = self._runtime.now()
+            return True
 
     def _settle(self, write: Write, outcome: bool) -> None:
         with self._changed:
