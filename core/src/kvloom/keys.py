@@ -38,7 +38,7 @@ _WHOLE_UNITS = 256
 """Most tokens of a chunk that has pieces of `PIECE_TOKENS`."""
 _PIECE_DOMAIN = f"{DOMAIN}/piece\0".encode()
 _DIGEST_BYTES = 32
-_BATCH_CHUNKS = 1024
+_BATCH_TOKENS = 1 << 18
 """Hashed without letting another thread run: for a part of the time that the interpreter gives a thread anyway."""
 _NO_INT32 = "tokens: a token id does not fit into 32 bits"
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
@@ -140,7 +140,7 @@ def chain(
 def _digests(array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int) -> list[bytes]:
     """The digest of each whole chunk. digest: that before the first one."""
     native_chain = _native_chain()
-    if native_chain and array.ndim == 1 and array.dtype.str in ("<i8", "<i4") and array.flags.c_contiguous:
+    if native_chain is not None and type(chunk_tokens) is int and chunk_tokens <= array.size and _lies_flat(array):
         return _native_digests(native_chain, array, digest, chunk_tokens)
     data = memoryview(int32_tokens(array).data).cast("B")
     sha256 = hashlib.sha256
@@ -155,15 +155,21 @@ def _digests(array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int) -> l
     return digests
 
 
+def _lies_flat(array: np.ndarray[Any, Any]) -> bool:
+    """Return whether native code can read these tokens where they lie."""
+    flags = array.flags
+    return array.ndim == 1 and array.dtype.str in ("<i8", "<i4") and flags.c_contiguous and flags.aligned
+
+
 def _native_digests(
     native_chain: Callable[..., int], array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int
 ) -> list[bytes]:
-    """As `_digests`, of int32 or int64 in one piece of memory."""
+    """As `_digests`, of tokens that lie flat, at least a chunk of them."""
     at: int = array.__array_interface__["data"][0]
     left, width = len(array), array.itemsize
     digests: list[bytes] = []
     while True:
-        count = min(left, _BATCH_CHUNKS * chunk_tokens)
+        count = min(left, max(1, _BATCH_TOKENS // chunk_tokens) * chunk_tokens)
         found = ctypes.create_string_buffer(count // chunk_tokens * _DIGEST_BYTES or 1)
         if native_chain(digest, at, count, width == 8, chunk_tokens, found):
             raise ValueError(_NO_INT32)
@@ -206,7 +212,8 @@ def pieces(
 
     tokens: 1-D, of any integer dtype. before: one of their segments of `chain`; None for the first chunk. own: only
     those that lead to the last unit of the tokens. The key of a piece covers all tokens before its end, and its start.
-    Raises TypeError and ValueError for tokens as `int32_tokens` does, TypeError for a salt that is not text.
+    Raises TypeError and ValueError as `int32_tokens` does, for tokens of a chunk that has a piece, and TypeError for a
+    salt that is not text.
     """
     if not isinstance(salt, str):
         raise TypeError(f"salt: expected a str, got {type(salt).__name__}")

@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 
-from kvloom_backend_disk import write_behind
+from kvloom_backend_disk import pagecache, write_behind
 from kvloom_backend_disk.backend import DiskBackend
 from kvloom_backend_disk.pagecache import is_cached
 from kvloom_backend_disk.transfer import SMALL_BYTES, Transfer
 from kvloom_backend_disk.write_behind import WriteBehind
 
-pytestmark = pytest.mark.skipif(not write_behind.available(), reason="this system has no sync_file_range")
+
+@pytest.fixture
+def backend(direct_path: Path, open_backend: Any) -> DiskBackend:
+    opened: DiskBackend = open_backend(direct_path)
+    if opened._transfer._behind is None:
+        pytest.skip("writes cannot be followed here")
+    return opened
 
 
 def key(number: int) -> str:
@@ -54,29 +60,36 @@ def test_a_blob_is_on_its_way_once_it_is_complete(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(write_behind, "_sync_file_range", lambda: note)
     with open(tmp_path / "blob", "w+b", buffering=0) as file:
-        Transfer("auto").write(file.fileno(), [bytes(SMALL_BYTES), b"end"])
+        Transfer("auto", followed=True).write(file.fileno(), [bytes(SMALL_BYTES), b"end"])
     assert asked == [(SMALL_BYTES + 3, 0, 0, 2)]
 
 
+def cached(backend: DiskBackend, *numbers: int) -> list[bool]:
+    found = []
+    for number in numbers:
+        with open(backend._layout.path(key(number)), "rb") as file:
+            found.append(is_cached(file.fileno(), 0, SMALL_BYTES))
+    return found
+
+
 @pytest.mark.usefixtures("short")
-def test_what_was_written_last_is_in_the_page_cache(direct_path: Path, open_backend: Any) -> None:
-    backend = open_backend(direct_path)
-    places = []
+def test_what_was_written_last_is_in_the_page_cache(backend: DiskBackend) -> None:
     for number in range(6):
         backend.put(key(number), [os.urandom(SMALL_BYTES)])
-        places.append(backend._layout.path(key(number)))
-    cached = []
-    for place in places:
-        with open(place, "rb") as file:
-            cached.append(is_cached(file.fileno(), 0, SMALL_BYTES))
-    if not any(cached):
-        pytest.skip("this kernel does not say what the page cache holds")
-    assert cached == [False] * 3 + [True] * 3
+    assert cached(backend, *range(6)) == [False] * 3 + [True] * 3
 
 
 @pytest.mark.usefixtures("short")
-def test_files_that_are_gone_or_something_else_hold_nobody_up(tmp_path: Path, open_backend: Any) -> None:
-    backend = open_backend(tmp_path)
+def test_a_blob_that_is_written_anew_is_the_last_one(backend: DiskBackend) -> None:
+    for number in [0, 1, *[0] * 9, 2]:
+        backend.put(key(number), [os.urandom(SMALL_BYTES)])
+    assert cached(backend, 0, 1, 2) == [True] * 3
+    backend.put(key(3), [os.urandom(SMALL_BYTES)])
+    assert cached(backend, 0, 1, 2, 3) == [True, False, True, True]
+
+
+@pytest.mark.usefixtures("short")
+def test_files_that_are_gone_or_something_else_hold_nobody_up(backend: DiskBackend) -> None:
     for number in range(8):
         backend.put(key(number), [bytes(SMALL_BYTES)])
         path = Path(backend._layout.path(key(number)))
@@ -107,20 +120,39 @@ def test_small_blobs_and_other_modes_are_left_to_the_kernel(
     assert backend.get(key(0)) == bytes(size)
 
 
+class Answers:
+    """System calls that are taken, and do what they do on systems that cannot follow a write."""
+
+    @staticmethod
+    def no_symbol(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(write_behind, "_sync_file_range", lambda: None)
+
+    @staticmethod
+    def refused(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(write_behind, "_sync_file_range", lambda: lambda *_: -1)
+
+    @staticmethod
+    def ignored(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(write_behind, "_sync_file_range", lambda: lambda *_: 0)
+
+    @staticmethod
+    def untold(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(pagecache, "_syscall", lambda *_: -1)
+
+
+@pytest.mark.parametrize("answer", ["no_symbol", "refused", "ignored", "untold"])
 def test_where_it_cannot_be_followed_large_blobs_are_written_past_the_cache(
-    direct_path: Path, open_backend: Any, monkeypatch: pytest.MonkeyPatch
+    backend: DiskBackend, direct_path: Path, open_backend: Any, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     blob = [bytes(SMALL_BYTES)]
-    assert not open_backend(direct_path)._transfer.writes_directly(blob)
-    monkeypatch.setattr(write_behind, "available", lambda: False)
+    assert not backend._transfer.writes_directly(blob)
+    getattr(Answers, answer)(monkeypatch)
     assert open_backend(direct_path)._transfer.writes_directly(blob)
 
 
-def test_a_child_that_was_forked_under_the_lock_writes(tmp_path: Path, open_backend: Any) -> None:
-    backend = open_backend(tmp_path, "auto")
+def test_a_child_that_was_forked_under_the_lock_writes(backend: DiskBackend) -> None:
     behind = backend._transfer._behind
-    if behind is None:
-        pytest.skip("no O_DIRECT here")
+    assert behind is not None
     with behind._lock:
         child = os.fork()
         if not child:

@@ -34,7 +34,7 @@ def expected(tokens: np.ndarray[Any, Any], chunk_tokens: int) -> list[bytes]:
     chunk_tokens=st.one_of(st.integers(1, 40), st.sampled_from([255, 256, 257, 512, 600])),
     count=st.integers(0, 2500),
     dtype=st.sampled_from(["<i4", "<i8"]),
-    batch=st.sampled_from([1, 2, 7, 1024]),
+    batch=st.sampled_from([1, 60, 700, 1 << 18]),
 )
 def test_it_is_the_chain_that_hashlib_makes(
     rng: np.random.Generator, chunk_tokens: int, count: int, dtype: str, batch: int
@@ -42,18 +42,18 @@ def test_it_is_the_chain_that_hashlib_makes(
     assert native_chain is not None
     tokens = rng.integers(-(2**31), 2**31, count).astype(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keys, "_BATCH_CHUNKS", batch)
+        patch.setattr(keys, "_BATCH_TOKENS", batch)
         assert keys._native_digests(native_chain, tokens, BEFORE, chunk_tokens) == expected(tokens, chunk_tokens)
 
 
-@given(rng=tokens_of, count=st.integers(1, 600), batch=st.sampled_from([1, 1024]), data=st.data())
+@given(rng=tokens_of, count=st.integers(1, 600), batch=st.sampled_from([1, 1 << 18]), data=st.data())
 def test_a_token_that_does_not_fit_is_refused_wherever_it_is(
     rng: np.random.Generator, count: int, batch: int, data: st.DataObject
 ) -> None:
     tokens = rng.integers(-(2**31), 2**31, count)
     tokens[data.draw(st.integers(0, count - 1))] = data.draw(st.sampled_from([2**31, -(2**31) - 1, 2**32, 2**63 - 1]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keys, "_BATCH_CHUNKS", batch)
+        patch.setattr(keys, "_BATCH_TOKENS", batch)
         with pytest.raises(ValueError, match=r"^tokens: a token id does not fit into 32 bits$"):
             chain(tokens, chunk_tokens=32, fingerprint="f")
 
@@ -65,6 +65,7 @@ def test_a_token_that_does_not_fit_is_refused_wherever_it_is(
         torch.arange(200)[::2],
         torch.arange(100, dtype=torch.int16),
         np.arange(100)[::-1],
+        np.frombuffer(bytes(809), "<i8", 100, offset=9),
         np.arange(100).astype(">i8"),
         np.arange(100).astype("<u4"),
         np.arange(100.0),
@@ -82,6 +83,15 @@ def test_what_it_does_not_take_is_as_without_it(tokens: Any, monkeypatch: pytest
     natively = outcome()
     monkeypatch.setattr(keys, "_native_chain", lambda: None)
     assert natively == outcome()
+
+
+@pytest.mark.parametrize("chunk_tokens", [101, 2**64, 2**64 + 1, np.int64(8), True])
+def test_chunks_of_any_size_are_as_without_it(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    natively = chain(np.arange(100), chunk_tokens=chunk_tokens, fingerprint="f")
+    with pytest.raises(ValueError, match="32 bits"):
+        chain(np.array([2**31]), chunk_tokens=chunk_tokens, fingerprint="f")
+    monkeypatch.setattr(keys, "_native_chain", lambda: None)
+    assert natively == chain(np.arange(100), chunk_tokens=chunk_tokens, fingerprint="f")
 
 
 def test_a_processor_that_cannot_hashes_in_python(monkeypatch: pytest.MonkeyPatch) -> None:

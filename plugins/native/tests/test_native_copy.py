@@ -84,6 +84,16 @@ SPEC = KVSpec(model="m", num_layers=2, num_kv_heads=1, head_size=4, dtype="float
 SEGMENT = Segment(4, 8, ChunkKey("n/-", 0, bytes(32)))
 
 
+class Odd(torch.Tensor):
+    pass
+
+
+def emptied(offset: int) -> torch.Tensor:
+    kv = torch.zeros(4 + 2 * 2 * 8 * 4)[offset : offset + 2 * 2 * 8 * 4].view(2, 2, 8, 4)
+    kv.untyped_storage().resize_(0)
+    return kv
+
+
 @pytest.mark.parametrize(
     ("kv", "tensor"),
     [
@@ -95,6 +105,13 @@ SEGMENT = Segment(4, 8, ChunkKey("n/-", 0, bytes(32)))
         (torch.zeros(2, 2, 8, 4), torch.ones(2, 2, 1, 4)),
         (torch.zeros(2, 2, 8, 4, device="meta"), torch.ones(2, 2, 4, 4)),
         (torch.zeros(2, 2, 8, 4), torch.ones(2, 2, 4, 4, device="meta")),
+        (torch.zeros(2, 2, 8, 4), torch._neg_view(torch.ones(2, 2, 4, 4))),
+        (torch._neg_view(torch.zeros(2, 2, 8, 4)), torch.ones(2, 2, 4, 4)),
+        (torch.zeros(2, 2, 8, 4).as_subclass(Odd), torch.ones(2, 2, 4, 4)),
+        (torch.zeros(2, 2, 8, 4), torch._efficientzerotensor((2, 2, 4, 4))),
+        (torch.zeros(2, 2, 8, 0), torch.ones(2, 2, 4, 0)),
+        (torch.zeros(2, 2, 8, 4, 1), torch.ones(2, 2, 4, 4, 1)),
+        (torch.zeros(2, 2, 8), torch.ones(2, 2, 4)),
     ],
 )
 def test_what_it_does_not_take_is_left_to_torch(
@@ -113,3 +130,19 @@ def test_what_it_does_not_take_is_left_to_torch(
     natively = outcome()
     monkeypatch.setattr(plain, "_native_copy", lambda: None)
     assert natively == outcome()
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+def test_kv_without_memory_is_refused_by_torch(offset: int) -> None:
+    chunk = Chunk(torch.ones(2, 2, 4, 4), MemoryFormat.KV_BLOB, 4)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        PlainConnector(PlainConnector.Config(), SPEC).write([SEGMENT], [chunk], kv=emptied(offset))
+
+
+def test_torch_knows_that_the_kv_was_changed() -> None:
+    kv = torch.zeros(2, 2, 8, 4)
+    chunk = Chunk(torch.ones(2, 2, 4, 4), MemoryFormat.KV_BLOB, 4)
+    assert plain._copied(kv, [SEGMENT], [chunk], to_kv=True) and kv._version == 1
+    assert plain._copied(kv, [SEGMENT], [chunk], to_kv=False) and kv._version == 1
+    with torch.inference_mode():
+        assert plain._copied(torch.zeros(2, 2, 8, 4), [SEGMENT], [chunk], to_kv=True)

@@ -84,9 +84,13 @@ class PlainConnector(GPUConnector):
 
 def _copied(kv: torch.Tensor, segments: Sequence[Segment], chunks: Sequence[Chunk], *, to_kv: bool) -> bool:
     """Copy all chunks by one native call. False: it was left to torch, and nothing is copied."""
+    import torch
+
     copy = _native_copy()
-    if copy is None or not (kv.is_cpu and kv.is_contiguous()):
+    if copy is None or kv.dim() != 4 or kv.is_quantized or not _lies_flat(kv):
         return False
+    if kv.untyped_storage().nbytes() < (kv.storage_offset() + kv.numel()) * kv.itemsize:
+        return False  # torch says what is wrong with it
     planes, layers, kv_tokens, hidden = kv.shape
     rows, token_bytes = planes * layers, hidden * kv.itemsize
     most_tokens = _MOST_NATIVE_BYTES // (rows * token_bytes)
@@ -95,11 +99,26 @@ def _copied(kv: torch.Tensor, segments: Sequence[Segment], chunks: Sequence[Chun
         tensor, tokens = chunk.tensor, end - start
         if tokens > most_tokens or tensor.dtype != kv.dtype or tensor.shape != (planes, layers, tokens, hidden):
             return False
-        if not (tensor.is_cpu and tensor.is_contiguous()):
+        if start < 0 or not _lies_flat(tensor):
             return False
         table.extend((tensor.data_ptr(), start, tokens))
     address, _ = table.buffer_info()
-    return copy(kv.data_ptr(), rows, kv_tokens, token_bytes, address, len(chunks), to_kv) == 0
+    if copy(kv.data_ptr(), rows, kv_tokens, token_bytes, address, len(chunks), to_kv):
+        return False
+    if to_kv and not kv.is_inference():
+        torch.autograd.graph.increment_version(kv)
+    return True
+
+
+def _lies_flat(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor of any shape lie in host memory one behind the other, just as they are.
+
+    Not those of subclasses, and where torch negates elements as it reads them, or has no memory for them.
+    """
+    import torch
+
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
+    return plain and tensor.is_contiguous() and not tensor.is_neg() and tensor.data_ptr() != 0
 
 
 @cache

@@ -22,7 +22,7 @@ from pydantic import field_validator
 
 from kvloom import Buffer, Buffers, CorruptBlobError, Entry, KVSpec, MappedBlob, ReadDone, Sink, StorageBackend
 from kvloom import Config as BaseConfig
-from kvloom_backend_disk import native_reads
+from kvloom_backend_disk import native_reads, write_behind
 from kvloom_backend_disk.hold import Holds
 from kvloom_backend_disk.layout import SCRATCH, Layout
 from kvloom_backend_disk.scratch import Scratch, drop
@@ -86,7 +86,7 @@ class DiskBackend(StorageBackend):
         self._refusal = ""
         self._maps = False
         try:
-            self._transfer = Transfer(self._probe(root, config.direct))
+            self._transfer = self._probed(root, config.direct)
             reclaimed = self._scratch.reclaim()
             self._maps = native_reads.are_memory(str(root))
         except OSError as error:
@@ -101,24 +101,23 @@ class DiskBackend(StorageBackend):
         if reclaimed:
             logger.info("removed %d unfinished files of dead processes from %s", reclaimed, root)
 
-    def _probe(self, root: Path, wanted: Mode) -> Mode:
-        """The mode that works in this directory, given the wanted one. Raises OSError if nothing can
-        be written there."""
+    def _probed(self, root: Path, wanted: Mode) -> Transfer:
+        """What works in this directory, given the wanted mode. Raises OSError if nothing can be written there."""
         draft, fd = self._scratch.open()
         try:
             if wanted != "never":
                 probe_direct(fd)
+            return Transfer(wanted, followed=wanted == "auto" and write_behind.works(fd))
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return wanted  # a full disk says nothing about O_DIRECT
+                return Transfer(wanted)  # a full disk says nothing about O_DIRECT
             if wanted == "always":
                 raise ValueError(f"direct: O_DIRECT does not work in {root} ({error}); use `direct: auto`") from error
             logger.info("no O_DIRECT in %s (%s): reading and writing through the page cache", root, error)
-            return "never"
+            return Transfer("never")
         finally:
             os.close(fd)
             os.unlink(draft)
-        return wanted
 
     def identity(self) -> str | None:
         try:
@@ -165,11 +164,11 @@ class DiskBackend(StorageBackend):
             if publish is os.link:
                 with contextlib.suppress(OSError):  # it is published; a draft of the dead is reclaimed
                     os.unlink(draft)
-            self._transfer.written(path, blob)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(draft)
             raise
+        self._transfer.written(path, blob)
 
     def get(self, key: str) -> Buffer | None:
         memory = _Memory()

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 
+PAGE_BYTES = mmap.PAGESIZE
 _CACHESTAT = 451  # Linux 6.5, the same number on every architecture
 
 
@@ -34,7 +35,18 @@ def is_cached(fd: int, offset: int, num_bytes: int) -> bool:
     """
     if _syscall is None:
         return True  # no O_DIRECT there to choose instead
+    found = _asked(fd, offset, num_bytes)
+    return found is not None and bool(found.cached * PAGE_BYTES >= 0.9 * num_bytes)
+
+
+def is_clean(fd: int, num_bytes: int) -> bool:
+    """Return whether the page cache holds the beginning of the file, and the disk too. No if it cannot be asked."""
+    found = _asked(fd, 0, num_bytes)
+    return found is not None and found.cached * PAGE_BYTES >= num_bytes and not (found.dirty or found.writeback)
+
+
+def _asked(fd: int, offset: int, num_bytes: int) -> _CacheStat | None:
     part, found = _Range(offset, num_bytes), _CacheStat()
-    if _syscall(_CACHESTAT, fd, ctypes.byref(part), ctypes.byref(found), 0):
-        return False
-    return bool(found.cached * mmap.PAGESIZE >= 0.9 * num_bytes)
+    if _syscall is None or _syscall(_CACHESTAT, fd, ctypes.byref(part), ctypes.byref(found), 0):
+        return None
+    return found

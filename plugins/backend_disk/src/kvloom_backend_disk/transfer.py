@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from kvloom import BackendError, Buffers, native
-from kvloom_backend_disk import write_behind
 from kvloom_backend_disk.extents import Extent, coalesce
 from kvloom_backend_disk.pagecache import is_cached
 from kvloom_backend_disk.write_behind import WriteBehind
@@ -39,11 +38,14 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 class Transfer:
     """Reads and writes as `mode` says."""
 
-    def __init__(self, mode: Mode, *, tried: bool = True) -> None:
-        """tried: O_DIRECT is known to work, if `mode` wants it; else it is found out when it is first read with."""
+    def __init__(self, mode: Mode, *, tried: bool = True, followed: bool = False) -> None:
+        """tried: O_DIRECT is known to work, if `mode` wants it; else it is found out when it is first read with.
+
+        followed: `auto` writes through the page cache, for `write_behind` works here.
+        """
         self.mode = mode
         self.tried = tried
-        self._behind = WriteBehind() if mode == "auto" and write_behind.available() else None
+        self._behind = WriteBehind() if mode == "auto" and followed else None
 
     def write(self, fd: int, blob: Buffers) -> None:
         """Make the blob the content of the file `fd`, open at its start. Raises OSError, with part of it written."""
@@ -128,6 +130,7 @@ def probe_direct(fd: int) -> None:
         os.readv(fd, [block])
         if block[:] != written:
             raise OSError("O_DIRECT read other bytes than it wrote")
+    _set_direct(fd, False)
 
 
 def _reads_past_the_cache(fd: int) -> bool:

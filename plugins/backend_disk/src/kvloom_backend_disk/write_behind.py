@@ -10,9 +10,11 @@ import ctypes
 import os
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
+
+from kvloom_backend_disk import pagecache
 
 UNWRITTEN_BYTES = 256 << 20
 """Of files in the page cache that are on their way to the disk."""
@@ -27,7 +29,7 @@ _everybody: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
 class WriteBehind:
     """The files that were written last. They are known by their paths: between calls no descriptor is open.
 
-    Nothing here fails: a file that was deleted or replaced has no turn to wait for.
+    Nothing here fails. A file that was deleted has no turn to wait for; one that was replaced has that of the new one.
     """
 
     def __init__(self) -> None:
@@ -54,28 +56,38 @@ class WriteBehind:
 
 
 class _Line:
-    """Files in the order in which they were written, up to a number of bytes."""
+    """Files in the order in which they were written last, up to a number of bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._files: deque[tuple[str, int]] = deque()
+        self._files: OrderedDict[str, int] = OrderedDict()
         self._bytes = 0
 
     def add(self, path: str, num_bytes: int) -> list[str]:
         """Returns those that are beyond the number of bytes now, the oldest first."""
-        self._files.append((path, num_bytes))
-        self._bytes += num_bytes
+        self._bytes += num_bytes - self._files.pop(path, 0)
+        self._files[path] = num_bytes
         beyond = []
         while self._bytes > self._most_bytes and len(self._files) > 1:
-            old, its_bytes = self._files.popleft()
+            old, its_bytes = self._files.popitem(last=False)
             self._bytes -= its_bytes
             beyond.append(old)
         return beyond
 
 
-def available() -> bool:
-    """Return whether this system can."""
-    return _sync_file_range() is not None and hasattr(os, "posix_fadvise")
+def works(fd: int) -> bool:
+    """Return whether writes can be followed where this file is: writes a page to it, and asks what becomes of it.
+
+    Not on a system without `sync_file_range` or `cachestat` (before Linux 6.5), and not on file systems that keep the
+    content of their files in those of another, such as overlayfs: there the kernel takes the calls and does nothing.
+    """
+    follow = _sync_file_range()
+    if follow is None or not hasattr(os, "posix_fadvise"):
+        return False
+    written = os.pwrite(fd, bytes(pagecache.PAGE_BYTES), 0)
+    if follow(fd, 0, 0, _WAIT_BEFORE | _WRITE | _WAIT_AFTER):
+        return False
+    return written > 0 and pagecache.is_clean(fd, written)
 
 
 @cache
