@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -151,3 +152,29 @@ def test_a_read_from_before_a_removal_is_not_shared(store: Store) -> None:
     assert same.inflight is before.inflight is not after.inflight
     for read in (before, same, after):
         store.inflight.leave(read.inflight)
+
+
+def test_what_was_shared_or_leased_is_given_back_if_the_rest_cannot_be_begun(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leased:
+        released = False
+
+        def release(self) -> None:
+            self.released = True
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    def in_memory(lacking: Sequence[ChunkKey]) -> Any:
+        return [leased, *[None] * (len(lacking) - 1)]
+
+    joined, leased = store.begin(), Leased()
+    keys = [KEY, *(ChunkKey(KEY.namespace, number, KEY.digest) for number in (8, 9))]
+    monkeypatch.setattr(InflightReads, "_begin_whole", fail)
+    with pytest.raises(MemoryError):
+        store.inflight.begin_or_join(
+            [Wanted(key, SHAPE, 4) for key in keys], store.load, store.context(), in_memory=in_memory
+        )
+    assert leased.released and joined.inflight.shares == 1
+    store.inflight.leave(joined.inflight)

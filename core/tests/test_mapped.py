@@ -232,7 +232,7 @@ def test_what_was_leased_is_given_back_if_the_rest_cannot_be_begun(
         raise MemoryError
 
     with monkeypatch.context() as full:
-        full.setattr("kvloom.tiers.stored.inflight.InflightReads.begin_or_join", fail)
+        full.setattr("kvloom.tiers.stored.inflight.InflightReads._begin_whole", fail)
         with pytest.raises(MemoryError):
             retrieve(engine)
     panes = window().panes

@@ -47,6 +47,9 @@ CALLERS = 4
 GROWTH_BYTES = 8 << 20
 """Maximum growth of the process between the middle of a run and its end; a leak of a chunk a second is more."""
 
+MAPPED_BYTES = 3 * DISK_BYTES
+"""Maximum of what is mapped at once: what both tiers hold, and what they gave up and somebody reads."""
+
 
 class Sample(NamedTuple):
     """The process at one moment."""
@@ -62,7 +65,7 @@ class Sample(NamedTuple):
     def take(cls, began: float) -> Sample:
         status = Path("/proc/self/status").read_text()
         resident = {kind: int(kib) << 10 for kind, kib in re.findall(r"^Rss(\w+):\s*(\d+) kB", status, re.MULTILINE)}
-        mapped_bytes = resident.pop("Shmem")
+        mapped_bytes = resident.pop("Shmem", 0)
         return cls(
             time.monotonic() - began,
             sum(resident.values()),
@@ -265,6 +268,9 @@ def growth(samples: Sequence[Sample], *, most_threads: int = 0) -> list[str]:
     grown = statistics.median(s.own_bytes for s in end) - statistics.median(s.own_bytes for s in middle)
     if grown > GROWTH_BYTES:
         found.append(f"memory grew by {grown / 2**20:.1f} MiB")
+    mapped = max(s.mapped_bytes for s in samples) - samples[0].mapped_bytes
+    if mapped > MAPPED_BYTES:
+        found.append(f"{mapped / 2**20:.1f} MiB are mapped")
     for name in ("threads", "files"):
         most = max(getattr(s, name) for s in middle)
         if max(getattr(s, name) for s in end) > max(most + CALLERS, most_threads if name == "threads" else 0):

@@ -62,10 +62,12 @@ def test_a_flush_is_over_although_others_go_on_storing(tmp_path: Path) -> None:
         ((109 << 20, 20, 9), "memory grew by 9.0 MiB"),
         ((100 << 20, 25, 9), "threads grew beyond 20"),
         ((100 << 20, 20, 14), "files grew beyond 9"),
+        ((100 << 20, 20, 9, 193 << 20), "193.0 MiB are mapped"),
     ],
 )
-def test_growth_is_noticed(last: tuple[int, int, int], complaint: str) -> None:
+def test_growth_is_noticed(last: tuple[int, ...], complaint: str) -> None:
     warm_up = [Sample(float(at), at << 20, 0, at, at) for at in range(10)]
     flat = [Sample(10.0 + at, 100 << 20, 0, 20, 9) for at in range(20)]
-    end = [Sample(30.0 + at, last[0], 0, *last[1:]) for at in range(10)]
+    own, threads, files, mapped = (*last, 0)[:4]
+    end = [Sample(30.0 + at, own, mapped, threads, files) for at in range(10)]
     assert growth([*warm_up, *flat, *end]) == ([complaint] if complaint else [])

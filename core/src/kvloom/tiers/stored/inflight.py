@@ -176,10 +176,21 @@ class InflightReads:
         except BackendError as error:
             self._calls.failed("read", error, self._calls.reading)
             context.lost.add(self._calls.name)
+        except BaseException:
+            for share in found:
+                self._return(share)
+            raise
         for read in found:
             if isinstance(read, Read) and read.inflight.call is None:
                 self._hurry(read.inflight)
         return found
+
+    def _return(self, one: Read | Loaded | None) -> None:
+        """Give back what was to be somebody's."""
+        if isinstance(one, Read):
+            self.leave(one.inflight)
+        else:
+            release(one)
 
     def _begin_whole(self, begun: Sequence[InflightRead], load: ReadWhole) -> None:
         calls = self._calls.reads.submit_batch(

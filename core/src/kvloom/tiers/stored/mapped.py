@@ -57,12 +57,21 @@ class MappedChunks:
     def lease(self, wanted: Sequence[Wanted], *, doomed: Callable[[], Collection[ChunkKey]]) -> list[Loaded | None]:
         """Those that are mapped and still there, each leased. doomed: returns the keys that are being removed."""
         absent = doomed()
-        found = [None if one.key in absent else self._lease(one) for one in wanted]
-        for mapped in found:
-            if mapped is not None:
-                chunk = mapped[1].chunk
+        found: list[Loaded | None] = []
+        try:
+            for one in wanted:
+                mapped = None if one.key in absent else self._lease(one)
+                found.append(None if mapped is None else mapped[1])
+        except BaseException:
+            for loaded in found:
+                if loaded is not None:
+                    loaded.release()
+            raise
+        for loaded in found:
+            if loaded is not None:
+                chunk = loaded.chunk
                 self._events.emit(Event("retrieved", self._name, chunk.num_tokens, 1, chunk.nbytes))
-        return [None if mapped is None else mapped[1] for mapped in found]
+        return found
 
     def _lease(self, wanted: Wanted) -> tuple[envelope.Header, Loaded] | None:
         key = wanted.key
