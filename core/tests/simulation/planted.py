@@ -292,7 +292,7 @@ PLANTS: dict[Plant, Planted] = {
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
     batch_in_another_order: Planted(("wrong bytes",), 2003),
-    layer_not_checked: Planted(("wrong bytes",), 3289),
+    layer_not_checked: Planted(("wrong bytes",), 20231),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2100),
     mapped_memory_not_asked_about: Planted(("wrong bytes",), 2004),
