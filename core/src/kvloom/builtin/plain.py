@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _MOST_NATIVE_BYTES = 1 << 20
-"""Of a chunk: the larger ones are copied faster by torch, with several threads each."""
+"""Size of the largest chunk that is copied natively: torch copies larger ones faster, with several threads each."""
 
 
 class PlainConnector(GPUConnector):

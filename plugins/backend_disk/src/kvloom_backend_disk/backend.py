@@ -102,7 +102,7 @@ class DiskBackend(StorageBackend):
             logger.info("removed %d unfinished files of dead processes from %s", reclaimed, root)
 
     def _probed(self, root: Path, wanted: Mode) -> Transfer:
-        """What works in this directory, given the wanted mode. Raises OSError if nothing can be written there."""
+        """Return a transfer in a mode that works in this directory. Raises OSError if nothing can be written there."""
         draft, fd = self._scratch.open()
         try:
             if wanted != "never":

@@ -63,7 +63,7 @@ class Transfer:
             os.ftruncate(fd, size)
 
     def written(self, path: str, blob: Buffers) -> None:
-        """What `write` wrote is at this path now. Waits until the disk has taken more of what was written before."""
+        """Note the path of what `write` wrote, and wait for the disk if too much is on its way there."""
         if self._behind is not None and (size := _size(blob)) >= SMALL_BYTES:
             self._behind.note(path, size)
 

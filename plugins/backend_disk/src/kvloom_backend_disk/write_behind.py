@@ -17,9 +17,9 @@ from functools import cache
 from kvloom_backend_disk import pagecache
 
 UNWRITTEN_BYTES = 256 << 20
-"""Of files in the page cache that are on their way to the disk."""
+"""Maximum size of the files of a tier that are in the page cache and on their way to the disk."""
 KEPT_BYTES = 1 << 30
-"""Of files that were written last and stay in the page cache."""
+"""Maximum size of the files of a tier that were written last and stay in the page cache."""
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 

@@ -36,7 +36,7 @@ class Mapped:
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
-    """What tells two versions of a blob apart: a new one is another file."""
+    """Return values that differ between two versions of a blob: a new one is another file."""
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 

@@ -287,7 +287,7 @@ class _NeverChanges(Mapped):
 
 
 class MapSeesNoChange(Mutant, CompleteDirectoryBackend):
-    """What was there once is taken to be there."""
+    """A blob that was there once is taken to be there."""
 
     breaks = "B51"
 
@@ -339,7 +339,7 @@ class _Everybodys(Mapped):
 
 
 class MapIsTheStoresOwn(Mutant, CompleteDirectoryBackend):
-    """What is written to the memory is written to the file."""
+    """A write to the memory is one to the file."""
 
     breaks = "B51"
 
