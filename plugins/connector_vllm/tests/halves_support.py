@@ -17,7 +17,8 @@ from kvloom_connector_vllm.announcing import Announcer
 from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import identify
 from kvloom_connector_vllm.names import Names, owner_of
-from kvloom_connector_vllm.planner import Owner, Planner, Scheduled
+from kvloom_connector_vllm.plan import Owner, Scheduled
+from kvloom_connector_vllm.planner import Planner
 from kvloom_connector_vllm.scheduler import Report, Scheduler
 from kvloom_connector_vllm.worker import Worker
 

@@ -9,7 +9,7 @@ import pytest
 from kvloom import ChunkKey
 from kvloom_connector_vllm import announcing
 from kvloom_connector_vllm.announcing import Announcer
-from kvloom_connector_vllm.planner import Chunks
+from kvloom_connector_vllm.plan import Chunks
 
 
 @pytest.mark.parametrize("bound", [{"_MOST_TOKENS": 8}, {"_MOST_CHUNKS": 2}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from halves_support import LAYERS, MEMORY, NOBODY, PROMPT, disk, one_chunks
 from vllm_fakes import BLOCK, FakeRequest
 
-from kvloom_connector_vllm.planner import Owner, Scheduled
-from kvloom_connector_vllm.scheduler import patience_of
+from kvloom_connector_vllm.plan import Owner, Scheduled
+from kvloom_connector_vllm.scheduler import Report, patience_of
 from kvloom_connector_vllm.worker import IDLE_SECONDS
 
 
@@ -188,8 +189,55 @@ def test_generated_tokens_are_there_for_the_next_turn(pretended: Any) -> None:
         part = Scheduled("a", blocks, False, position, position + 1)
         one.step([part], lambda end=position + 1: one.compute(request, range(8), end - BLOCK, end))
     one.settle()
-    one.scheduler.end("a")
+    one.scheduler.end("a", range(6))
     assert one.serve(FakeRequest("b", [*request.tokens, 1, 2, 3]), range(8, 16)) == 24
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_last_generated_tokens_are_there_for_the_next_turn(pretended: Any, ranks: int, tmp_path: Path) -> None:
+    """Their blocks are given away in the step that follows the one in which they are saved."""
+    one = pretended(tiers=[disk(tmp_path)], ranks=ranks, save_decode_cache=True, chunk_tokens=8 * BLOCK)
+    request, other = FakeRequest("a", PROMPT[:13]), FakeRequest("b", [9] * 17)
+    one.scheduler.begin(request, NOBODY)
+    one.scheduler.begin(other, NOBODY)
+    one.step([Scheduled("a", range(8), True, 0, 13)], lambda: one.compute(request, range(8), 0, 12))
+    request.append(*range(100, 112))
+    one.step([Scheduled("a", [], False, 13, 24)], lambda: one.compute(request, range(8), 12, 24))
+    one.settle()
+    one.scheduler.end("a", range(6))
+    assert one.scheduler.busy, "the engine has to make a step"
+    one.step()
+    one.step([Scheduled("b", range(5), True, 0, 17)], lambda: one.compute(other, range(5), 0, 17))
+    one.settle()
+    assert one.serve(FakeRequest("c", [*request.tokens, 1, 2, 3]), range(8, 16)) == 24
+
+
+def test_every_rank_has_read_the_blocks_of_a_request_that_is_over_before_they_are_written(pretended: Any) -> None:
+    one = pretended(tiers=[MEMORY], ranks=2, save_decode_cache=True)
+    request = FakeRequest("a", PROMPT[:7])
+    one.scheduler.begin(request, NOBODY)
+    one.step([Scheduled("a", range(4), True, 0, 8)], lambda: one.compute(request, range(4), 0, 8))
+    one.settle()
+    request.append(50, 51)
+    one.scheduler.end("a", range(3))
+    (save,) = one.scheduler.orders(()).step.ended
+    other = FakeRequest("b", [9] * 17)
+    one.scheduler.begin(other, NOBODY)
+    one.scheduler.report(Report(saved=Counter({save.number: 1})))
+    assert one.scheduler.busy
+    assert one.scheduler.orders([Scheduled("b", range(5), True, 0, 17)]).step.fence == (save.number,)
+
+
+def test_routers_are_told_of_what_is_saved_when_a_request_is_over(pretended: Any) -> None:
+    one = pretended(tiers=[MEMORY], save_decode_cache=True)
+    request = FakeRequest("a", PROMPT[:7])
+    one.scheduler.begin(request, NOBODY)
+    one.step([Scheduled("a", range(4), True, 0, 8)], lambda: one.compute(request, range(4), 0, 8))
+    request.append(50, 51)
+    one.scheduler.end("a", range(3))
+    one.settle()
+    (told,) = one.scheduler.announcements()
+    assert (told.what, told.blocks.hashes) == ("stored", tuple(request.block_hashes[:2]))
 
 
 def test_routers_are_told_what_came_and_what_left(pretended: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from halves_support import MEMORY, NOBODY, PROMPT, disk, one_chunks
 from vllm_fakes import FakeRequest
 
-from kvloom_connector_vllm.planner import Scheduled
+from kvloom_connector_vllm.plan import Scheduled
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

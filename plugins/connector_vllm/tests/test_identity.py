@@ -18,7 +18,7 @@ from kvloom_connector_vllm.configured import Settings, has_shared_tier
 from kvloom_connector_vllm.identity import Adapters, identify
 from kvloom_connector_vllm.names import Names, owner_of
 from kvloom_connector_vllm.paged.views import order_of, pages_of
-from kvloom_connector_vllm.planner import Chunks, Owner
+from kvloom_connector_vllm.plan import Chunks, Owner
 from kvloom_connector_vllm.weights import file_digest, folder_digest
 
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm_fakes import BLOCK, FakeRequest
 
 from kvloom import leading
-from kvloom_connector_vllm.planner import IDLE, Chunks, Move, Offer, Owner, Planner, Scheduled
+from kvloom_connector_vllm.plan import IDLE, Chunks, Move, Offer, Owner, Scheduled
+from kvloom_connector_vllm.planner import Planner
 from kvloom_connector_vllm.tail import Pieces
 
 CHUNK = 2 * BLOCK
@@ -85,6 +86,88 @@ def test_generated_tokens_are_saved_if_asked_for() -> None:
             blocks = [position // BLOCK + 1] if position % BLOCK == 0 and position >= 12 else []
             saves += one.step([Scheduled("r", blocks, False, position, position + 1)]).saves
         assert len(saves) == expected
+
+
+@pytest.mark.parametrize(("generated", "digests", "cuts"), [
+    (1, 0, []), (2, 0, [(16, 24)]), (3, 0, [(16, 24)]), (6, 0, [(16, 24), (24, 28)]), (9, 1, []), (10, 1, []),
+    (14, 1, [(32, 36)]),
+])  # fmt: skip
+def test_a_request_that_is_over_is_saved_to_its_last_whole_block(
+    generated: int, digests: int, cuts: list[tuple[int, int]]
+) -> None:
+    one, request = planner(chunk_tokens=16, tails=True, save_generated=True), FakeRequest("r", list(range(23)))
+    table = list(range(20))
+    one.begin(request, NOBODY)
+    saved = list(one.step([Scheduled("r", table, True, 0, 23)]).saves)
+    for position in range(23, 23 + generated):
+        request.append(position)
+        saved += one.step([Scheduled("r", [], False, position, position + 1)]).saves
+    assert sum(len(save.chunks.digests) for save in saved) == 1 + digests
+    one.end("r", table)
+    ended = one.step([]).ended
+    assert [(piece.start, piece.end) for save in ended for piece in save.chunks.pieces] == cuts
+    assert [save.blocks for save in ended] == [
+        tuple(range(cuts[0][0] // BLOCK, cuts[-1][1] // BLOCK)) for _ in cuts[:1]
+    ]
+
+
+def test_a_step_that_needs_the_blocks_of_a_request_that_is_over_does_not_wait_for_them() -> None:
+    one = planner(chunk_tokens=16, save_generated=True, tails=True)
+    for name in "abc":
+        one.begin(FakeRequest(name, [ord(name)] * 9), NOBODY)
+    first = one.step([Scheduled("a", [1, 2, 3], True, 0, 9), Scheduled("b", [4, 5, 6], True, 0, 9)])
+    one.done([save.number for save in first.saves])
+    for name, blocks in (("a", [1, 2, 3, 7]), ("b", [4, 5, 6])):
+        request = one.request(name)
+        request.append(*range(4))
+        one.step([Scheduled(name, blocks[3:], False, 9, 13)])
+    assert one.end("a", [1, 2, 3, 7]) is not None and one.end("b", [4, 5, 6]) is not None
+    step = one.step([Scheduled("c", [2, 3, 8], True, 0, 9)])
+    assert [save.request for save in step.ended] == ["b"] and step.fence == ()
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "",
+        "preempted",
+        "loading",
+        "failed",
+        "failed after",
+        "another's failed",
+        "prompts",
+        "loads",
+        "reset",
+        "reset after",
+    ],
+)
+def test_nothing_is_saved_of_a_request_whose_kv_is_not_there(why: str) -> None:
+    one = planner(chunk_tokens=16, tails=True, save_generated=why != "prompts", save=why != "loads")
+    request = FakeRequest("r", list(range(14)))
+    one.begin(request, NOBODY)
+    table = [1, 2, 3, 4, 5, 6]
+    one.step([Scheduled("r", table, True, 0, 14)])
+    request.append(*range(20, 28))
+    one.step([Scheduled("r", [], False, 14, 21)])
+    reading = len(one.reading)
+    if why == "loading":  # it was preempted
+        one.loadable("r", 0, Offer(1))
+        one.load("r", table, 16)
+        one.step([])
+        one.loaded("r")
+    if why == "failed":
+        one.doubt(["r"])
+    if why == "reset":
+        one.seal()
+    one.end("r", () if why == "preempted" else table)
+    if why == "failed after":
+        one.doubt(["r"])
+    if why == "another's failed":
+        one.doubt(["s"], everything=True)
+    if why == "reset after":
+        one.seal()
+    assert len(one.step([]).ended) == (why == "")
+    assert len(one.reading) - reading == (why == "")
 
 
 def test_an_engine_that_only_loads_saves_nothing() -> None:
@@ -238,6 +321,8 @@ class Engine(RuleBasedStateMachine):
         self.computed: dict[str, int] = {}
         self.store: dict[bytes, tuple[int, ...]] = {}
         self.reading: dict[int, Move] = {}
+        self.expected: dict[bytes, tuple[int, ...]] = {}
+        self.pending: set[int] = set()
         self.count = 0
 
     def _token(self, request: FakeRequest, position: int) -> int:
@@ -258,14 +343,17 @@ class Engine(RuleBasedStateMachine):
         """Schedule a waiting request: load what the store has, compute some of the rest in the same step."""
         name = data.draw(st.sampled_from([name for name in self.requests if name not in self.tables]))
         request = self.requests[name]
+        self.planner.begin(request, NOBODY)
         need = -(-(request.num_tokens + 8) // BLOCK)
         if need > len(self.free):
             return
         table = [self.free.pop(data.draw(st.integers(0, len(self.free) - 1))) for _ in range(need)]
         digests = self.planner.chunks(name).digests
         local = data.draw(st.integers(0, (request.num_tokens - 1) // BLOCK)) * BLOCK
-        for number in list(self.reading) if local else ():
-            self._read(number)
+        if local:
+            self._step([])
+            for number in list(self.reading):
+                self._read(number)
         for position in range(local):  # the engine's own prefix cache has them
             block = self.memory[table[position // BLOCK]]
             block[position % BLOCK] = self._token(request, position)
@@ -310,9 +398,18 @@ class Engine(RuleBasedStateMachine):
         self.finish_named(data.draw(st.sampled_from(sorted(self.tables))))
 
     def finish_named(self, name: str) -> None:
+        table = self.tables.pop(name)
+        save = self.planner.end(name, table[: -(-self.computed[name] // BLOCK)])
+        self.pending |= set() if save is None else {save.number}
+        self.free += table
+        del self.computed[name]
+
+    @precondition(lambda self: any(name not in self.tables for name in self.requests))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """A request that waits is given up, or one that is over is ended again: it has no blocks."""
+        name = data.draw(st.sampled_from([name for name in self.requests if name not in self.tables]))
         self.planner.end(name)
-        self.free += self.tables.pop(name)
-        del self.computed[name], self.requests[name]
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
@@ -333,6 +430,8 @@ class Engine(RuleBasedStateMachine):
 
     def _step(self, scheduled: list[Scheduled], *computing: str) -> None:
         step = self.planner.step(scheduled)
+        self.pending.clear()
+        self._begin(step.ended)
         for number in step.fence:
             if number in self.reading:
                 self._read(number)
@@ -347,8 +446,10 @@ class Engine(RuleBasedStateMachine):
                 block = self.tables[name][position // BLOCK]
                 self.memory[block] = [*self.memory[block]]
                 self.memory[block][position % BLOCK] = self._token(self.requests[name], position)
-        self.expected = getattr(self, "expected", {})
-        for save in step.saves:
+        self._begin(step.saves)
+
+    def _begin(self, saves: Sequence[Move]) -> None:
+        for save in saves:
             self.reading[save.number] = save
             request = self.requests[save.request]
             for digest, start, end in self._spans(save.chunks):
@@ -374,7 +475,7 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_remembered_that_is_over(self) -> None:
         if hasattr(self, "planner"):
-            assert set(self.planner.reading) == set(self.reading)
+            assert set(self.planner.reading) == self.reading.keys() | self.pending
 
 
 TestEngine = Engine.TestCase

@@ -118,6 +118,16 @@ def test_generated_tokens_are_there_for_the_next_turn(run: Run) -> None:
     assert [(one["length"] - 1) // BLOCK * BLOCK for one in found] == [128, 256, 384]
 
 
+def test_the_last_generated_tokens_are_there_for_the_next_turn(run: Run) -> None:
+    turns = {"chat": {"prompt": tokens(5, 200), "turns": [[5, 6], tokens(6, 30), tokens(7, 20)], "max_tokens": 100}}
+    config = {"chunk_tokens": 4 * BLOCK, "save_decode_cache": True}
+    control, _ = run(turns, {"settle": {}}, config=config)
+    (found,) = run(turns, config=config, enable_prefix_caching=False)
+    same(found[1:], control[1:])
+    assert [one["cached"] for one in found] == [128, 256, 384]
+    assert [one["cached"] for one in control] == [0, 256, 384]
+
+
 def test_clearing_leaves_nothing(run: Run, tmp_path: Path) -> None:
     first, _, cleared, again = run(
         {"generate": {"prompts": PROMPTS[:1]}}, {"settle": {}}, {"reset": {}}, {"generate": {"prompts": PROMPTS[:1]}}

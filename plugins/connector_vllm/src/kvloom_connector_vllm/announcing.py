@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvloom import ChunkKey
 
-from .planner import Chunks
+from .plan import Chunks
 
 _MOST_CHUNKS = 1 << 17
 """Chunks that are remembered with their tokens: a removal names the blocks that a chunk was."""

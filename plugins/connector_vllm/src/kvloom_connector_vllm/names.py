@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvloom import ChunkKey, KVSpec, MemoryFormat, Segment, fingerprint, salt_tag
 
 from .paged.settings import Geometry
-from .planner import Chunks, Owner
+from .plan import Chunks, Owner
 
 
 def owner_of(adapter: str, salt: str) -> Owner:

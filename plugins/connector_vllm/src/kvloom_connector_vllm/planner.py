@@ -2,110 +2,20 @@
 
 A chunk is a whole number of the engine's blocks, and its name is the engine's own chained hash of its last block, which
 covers every token before it, the salt, the adapter and the images. What a prompt has behind its last whole chunk is
-kept in pieces (`tail`). Blocks may be freed while they are being saved: the
-planner remembers blocks that are being read, and a step that gives such a block to another request waits for it first
-(`Step.fence`).
+kept in pieces (`tail`), and so is what a whole request has, if generated tokens are kept. Blocks may be freed while
+they are being saved: the planner remembers blocks that are being read, and a step that gives such a block to another
+request waits for it first (`Step.fence`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 from kvloom import leading
 
+from .plan import IDLE, NOTHING, Chunks, Move, Offer, Owner, Request, Scheduled, Step
 from .tail import Piece, Pieces
-
-
-class Owner(NamedTuple):
-    """The owner of chunks, beside what their digests cover."""
-
-    adapter: str = ""
-    """Name and digest of the weights of a LoRA adapter."""
-    tenant: str = "-"
-    """`salt_tag` of the cache salt: clients write salts, of any length, and this is kept and sent with each step."""
-    generation: str = ""
-    """A text that changes with each reset, so that older KV has other names."""
-
-
-class Chunks(NamedTuple):
-    """Consecutive chunks of one sequence, and the pieces that follow them."""
-
-    owner: Owner
-    first: int
-    """The number of the first, counted from the beginning of the sequence."""
-    digests: tuple[bytes, ...]
-    pieces: tuple[Piece, ...] = ()
-
-
-class Move(NamedTuple):
-    """KV of consecutive chunks and pieces, from or to the engine's blocks."""
-
-    number: int
-    """The operation's number."""
-    request: str
-    chunks: Chunks
-    first_block: int
-    """First block of `blocks`, counted in the sequence, in blocks."""
-    blocks: tuple[int, ...]
-    """The ids of all blocks of the chunks, in order; -1 for those that are left alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The worker's job in one step of the engine, beside computing."""
-
-    loads: tuple[Move, ...] = ()
-    saves: tuple[Move, ...] = ()
-    """Saves that include KV of this step: begun when it has been computed."""
-    touched: tuple[Chunks, ...] = ()
-    """Chains that are in use, the part that the engine's own prefix cache had included."""
-    fence: tuple[int, ...] = ()
-    """Saves that have to be done reading, or given up, before this step computes."""
-    cancelled: tuple[str, ...] = ()
-    """Requests whose loads are no longer waited for."""
-
-    def __bool__(self) -> bool:
-        return bool(self.loads or self.saves or self.touched or self.fence or self.cancelled)
-
-
-IDLE = Step()
-
-
-class Request(Protocol):
-    """The part of an engine's request that is read here; it is live, and its hashes grow."""
-
-    request_id: str
-    block_hashes: Sequence[bytes]
-    num_tokens: int
-    num_prompt_tokens: int
-
-
-class Scheduled(NamedTuple):
-    """A request's part of one step."""
-
-    request: str
-    blocks: Sequence[int]
-    """All of its blocks if `fresh`, otherwise those that are new."""
-    fresh: bool
-    """It was not running before: new, or back after a preemption."""
-    computed: int
-    """Tokens whose KV is there before the step."""
-    after: int
-    """Tokens whose KV is certain to be there after it: without those that are only guessed."""
-
-
-class Offer(NamedTuple):
-    """The KV that the tiers hold for a request."""
-
-    chunks: int = 0
-    """Number of whole chunks from the beginning on, those included that the engine has itself."""
-    pieces: tuple[Piece, ...] = ()
-    """Those that follow them."""
-
-
-NOTHING = Offer()
 
 
 @dataclass(slots=True)
@@ -113,6 +23,8 @@ class _State:
     request: Request
     owner: Owner
     blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Tokens whose KV is certain to be there once the steps so far have been computed."""
     saved: int = 0
     """Chunks that are stored, or were planned to be."""
     tail_saved: bool = False
@@ -150,6 +62,7 @@ class Planner:
         self._save_generated = save_generated
         self._states: dict[str, _State] = {}
         self._loads: list[Move] = []
+        self._ended: list[Move] = []
         self._cancelled: list[str] = []
         self._numbers = 0
         # By block, the saves that read it: requests that share a block may both be saving it. By save, its blocks.
@@ -162,12 +75,20 @@ class Planner:
         """A request has come. Twice is fine."""
         self._states.setdefault(request.request_id, _State(request, owner))
 
-    def end(self, request: str) -> None:
-        """It is over, whatever became of it; a load under way is cancelled. Its blocks may go at once."""
+    def end(self, request: str, blocks: Sequence[int] = ()) -> Move | None:
+        """It is over, whatever became of it; a load under way is cancelled. Its blocks may go at once.
+
+        blocks: all that it had, by the engine's word; none if it was preempted. Returns what the next step saves of
+        it, unless it needs these blocks.
+        """
         state = self._states.pop(request, None)
-        if state is not None and state.loading:
+        if state is None:
+            return None
+        if state.loading:
             # Also if the worker has not heard of the load yet: the engine waits to be told that it is over.
             self._cancelled.append(request)
+            return None
+        return self._save_end(state, blocks) if self._saves(state) and self._save_generated else None
 
     def chunks(self, request: str) -> Chunks:
         """Every chunk of a request that has a name by now."""
@@ -222,6 +143,7 @@ class Planner:
         move = Move(self._number(), request, chunks, starts // size, into)
         self._loads.append(move)
         state.loading = True
+        state.computed = 0
         state.saved = max(state.saved, end // self.chunk_tokens)
         state.tail_saved |= bool(pieces) and pieces[-1].end + self.pieces.unit > state.request.num_prompt_tokens
         return move
@@ -241,14 +163,16 @@ class Planner:
         names = set(failed)
         for name, state in self._states.items():
             if everything or name in names:
-                state.saved, state.tail_saved = 0, False
+                state.saved, state.tail_saved, state.computed = 0, False, 0
             if name in names:
                 state.failed = True
+        self._drop(lambda save: everything or save.request in names)
 
     def seal(self) -> None:
         """Mark the KV of all known requests as older than a reset."""
         for state in self._states.values():
             state.sealed = True
+        self._drop(lambda save: True)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -271,14 +195,14 @@ class Planner:
             elif one.blocks:
                 state.blocks.extend(one.blocks)
                 self._fence(one.blocks, fence)
-            if self._save_anything and not state.sealed and self._due(state, one.after):
+            state.computed = one.after
+            if self._saves(state) and self._due(state, one.after):
                 self._save(state, one.after, saves)
-        if not (self._loads or saves or touched or fence or self._cancelled):
-            return IDLE
+        ended = self._unneeded(fence)
         chains = tuple(chunks for chunks in touched if chunks.digests or chunks.pieces)
-        step = Step(tuple(self._loads), tuple(saves), chains, tuple(sorted(fence)), tuple(self._cancelled))
+        step = Step(tuple(self._loads), tuple(saves), ended, chains, tuple(sorted(fence)), tuple(self._cancelled))
         self._loads, self._cancelled = [], []
-        return step
+        return step or IDLE
 
     def done(self, saves: Iterable[int]) -> None:
         """These saves read nothing more."""
@@ -295,6 +219,11 @@ class Planner:
         return None if state is None else state.request
 
     @property
+    def owes(self) -> bool:
+        """The next step has something to save of requests that are over."""
+        return bool(self._ended)
+
+    @property
     def reading(self) -> Mapping[int, tuple[int, ...]]:
         """The blocks that are being read, by save."""
         return self._reading
@@ -304,6 +233,21 @@ class Planner:
     def _number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+    def _saves(self, state: _State) -> bool:
+        return self._save_anything and not state.sealed
+
+    def _unneeded(self, fence: set[int]) -> tuple[Move, ...]:
+        """The saves of requests that are over, but for those that this step would wait for: these are left out."""
+        self._drop(lambda save: save.number in fence)
+        ended, self._ended = self._ended, []
+        fence.intersection_update(self._reading)
+        return tuple(ended)
+
+    def _drop(self, unwanted: Callable[[Move], bool]) -> None:
+        """Leave out saves of requests that are over, before any worker knows of them."""
+        self.done([save.number for save in self._ended if unwanted(save)])
+        self._ended = [save for save in self._ended if save.number in self._reading]
 
     def _complete(self, state: _State, tokens: int) -> int:
         """Whole chunks within `tokens` that have a name."""
@@ -318,12 +262,12 @@ class Planner:
         """A request's whole prompt, as it is kept."""
         tokens = state.request.num_prompt_tokens
         last = self._complete(state, tokens)
-        return self._named(state, 0, last)._replace(pieces=self._tail(state, last))
+        return self._named(state, 0, last)._replace(pieces=self._tail(state, last, tokens))
 
-    def _tail(self, state: _State, number: int) -> tuple[Piece, ...]:
-        """The pieces that keep the prompt behind its `number` whole chunks."""
+    def _tail(self, state: _State, number: int, tokens: int) -> tuple[Piece, ...]:
+        """The pieces that keep the first `tokens` tokens behind their `number` whole chunks."""
         pieces = self.pieces.of(state.request.block_hashes, number)
-        there = [piece for piece in pieces if piece.end <= state.request.num_prompt_tokens]
+        there = [piece for piece in pieces if piece.end <= tokens]
         return tuple(leading(there, number * self.chunk_tokens))
 
     def _due(self, state: _State, tokens: int) -> bool:
@@ -337,26 +281,42 @@ class Planner:
         pieces: tuple[Piece, ...] = ()
         if tokens >= prompt:
             number = self._complete(state, prompt)
-            pieces = () if state.tail_saved or state.saved > number else self._tail(state, number)
+            pieces = () if state.tail_saved or state.saved > number else self._tail(state, number, prompt)
             state.tail_saved = True
         if not self._save_generated:
             tokens = min(tokens, prompt)
         last = self._complete(state, tokens)
         if pieces and last > pieces[0].start // self.chunk_tokens:
             pieces = ()  # the chunk is whole by now
-        if last <= state.saved and not pieces:
-            return
+        if last > state.saved or pieces:
+            saves.append(self._move(state, last, pieces, state.blocks))
+
+    def _save_end(self, state: _State, blocks: Sequence[int]) -> Move | None:
+        """Save what a request that is over has computed beyond what is saved, its last whole blocks included."""
+        # The last token was chosen, and not computed with.
+        tokens = min(state.computed, state.request.num_tokens - 1, len(blocks) * self.block_tokens)
+        last = self._complete(state, tokens)
+        saved = self._prompt(state).pieces if state.tail_saved else ()
+        pieces = tuple(piece for piece in self._tail(state, last, tokens) if piece not in saved)
+        if state.saved > last or not (last > state.saved or pieces):
+            return None
+        move = self._move(state, last, pieces, blocks)
+        self._ended.append(move)
+        return move
+
+    def _move(self, state: _State, last: int, pieces: tuple[Piece, ...], table: Sequence[int]) -> Move:
+        """Save a request's chunks up to `last`, and pieces behind them. table: its blocks."""
         first = min(state.saved, last)
         begins = first * self.chunk_tokens if first < last else pieces[0].start
         ends = pieces[-1].end if pieces else last * self.chunk_tokens
-        blocks = tuple(state.blocks[begins // self.block_tokens : ends // self.block_tokens])
+        blocks = tuple(table[begins // self.block_tokens : ends // self.block_tokens])
         chunks = self._named(state, first, last)._replace(pieces=pieces)
         move = Move(self._number(), state.request.request_id, chunks, begins // self.block_tokens, blocks)
-        saves.append(move)
         state.saved = max(state.saved, last)
         self._reading[move.number] = blocks
         for block in blocks:
             self._readers.setdefault(block, set()).add(move.number)
+        return move
 
     def _fence(self, blocks: Sequence[int], fence: set[int]) -> None:
         if self._readers:

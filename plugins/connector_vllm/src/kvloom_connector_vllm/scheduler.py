@@ -15,7 +15,8 @@ from kvloom import ChunkKey, Index, leading
 
 from .announcing import Announcement, Announcer
 from .names import Names
-from .planner import Chunks, Offer, Owner, Planner, Request, Scheduled, Step
+from .plan import Chunks, Offer, Owner, Request, Scheduled, Step
+from .planner import Planner
 
 log = logging.getLogger(__name__)
 
@@ -190,9 +191,12 @@ class Scheduler:
         self.counts["hits"] += 1
         self.counts["tokens"] += tokens
 
-    def end(self, request: str) -> None:
-        """It is over; its blocks may be freed at once."""
-        self._planner.end(request)
+    def end(self, request: str, blocks: Sequence[int] = ()) -> None:
+        """It is over; its blocks may be freed at once. blocks: all of them."""
+        known = self._planner.request(request)
+        save = self._planner.end(request, blocks)
+        if save is not None and known is not None and self._announcer is not None:
+            self._announcer.learn(known, save.chunks)
         self._forget(request)
         self._patience.pop(request, None)
         self.sources.pop(request, None)
@@ -201,7 +205,7 @@ class Scheduler:
 
     def orders(self, scheduled: Iterable[Scheduled], *, idle: bool = False) -> Orders:
         step = self._planner.step(scheduled)
-        for save in step.saves:
+        for save in (*step.saves, *step.ended):
             self._waiting[save.number] = len(self._ranks)
         if self._announcer is not None:
             self._learn(step, self._announcer)
@@ -257,8 +261,8 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Workers have yet to say that they are done with something."""
-        return bool(self._waiting) or self._clear
+        """There is something to do that workers do not know of, or have not said to be done."""
+        return bool(self._waiting) or self._planner.owes or self._clear
 
     def close(self) -> None:
         """Idempotent."""
@@ -308,7 +312,7 @@ class Scheduler:
             if request is not None:
                 announcer.learn(request, move.chunks)
         if self._index is not None:
-            self._saving.update((save.number, save.chunks) for save in step.saves)
+            self._saving.update((save.number, save.chunks) for save in (*step.saves, *step.ended))
 
     def _announce(self, report: Report, done: Sequence[int], announcer: Announcer) -> None:
         announcer.came(report.came.get(0, ()), "CPU")

@@ -13,7 +13,7 @@ import torch
 from kvloom import Engine, Segment, Task, one_line
 
 from .names import Names
-from .planner import Move
+from .plan import Move
 from .scheduler import Orders, Report
 
 log = logging.getLogger(__name__)
@@ -74,8 +74,10 @@ class Worker:
             self._empty_memory()
 
     def begin(self, orders: Orders) -> None:
-        """The step's orders; before or while it is computed."""
+        """The step's orders, before it is computed. Begins the saves of requests that are over."""
         self._orders = orders
+        for move in orders.step.ended:
+            self._save(move, orders)
 
     def load(self, *, wait: bool) -> None:
         """Begin the step's loads. wait: the step computes with their KV."""
@@ -99,20 +101,8 @@ class Worker:
         self._idle, self._patient = orders.idle, orders.patient
         for chunks in orders.step.touched:
             self._engine.touch(self._names.segments(chunks))
-        if not orders.step.saves:
-            return
         for move in orders.step.saves:
-            if not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures:
-                # It was planned before the scheduler knew that some KV had not come: what it computes may be wrong.
-                self._report.saved[move.number] += 1
-                continue
-            try:
-                self._saves[move.number] = self._engine.save(
-                    self._names.segments(move.chunks), blocks=move.blocks, first_block=move.first_block, **self._memory
-                )
-            except Exception as error:  # nothing of it may reach the engine
-                log.warning("nothing is saved of request %s: %s", one_line(move.request), error)
-                self._report.saved[move.number] += 1
+            self._save(move, orders)
 
     def finished(self) -> set[str]:
         """Requests whose loads are over since the last call, whether all came or not."""
@@ -181,6 +171,19 @@ class Worker:
             log.warning("nothing is loaded for request %s: %s", one_line(move.request), error)
             task = _Failed(len(segments))
         self._loads[move.request] = _Load(move, segments, task)
+
+    def _save(self, move: Move, orders: Orders) -> None:
+        if not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures:
+            # It was planned before the scheduler knew that some KV had not come: what was computed may be wrong.
+            self._report.saved[move.number] += 1
+            return
+        try:
+            self._saves[move.number] = self._engine.save(
+                self._names.segments(move.chunks), blocks=move.blocks, first_block=move.first_block, **self._memory
+            )
+        except Exception as error:  # nothing of it may reach the engine
+            log.warning("nothing is saved of request %s: %s", one_line(move.request), error)
+            self._report.saved[move.number] += 1
 
     def _loaded(self, load: _Load) -> None:
         """Record the blocks that did not get their KV, if a request still wants it."""

@@ -24,7 +24,8 @@ from ..announcing import Announcer
 from ..configured import Settings, has_shared_tier
 from ..names import Names, owner_of
 from ..paged.views import pages_of
-from ..planner import Owner, Planner, Scheduled
+from ..plan import Owner, Scheduled
+from ..planner import Planner
 from ..scheduler import MEMORY, Orders, Report, Scheduler, patience_of
 from ..worker import Worker
 from . import platform
@@ -178,7 +179,7 @@ class KVLoomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        self._scheduler.end(request.request_id)
+        self._scheduler.end(request.request_id, block_ids)
         return False, None
 
     def request_finished_all_groups(
