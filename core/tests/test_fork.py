@@ -283,16 +283,16 @@ assert os.wait()[1] == 0
 
 
 def test_pools_that_are_gone_are_not_told() -> None:
-    from kvloom.runtime import _heirs
+    from kvloom.forks import _aware
 
     gc.collect()
-    before = len(_heirs)
+    before = len(_aware)
     pool = Pool(1 << 20, SystemRuntime())
-    assert len(_heirs) == before + 1
+    assert len(_aware) == before + 1
     pool.close()
     del pool
     gc.collect()
-    assert len(_heirs) <= before
+    assert len(_aware) <= before
 
 
 def start_children(method: str, folder: Path, times: int) -> None:

@@ -19,8 +19,8 @@ __all__ = [
     "CurrentStreams",
     "Device",
     "Driver",
-    "Event",
     "Stream",
+    "StreamEvent",
     "device_of",
     "driver",
     "forget_error",
@@ -33,7 +33,7 @@ __all__ = [
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A place in a stream; as `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
@@ -49,7 +49,7 @@ class Stream(Protocol):
     def wait_event(self, event: Any) -> None:
         """Work queued from now on comes after the event."""
 
-    def record_event(self) -> Event: ...
+    def record_event(self) -> StreamEvent: ...
 
     def synchronize(self) -> None: ...
 

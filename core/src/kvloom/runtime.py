@@ -15,7 +15,6 @@ import random
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -122,47 +121,11 @@ class SystemRuntime:
         return lambda: atexit.unregister(close_here)
 
 
-class Heir(Protocol):
-    """Something that is of no use in a forked child: its threads are not there, and whoever held its locks neither."""
-
-    def after_fork_in_child(self, pid: int) -> None:
-        """Called in the child, where this was opened by process `pid`. Be harmless from now on; may come twice."""
-
-
-_heirs: weakref.WeakSet[Heir] = weakref.WeakSet()
-_pid = os.getpid()
-_forked = False
-
-
-def opened(heir: Heir) -> None:
-    """Have `heir.after_fork_in_child` called in every child that this process is forked into.
-
-    That costs nothing afterwards, where comparing process ids would cost a system call each time.
-    """
-    _heirs.add(heir)
-
-
 def close_all(*closes: Callable[[], object]) -> None:
     """Call all of them in this order, also after one that raised. Raises what the last of those raised."""
     with contextlib.ExitStack() as stack:
         for close in reversed(closes):
             stack.callback(close)
-
-
-def was_forked() -> bool:
-    """Return whether this process was forked after this module was imported."""
-    return _forked
-
-
-def _in_child() -> None:
-    global _pid, _forked
-    parent, _pid, _forked = _pid, os.getpid(), True
-    for heir in tuple(_heirs):
-        heir.after_fork_in_child(parent)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
 
 
 class Call(Generic[T]):

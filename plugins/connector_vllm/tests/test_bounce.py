@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.device import Event
+from kvloom.device import StreamEvent
 from kvloom_connector_vllm.paged import bounce
 from kvloom_connector_vllm.paged.bounce import BounceBuffers, Queued
 from kvloom_testkit.devices.simulated import SimulatedDevice
@@ -134,7 +134,7 @@ class Engine:
         if self.chance.random() < 0.5:
             self.end()
 
-    def start(self, chunks: list[torch.Tensor], near: bounce.Near, ready: Event, *, to_pages: bool) -> Queued:
+    def start(self, chunks: list[torch.Tensor], near: bounce.Near, ready: StreamEvent, *, to_pages: bool) -> Queued:
         with self.device.on(self.compute):
             return (self.buffers.write if to_pages else self.buffers.read)(chunks, near, ready)
 
@@ -223,7 +223,7 @@ class Deaf:
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: StreamEvent) -> None:
         pass
 
 

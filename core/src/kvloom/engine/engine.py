@@ -26,6 +26,7 @@ from kvloom.engine.background import Background
 from kvloom.engine.blending import Blending
 from kvloom.engine.lookup import Index
 from kvloom.errors import BackendError
+from kvloom.forks import notify_after_fork
 from kvloom.interrupts import shielded_waiting
 from kvloom.memory.pages import settle_threads
 from kvloom.pipeline.layer_load import Loading
@@ -34,7 +35,7 @@ from kvloom.pipeline.load import Pieces
 from kvloom.pipeline.task import Cancellation, Task
 from kvloom.pipeline.transfer import Transfer, check_connector, check_where
 from kvloom.plugins.registry import Registry
-from kvloom.runtime import Runtime, SystemRuntime, close_all, opened
+from kvloom.runtime import Runtime, SystemRuntime, close_all
 from kvloom.telemetry.events import Callers
 from kvloom.telemetry.request_trace import RequestTrace
 from kvloom.tiers.chain import Chain
@@ -51,7 +52,7 @@ class _Named:
     def __init__(self) -> None:
         self.engines: dict[str, Engine] = {}
         self.lock = SystemRuntime().lock()
-        opened(self)
+        notify_after_fork(self)
 
     def after_fork_in_child(self, pid: int) -> None:
         self.lock = SystemRuntime().lock()

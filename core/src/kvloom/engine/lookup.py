@@ -14,9 +14,10 @@ from kvloom.contracts.observer import CounterKey, Totals
 from kvloom.contracts.tokens import TokenDatabase
 from kvloom.engine.assembly import Components
 from kvloom.errors import BackendError
+from kvloom.forks import notify_after_fork
 from kvloom.interrupts import shielded_waiting
 from kvloom.pipeline.load import Pieces
-from kvloom.runtime import close_all, opened
+from kvloom.runtime import close_all
 from kvloom.telemetry.events import Callers
 from kvloom.telemetry.request_trace import NO_TRACE, OpenRequestTrace, RequestTrace
 from kvloom.tiers.request_context import RequestContext
@@ -80,7 +81,7 @@ class Index:
         self._closed = False
         self._gone = ""
         self._not_at_exit: Callable[[], None] = lambda: None
-        opened(self)
+        notify_after_fork(self)
 
     def _attach_observers(self) -> Self:
         """Have the observers watch it. Called once, when it is open. Closes it and raises if they raise.

@@ -13,8 +13,9 @@ from functools import partial
 
 import torch
 
+from kvloom.forks import was_forked
 from kvloom.memory.pinning import Pinner
-from kvloom.runtime import Runtime, Thread, was_forked
+from kvloom.runtime import Runtime, Thread
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,12 @@ from typing import Literal
 
 import torch
 
+from kvloom.forks import notify_after_fork
 from kvloom.memory.device import DevicePages, Done
 from kvloom.memory.extents import Extents
 from kvloom.memory.pages import PAGE_BYTES, Pages
 from kvloom.memory.pinning import Pinner, pinner_for
-from kvloom.runtime import Runtime, opened
+from kvloom.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -291,7 +292,7 @@ class Pool:
         # Given back, and still in use by a device.
         self._later: deque[tuple[int, int, tuple[Done, ...]]] = deque()
         self._gone = False
-        opened(self)
+        notify_after_fork(self)
 
     def after_fork_in_child(self, pid: int) -> None:
         """In a forked child, where the memory reads as zeros: there is no room, and nothing comes back."""

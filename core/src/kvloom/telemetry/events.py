@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 from kvloom.contracts.observer import ChunkEvent, CounterKey, Event, EventName, Observer, Request, Totals, Watched
-from kvloom.runtime import opened
+from kvloom.forks import notify_after_fork
 from kvloom.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class EventBus:
         """A thread waits until everything has been delivered."""
         self._closed = False
         self._thread: Thread | None = None
-        opened(self)
+        notify_after_fork(self)
         if self._observers:
             self._thread = runtime.spawn(self._deliver, name="kvloom-events")
 

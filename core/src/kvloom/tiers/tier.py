@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvloom.errors import BackendError
+from kvloom.forks import notify_after_fork
 from kvloom.interrupts import shielded, shielded_waiting
 from kvloom.memory import Lease, MappedLease
-from kvloom.runtime import close_all, opened
+from kvloom.runtime import close_all
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.types import EXACT, Chunk, ChunkKey, MemoryFormat, TierHealth
 
@@ -82,7 +83,7 @@ class Tier(ABC):
         self.dst_device = torch.device(dst_device)
         self._closed = False
         self._gone = ""
-        opened(self)
+        notify_after_fork(self)
         self._with_it: list[Callable[[], None]] = []
 
     def after_fork_in_child(self, pid: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.device import Event, device_of
+from kvloom.device import StreamEvent, device_of
 
 from .. import native
 from ..paged.bounce import BounceBuffers
@@ -105,7 +105,7 @@ class Copier:
             self._unpin()
 
     @torch.inference_mode()
-    def store(self, order: Order, blocks: Blocks, ready: Event | None = None) -> int:
+    def store(self, order: Order, blocks: Blocks, ready: StreamEvent | None = None) -> int:
         """Pages into slots; how many bytes. Never raises: what could not be copied is stamped as failed.
 
         ready: comes before, if the pages are on a device.
@@ -125,7 +125,7 @@ class Copier:
         return copied
 
     @torch.inference_mode()
-    def load(self, order: Order, blocks: Blocks, ready: Event | None = None) -> int:
+    def load(self, order: Order, blocks: Blocks, ready: StreamEvent | None = None) -> int:
         """Copy slots to pages; return the number of bytes. Raises if it cannot, because the engine must not use such
         pages. ready: as for `store`."""
         if order.nonces[self._rank] != self._staging.nonce:
@@ -151,7 +151,7 @@ class Copier:
                 yield group, slots, ids
 
     def _move(
-        self, group: int, slots: list[int], skip: int, ids: list[int], ready: Event | None, *,
+        self, group: int, slots: list[int], skip: int, ids: list[int], ready: StreamEvent | None, *,
         into_slots: bool,
     ) -> None:  # fmt: skip
         """Blocks into slots one after another, or back; done on return. skip: blocks of the first slot before them."""

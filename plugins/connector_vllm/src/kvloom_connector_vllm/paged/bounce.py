@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kvloom.device import Device, Event, Stream, device_of
+from kvloom.device import Device, Stream, StreamEvent, device_of
 
 _ALIGN = 256
 """Chunks begin at multiples of it in a buffer, in bytes."""
@@ -22,7 +22,7 @@ what has to be kept until they are done."""
 class Queued:
     """The fence of work that ends with an event."""
 
-    def __init__(self, event: Event, held: object = None) -> None:
+    def __init__(self, event: StreamEvent, held: object = None) -> None:
         """held: what the work uses."""
         self._event, self._held = event, held
 
@@ -45,7 +45,7 @@ class BounceBuffers:
         self.device = device
         self._out, self._in = _Way(device, nbytes), _Way(device, nbytes)
 
-    def read(self, chunks: Sequence[torch.Tensor], gather: Near, ready: Event | None = None) -> Queued:
+    def read(self, chunks: Sequence[torch.Tensor], gather: Near, ready: StreamEvent | None = None) -> Queued:
         """From pages into chunks. ready: comes before; by default, everything on the thread's current stream."""
         with self._out.going_on(ready, chunks) as way:
             for first, some in _parts(chunks, way.size_for(chunks)):
@@ -57,7 +57,7 @@ class BounceBuffers:
                 way.give(way.bus, held)
             return Queued(way.bus.record_event(), way)
 
-    def write(self, chunks: Sequence[torch.Tensor], scatter: Near, ready: Event | None = None) -> Queued:
+    def write(self, chunks: Sequence[torch.Tensor], scatter: Near, ready: StreamEvent | None = None) -> Queued:
         """From chunks into pages. ready: as in `read`."""
         with self._in.going_on(ready, chunks) as way:
             for first, some in _parts(chunks, way.size_for(chunks)):
@@ -82,13 +82,13 @@ class _Way:
         self._device, self._half = device, nbytes // 2
         self._lock = threading.Lock()
         self._buffers: list[torch.Tensor | None] = [None, None]
-        self._free: list[Event | None] = [None, None]
-        self._held: deque[tuple[Event, object]] = deque()
+        self._free: list[StreamEvent | None] = [None, None]
+        self._held: deque[tuple[StreamEvent, object]] = deque()
         self._turn = 0
         self.near, self.bus = device.stream(), device.stream()
 
     @contextlib.contextmanager
-    def going_on(self, ready: Event | None, chunks: Sequence[torch.Tensor]) -> Iterator[_Way]:
+    def going_on(self, ready: StreamEvent | None, chunks: Sequence[torch.Tensor]) -> Iterator[_Way]:
         """One thread at a time. After an error nothing is under way any more: who called takes the chunks back."""
         with self._lock:
             while self._held and self._held[0][0].query():
@@ -149,7 +149,7 @@ class _Way:
         self.bus.synchronize()
 
 
-def mark(device: torch.device, stream: Stream | None = None) -> Event | None:
+def mark(device: torch.device, stream: Stream | None = None) -> StreamEvent | None:
     """An event after everything queued so far on the stream, by default the thread's current one; None on the host."""
     if stream is not None:
         return stream.record_event()
