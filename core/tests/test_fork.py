@@ -106,7 +106,7 @@ def locked(engine: Engine) -> Iterator[None]:
         engine._background.loaders._changed,
         stack.memory._lock,
         stack.memory._answered,
-        _named.lock,
+        _named._lock,
     ]
     locks += [stack.memory.pool.lock, stack.memory.pool._freed, stack.memory.pool.pages._wake]
     for tier in stack.stored:
@@ -227,7 +227,7 @@ def test_engines_by_name_are_those_of_the_process(locked_name: Engine) -> None:
         assert mine is not locked_name and Engine.get("one") is mine
         Engine.destroy("one")
 
-    with _named.lock:
+    with _named._lock:
         in_child(work)
     assert Engine.get("one") is locked_name
 

@@ -10,86 +10,46 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "hookimpl": "plugins.hookspecs",
-    "Engine": "engine.engine",
-    "Index": "engine.lookup",
-    "open_tier": "engine.builder",
-    "Task": "pipeline.task",
-    "Loading": "pipeline.layer_load",
-    "Storing": "pipeline.layer_store",
-    "Changes": "tiers.memory.index",
-    "EngineConfig": "config",
-    "validated": "config.validation_errors",
-    "check_config": "config",
-    "load_yaml": "config.sources",
-    "KINDS": "plugins.kinds",
-    "Registry": "plugins.registry",
-    "pip_install": "plugins.installing",
-    "Tier": "tiers.tier",
-    **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
-    **dict.fromkeys(["MappedBlob", "StorageBackend", "NativeSink", "ReadDone", "Sink", "join"], "contracts.storage"),
-    **dict.fromkeys(["Serializer", "Place"], "contracts.serializer"),
-    **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
-    **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
-    **dict.fromkeys(
-        ["Observer", "Event", "ChunkEvent", "Request", "Step", "Watched", "CounterKey", "Totals", "EventName"],
-        "contracts.observer",
+_NAMES = {
+    "plugins.hookspecs": "hookimpl",
+    "engine.engine": "Engine",
+    "engine.lookup": "Index",
+    "engine.builder": "open_tier",
+    "pipeline.task": "Task",
+    "pipeline.layer_load": "Loading",
+    "pipeline.layer_store": "Storing",
+    "tiers.memory.index": "Changes",
+    "config": "check_config EngineConfig",
+    "config.validation_errors": "validated",
+    "config.sources": "load_yaml",
+    "plugins.kinds": "KINDS",
+    "plugins.registry": "Registry",
+    "plugins.installing": "pip_install",
+    "tiers.tier": "Tier",
+    "contracts.component": "ByteSize Component Config Duration",
+    "contracts.storage": "join MappedBlob NativeSink ReadDone Sink StorageBackend",
+    "contracts.serializer": "Place Serializer",
+    "contracts.connector": "Fence GPUConnector",
+    "contracts.tokens": "TokenDatabase",
+    "contracts.observer": "ChunkEvent CounterKey Event EventName Observer Request Step Totals Watched",
+    "contracts.blend": (
+        "BlendEngine BlendExecutor BlendLoading BlendOutput BlendRequest BlendRetriever BlendRetrieverResult "
+        "BlendRetrieverTask BlendSession"
     ),
-    **dict.fromkeys(
-        [
-            "BlendEngine",
-            "BlendExecutor",
-            "BlendLoading",
-            "BlendOutput",
-            "BlendRequest",
-            "BlendRetriever",
-            "BlendRetrieverResult",
-            "BlendRetrieverTask",
-            "BlendSession",
-        ],
-        "contracts.blend",
+    "types": (
+        "Buffer Buffers canonical_json Chunk ChunkKey Entry EXACT Health Hit KVSpec MemoryFormat Segment TierHealth"
     ),
-    **dict.fromkeys(
-        [
-            "EXACT",
-            "Buffer",
-            "Buffers",
-            "Chunk",
-            "ChunkKey",
-            "Entry",
-            "Health",
-            "Hit",
-            "KVSpec",
-            "MemoryFormat",
-            "Segment",
-            "TierHealth",
-            "canonical_json",
-        ],
-        "types",
-    ),
-    **dict.fromkeys(["get_at_most", "one_line", "text_of"], "bounded"),
-    "is_secret": "redaction",
-    "uninterrupted": "interrupts",
-    **dict.fromkeys(
-        ["chain", "fingerprint", "int32_tokens", "leading", "pieces", "salt_tag", "salt_tag_of", "select"], "keys"
-    ),
-    **dict.fromkeys(
-        [
-            "BackendError",
-            "ConfigError",
-            "CorruptBlobError",
-            "DeadlineExceeded",
-            "IncompleteListingError",
-            "KVLoomError",
-            "LaterVersionError",
-            "PluginError",
-            "UnreadableBlobError",
-        ],
-        "errors",
+    "bounded": "get_at_most one_line text_of",
+    "redaction": "is_secret",
+    "interrupts": "uninterrupted",
+    "keys": "chain fingerprint int32_tokens leading pieces salt_tag salt_tag_of select",
+    "errors": (
+        "BackendError ConfigError CorruptBlobError DeadlineExceeded IncompleteListingError KVLoomError "
+        "LaterVersionError PluginError UnreadableBlobError"
     ),
 }
-
+"""Names by the module that they are in."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {"envelope": "format.envelope", "inspection": "inspection", "native": "native", "output": "cli.output"}
 
 __all__ = sorted([*_HOME, *_MODULES, "__version__"])  # noqa: PLE0605

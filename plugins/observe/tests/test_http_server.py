@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvloom_observe import http_server
-from kvloom_observe.http_server import HTTPServer, Later, Limits, Request, RequestError, Response, listening
+from kvloom_observe.http_messages import Request, RequestError, Response
+from kvloom_observe.http_server import HTTPServer, Later, Limits, listening
 
 
 class Served:
@@ -126,7 +127,7 @@ def test_a_request_in_pieces(served: Served) -> None:
         (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400, b"not a number"),
         (b"POST / HTTP/1.1\r\nContent-Length: \xb2\r\n\r\n", 400, b"not a number"),
         (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400, b"not a number"),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411, b"say Content-Length"),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411, b"send Content-Length"),
         (b"GET /refused HTTP/1.1\r\n\r\n", 403, b"no"),
         (b"GET /broken HTTP/1.1\r\n\r\n", 500, b"its log says why"),
     ],

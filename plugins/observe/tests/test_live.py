@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 from kvloom import BackendError, ChunkKey, ConfigError
 from kvloom.cli.main import app
-from kvloom_observe.http_server import HTTPServer, Response
+from kvloom_observe.http_messages import Response
+from kvloom_observe.http_server import HTTPServer
 from kvloom_observe.live import sockets
 from kvloom_observe.live.prefixes import Prefixes
 from kvloom_observe.live.series import NAMES, Series

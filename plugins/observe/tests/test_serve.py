@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 from kvloom import ConfigError, Engine
 from kvloom.cli.main import app
-from kvloom_observe.http_server import Request, RequestError, Response, listening
+from kvloom_observe.http_messages import Request, RequestError, Response
+from kvloom_observe.http_server import listening
 from kvloom_observe.serve import questions as questions_module
 from kvloom_observe.serve import server
 from kvloom_observe.serve.questions import Questions

@@ -20,48 +20,31 @@ import torch
 from kvloom import keys as keying
 from kvloom.config import EngineConfig, resolve
 from kvloom.contracts.connector import GPUConnector
-from kvloom.contracts.observer import ChunkEvent
 from kvloom.engine.assembly import Components, Source, kept, open_components
 from kvloom.engine.background import Background
 from kvloom.engine.blending import Blending
+from kvloom.engine.layers import LayerVerbs
 from kvloom.engine.lookup import Index
+from kvloom.engine.named import NamedEngines
 from kvloom.errors import BackendError
-from kvloom.forks import notify_after_fork
 from kvloom.interrupts import shielded_waiting
 from kvloom.memory.pages import settle_threads
-from kvloom.pipeline.layer_load import Loading
-from kvloom.pipeline.layer_store import Storing
-from kvloom.pipeline.load import Pieces
 from kvloom.pipeline.task import Cancellation, Task
-from kvloom.pipeline.transfer import Transfer, check_connector, check_where
+from kvloom.pipeline.transfer import Transfer, check_where
 from kvloom.plugins.registry import Registry
 from kvloom.runtime import Runtime, SystemRuntime, close_all
 from kvloom.telemetry.events import Callers
-from kvloom.telemetry.request_trace import RequestTrace
-from kvloom.tiers.chain import Chain
 from kvloom.tiers.memory.index import Changes
 from kvloom.tiers.memory.tier import MemoryTier
-from kvloom.types import ChunkKey, KVSpec, Segment, canonical_json, tokens_of
+from kvloom.types import KVSpec, Segment, canonical_json, tokens_of
 
 T = TypeVar("T")
 
 
-class _Named:
-    """The engines of `get_or_create`. Those of a parent process count as closed."""
-
-    def __init__(self) -> None:
-        self.engines: dict[str, Engine] = {}
-        self.lock = SystemRuntime().lock()
-        notify_after_fork(self)
-
-    def after_fork_in_child(self, pid: int) -> None:
-        self.lock = SystemRuntime().lock()
+_named: NamedEngines[Engine] = NamedEngines()
 
 
-_named = _Named()
-
-
-class Engine(Index):
+class Engine(LayerVerbs):
     """A KV cache for one model. Open it, use it from any number of threads, close it.
 
     tokens: 1-D integer CPU tensor, one sequence. mask: 1-D bool CPU tensor of the same length, like FFFFTTTT, its
@@ -82,7 +65,6 @@ class Engine(Index):
         self._parts = parts
         self._owner = owner
         self._background = Background(self, parts.events, parts.runtime)
-        self._by_layer: weakref.WeakSet[Loading | Storing] = weakref.WeakSet()
         self._siblings: list[weakref.ref[Engine]] = []
         identity = keying.identity(self.spec, self.connector.format, self.connector.representation)
         record = canonical_json({"identity": identity, "spec": json.loads(self.spec.to_json())}).encode()
@@ -153,8 +135,6 @@ class Engine(Index):
     def after_fork_in_child(self, pid: int) -> None:
         super().after_fork_in_child(pid)
         self._background.after_fork_in_child(BackendError(self._gone))
-        for handle in tuple(self._by_layer):
-            handle.after_fork_in_child(BackendError(self._gone))
 
     @shielded_waiting
     def close(self) -> None:
@@ -182,15 +162,8 @@ class Engine(Index):
         configuration of no kind that `open` takes.
         """
         config = EngineConfig.load(config)
-
-        def named() -> Engine:
-            with _named.lock:
-                engine = cls.get(instance_id)
-                if engine is None:
-                    engine = _named.engines[instance_id] = cls.open(config, spec)
-                return engine
-
-        engine = SystemRuntime().uninterrupted(named, leave=True)
+        find = partial(_named.get_or_open, instance_id, partial(cls.open, config, spec))
+        engine = SystemRuntime().uninterrupted(find, leave=True)
         if engine.config != config:
             raise ValueError(f"instance_id: {instance_id!r} exists with another configuration; destroy it first")
         if engine.spec != spec:
@@ -200,20 +173,12 @@ class Engine(Index):
     @classmethod
     def get(cls, instance_id: str) -> Engine | None:
         """The engine that `get_or_create` made under that name, if there is one."""
-        engine = _named.engines.get(instance_id)
-        return None if engine is None or engine._closed else engine
+        return _named.get(instance_id)
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
         """Close and forget the engine of that name. It is fine if there is none."""
-
-        def close() -> None:
-            with _named.lock:
-                engine = _named.engines.pop(instance_id, None)
-            if engine is not None:
-                engine.close()
-
-        SystemRuntime().uninterrupted(close, leave=True)
+        SystemRuntime().uninterrupted(partial(_named.close, instance_id), leave=True)
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
 
@@ -271,61 +236,6 @@ class Engine(Index):
         self._stack.touch(keys)
         self._tokens.learn(tokens, salt=self._salt(salt))
         return tokens_of(segment for segment, new in zip(whole[first:], copied, strict=True) if new)
-
-    def retrieve_layer(
-        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
-    ) -> Loading:
-        """`retrieve`, layer by layer: returns once the tiers have been looked up, and continues in the background.
-
-        `Loading.wait(layer)` gives the mask of that layer. Close it, or use it as a context manager. Raises
-        NotImplementedError if the connector does not move single layers.
-        """
-        callers = self._callers()
-
-        def begun() -> Loading:
-            whole, first = self._selected(tokens, mask, salt)
-            record = self._record("retrieve_layer", whole, first, tokens, callers=callers)
-            chain = [segment.key for segment in whole]
-            pieces = self._pieces(tokens, salt)
-            return self._loading(whole[first:], tokens.numel(), where, chain=chain, record=record, pieces=pieces)
-
-        return self._runtime.uninterrupted(begun, discard=Loading.close)
-
-    def store_layer(
-        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None, **where: Any
-    ) -> Storing:
-        """`store`, layer by layer, while the KV is being computed: it need not be there yet.
-
-        Call `Storing.layer(layer)` for each layer, then `Storing.finish()`. Close it, or use it as a context manager:
-        until then it holds memory, and without `finish` nothing is stored. Raises NotImplementedError if the connector
-        does not move single layers.
-        """
-        begun = partial(self._storing, self._callers(), tokens, mask, salt, where)
-        return self._runtime.uninterrupted(begun, discard=Storing.close)
-
-    def _storing(
-        self,
-        callers: Callers,
-        tokens: torch.Tensor,
-        mask: torch.Tensor | None,
-        salt: str | None,
-        where: Mapping[str, Any],
-    ) -> Storing:
-        check_connector(self.connector, "read_layer")
-        whole, first = self._selected(tokens, mask, salt, inside=True)
-        keys = [segment.key for segment in whole]
-
-        def finished() -> None:
-            self._stack.touch(keys)
-            self._tokens.learn(tokens, salt=self._salt(salt))
-
-        storing = Storing(
-            whole[first:], tokens.numel(), where, chain=Chain(keys), stack=self._stack, connector=self.connector,
-            events=self._events, runtime=self._runtime, finished=finished, on_end=self._ended,
-            record=self._record("store_layer", whole, first, tokens, callers=callers),
-        )  # fmt: skip
-        self._by_layer.add(storing)
-        return storing
 
     def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None) -> Task:
         """Bring chunks from the lower tiers into memory, in the background.
@@ -428,22 +338,6 @@ class Engine(Index):
 
         return self._runtime.uninterrupted(begun, discard=Task.cancel)
 
-    def load_layers(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Loading:
-        """`load`, layer by layer, of segments that are there: it ends at the first that is not.
-
-        Masks are over the tokens up to the last segment's end. Otherwise as `retrieve_layer`.
-        """
-        callers = self._callers()
-
-        def begun() -> Loading:
-            num_tokens = max((segment.end for segment in segments), default=0)
-            chain = [segment.key for segment in segments]
-            record = self._record("load_layers", segments, callers=callers)
-            connector = into or self.connector
-            return self._loading(segments, num_tokens, where, chain=chain, connector=connector, record=record)
-
-        return self._runtime.uninterrupted(begun, discard=Loading.close)
-
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
         """Keep the KV of segments, in the background; done when the caller's KV may be overwritten.
 
@@ -473,56 +367,3 @@ class Engine(Index):
     def _transfer(self) -> Transfer:
         """With the connector that there is now."""
         return Transfer(self._stack, self.connector, self._events, self._runtime)
-
-    def _loading(
-        self, segments: Sequence[Segment], num_tokens: int, where: Mapping[str, Any], *, chain: Sequence[ChunkKey],
-        record: RequestTrace, connector: GPUConnector | None = None, pieces: Pieces | None = None,
-    ) -> Loading:  # fmt: skip
-        connector = connector or self.connector
-        check_connector(connector, "write_layer")
-        self._check_open()
-        check_where(connector, segments, where)
-        self._stack.touch(chain)
-        loading = Loading(
-            segments, num_tokens, connector.ordered(where), chain=chain, stack=self._stack, connector=connector,
-            events=self._events, runtime=self._runtime, on_end=self._ended, record=record, pieces=pieces,
-        )  # fmt: skip
-        self._by_layer.add(loading)
-        loading.begin()
-        return loading
-
-    def _ended(self, handle: Loading | Storing) -> None:
-        self._by_layer.discard(handle)
-
-    def _named(self, tokens: torch.Tensor, salt: str | None) -> list[Segment]:
-        """All segments of tokens that are to be moved."""
-        whole = self.segments(tokens, salt=salt)
-        if self._events.sees_chunks:
-            # A piece that leaves while the chunk with the same tokens stays would look as if these tokens had left.
-            size = self.chunk_tokens if self._has_pieces else 0
-            named = tuple(one for one in whole if one.end - one.start >= size)
-            if named:
-                data = keying.int32_tokens(tokens)[: named[-1].end].tobytes()
-                self._events.emit_chunks(ChunkEvent("named", segments=named, tokens=data))
-        return whole
-
-    def _selected(
-        self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None, *, inside: bool = False
-    ) -> tuple[list[Segment], int]:
-        """All segments of the tokens, because the whole chain is touched, and the first that the mask selects.
-
-        Where its Falses end with a piece of a segment, as those of a hit may: that segment if `inside`, else none,
-        since nothing begins there.
-        """
-        whole = self._named(tokens, salt)
-        try:
-            return whole, keying.select(whole, mask, tokens.numel())
-        except ValueError:
-            if mask is None or not self._has_pieces or tuple(mask.shape) != (tokens.numel(),):
-                raise
-            skipped = tokens.numel() - int(mask.count_nonzero())
-            shorter = self.segments(tokens[:skipped], salt=salt)
-            if not bool(mask[skipped:].all()) or not shorter or shorter[-1].end != skipped:
-                raise
-            first = next(index for index, segment in enumerate(whole) if segment.end > skipped)
-            return whole, first if inside else len(whole)

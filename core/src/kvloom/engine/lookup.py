@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from kvloom import keys as keying
-from kvloom.contracts.observer import CounterKey, Totals
+from kvloom.contracts.observer import ChunkEvent, CounterKey, Totals
 from kvloom.contracts.tokens import TokenDatabase
 from kvloom.engine.assembly import Components
 from kvloom.errors import BackendError
@@ -251,6 +251,39 @@ class Index:
         if self._stack.all_in_memory(keys, search_range):
             return [self._stack.memory.name] * len(keys)
         return self._runtime.uninterrupted(partial(self._stack.locate, keys, search_range), leave=True)
+
+    def _named(self, tokens: torch.Tensor, salt: str | None) -> list[Segment]:
+        """All segments of tokens that are to be moved."""
+        whole = self.segments(tokens, salt=salt)
+        if self._events.sees_chunks:
+            # A piece that leaves while the chunk with the same tokens stays would look as if these tokens had left.
+            size = self.chunk_tokens if self._has_pieces else 0
+            named = tuple(one for one in whole if one.end - one.start >= size)
+            if named:
+                data = keying.int32_tokens(tokens)[: named[-1].end].tobytes()
+                self._events.emit_chunks(ChunkEvent("named", segments=named, tokens=data))
+        return whole
+
+    def _selected(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None, *, inside: bool = False
+    ) -> tuple[list[Segment], int]:
+        """All segments of the tokens, because the whole chain is touched, and the first that the mask selects.
+
+        Where its Falses end with a piece of a segment, as those of a hit may: that segment if `inside`, else none,
+        since nothing begins there.
+        """
+        whole = self._named(tokens, salt)
+        try:
+            return whole, keying.select(whole, mask, tokens.numel())
+        except ValueError:
+            if mask is None or not self._has_pieces or tuple(mask.shape) != (tokens.numel(),):
+                raise
+            skipped = tokens.numel() - int(mask.count_nonzero())
+            shorter = self.segments(tokens[:skipped], salt=salt)
+            if not bool(mask[skipped:].all()) or not shorter or shorter[-1].end != skipped:
+                raise
+            first = next(index for index, segment in enumerate(whole) if segment.end > skipped)
+            return whole, first if inside else len(whole)
 
     def _callers(self) -> Callers:
         """The values that the observers remember about this thread, on which a request begins."""

@@ -25,39 +25,25 @@ if TYPE_CHECKING:
 _GROUPS = "kvloom.v"
 _BUILTIN = "kvloom.builtin"
 
-_FIRST_PARTY = {
-    ("tokens", "radix"): "kvloom-tokens-radix",
-    ("connector", "transformers"): "kvloom-connector-transformers",
-    ("connector", "sglang"): "kvloom-connector-sglang",
-    ("connector", "vllm"): "kvloom-connector-vllm",
-    ("connector", "vllm_blob"): "kvloom-connector-vllm",
-    ("connector", "vllm_offload"): "kvloom-connector-vllm",
-    ("connector", "nested_tuple"): "kvloom-connector-vllm",
-    ("connector", "paged"): "kvloom-connector-vllm",
-    ("connector", "paged_cuda"): "kvloom-connector-vllm",
-    ("serializer", "cachegen"): "kvloom-serde-cachegen",
-    ("serializer", "safetensors"): "kvloom-serde-tensors",
-    ("serializer", "torch"): "kvloom-serde-tensors",
-    ("backend", "disk"): "kvloom-backend-disk",
-    ("backend", "fsspec"): "kvloom-backend-fsspec",
-    ("backend", "mooncake"): "kvloom-backend-mooncake",
-    ("backend", "redis"): "kvloom-backend-redis",
-    ("blend retriever", "separator"): "kvloom-blend",
-    ("blend retriever", "explicit"): "kvloom-blend",
-    ("blend retriever", "fixed"): "kvloom-blend",
-    ("blend retriever", "content"): "kvloom-blend",
-    ("blend executor", "cacheblend"): "kvloom-blend",
-    ("blend executor", "epic"): "kvloom-blend",
-    ("blend executor", "full"): "kvloom-blend",
-    ("blend executor", "hybrid"): "kvloom-blend",
-    ("blend executor", "none"): "kvloom-blend",
-    ("blend executor", "question_attention"): "kvloom-blend",
-    ("observer", "events_zmq"): "kvloom-events-zmq",
-    ("observer", "live"): "kvloom-observe",
-    ("observer", "opentelemetry"): "kvloom-observe",
-    ("observer", "prometheus"): "kvloom-observe",
-    ("observer", "trace"): "kvloom-tools",
+_OURS = {
+    ("kvloom-tokens-radix", "tokens"): "radix",
+    ("kvloom-connector-transformers", "connector"): "transformers",
+    ("kvloom-connector-sglang", "connector"): "sglang",
+    ("kvloom-connector-vllm", "connector"): "vllm vllm_blob vllm_offload nested_tuple paged paged_cuda",
+    ("kvloom-serde-cachegen", "serializer"): "cachegen",
+    ("kvloom-serde-tensors", "serializer"): "safetensors torch",
+    ("kvloom-backend-disk", "backend"): "disk",
+    ("kvloom-backend-fsspec", "backend"): "fsspec",
+    ("kvloom-backend-mooncake", "backend"): "mooncake",
+    ("kvloom-backend-redis", "backend"): "redis",
+    ("kvloom-blend", "blend retriever"): "separator explicit fixed content",
+    ("kvloom-blend", "blend executor"): "cacheblend epic full hybrid none question_attention",
+    ("kvloom-events-zmq", "observer"): "events_zmq",
+    ("kvloom-observe", "observer"): "live opentelemetry prometheus",
+    ("kvloom-tools", "observer"): "trace",
 }
+"""Types by the package of this repository that provides them, and their kind."""
+_FIRST_PARTY = {(kind, type): dist for (dist, kind), types in _OURS.items() for type in types.split()}
 
 
 class Registry:

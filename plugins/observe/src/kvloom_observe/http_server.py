@@ -1,14 +1,12 @@
-"""An HTTP server for strangers: one thread, a bounded number of connections, and a deadline for each of them.
+"""An HTTP server for untrusted clients: one thread, a bounded number of connections, a deadline for each.
 
-It answers one request for each connection. It leaves descriptors to the process that it is in, however many connect.
+It answers one request per connection. However many connect, it leaves file descriptors to the rest of the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import http.client
-import io
 import logging
 import os
 import select
@@ -19,9 +17,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import NamedTuple
 from weakref import WeakSet
+
+from .http_messages import Request, RequestError, Response, content_length, head_of, parse, plain_error
 
 log = logging.getLogger("kvloom.observe")
 
@@ -35,25 +34,6 @@ _SPARE_SHARE, _MAX_SPARE = 8, 64
 """File descriptors left for others: a share of the process's limit, and a maximum."""
 _BACKLOG = 16
 _READ_BYTES = 64 << 10
-_MAX_DIGITS = 15
-"""Maximum number of digits of a Content-Length."""
-
-
-class Request(NamedTuple):
-    """A whole one."""
-
-    method: str
-    target: str
-    headers: http.client.HTTPMessage
-    body: bytes = b""
-
-
-class Response(NamedTuple):
-    """Content-Length and Connection are added."""
-
-    status: int
-    body: bytes = b""
-    headers: tuple[tuple[str, str], ...] = ()
 
 
 class Later(NamedTuple):
@@ -82,14 +62,6 @@ class Limits(NamedTuple):
 
 
 _USUAL = Limits()
-
-
-class RequestError(Exception):
-    """A request is refused, with this status and reason."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +101,7 @@ class HTTPServer:
         refuse: makes the answer that says an error. Raises OSError where the process has no descriptors left.
         """
         self._listener, self._handle, self._limits, self._name, self._now = listener, handle, limits, name, now
-        self._refuse = refuse or _plain
+        self._refuse = refuse or plain_error
         self._connections: list[_Connection] = []
         self._making: list[_Connection] = []
         """Those whose answers are in executors, also where the client has gone."""
@@ -353,7 +325,7 @@ class HTTPServer:
 
     def _answer(self, one: _Connection, response: Response) -> None:
         body = b"" if one.head is not None and one.head.method == "HEAD" else response.body
-        one.out = memoryview(_head(response) + body)
+        one.out = memoryview(head_of(response) + body)
         one.until = self._now() + self._limits.seconds
         self._serve(one, 0)
 
@@ -385,43 +357,6 @@ def listening(host: str, port: int) -> socket.socket:
     except UnicodeError:
         raise OSError(errno.EINVAL, "this is no name of a host") from None
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-
-
-def parse(head: bytes) -> Request:
-    """A request without its body. Raises RequestError."""
-    line, _, rest = head.partition(b"\r\n")
-    words = line.decode("latin-1").split(" ")
-    if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[0].isalpha():
-        raise RequestError(400, "not a request of HTTP/1.1")
-    try:
-        headers = http.client.parse_headers(io.BytesIO(rest))
-    except http.client.HTTPException as error:
-        raise RequestError(431, f"headers: {error}") from None
-    return Request(words[0], words[1], headers)
-
-
-def content_length(headers: http.client.HTTPMessage, most: int) -> int:
-    """Bytes of the body that follows. Raises RequestError."""
-    said = headers.get_all("Content-Length") or ["0"]
-    text = said[0].strip()
-    if "Transfer-Encoding" in headers:
-        raise RequestError(411, "say Content-Length")
-    if len(said) > 1 or not (text.isascii() and text.isdigit()):
-        raise RequestError(400, "Content-Length: not a number")
-    if len(text) > _MAX_DIGITS or int(text) > most:
-        raise RequestError(413, f"Content-Length: a body has {most} bytes at most")
-    return int(text)
-
-
-def _head(response: Response) -> bytes:
-    phrase = HTTPStatus(response.status).phrase
-    fields = (*response.headers, ("Content-Length", str(len(response.body))), ("Connection", "close"))
-    lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
-    return f"HTTP/1.1 {response.status} {phrase}\r\n{lines}\r\n".encode("latin-1")
-
-
-def _plain(status: int, text: str) -> Response:
-    return Response(status, f"{text}\n".encode(), (("Content-Type", "text/plain; charset=utf-8"),))
 
 
 def _few_descriptors(newest: int) -> bool:

@@ -10,7 +10,8 @@ from pydantic import Field
 import kvloom
 from kvloom import Config, Event, KVSpec, Observer, Watched
 
-from ..http_server import HTTPServer, Request, Response
+from ..http_messages import Request, Response
+from ..http_server import HTTPServer
 from .snapshot import View
 from .sockets import bind, bind_default
 

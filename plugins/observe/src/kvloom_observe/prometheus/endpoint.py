@@ -12,7 +12,8 @@ from typing import Any
 
 from kvloom import pip_install
 
-from ..http_server import HTTPServer, Request, Response, listening
+from ..http_messages import Request, Response
+from ..http_server import HTTPServer, listening
 from . import metrics as m
 from .figures import Figures, Sample
 

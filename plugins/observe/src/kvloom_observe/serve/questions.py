@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..http_server import Later, RequestError, Response
+from ..http_messages import RequestError, Response
+from ..http_server import Later
 
 _SECONDS = 60
 """For one answer."""

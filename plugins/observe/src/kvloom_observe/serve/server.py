@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..http_server import HTTPServer, Later, Limits, Request, RequestError, Response, listening
+from ..http_messages import Request, RequestError, Response
+from ..http_server import HTTPServer, Later, Limits, listening
 from ..sources import Source
 from .questions import Questions
 
