@@ -207,10 +207,6 @@ def test_config_show_keeps_what_was_interpolated_to_itself(
     assert second["label"] == "of key-***", "what the plugin made of it"
 
 
-def test_config_schema_is_json_and_knows_the_plugin(run: Run) -> None:
-    assert "label" in json.loads(run("config", "schema"))["$defs"]["drawer"]["properties"]
-
-
 # -- how things are printed --------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,8 @@
-"""Configuration: its shape, every mistake with its path and its remedy, and its schema for editors."""
+"""Configuration: its shape, and every mistake with its path and its remedy."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from typing import Any
@@ -14,7 +13,7 @@ from config_support import SPEC, GiB, Shelf, lines, plugins_made_here, refused, 
 from pydantic import TypeAdapter, ValidationError
 
 from kvloom import Config, ConfigError, Duration, Engine, EngineConfig, Registry
-from kvloom.config import Choice, json_schema, resolve
+from kvloom.config import Choice, resolve
 
 
 @pytest.fixture
@@ -300,43 +299,12 @@ def test_a_bug_in_a_constructor_is_not_hidden() -> None:
         Choice("tiers.1", "shelf", Shelf.Config(), lambda: Shelf).make(SPEC, fault=ZeroDivisionError())
 
 
-# -- for editors -------------------------------------------------------------------------------------------------------
-
-
-def test_the_schema_is_closed_over_what_is_installed(registry: Registry) -> None:
-    schema = json_schema(registry)
-    json.dumps(schema)
-    words, blocks = schema["properties"]["tiers"]["items"]["anyOf"]
-    assert words["enum"] == ["memory", "dict", "shelf"]
-    assert set(blocks["discriminator"]["mapping"]) == {"memory", "dict", "shelf"}
-    shelf = schema["$defs"]["shelf"]
-    assert shelf["additionalProperties"] is False
-    assert {"shelf", "capacity", "serializer", "write", "deadline", "name", "type"} <= set(shelf["properties"])
-    assert shelf["properties"]["type"]["const"] == "shelf"
-    assert {"type": "string"} in shelf["properties"]["deadline"]["anyOf"], "30s"
-    assert schema["properties"]["blend"]["type"] == "null", "nothing is installed that blends"
-
-
-def test_what_the_schema_lists_is_what_the_config_has(registry: Registry) -> None:
-    assert set(json_schema(registry)["properties"]) == set(EngineConfig.model_fields)
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_default_can_be_written_as_yaml() -> None:
     config = EngineConfig.load({"tiers": ["memory", "dict"], "blend": {}, "observers": ["log"]})
     assert EngineConfig.load(yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json")))) == config
-
-
-def test_every_key_of_the_schema_says_what_it_means() -> None:
-    schema = json_schema(Registry.discover())
-    capacity = schema["$defs"]["disk"]["properties"]["capacity"]
-    assert capacity["description"] == "Maximum number of bytes in the tier."
-    silent = [
-        f"{name}.{key}"
-        for name, model in (("file", schema), *schema["$defs"].items())
-        for key, about in model.get("properties", {}).items()
-        if key != "type" and not about.get("description")
-    ]
-    assert silent == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "nan", "inf", "9" * 400 + "d"])

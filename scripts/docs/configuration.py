@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from kvloom import EngineConfig, Registry
-from kvloom.config import json_schema, resolve
+from kvloom.config import resolve
+from kvloom_tools.schema import json_schema
 
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "disk": {"path": "/var/cache/kv", "capacity": "200GiB"},

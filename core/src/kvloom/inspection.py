@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvloom.bounded import get_at_most
-from kvloom.config import Choice, Resolved, TierChoice
+from kvloom.config import BlendBlock, Choice, MemoryBlock, Resolved, SerializerBlock, StoredBlock, TierChoice
 from kvloom.errors import BackendError, ConfigError, CorruptBlobError, IncompleteListingError, UnreadableBlobError
 from kvloom.format import envelope
 from kvloom.format.encryption import Protection
@@ -37,13 +37,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RECORDS",
+    "BlendBlock",
     "Choice",
     "Eviction",
     "Evictions",
+    "MemoryBlock",
     "Protection",
     "Resolved",
+    "SerializerBlock",
     "Sketch",
     "Store",
+    "StoredBlock",
     "TierChoice",
     "at_once",
     "chunk_key",

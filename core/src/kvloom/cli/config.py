@@ -1,4 +1,4 @@
-"""`kvloom config check | show | schema`; packages add verbs of their own, such as `import` of kvloom-lmcache."""
+"""`kvloom config check | show`; packages add verbs: `schema` of kvloom-tools, `import` of kvloom-lmcache."""
 
 from __future__ import annotations
 
@@ -48,13 +48,6 @@ def add(commands: typer.Typer, registry: Registry) -> None:
             print(json.dumps(effective, indent=2))
         else:
             print(yaml.safe_dump(effective, sort_keys=False, allow_unicode=True), end="")
-
-    @verbs.command("schema")
-    def schema() -> None:
-        """Print the JSON schema of a configuration file for the installed plugins, for editors."""
-        from kvloom.config import json_schema
-
-        print(json.dumps(json_schema(registry), indent=2))
 
 
 def load(file: Path) -> tuple[EngineConfig, Resolved]:

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "demo": "kvloom-connector-transformers",
     "calibrate": "kvloom-serde-cachegen",
     "blend": "kvloom-blend",
+    "config schema": "kvloom-tools",
     "config import": "kvloom-lmcache",
 }
 """Verbs of other packages of kvloom, and the package of each."""

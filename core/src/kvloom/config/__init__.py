@@ -6,23 +6,23 @@ the settings of the plugin that it names.
 
 from __future__ import annotations
 
-from kvloom.config.blocks import ComponentBlock, MemoryBlock, StoredBlock
+from kvloom.config.blocks import BlendBlock, ComponentBlock, MemoryBlock, SerializerBlock, StoredBlock
 from kvloom.config.components import BlendChoice, Choice, TierChoice, same_store
 from kvloom.config.model import EngineConfig
 from kvloom.config.resolve import Resolved, check_config, resolve
-from kvloom.config.schema import json_schema
 
 __all__ = [
+    "BlendBlock",
     "BlendChoice",
     "Choice",
     "ComponentBlock",
     "EngineConfig",
     "MemoryBlock",
     "Resolved",
+    "SerializerBlock",
     "StoredBlock",
     "TierChoice",
     "check_config",
-    "json_schema",
     "resolve",
     "same_store",
 ]

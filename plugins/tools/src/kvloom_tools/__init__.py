@@ -23,9 +23,9 @@ def kvloom_observers() -> Mapping[str, str]:
 
 @hookimpl
 def kvloom_add_commands(commands: typer.Typer) -> None:
-    from kvloom_tools.verbs import doctor, init, plan, scrub, stat, trace, warm, why
+    from kvloom_tools.verbs import config_schema, doctor, init, plan, scrub, stat, trace, warm, why
 
-    for verb in (init, doctor, plan, stat, why, trace, scrub, warm):
+    for verb in (init, doctor, config_schema, plan, stat, why, trace, scrub, warm):
         verb.add(commands)
 
 

@@ -14,9 +14,8 @@ from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from kvloom.config.blocks import BlendBlock, MemoryBlock, SerializerBlock, StoredBlock
-from kvloom.config.model import EngineConfig
-from kvloom.plugins.registry import Registry
+from kvloom import EngineConfig, Registry
+from kvloom.inspection import BlendBlock, MemoryBlock, SerializerBlock, StoredBlock
 
 
 class _Generator(GenerateJsonSchema):
