@@ -22,10 +22,6 @@ class Progress(Protocol):
     def __call__(self) -> None: ...
 
 
-class ByteStep(Protocol):
-    def __call__(self, num_bytes: int) -> None: ...
-
-
 def plain(text: str, *, most: int | None = None) -> str:
     """`text` with nothing in it that a terminal would act on: others may have written what a store says.
 
@@ -76,32 +72,6 @@ def progress(what: str, total: int | None = None) -> Iterator[Progress]:
     with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
-
-
-@contextmanager
-def byte_progress(what: str, total_bytes: int | None = None) -> Iterator[ByteStep]:
-    """As `progress`, for blobs of some bytes each: how many bytes, and how fast in bytes and in blobs."""
-    if not watched():
-        yield lambda _: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total_bytes, done="")
-        blobs = 0
-
-        def step(num_bytes: int) -> None:
-            nonlocal blobs
-            blobs += 1
-            at = bar.tasks[0]
-            nbytes, seconds = int(at.completed) + num_bytes, max(at.elapsed or 0.0, 1e-3)
-            rates = f"{rate(nbytes / seconds)}, {blobs / seconds:,.0f} blobs/s"
-            bar.update(task, advance=num_bytes, done=f"{size(nbytes)}, {rates}")
-
-        yield step
 
 
 def watched() -> bool:

@@ -14,6 +14,7 @@ import typer
 
 from kvloom import BackendError, ConfigError, output
 from kvloom_tools.configuration import load
+from kvloom_tools.progress import byte_progress
 
 if TYPE_CHECKING:
     from kvloom.inspection import Resolved, Store, TierChoice
@@ -137,7 +138,7 @@ def _scrubbed(reader: Reader) -> Report:
     try:
         total = sum(entry.bytes for _, entry in store.blobs()) if output.watched() else None
         began = time.monotonic()
-        with output.byte_progress(f"verifying {store.name}", total) as step:
+        with byte_progress(f"verifying {store.name}", total) as step:
             for finding in _findings(reader, report):
                 _count(report, finding)
                 step(finding.bytes)
