@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 from core_support import eventually
-from simulation.fibers import Process, Scheduler, SimRuntime
+from simulation.fibers import Process, Scheduler
+from simulation.runtime import SimRuntime
 
 from kvloom import BackendError, DeadlineExceeded
 from kvloom.runtime import Batch, Call, SystemRuntime, Workers

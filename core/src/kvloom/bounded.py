@@ -1,4 +1,4 @@
-"""Reading what others may have put into a store, or where a file is named: no more memory than was allowed."""
+"""Reads of untrusted blobs and files, each with a maximum size."""
 
 from __future__ import annotations
 

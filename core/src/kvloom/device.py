@@ -1,4 +1,4 @@
-"""The door to devices: streams, events, and work that is queued on them. CUDA through torch; imports no torch itself.
+"""Devices, their streams and events, and work that is queued on them: CUDA through torch, imported on use.
 
 A connector gets its device from `device_of`, and the kit puts its `SimulatedDevice` there, on which work is done as
 late, and in as unlikely an order, as the rules of streams allow.
@@ -34,7 +34,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
 class StreamEvent(Protocol):
-    """A place in a stream; as `torch.cuda.Event`."""
+    """A point in a stream, like `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
         """Block until everything queued before it is done."""
@@ -44,10 +44,10 @@ class StreamEvent(Protocol):
 
 
 class Stream(Protocol):
-    """Work that is done in order; as `torch.cuda.Stream`."""
+    """A queue of work that is done in order, like `torch.cuda.Stream`."""
 
     def wait_event(self, event: Any) -> None:
-        """Work queued from now on comes after the event."""
+        """Have work queued from now on wait for the event."""
 
     def record_event(self) -> StreamEvent: ...
 
@@ -58,16 +58,18 @@ class Device(Protocol):
     """One GPU. Work is queued on the calling thread's current stream of it."""
 
     def stream(self) -> Stream:
-        """A new one, in no order with others but by events."""
+        """A new stream. Only events order it with other streams."""
 
     def current(self) -> Stream: ...
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """It is the thread's current stream meanwhile, and its device the current one."""
+        """A context in which this stream and its device are the thread's current ones."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory on the device, uint8 `[nbytes]`, which what is queued on the current stream may still use until then.
-        Once the tensor is gone, others get it, whatever is queued."""
+        """Memory on the device, uint8 `[nbytes]`. Work queued on the current stream before may still use it.
+
+        Keep the tensor until the work that uses it is done: once it is deleted, others get the memory.
+        """
 
     def holds(self, memory: torch.Tensor) -> bool:
         """Return whether memory is on this device."""
@@ -137,7 +139,7 @@ class CudaDevice:
 
 
 _makers: dict[str, Callable[[Any], Device]] = {"cuda": CudaDevice}
-"""By the type of torch's device, what makes kvloom's."""
+"""Constructors by the type of the torch device."""
 _stand_ins: list[Device] = []
 
 
@@ -149,7 +151,7 @@ def device_of(where: torch.device) -> Device | None:
 
 @contextmanager
 def stand_in(device: Device, type: str = "cpu") -> Iterator[None]:
-    """For tests: `device_of` gives this device for memory of that type of torch's meanwhile."""
+    """For tests: a context in which `device_of` returns this device for memory of that torch type."""
     before = _makers.copy()
     _makers[type] = lambda where: device
     _stand_ins.append(device)
@@ -169,7 +171,7 @@ def synchronize(where: torch.device) -> None:
 
 
 def is_stream(found: object) -> bool:
-    """Return whether it is one of torch's streams of a GPU."""
+    """Return whether `found` is a `torch.cuda.Stream`."""
     import torch
 
     return isinstance(found, torch.cuda.Stream)
@@ -244,7 +246,7 @@ class CurrentStreams:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """They are the calling thread's meanwhile."""
+        """A context in which they are the calling thread's."""
         if not self:
             yield
             return

@@ -187,7 +187,7 @@ def opened(choice: TierChoice, spec: KVSpec | None = None, *, threads: int = 1, 
     assert choice.backend is not None
     place = getattr(choice.backend.config, "path", None)
     if not made and isinstance(place, Path) and not place.expanduser().exists():
-        text = f"there is no {str(place)!r}: nothing was stored there yet, or it is written otherwise"
+        text = f"there is no directory {str(place)!r}: nothing was stored there yet, or the path is wrong"
         raise ConfigError(f"{choice.path}.path", text)
     make, seconds = choice.backend.make, choice.deadline
     # A call that hangs may have every thread; closing gets one of its own, and the process does not wait for it.

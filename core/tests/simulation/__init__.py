@@ -21,8 +21,8 @@ only while the simulation draws as it did then: a bug worth remembering has a te
 
 Where things are:
 
-- `fibers`: virtual time, the scheduler, and the `Runtime` that the core is given; `interrupts`: threads that may be
-  interrupted before any statement of the core, in some of the seeds;
+- `fibers`: virtual time and the scheduler; `runtime`: the `Runtime` that the core is given;
+- `interrupts`: threads that may be interrupted before any statement of the core, in some of the seeds;
 - `store`, `plugin`: stores that fail, and the backend, connector and serializer through which the core meets them;
 - `content`, `clients`, `layerwise`, `world`: what is stored, who calls what, and a whole run;
 - `oracle`: what must hold; `peek`: all that is known here of the core's private parts;

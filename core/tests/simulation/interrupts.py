@@ -19,6 +19,8 @@ from typing import Any
 
 import kvloom.engine.background
 import kvloom.engine.engine
+import kvloom.engine.layers
+import kvloom.engine.lookup
 import kvloom.memory
 import kvloom.pipeline
 import kvloom.runtime
@@ -78,6 +80,8 @@ def _modules() -> list[ModuleType]:
     core = [
         kvloom.runtime,
         kvloom.engine.engine,
+        kvloom.engine.layers,
+        kvloom.engine.lookup,
         kvloom.engine.background,
         kvloom.telemetry.events,
     ]

@@ -23,8 +23,9 @@ from simulation import interrupts, peek, plugin
 from simulation.clients import Client, Site
 from simulation.content import CHUNK_TOKENS, SPECS, TOKEN_BYTES, Prompt, prompts
 from simulation.ending import Ending, House
-from simulation.fibers import Process, Scheduler, SimRuntime, Violation
+from simulation.fibers import Process, Scheduler, Violation
 from simulation.oracle import Allowance, LeakWatch, Oracle
+from simulation.runtime import SimRuntime
 from simulation.store import Client as StoreClient
 from simulation.store import Faults, Guard, SimStore
 

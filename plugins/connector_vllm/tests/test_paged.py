@@ -301,7 +301,7 @@ REFUSED = [
     ([(kv(5, 4, 3, 8), kv(5, 4, 3, 8))] * 2, "auto", "has 3 heads by auto, the model 2"),
     ([kv(5, 4, 2, 16)] * 2, "hnd", "has 4 heads by hnd, the model 2"),
     ([kv(5, 4, 2, 16), kv(6, 4, 2, 16)], "auto", r"kvcaches\[1\]: blocks of 6 x 4"),
-    ([(kv(5, 4, 2, 8), kv(5, 4, 2, 8), kv(5, 4, 2, 8))] * 2, "auto", "3 tensors for 2 planes"),
+    ([(kv(5, 4, 2, 8), kv(5, 4, 2, 8), kv(5, 4, 2, 8))] * 2, "auto", "expected 2 tensors, one for each plane"),
     ([kv(5, 4, 2, 16).transpose(1, 2)] * 2, "LBHNC", "are not those of LBHNC"),
     ([kv(5, 2, 4, 16)] * 2, "LBNHC", "are not those of LBNHC"),
     ([kv(5, 4, 16, 2).transpose(2, 3)] * 2, "nhd", "not contiguous"),

@@ -158,5 +158,5 @@ def test_damage_is_refused() -> None:
 def test_bins_for_other_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="bins for 32 layers"):
         legacy.encode_function(kv(), CacheGenConfig.for_layers(32), 20)
-    with pytest.raises(ValueError, match="in chunks of 0"):
+    with pytest.raises(ValueError, match="chunk_size 0"):
         legacy.encode_function(kv(), CONFIG, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,38 @@ def ends(segments: list[Segment]) -> list[int]:
 
 def packed(tokens: tuple[int, ...]) -> bytes:
     return array("i", tokens).tobytes()
+
+
+def prompts(count: int, *, length: int = 400, seed: int = 0) -> list[torch.Tensor]:
+    """Sequences that branch off each other."""
+    chance = random.Random(seed)
+    found = [tokens_of(length, seed)]
+    while len(found) < count:
+        base = chance.choice(found)
+        kept = base[: chance.randrange(20, len(base))]
+        found.append(torch.cat([kept, tokens_of(chance.randrange(20, length), len(found) + 1000 * seed)]))
+    return found
+
+
+def cuts(path: Path, asked: list[torch.Tensor], **settings: object) -> list[list[int]]:
+    database = radix(path=path, **settings)
+    try:
+        return [ends(database.segments(each)) for each in asked]
+    finally:
+        database.close()
+
+
+def learnt(path: Path, asked: list[torch.Tensor]) -> list[list[int]]:
+    database = radix(path=path)
+    for each in asked:
+        database.learn(each)
+    found = [ends(database.segments(each)) for each in asked]
+    database.close()
+    return found
+
+
+def journals(path: Path) -> list[Path]:
+    return sorted(path.glob("*.journal"))
 
 
 class Model:

@@ -141,3 +141,8 @@ def rack_installed(place: Path) -> Iterator[None]:
         yield
     Rack.racks.clear()
     Rack.before.clear()
+
+
+def write_lines(path: Path, *values: Any) -> Path:
+    path.write_text("".join((value if isinstance(value, str) else json.dumps(value)) + "\n" for value in values))
+    return path

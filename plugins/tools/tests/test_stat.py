@@ -155,7 +155,7 @@ def test_the_process_that_evicts_is_seen_and_keeps_its_right(tmp_path: Path) -> 
     config.write_text(f"tiers: [{{type: disk, path: {store}, capacity: 1GiB}}]\n")
     failed = run("stat", config, status=1)
     assert not store.exists(), "who only looks makes nothing"
-    assert f"tiers.0.path: there is no '{store}': nothing was stored there yet" in failed.err
+    assert f"tiers.0.path: there is no directory '{store}': nothing was stored there yet" in failed.err
     store.mkdir()
     assert evicts(config) == "no process"
     command = [sys.executable, "-c", HOLDER, str(store)]

@@ -13,72 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import CHUNK, SPEC, Rack, blobs_in, fill, key_of, rack_installed, run
+from cli_support import CHUNK, SPEC, Rack, blobs_in, fill, key_of, rack_installed, run, write_lines
 from clock_support import Hang
 
 import kvloom_tools
-from kvloom import ConfigError, Engine, KVSpec, envelope
+from kvloom import Engine
 from kvloom_tools.warming import read_prompts
 
 BLOB_BYTES = 8192
 """Space of one blob on the disk: a header and less than a page of KV."""
-
-
-@pytest.fixture
-def fast(tmp_path: Path) -> Path:
-    return tmp_path / "fast"
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Path:
-    return tmp_path / "slow"
-
-
-@pytest.fixture
-def write_config(tmp_path: Path, fast: Path, slow: Path) -> Callable[..., Path]:
-    def write_config(of_fast: str = "", of_slow: str = "", name: str = "engine") -> Path:
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(
-            f"chunk_tokens: {CHUNK}\n"
-            "tiers:\n"
-            "- {type: memory, capacity: 1MiB}\n"
-            f"- {{type: disk, name: fast, path: {fast}, {of_fast}}}\n"
-            f"- {{type: disk, name: slow, path: {slow}, {of_slow}}}\n"
-        )
-        return path
-
-    return write_config
-
-
-@pytest.fixture
-def config(write_config: Callable[..., Path]) -> Path:
-    return write_config()
-
-
-@pytest.fixture
-def tokens(config: Path, fast: Path) -> list[int]:
-    """Six chunks, of which the fast tier has lost all but the second."""
-    tokens = fill(config, 6)
-    for index, file in enumerate(blobs_in(fast)):
-        if index != 1:
-            file.unlink()
-    return tokens
-
-
-def lines(path: Path, *values: Any) -> Path:
-    path.write_text("".join((value if isinstance(value, str) else json.dumps(value)) + "\n" for value in values))
-    return path
-
-
-@pytest.fixture
-def prompts(tmp_path: Path, tokens: list[int]) -> Path:
-    """The stored prompt with something behind it, one that was never stored, and the first of another tenant."""
-    return lines(
-        tmp_path / "prompts.jsonl",
-        {"tokens": [*tokens, 999, 998]},
-        {"tokens": [7] * 9},
-        {"tokens": tokens, "salt": "tenant"},
-    )
 
 
 def warm(*arguments: object, status: int = 0) -> dict[str, Any]:
@@ -111,7 +54,7 @@ def test_pieces_are_counted_and_copied(config: Path, fast: Path, tmp_path: Path)
     keys = {key_of(file, fast) for file in files}
     for file in files:
         file.unlink()
-    file = lines(
+    file = write_lines(
         tmp_path / "prompts.jsonl",
         {"tokens": tokens},
         {"tokens": tokens[:120]},
@@ -122,7 +65,7 @@ def test_pieces_are_counted_and_copied(config: Path, fast: Path, tmp_path: Path)
     assert found[:2] == [(200, 112, {"fast": 0, "slow": 112}), (120, 112, {"fast": 0, "slow": 112})]
     assert sorted(tokens for tokens, _, _ in found[2:]) == [0, 16, 32, 64], "of a key, as its blob says"
     assert all((tokens, tokens) == (hit, held["slow"]) for tokens, hit, held in found[2:])
-    file = lines(tmp_path / "prompts.jsonl", {"tokens": tokens})
+    file = write_lines(tmp_path / "prompts.jsonl", {"tokens": tokens})
     done = warm(file, "--config", config, "--into", "fast")
     assert done["copied"]["copied"] == 3 and done["lines"][0]["held"] == {"fast": 112, "slow": 112}
     with Engine.open(config, SPEC) as engine:
@@ -135,13 +78,13 @@ def test_it_takes_what_why_takes(config: Path, tokens: list[int], tmp_path: Path
         file.write_text(text)
         assert run("why", config, "--tokens", file, "--json").json["leading_tokens"] == 24
         assert [line["hit"] for line in warm(file, "--config", config)["lines"]] == [24]
-    lines(file, tokens, [7] * 9)
+    write_lines(file, tokens, [7] * 9)
     assert [line["hit"] for line in warm(file, "--config", config)["lines"]] == [24, 0]
 
 
 def test_looking_makes_no_directory(write_config: Callable[..., Path], fast: Path, tmp_path: Path) -> None:
-    error = run("warm", lines(tmp_path / "p", [1] * 8), "--config", write_config(), status=2).err
-    assert f"there is no '{fast}'" in error and not fast.exists()
+    error = run("warm", write_lines(tmp_path / "p", [1] * 8), "--config", write_config(), status=2).err
+    assert f"there is no directory '{fast}'" in error and not fast.exists()
 
 
 def test_a_gap_ends_the_hit(config: Path, prompts: Path, slow: Path) -> None:
@@ -154,7 +97,7 @@ def test_a_gap_ends_the_hit(config: Path, prompts: Path, slow: Path) -> None:
 def test_keys_need_no_model(config: Path, tokens: list[int], slow: Path, tmp_path: Path) -> None:
     keys = [key_of(file, slow) for file in blobs_in(slow)]
     shutil.rmtree(slow / "spec")
-    file = lines(tmp_path / "keys", *keys[:2], "", keys[0][:-1] + "0")
+    file = write_lines(tmp_path / "keys", *keys[:2], "", keys[0][:-1] + "0")
     found = warm(file, "--config", config)["lines"]
     assert [(one["line"], one["hit"], one["held"]["fast"]) for one in found] == [(1, 4, 0), (2, 4, 4), (4, 0, 0)]
 
@@ -162,7 +105,7 @@ def test_keys_need_no_model(config: Path, tokens: list[int], slow: Path, tmp_pat
 def test_every_rank_is_looked_at(write_config: Callable[..., Path], fast: Path, tmp_path: Path) -> None:
     config, ranks = write_config(), [replace(SPEC, world_size=2, rank=rank) for rank in range(2)]
     prompt, _ = [fill(config, 2, spec) for spec in ranks]
-    file = lines(tmp_path / "p", {"tokens": prompt})
+    file = write_lines(tmp_path / "p", {"tokens": prompt})
     assert [(one["rank"], one["hit"]) for one in warm(file, "--config", config)["lines"]] == [(0, 8), (1, 8)]
     (tmp_path / "spec.json").write_text(ranks[1].to_json())
     found = warm(file, "--config", config, "--spec", tmp_path / "spec.json")["lines"]
@@ -236,7 +179,7 @@ def test_a_text_file_is_one_prompt(
 
 
 def test_text_needs_a_tokenizer_that_is_here(config: Path, tmp_path: Path) -> None:
-    file = lines(tmp_path / "p", {"text": "hello"})
+    file = write_lines(tmp_path / "p", {"text": "hello"})
     refused = run("warm", file, "--config", config, "--tokenizer", tmp_path / "nothing", status=2).err
     assert refused.startswith("kvloom: tokenizer: cannot load ")
 
@@ -340,7 +283,7 @@ def racks(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_store_that_fails_now_and_then(racks: Path, tmp_path: Path) -> None:
-    file = lines(tmp_path / "p", {"tokens": list(range(12 * CHUNK))})
+    file = write_lines(tmp_path / "p", {"tokens": list(range(12 * CHUNK))})
 
     def broken(verb: str, key: str) -> None:
         if verb == "get" and "/3-" in key:
@@ -363,85 +306,7 @@ def test_a_store_that_fails_now_and_then(racks: Path, tmp_path: Path) -> None:
 def test_a_store_that_hangs_does_not_hang_the_command(
     racks: Path, tmp_path: Path, hang: Hang, label: str, verb: str
 ) -> None:
-    file = lines(tmp_path / "p", {"tokens": list(range(12 * CHUNK))})
+    file = write_lines(tmp_path / "p", {"tokens": list(range(12 * CHUNK))})
     Rack.before[label] = lambda at, key: hang(at, key) if at == verb else None
     done = run("warm", file, "--config", racks, "--into", "rack", "--threads", "2", status=1)
     assert "deadline" in done.err
-
-
-# -- in the server -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def open_engine(config: Path) -> Iterator[Callable[..., Engine]]:
-    engines = []
-
-    def open_engine(spec: KVSpec = SPEC, path: Path = config) -> Engine:
-        engines.append(Engine.open(path, spec))
-        return engines[-1]
-
-    yield open_engine
-    for engine in engines:
-        engine.close()
-
-
-def test_a_server_warms_its_memory(open_engine: Callable[..., Engine], prompts: Path, tokens: list[int]) -> None:
-    engine = open_engine()
-    first, second, third = kvloom_tools.warm(engine, prompts)
-    assert first == kvloom_tools.Warmed(line=1, tokens=26, warm_tokens=24, pinned_tokens=0)
-    assert (second.warm_tokens, third.warm_tokens) == (0, 0)
-    assert engine.lookup(torch.tensor(tokens), search_range=["memory"]).tokens == 24
-
-
-def test_pins_outlive_what_comes_later(
-    write_config: Callable[..., Path], open_engine: Callable[..., Engine], prompts: Path, tokens: list[int]
-) -> None:
-    config = write_config()
-    config.write_text(config.read_text().replace("1MiB", "64KiB"))  # eight chunks, each in a buffer of 8 KiB
-    engine = open_engine(path=config)
-    assert kvloom_tools.warm(engine, prompts, pin=True)[0].pinned_tokens == 24
-    for first in range(1000, 1400, 20):
-        other = torch.arange(first, first + 5 * CHUNK)
-        engine.store(other, kv=torch.zeros(SPEC.blob_shape(20), dtype=SPEC.torch_dtype))
-    assert engine.lookup(torch.tensor(tokens), search_range=["memory"]).tokens == 24
-    engine.unpin(torch.tensor(tokens))
-    for first in range(1000, 1400, 20):
-        other = torch.arange(first, first + 5 * CHUNK)
-        engine.store(other, kv=torch.zeros(SPEC.blob_shape(20), dtype=SPEC.torch_dtype))
-        engine.prefetch(other).result()
-    assert engine.lookup(torch.tensor(tokens), search_range=["memory"]).tokens < 24
-
-
-def test_keys_in_a_server(open_engine: Callable[..., Engine], tmp_path: Path, tokens: list[int], slow: Path) -> None:
-    engine = open_engine()
-    keys = [key_of(file, slow) for file in blobs_in(slow)]
-    foreign = f"{'0a' * 16}/-/0-{'3f' * 32}"
-    file = lines(tmp_path / "keys", keys[0], keys[1], foreign, keys[2][:-2] + "00")
-    found = kvloom_tools.warm(engine, file, pin=True)
-    assert [(one.tokens, one.warm_tokens, one.pinned_tokens) for one in found] == [(4, 4, 4)] * 2 + [(0, 0, 0)] * 2
-    assert engine.lookup(torch.tensor(tokens), search_range=["memory"]).tokens == 8
-
-
-def test_a_key_of_another_model_is_left_alone(
-    open_engine: Callable[..., Engine], tmp_path: Path, config: Path, slow: Path
-) -> None:
-    """Its chunk has another shape: read as one of ours, it would be taken for damage and removed."""
-    fill(config, 1, replace(SPEC, num_layers=4))
-    (blob,) = blobs_in(slow)
-    file = lines(tmp_path / "keys", key_of(blob, slow))
-    assert kvloom_tools.warm(open_engine(), file)[0].warm_tokens == 0
-    envelope.unseal(blob.read_bytes(), key=key_of(blob, slow))
-
-
-def test_text_and_a_tokenizer_of_ones_own(
-    open_engine: Callable[..., Engine], tmp_path: Path, tokens: list[int]
-) -> None:
-    file = lines(tmp_path / "p", {"text": "x" * 24})
-    (one,) = kvloom_tools.warm(open_engine(), file, tokenizer=lambda text: range(len(text)))
-    assert one.warm_tokens == 24
-
-
-def test_without_memory_there_is_nothing_to_warm(tmp_path: Path, fast: Path) -> None:
-    source = {"chunk_tokens": CHUNK, "tiers": [{"type": "disk", "path": str(fast)}]}
-    with Engine.open(source, SPEC) as engine, pytest.raises(ConfigError, match="no memory tier"):
-        kvloom_tools.warm(engine, lines(tmp_path / "p", {"tokens": [1]}))

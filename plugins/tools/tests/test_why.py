@@ -171,7 +171,7 @@ def test_a_directory_that_is_not_there_is_said_and_not_made(tmp_path: Path) -> N
         ["why", path, "--tokens", tmp_path / "tokens.json", "--spec", tmp_path / "spec.json"],
         ["scrub", path],
     ):
-        assert f"tiers.0.path: there is no '{tmp_path}/elsewhere'" in run(*verb, status=2).err
+        assert f"tiers.0.path: there is no directory '{tmp_path}/elsewhere'" in run(*verb, status=2).err
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -33,7 +33,7 @@ class MappedMemory:
 
     @property
     def intact(self) -> bool:
-        """All that was read so far was the blob that was verified; one that is gone is verified again."""
+        """Everything read so far was the verified blob. One that has left the store is verified again."""
         try:
             return self.current or (self.blob.gone() and self.verified())
         except Exception:
@@ -80,7 +80,7 @@ class MappedLease:
 
     @property
     def intact(self) -> bool:
-        """All that was read so far was the blob that was verified."""
+        """Everything read so far was the verified blob."""
         return self._memory is not None and self._memory.intact
 
     def again(self) -> MappedLease:

@@ -1,4 +1,4 @@
-"""One operation's way through the tiers: how long it still waits, and which tiers it has given up on."""
+"""The state of one operation across the tiers: its deadline, and the tiers that it has given up on."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Client:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[Any]:
-        """The store, which stays open meanwhile. Raises BackendError in a child of the process that made it."""
+        """The store, open for as long as the block runs. Raises BackendError in a child of the process that made it."""
         if os.getpid() != self._pid:
             raise BackendError("Mooncake's client does not survive a fork; open the engine in the child, or spawn it")
         with self._idle:

@@ -58,7 +58,7 @@ class CacheBlendImpl(CacheBlendExecutor):
             self._batch.session = self.begin(BlendRequest(tokens, query_start_loc, valid_mask.bool().cpu()))
         session: BlendSession | None = getattr(self._batch, "session", None)
         if session is None:
-            raise ValueError(f"layer_id: {layer_id} of a batch that has not begun; begin with layer 0")
+            raise ValueError(f"layer_id: got {layer_id}, but no batch has begun; begin with layer 0")
         if self._encode is not None and self._decode is not None:
             now = _positions(query_start_loc).to(original_positions)
             nothing = torch.zeros_like(retrieved_k)

@@ -133,8 +133,8 @@ class Kernels:
     """The device of the pages: `cpu` where tests run the kernels on a processor."""
 
     def launch(self, tables: Tables) -> object:
-        """Queue a move, all of it in the memory of the current device, on its current stream. What this returns has to
-        be kept until the move is done."""
+        """Queue a move within the current device's memory on its current stream. Keep the returned object until the
+        move is done."""
         arrays = tables.arrays()
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)])
         on_device = self.device_type == "cuda"

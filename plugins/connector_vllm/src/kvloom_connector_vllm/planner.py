@@ -157,8 +157,8 @@ class Planner:
     def doubt(self, failed: Iterable[str], *, everything: bool = False) -> None:
         """Save the KV of these requests again once it has been computed, because their loads failed.
 
-        everything: other requests may have computed with the bad KV, so that nothing counts as saved until it is
-        checked again.
+        everything: other requests may have computed with the bad KV, too; nothing counts as saved until it is checked
+        again.
         """
         names = set(failed)
         for name, state in self._states.items():

@@ -1,4 +1,4 @@
-"""Chunks as blocks: how a chunk's key becomes the hashes of its blocks, and which tokens are whose."""
+"""Derives from a chunk's key the hashes of its blocks, and the tokens of each block."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def import_config(
 ) -> Imported:
     """source: the fields of an LMCache file. connector: the engine's. separator: token ids of its blend_special_str.
 
-    Raises ConfigError, naming every field with a value of another type than it has there, or one that cannot work here.
+    Raises ConfigError with every field whose value has another type than in LMCache, or cannot work in kvloom.
     Nothing that is raised or returned holds a password: those become environment variables.
     """
     fields = {name: value for name, value in source.items() if isinstance(name, str)}

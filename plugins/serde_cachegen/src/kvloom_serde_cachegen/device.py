@@ -75,7 +75,7 @@ class Launch:
         with stream_of_launch(self._device) as stream:
             error = self._call(ctypes.c_void_p(stream))
         if error > 0:
-            raise ValueError(f"the kernels do not take this: error {error}")
+            raise ValueError(f"the CUDA kernels rejected the streams: error {error}")
         if error < 0:
             raise RuntimeError(f"CUDA error {-error}")
 
@@ -159,10 +159,10 @@ def decoding(
 def _uploaded(
     held: Sequence[np.ndarray[Any, Any]], layers: int, device: torch.device
 ) -> tuple[list[int], torch.Tensor, torch.Tensor | None]:
-    """Streams, `layers` of each blob, on their way to the device: where each begins, the memory there, and memory of
-    the host in between.
+    """Begin to copy the streams, `layers` of each blob, to the device.
 
-    Those of a blob that follow each other in pinned memory, as in the pool, are copied from there, all at once.
+    Returns the offset of each stream in the device memory, that memory, and host memory to keep until the copies are
+    done. Adjacent streams of a blob in pinned memory, such as the pool's, are copied from there by one call.
     """
     runs: list[list[int]] = []  # the numbers of streams that follow each other, all at multiples of 4
     ends: int | None = None

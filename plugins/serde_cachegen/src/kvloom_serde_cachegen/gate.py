@@ -43,9 +43,7 @@ def check(profile: Profile | None, spec: KVSpec, codec: str) -> None:
     verdict = profile.verdicts.get(codec)
     if verdict is None:
         known = ", ".join(sorted(profile.verdicts)) or "none"
-        raise ValueError(
-            f"the profile has no verdict on {codec} (it has: {known}); {_MEASURE}, take one of those, {_OR_NOT}"
-        )
+        raise ValueError(f"the profile has no verdict on {codec}; use one that it has ({known}), {_MEASURE}, {_OR_NOT}")
     if not verdict.passed:
         limits = ", ".join(f"{name} {limit:g}" for name, limit in sorted(verdict.limits.items()))
         raise ValueError(

@@ -175,7 +175,10 @@ def encode_function(kv: torch.Tensor, config: CacheGenConfig, chunk_size: int) -
     """`kv`, `[layers, 2, tokens, heads, head_size]`, quantised and coded, `chunk_size` tokens at a time."""
     layers, planes, _, heads, head_size = kv.shape
     if planes != 2 or layers != config.nlayers or chunk_size < 1:
-        raise ValueError(f"KV of {tuple(kv.shape)} in chunks of {chunk_size}, bins for {config.nlayers} layers")
+        raise ValueError(
+            f"expected KV with 2 planes, chunk_size of 1 or more, and bins for its layers; got KV of shape "
+            f"{tuple(kv.shape)}, chunk_size {chunk_size}, and bins for {config.nlayers} layers"
+        )
     by_plane = kv.contiguous().flatten(3).transpose(0, 1)
     settings = Settings(Mode.CACHEGEN, min(_BAND, heads * head_size), bins=config.by_layer())
     parts = by_plane.split(chunk_size, dim=2)

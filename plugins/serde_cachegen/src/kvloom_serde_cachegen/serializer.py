@@ -26,7 +26,7 @@ _STREAM_ELEMENTS = 1 << 20
 
 
 class CacheGenSerializer(Serializer):
-    """KV in few bits a value, by quantising and entropy coding; or all of its bits, in less room."""
+    """Compresses KV: quantised and entropy-coded to a few bits per value, or without loss."""
 
     type: ClassVar[str] = "cachegen"
     by_layer: ClassVar[bool] = True

@@ -79,7 +79,7 @@ def _members(data: memoryview) -> dict[str, memoryview]:
         method, packed, size, (name_bytes, extra_bytes, comment_bytes) = entry[4], *entry[8:10], entry[10:13]
         name = bytes(data[at + _ENTRY.size : at + _ENTRY.size + name_bytes]).decode()
         if entry[0] != b"PK\1\2" or method != _STORED or packed != size or name in members:
-            raise ValueError(f"a member that is not stored as it is: {name[:64]!r}")
+            raise ValueError(f"the member {name[:64]!r} is compressed, encrypted or repeated")
         members[name] = _stored(data, entry[-1], size)
         firsts.append(entry[-1])
         at += _ENTRY.size + name_bytes + extra_bytes + comment_bytes
@@ -99,7 +99,7 @@ def _stored(data: memoryview, at: int, size: int) -> memoryview:
 def _described(made: Any) -> tuple[tuple[Any, ...], torch.dtype, tuple[int, ...]]:
     """The fields of its storage, its dtype and its shape."""
     if not isinstance(made, _Made) or not isinstance(made.by, _Global):
-        raise ValueError("something else than a plain tensor")
+        raise ValueError("not a plain tensor")
     storage, offset, shape, strides, *rest = made.arguments
     (word, kind, key, device, count) = fields = storage.fields
     typed = made.by == _Global("torch._utils _rebuild_tensor_v2")
@@ -108,10 +108,10 @@ def _described(made: Any) -> tuple[tuple[Any, ...], torch.dtype, tuple[int, ...]
     elif made.by == _Global("torch._utils _rebuild_tensor_v3") and kind == _Global("torch.storage UntypedStorage"):
         dtype = _DTYPES[rest[2].name.removeprefix("torch ")]
     else:
-        raise ValueError("something else than a plain tensor")
+        raise ValueError("not a plain tensor")
     whole = all(isinstance(number, int) and number >= 0 for number in (offset, count, *shape, *strides))
     if not whole or not isinstance(key, str):
-        raise ValueError("something else than a plain tensor")
+        raise ValueError("not a plain tensor")
     if (word, device, offset, count) != ("storage", "cpu", 0, math.prod(shape) * (1 if typed else dtype.itemsize)):
         raise ValueError("a tensor that is not all of its storage")
     step = 1

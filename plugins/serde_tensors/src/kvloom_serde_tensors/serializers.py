@@ -59,7 +59,7 @@ class TensorSerializer(Serializer):
         except Exception as error:
             raise CorruptBlobError(f"not a {self.type} blob: {str(error)[:200]}") from error
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            raise CorruptBlobError(f"a {self.type} blob of something else than a plain tensor: {type(tensor).__name__}")
+            raise CorruptBlobError(f"a {self.type} blob holds a {type(tensor).__name__}, not a plain tensor")
         wanted = into.tensor
         if tensor.shape != wanted.shape:
             raise CorruptBlobError(f"a tensor of {tuple(tensor.shape)} where {tuple(wanted.shape)} was stored")

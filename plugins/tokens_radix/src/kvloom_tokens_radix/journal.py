@@ -35,7 +35,7 @@ _SNAPSHOT = b"*"
 
 
 class Journal:
-    """One tree's. `lock` is what guards the tree: `loaded` and `add` are called with it held."""
+    """The journal of one tree. `lock` guards the tree; callers of `loaded` and `add` hold it."""
 
     def __init__(self, directory: Path, name: str, lock: threading.Lock) -> None:
         self._directory = directory

@@ -63,7 +63,7 @@ class Examiner:
         self._buffers: list[mmap.mmap] = []
 
     def examine(self, key: str) -> Finding:
-        """Judge a blob. Only what is corrupt twice is called so: it may have been replaced while it was read."""
+        """Verify a blob. It is corrupt only if a second read is, too: it may have been replaced during the first."""
         for _ in range(2):
             sink = VerifyingSink(key, self._take(), self._protection)
             try:

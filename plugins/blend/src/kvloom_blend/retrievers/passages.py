@@ -154,7 +154,7 @@ class PassageRetriever(BlendRetriever):
 
 
 def _contexts(tokens: torch.Tensor, passages: Sequence[Passage]) -> list[str]:
-    """A word for what each passage stands behind: the passage before it, or what the prompt begins with."""
+    """A word for the context of each passage: the passage before it, or the beginning of the prompt."""
     before = [Passage(0, passages[0].start) if passages else Passage(0, 0), *passages]
     return [_behind(tokens[one.start : one.end]) for one in before[: len(passages)]]
 

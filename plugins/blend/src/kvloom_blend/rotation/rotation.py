@@ -39,7 +39,7 @@ class Rotation:
         if not torch.isfinite(inv_freq).all():
             raise ValueError("inv_freq: not all of it is finite")
         if not 0 <= start <= head_size - 2 * len(inv_freq):
-            raise ValueError(f"start: {len(inv_freq)} pairs from dim {start} are not within a head of {head_size}")
+            raise ValueError(f"start: {len(inv_freq)} pairs from dimension {start} on exceed the head size {head_size}")
         if sections is not None and (sections.shape != inv_freq.shape or int(sections.min()) < 0):
             raise ValueError(f"sections: expected one for each of {len(inv_freq)} pairs, got {sections.tolist()}")
         own = None if sections is None else sections.detach().long().clone()
@@ -89,7 +89,7 @@ class Rotation:
             return (positions.float()[:, None] * inv_freq).double()
         if self.sections is None:
             if not bool((positions == positions[0]).all()):
-                raise ValueError("positions: of several sections that differ, and this rope has none")
+                raise ValueError("positions: they differ between sections, but this rope has no sections")
             return self._angle(positions[0])
         return (positions.float()[self.sections.to(positions.device)].T * inv_freq).double()
 

@@ -1,7 +1,7 @@
-"""The scheduler's half: which prompts are blended. Knows no vLLM.
+"""The scheduler's half: decides which prompts are blended. Imports nothing of vLLM.
 
-Whether enough of a prompt is stored, only the worker's half can tell: it has the tiers. So a prompt is asked about in
-one step, the answer comes with the next one, and until then the request waits while others compute.
+Only the worker's half has the tiers, so only it knows how much of a prompt is stored. The scheduler asks in one step
+and has the answer in the next; until then the request waits while others compute.
 """
 
 from __future__ import annotations

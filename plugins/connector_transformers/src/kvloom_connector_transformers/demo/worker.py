@@ -200,7 +200,7 @@ def bytes_per_token(ours: CachedModel) -> int:
 
 
 def after(model: Any, first: torch.Tensor, keep: int, prompt: torch.Tensor) -> torch.Tensor:
-    """Logits after `prompt` when `first` was prefilled as one and the KV of its first `keep` tokens was kept."""
+    """Logits after `prompt`, computed on the KV of the first `keep` tokens of a prefill of `first`."""
     cache = DynamicCache(config=model.config)
     model.generate(first, **_GREEDY, max_new_tokens=1, past_key_values=cache)
     if keep < first.shape[1]:

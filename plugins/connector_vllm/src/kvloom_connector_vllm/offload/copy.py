@@ -106,9 +106,9 @@ class Copier:
 
     @torch.inference_mode()
     def store(self, order: Order, blocks: Blocks, ready: StreamEvent | None = None) -> int:
-        """Pages into slots; how many bytes. Never raises: what could not be copied is stamped as failed.
+        """Copy pages to slots; return the number of bytes. Never raises: slots that fail are stamped so.
 
-        ready: comes before, if the pages are on a device.
+        ready: the copies wait for this event, if the pages are on a device.
         """
         copied = 0
         for group, slots, ids in self._parts(order, blocks):

@@ -56,7 +56,7 @@ def refuse(config: Any, offloading: Any) -> None:
     if dtype not in _KEPT_DTYPES:
         raise ValueError(f"kv_cache_dtype {dtype}: not tested; use one of {', '.join(_KEPT_DTYPES)}")
     if offloading.cache.blocks_per_chunk > 1 and len(offloading.groups) > 1:
-        raise ValueError("blocks_per_chunk above 1 with several groups of KV cache: parts of chunks; remove it")
+        raise ValueError("blocks_per_chunk: must be 1 if the model has several groups of KV cache; remove it")
 
 
 def told_by_worker(

@@ -92,7 +92,7 @@ def _planes_of(layer: Any, spec: KVSpec, name: LayoutName, what: str) -> list[to
     if spec.kv_planes == 2 and len(tensors) == 1:
         tensors = _split(tensors[0], spec, what)
     if len(tensors) != spec.kv_planes:
-        raise ValueError(f"{what}: {len(tensors)} tensors for {spec.kv_planes} planes of KV")
+        raise ValueError(f"{what}: expected {spec.kv_planes} tensors, one for each plane of KV, got {len(tensors)}")
     return [_blocks_first(tensor, spec, name, what) for tensor in tensors]
 
 

@@ -122,7 +122,7 @@ class View:
         return told
 
     def _times(self, tier: str) -> dict[str, Any]:
-        """Read times of a tier. Memory reports no reads: there it is the KV that came from it."""
+        """Times and bytes of a tier. Memory reports no reads: its bytes are those of the KV that was copied from it."""
         told = self._tiers.get(tier, _TierTimes()).told()
         return {**told, "read_bytes": told["read_bytes"] or int(self._copied.get(tier, 0))}
 

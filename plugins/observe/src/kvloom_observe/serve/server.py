@@ -104,9 +104,11 @@ class Page:
         name = _name(host if host.endswith("]") else host.rpartition(":")[0] or host)
         origin = request.headers.get("Origin")
         if name not in self._names and not (self._names & {"0.0.0.0", "::"}):
-            raise RequestError(403, "ask by the name that it listens on")
+            raise RequestError(
+                403, "the Host header names another server; use the name or address that `kvloom serve` listens on"
+            )
         if origin is not None and urlsplit(origin).netloc.lower() != host:
-            raise RequestError(403, "asked from another page")
+            raise RequestError(403, "requests from pages of other origins are refused")
 
 
 def _refused(status: int, text: str) -> Response:

@@ -21,7 +21,7 @@ def screen(told: dict[str, Any], before: dict[str, Any] | None = None, *, note: 
     try:
         return _screen(_printable(told), before, note)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
-        raise ValueError("the answer there is not from an engine of kvloom") from None
+        raise ValueError("this is not the answer of a kvloom engine") from None
 
 
 def _printable(told: Any) -> Any:

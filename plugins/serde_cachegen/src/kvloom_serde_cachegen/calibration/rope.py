@@ -73,7 +73,7 @@ def rope_of(model: PreTrainedModel) -> Rope:
     movements = torch.stack([_movement(way.undone(keys)) for way in ways if way.size <= keys.shape[-1]])
     best = movements.argmin(0)
     if len(best.unique()) > 1:
-        raise UnknownRopeError("its layers rotate their keys in several ways, or some of them do not")
+        raise UnknownRopeError("its layers use different rotary embeddings, or some use none")
     if movements[best[0], 0] > _STILL:
         raise UnknownRopeError("its keys are rotated in an unknown way")
     return ways[int(best[0])]

@@ -53,7 +53,7 @@ class Run:
         return ": ".join(part for part in (self.config or NO_LIMIT, tried) if part)
 
     def result(self) -> dict[str, Any]:
-        """For JSON. Rates are of what was asked for; bytes are as they are stored."""
+        """The run as JSON. Hit rates are shares of the requested tokens; bytes are those of stored blobs."""
         sums, chunk_tokens = self.replay.sums, self.replay.chunk_tokens
         hits = sum(sums.hit_chunks.values())
         hit_tokens = sum(sums.hit_tokens(chunk_tokens).values())

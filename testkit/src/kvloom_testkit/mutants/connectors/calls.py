@@ -143,7 +143,7 @@ class TakesSegmentsToLieSideBySide(Mutant, SlotsConnector):
 
 
 class LaunchesOnce(Mutant, SlotsConnector):
-    """With as many blocks as a launch may have: a block for each token."""
+    """Launches one block per token, and drops the tokens beyond the largest launch."""
 
     breaks = "C05"
 

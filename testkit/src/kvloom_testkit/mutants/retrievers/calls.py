@@ -194,7 +194,7 @@ class ClosesOnce(Mutant, PiecesRetriever):
 
 
 class LooksUpEachLayer(Mutant, PiecesRetriever):
-    """Looks it up late, so that there may be more by then."""
+    """Looks up at the first layer instead of at the request."""
 
     breaks = "R13"
 

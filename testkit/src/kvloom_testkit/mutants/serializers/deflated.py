@@ -1,4 +1,4 @@
-"""A serializer that compresses, which is right, and one that takes whatever memory a blob asks for."""
+"""A correct serializer that compresses, and one that allocates as much memory as a blob says."""
 
 from __future__ import annotations
 
