@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from core_support import CHUNK, SPEC, Gate, Shelf, eventually, kv_of, matches, t
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvloom import BackendError, DeadlineExceeded, Engine, Registry, interrupts
+from kvloom import DeadlineExceeded, Engine, interrupts
 from kvloom.builtin.plain import PlainConnector
 from kvloom.device import CurrentStreams
-from kvloom.telemetry.events import EventBus
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
@@ -299,141 +297,3 @@ def test_a_cancelled_or_late_load_never_writes_afterwards(open_engine: Open, gat
     for task in (cancelled, late):
         assert eventually(lambda task=task: task.done)
     assert not got.any()
-
-
-def test_a_sibling_shares_tiers_but_no_keys(open_engine: Open) -> None:
-    engine = open_engine(MEMORY, SHELF)
-    tokens, kv = tokens_of(8), kv_of(8)
-    engine.store(tokens, kv=kv)
-    other = engine.sibling(replace(SPEC, adapters=["lora"]))
-    assert other.lookup(tokens).tokens == 0
-    other.store(tokens, kv=-kv)
-    got = torch.zeros_like(kv)
-    assert engine.retrieve(tokens, kv=got).all() and torch.equal(got, kv)
-    other.close()
-    assert engine.lookup(tokens).tokens == 8, "closing a sibling leaves the tiers open"
-
-
-def test_closing_goes_on_past_what_raises(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise RuntimeError("no device")
-
-    engine = open_engine(MEMORY, SHELF)
-    closed: list[str] = []
-    shelf, pool = Shelf.shelves["default"], engine._stack.memory.pool
-    sibling = engine.sibling(replace(SPEC, adapters=["lora"]))
-    engine.store(tokens_of(8), kv=kv_of(8))
-    monkeypatch.setattr(sibling._tokens, "close", broken)
-    monkeypatch.setattr(engine.connector, "close", broken)
-    monkeypatch.setattr(shelf, "close", lambda: closed.append("shelf"))
-    tier = engine.tiers["shelf"]
-    tier.closes_too(broken)
-    tier.closes_too(lambda: closed.append("with it"))
-    monkeypatch.setattr(engine._events, "close", lambda: closed.append("events"))
-    with pytest.raises(RuntimeError, match="no device"):
-        engine.close()
-    assert closed == ["shelf", "with it", "events"] and pool.pages._closed
-    assert len(shelf.blobs) == 2, "what was accepted is written"
-    engine.close()
-
-
-def test_closing_an_index_goes_on_past_what_raises(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise RuntimeError("no device")
-
-    config = {"chunk_tokens": CHUNK, "connector": "plain", "tiers": [SHELF]}
-    index = Engine.open(config, SPEC, role="index", registry=registry)
-    closed: list[str] = []
-    monkeypatch.setattr(index.connector, "close", broken)
-    monkeypatch.setattr(Shelf.shelves["default"], "close", lambda: closed.append("shelf"))
-    with pytest.raises(RuntimeError, match="no device"):
-        index.close()
-    assert closed == ["shelf"]
-
-
-@pytest.mark.parametrize("role", ["engine", "index"])
-def test_what_was_opened_is_closed_if_the_engine_cannot_be(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, role: Any
-) -> None:
-    closed: list[type] = []
-    monkeypatch.setattr(PlainConnector, "representation", {"dtype": torch.uint8})
-    for part in (PlainConnector, Shelf, EventBus):
-        monkeypatch.setattr(part, "close", lambda part: closed.append(type(part)))
-    config = {"chunk_tokens": CHUNK, "connector": "plain", "tiers": [SHELF]}
-    with pytest.raises(TypeError, match="JSON"):
-        Engine.open(config, SPEC, role=role, registry=registry)
-    assert closed == [Shelf, EventBus, PlainConnector]
-
-
-def test_what_was_opened_is_closed_if_the_sibling_cannot_be(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[object] = []
-
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError
-
-    engine = open_engine(SHELF)
-    with monkeypatch.context() as patch:
-        patch.setattr(PlainConnector, "close", lambda connector: closed.append(connector))
-        patch.setattr(type(engine._tokens), "__init__", broken)
-        with pytest.raises(ZeroDivisionError):
-            engine.sibling(replace(SPEC, adapters=["lora"]))
-    assert len(closed) == 1 and closed[0] is not engine.connector
-    engine.store(tokens_of(8), kv=kv_of(8))
-
-
-def test_get_or_create_get_and_destroy() -> None:
-    config = {"chunk_tokens": CHUNK, "tiers": [MEMORY]}
-    assert Engine.get("one") is None
-    engine = Engine.get_or_create("one", config, SPEC)
-    try:
-        assert Engine.get_or_create("one", config, SPEC) is engine is Engine.get("one")
-        with pytest.raises(ValueError, match="'one' exists with another configuration"):
-            Engine.get_or_create("one", config | {"chunk_tokens": 8}, SPEC)
-        with pytest.raises(ValueError, match="'one' exists with another spec"):
-            Engine.get_or_create("one", config, replace(SPEC, model="other"))
-    finally:
-        Engine.destroy("one")
-    assert Engine.get("one") is None
-    Engine.destroy("one")
-
-
-@pytest.mark.parametrize(
-    ("where", "says"),
-    [
-        ({}, "expected kv="),
-        ({"kv": torch.zeros(2, 2, 3, 8, dtype=torch.bfloat16)}, "kv: expected"),
-        ({"kv": torch.zeros(2, 2, 8, 8)}, "kv: expected"),
-        ({"kv": kv_of(8), "slots": 1}, "expected kv="),
-    ],
-)
-def test_kv_of_the_wrong_kind_is_refused(open_engine: Open, where: dict[str, object], says: str) -> None:
-    engine = open_engine()
-    for verb in (engine.store, engine.retrieve):
-        with pytest.raises(ValueError, match=says):
-            verb(tokens_of(8), **where)
-
-
-def test_a_closed_engine_says_so(open_engine: Open) -> None:
-    engine = open_engine()
-    engine.close()
-    engine.close()
-    with pytest.raises(BackendError, match="closed"):
-        engine.prefetch(tokens_of(8))
-
-
-@pytest.mark.parametrize("above", [(), (MEMORY,)], ids=["memory", "stored"])
-@pytest.mark.parametrize("bound", ["capacity", "quota"])
-def test_a_bound_below_what_one_chunk_takes_is_refused(
-    open_engine: Open, above: tuple[dict[str, object], ...], bound: str
-) -> None:
-    tier, least = (SHELF | {"capacity": "1MiB"}, 8192) if above else (MEMORY, 4096)
-    tokens, kv = tokens_of(CHUNK), kv_of(CHUNK)
-
-    def opened(size: int) -> Engine:
-        return open_engine(*above, tier | {bound: size if bound == "capacity" else {"*": size}})
-
-    with pytest.raises(ValueError, match=rf"tiers\.{len(above)}\.{bound}: .*less than one chunk takes \({least} bytes"):
-        opened(least - 1)
-    engine = opened(least)
-    engine.store(tokens, kv=kv)
-    assert engine.flush(20) and list(engine.tiers.values())[-1].contains(engine.segments(tokens)[0].key)

@@ -187,8 +187,8 @@ def forget_error(where: torch.device | int) -> None:
 
 @contextmanager
 def stream_of_launch(where: torch.device) -> Iterator[int]:
-    """The handle of the stream that work on `where` is queued on; its device is the current one meanwhile, as a launch
-    goes to that one. 0 on the host."""
+    """A context with the handle of the current stream of `where`, in which its device is the current one, as launches
+    need it. 0 on the host."""
     if where.type != "cuda":
         yield 0
         return
@@ -223,8 +223,8 @@ def driver() -> Driver | None:
 class CurrentStreams:
     """The current device, and the current streams, of the thread that makes this. Initialises nothing.
 
-    Every thread has its own, by default those of device 0. Work that a thread goes on with for another would otherwise
-    not come after what the other has queued, and would take memory on a device that is not the other's.
+    Every thread has its own, by default those of device 0. Work that another thread continues needs them: else it would
+    not wait for what this thread has queued, and would allocate on another device.
     """
 
     __slots__ = ("_stand_ins", "_streams")

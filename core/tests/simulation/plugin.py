@@ -144,6 +144,7 @@ class SimConnector(PlainConnector):
     def write(self, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         for segment, chunk in zip(segments, chunks, strict=True):
             host.pause()
+            _check_length(segment, chunk)
             super().write([segment], [chunk], **where)
             host.pause()
 
@@ -156,8 +157,15 @@ class SimConnector(PlainConnector):
     def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         for segment, chunk in zip(segments, chunks, strict=True):
             host.pause()
+            _check_length(segment, chunk)
             super().write_layer(layer, [segment], [chunk], **where)
             host.pause()
+
+
+def _check_length(segment: Segment, chunk: Chunk) -> None:
+    # torch would raise in C++, and unwinding a greenlet's stack there ends the process now and then.
+    if chunk.tensor.shape[2] != segment.end - segment.start:
+        raise RuntimeError(f"{chunk.tensor.shape[2]} tokens of KV for a segment of {segment.end - segment.start}")
 
 
 class LossySerializer(Serializer):

@@ -1,4 +1,4 @@
-"""Configuration: YAML, the environment or Python to an `EngineConfig`, and that to the classes that do the work.
+"""Makes an `EngineConfig` from YAML, environment variables or Python, and finds the plugins that it names.
 
 Two passes. The first checks the core's own shape; it knows no plugin. The second, `resolve`, checks each block against
 the settings of the plugin that it names.

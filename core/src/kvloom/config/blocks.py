@@ -189,7 +189,7 @@ TierBlock = Annotated[
 
 
 class BlendBlock(Open):
-    """Blending: what merges, what finds, from which length of prompt on, and the settings of what merges."""
+    """Blending: the executor with its settings, the retriever, and the shortest prompt to blend."""
 
     executor: Word = "cacheblend"
     """The component that selects the tokens to compute again, and merges the rest."""

@@ -42,7 +42,7 @@ def resolve(config: EngineConfig, registry: Registry, *, imported: bool = True) 
 def check_config(config: EngineConfig, *, imported: bool = True) -> Resolved:
     """Check `config` against the installed plugins without opening anything; raise ConfigError with all problems.
 
-    imported: False checks settings without importing torch or an engine, and leaves out whether each class can be
+    imported: False checks settings without importing torch or an engine; it does not test whether each class can be
     imported.
     """
     registry = Registry.discover(only=config.plugins.only, block=config.plugins.block)

@@ -167,7 +167,7 @@ def traced(tree: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str,
 
 
 def _placed(node: Any, words: list[str], value: Any, name: str) -> Any:
-    """`node` with `value` where `words` lead to."""
+    """`node` with `value` at the path `words`."""
     if not words:
         return value
     word, *rest = words

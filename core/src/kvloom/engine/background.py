@@ -82,7 +82,7 @@ class Background:
             task.after_fork_in_child(error)
 
     def close(self, seconds: float, error: BaseException) -> None:
-        """Do every save, and wait for loads under way, up to so many seconds each; cancel the rest with `error`."""
+        """Finish saves and wait for loads under way, up to `seconds` each; cancel the rest with `error`."""
         for task, ahead in tuple(self._tasks.items()):
             if ahead:
                 task.cancel()

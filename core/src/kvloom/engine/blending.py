@@ -33,7 +33,7 @@ class Blending:
             raise
 
     def done(self, *, reused_tokens: int, computed_tokens: int, seconds: float) -> None:
-        """Called by a runner after each pass that blended: how many tokens' KV was reused, of how many."""
+        """Report a pass that blended; the runner calls this. Counts tokens whose KV was reused, and was computed."""
         self.emit(Event("blended", tokens=reused_tokens, seconds=seconds, reason="reused"))
         self.emit(Event("blended", tokens=computed_tokens, reason="computed"))
 

@@ -253,7 +253,7 @@ class Index:
         return self._runtime.uninterrupted(partial(self._stack.locate, keys, search_range), leave=True)
 
     def _named(self, tokens: torch.Tensor, salt: str | None) -> list[Segment]:
-        """All segments of tokens that are to be moved."""
+        """All segments of tokens that are to be moved. Observers of chunks are told."""
         whole = self.segments(tokens, salt=salt)
         if self._events.sees_chunks:
             # A piece that leaves while the chunk with the same tokens stays would look as if these tokens had left.

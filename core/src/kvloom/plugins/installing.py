@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 
 def pip_install(dist: str, extra: str = "") -> str:
-    """The command that installs one of kvloom's packages; from the clone that kvloom itself came from, if it did.
+    """The command that installs one of kvloom's packages: from the clone, if kvloom was installed from one.
 
     dist: its name, such as `kvloom-backend-disk`.
     """

@@ -189,7 +189,7 @@ def _installed() -> tuple[_Found, ...]:
 
 @lru_cache(maxsize=1)
 def _entry_points(of: tuple[tuple[str, int], ...]) -> tuple[_Found, ...]:
-    """As they are in these directories at these times."""
+    """All installed plugins. of: directories and the times of their last change, the key of the cache."""
     found = metadata.entry_points()
     groups = [group for group in found.groups if group.startswith(_GROUPS)]
     return tuple(_with_dists(entry for group in groups for entry in found.select(group=group)))

@@ -106,7 +106,7 @@ class Tier(ABC):
         """Return which keys the tier says it holds, asked in one go, as part of the operation `context`."""
 
     def find_within(self, keys: Sequence[ChunkKey], context: RequestContext, share: float) -> list[bool]:
-        """`find`; a tier that has to ask somebody has that share of its deadline for it."""
+        """`find`; a tier that asks its store takes at most this share of its deadline."""
         return self.find(keys, context)
 
     @abstractmethod

@@ -177,7 +177,7 @@ class Entries:
         self._log.note(("forgotten", digest))
 
     def came(self, digest: bytes) -> None:
-        """Whoever began to look for this blob before now may have seen nothing yet."""
+        """Mark that a blob was written: a lookup that began before may have missed it."""
         self._log.note(("written", digest))
 
     def may_be_forgotten(self, key: ChunkKey, since: int) -> bool:

@@ -59,7 +59,7 @@ class Sketch:
         return least
 
     def _tend(self, rows: int) -> None:
-        """Take one step of what there is to do: halve a page, or add one."""
+        """Do one step of maintenance: halve a page, or add one."""
         if self._aged < len(self._pages):
             self._pages[self._aged] = self._pages[self._aged].translate(_HALF)
             self._aged += 1
