@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_support import CHUNK, SPEC, Shelf, kv_of, tokens_of
+from core_support import CHUNK, SPEC, Gate, Shelf, kv_of, tokens_of
 
 from kvloom import BackendError, Engine, Tier, open_tier
 from kvloom.engine.engine import _named
@@ -198,6 +198,30 @@ def _refused(task: Any) -> None:
     with pytest.raises(BackendError, match="opened in process"):
         task.result()
     task.cancel()
+
+
+def test_layers_of_the_parent_end_at_once_in_a_child(engine: Engine, gate: Gate) -> None:
+    keys = [segment.key for segment in engine.segments(TOKENS)]
+    engine._stack.memory.remove(keys)
+    Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    storing = engine.store_layer(tokens_of(16, seed=4), kv=KV)
+    loading = engine.retrieve_layer(TOKENS, kv=torch.zeros_like(KV))
+    gate.reached()
+
+    def work() -> None:
+        with pytest.raises(BackendError, match="opened in process"):
+            loading.wait(0)
+        with pytest.raises(BackendError, match="the storing is closed"):
+            storing.layer(0)
+        loading.close()
+        storing.close()
+
+    with storing._reading, loading._changed, loading._writing:
+        in_child(work)
+    gate.open()
+    assert loading.result().all()
+    loading.close()
+    storing.close()
 
 
 def test_a_child_opens_its_own(registry: Any, engine: Engine) -> None:

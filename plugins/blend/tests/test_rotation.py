@@ -141,7 +141,7 @@ def test_text_in_sections_turns_as_text() -> None:
     for rotation in (LLAMA, sectioned):
         for turn in (rotation.turn(old.expand(3, -1), new.expand(3, -1)), rotation.turn(old, new)):
             assert torch.equal(turn.cos, expected.cos) and torch.equal(turn.sin, expected.sin)
-    with pytest.raises(ValueError, match="sections that differ"):
+    with pytest.raises(ValueError, match="differ between sections"):
         LLAMA.turn(torch.stack([old, old + 1]), torch.stack([new, new + 1]))
 
 
@@ -179,8 +179,8 @@ def test_a_rotation_does_not_change() -> None:
     [
         ({"inv_freq": torch.ones(2, 2)}, "inv_freq"),
         ({"inv_freq": torch.tensor([1.0, torch.nan])}, "finite"),
-        ({"head_size": 6}, "start: 4 pairs from dim 0"),
-        ({"start": 1}, "start: 4 pairs from dim 1"),
+        ({"head_size": 6}, "start: 4 pairs from dimension 0"),
+        ({"start": 1}, "start: 4 pairs from dimension 1"),
         ({"start": -1}, "start"),
         ({"sections": torch.tensor([0, 1])}, "sections"),
     ],

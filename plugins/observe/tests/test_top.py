@@ -209,7 +209,7 @@ def test_texts_of_a_snapshot_do_nothing_to_the_terminal() -> None:
 
 @pytest.mark.parametrize("told", [{}, {"engine": []}, {"engine": {"pid": 1}, "requests": None}, {"engine": "text"}])
 def test_what_is_no_snapshot_is_said_in_a_line(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="not from an engine of kvloom"):
+    with pytest.raises(ValueError, match="not the answer of a kvloom engine"):
         screen(told)
     monkeypatch.setattr(sources, "find", lambda word: Source("mine", lambda series: told))
     error = top("--once").exception

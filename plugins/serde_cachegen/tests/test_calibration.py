@@ -84,7 +84,7 @@ def test_keys_before_rope_are_what_the_projection_gave() -> None:
 
 def test_keys_that_cannot_be_taken_back_leave_the_mode_step() -> None:
     model, windows = model_of("smollm3"), torch.arange(100)[None]
-    with pytest.raises(UnknownRopeError, match="in several ways, or some of them do not"):
+    with pytest.raises(UnknownRopeError, match="different rotary embeddings, or some use none"):
         rope_of(model)
     with pytest.raises(ValueError, match="--no-klt"):
         calibrated(model, windows, name="it", klt=True)

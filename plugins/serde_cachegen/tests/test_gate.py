@@ -55,7 +55,7 @@ def test_a_verdict_lets_its_own_step_through_and_no_other(profile: Any) -> None:
     with pytest.raises(ValueError, match=r"step/1 failed.*KL 0\.12.*kl 0\.001"):
         serializer(profile=path, quality=1.0)
     serializer(profile=path, quality=1.0, codec_gate=False)
-    with pytest.raises(ValueError, match=r"no verdict on step/0\.8 \(it has: step/0\.75, step/1\)"):
+    with pytest.raises(ValueError, match=r"no verdict on step/0\.8; use one that it has \(step/0\.75, step/1\)"):
         serializer(profile=path, quality=0.8)
 
 
