@@ -140,7 +140,12 @@ def chain(
 def _digests(array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int) -> list[bytes]:
     """The digest of each whole chunk. digest: that before the first one."""
     native_chain = _native_chain()
-    if native_chain is not None and type(chunk_tokens) is int and chunk_tokens <= array.size and _lies_flat(array):
+    if (
+        native_chain is not None
+        and type(chunk_tokens) is int
+        and chunk_tokens <= array.size
+        and _readable_in_place(array)
+    ):
         return _native_digests(native_chain, array, digest, chunk_tokens)
     data = memoryview(int32_tokens(array).data).cast("B")
     sha256 = hashlib.sha256
@@ -155,7 +160,7 @@ def _digests(array: np.ndarray[Any, Any], digest: bytes, chunk_tokens: int) -> l
     return digests
 
 
-def _lies_flat(array: np.ndarray[Any, Any]) -> bool:
+def _readable_in_place(array: np.ndarray[Any, Any]) -> bool:
     """Return whether native code can read these tokens where they lie."""
     flags = array.flags
     return array.ndim == 1 and array.dtype.str in ("<i8", "<i4") and flags.c_contiguous and flags.aligned
@@ -185,13 +190,9 @@ def _native_digests(
 @cache
 def _native_chain() -> Callable[..., int] | None:
     """The function of `kvloom-native`, or None if it is not there, or the processor has no instructions for SHA-256."""
-    library = native.own_library(brief=True)
-    if library is None or not library.kvloom_has_chain():
-        return None
-    function: Callable[..., int] = library.kvloom_chain
-    size = ctypes.c_uint64
-    library.kvloom_chain.argtypes = (ctypes.c_char_p, ctypes.c_void_p, size, ctypes.c_int, size, ctypes.c_void_p)
-    return function
+    size, address = ctypes.c_uint64, ctypes.c_void_p
+    types = (ctypes.c_char_p, address, size, ctypes.c_int, size, address)
+    return native.own_function("kvloom_chain", *types, asked="kvloom_has_chain", brief=True)
 
 
 def _root(chunk_tokens: int, fingerprint: str, salt: str) -> bytes:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvloom.errors import PluginError
 from kvloom.plugins.installing import pip_install
@@ -61,6 +61,20 @@ def own_library(*, brief: bool = False) -> ctypes.CDLL | None:
     except PluginError:
         return None
     return found if found.kvloom_version() == _VERSION else None
+
+
+def own_function(name: str, *argtypes: type, asked: str = "", brief: bool = False) -> Callable[..., int] | None:
+    """The function `name` of `kvloom-native`'s library, which returns an int, or None if there is none.
+
+    argtypes: types of `ctypes`. asked: a function without arguments, which says whether the processor has what it
+    takes. brief: as for `load`.
+    """
+    library = own_library(brief=brief)
+    if library is None or (asked and not getattr(library, asked)()):
+        return None
+    function = getattr(library, name)
+    function.argtypes = argtypes
+    return cast("Callable[..., int]", function)
 
 
 def check_tensor(

@@ -124,10 +124,5 @@ def _lies_flat(tensor: torch.Tensor) -> bool:
 @cache
 def _native_copy() -> Callable[..., int] | None:
     """The function of `kvloom-native`, if it is there."""
-    library = native.own_library()
-    if library is None:
-        return None
-    function: Callable[..., int] = library.kvloom_copy_chunks
     size, address = ctypes.c_uint64, ctypes.c_void_p
-    library.kvloom_copy_chunks.argtypes = (address, size, size, size, address, size, ctypes.c_int)
-    return function
+    return native.own_function("kvloom_copy_chunks", address, size, size, size, address, size, ctypes.c_int)
