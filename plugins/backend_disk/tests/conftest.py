@@ -16,8 +16,8 @@ Open = Callable[..., DiskBackend]
 
 @pytest.fixture(scope="session")
 def open_backend() -> Open:
-    def open_backend(path: Path, direct: Any = "auto") -> DiskBackend:
-        return DiskBackend(DiskBackend.Config(path=path, direct=direct))
+    def open_backend(path: Path, direct: Any = "auto", page_cache: Any = "1GiB") -> DiskBackend:
+        return DiskBackend(DiskBackend.Config(path=path, direct=direct, page_cache=page_cache))
 
     return open_backend
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvloom import BackendError, native
-from kvloom_backend_disk import native_reads, pagecache, transfer
+from kvloom_backend_disk import native_reads, pagecache, transfer, window
 from kvloom_backend_disk.extents import coalesce
 
 POOL_BYTES = 4 << 20
@@ -143,6 +143,12 @@ def cached(path: Path) -> bool:
         os.close(fd)
 
 
+@pytest.fixture
+def windowless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system where writes cannot be followed to the disk."""
+    monkeypatch.setattr(window, "works", lambda fd: False)
+
+
 def kernel_tells_what_is_cached() -> bool:
     with tempfile.NamedTemporaryFile(dir=Path(__file__).parent) as file:
         file.write(bytes(65536))
@@ -168,6 +174,7 @@ class TestWhichWay:
         assert cached(direct_path)
 
     @pytest.mark.parametrize(("nbytes", "expected"), [(1 << 20, True), ((1 << 20) + 4096, False)])
+    @pytest.mark.usefixtures("windowless")
     def test_a_small_blob_is_read_from_the_disk_once(
         self, direct_path: Path, open_backend: Any, target: Any, nbytes: int, expected: bool
     ) -> None:
@@ -177,6 +184,7 @@ class TestWhichWay:
         assert backend.get_into(KEY, target())
         assert cached(direct_path) is expected
 
+    @pytest.mark.usefixtures("windowless")
     def test_auto_reads_what_is_cached_from_there_and_the_rest_past_it(
         self, direct_path: Path, open_backend: Any, target: Any, drop_from_cache: Any
     ) -> None:

@@ -17,8 +17,9 @@ constexpr uint64_t BLOCK_BYTES = 4096;         // what O_DIRECT wants addresses,
 constexpr uint64_t CACHED_STEP_BYTES = 256 << 10;  // of the page cache: stays in L2 until it was verified
 constexpr uint64_t DIRECT_STEP_BYTES = 1 << 20;    // past the page cache: enough to keep a disk busy
 constexpr uint64_t SMALL_BLOB_BYTES = 1 << 20;     // up to this, through the page cache: see transfer.py
+constexpr uint32_t FILES_AHEAD = 16;
 
-enum Mode : int32_t { NEVER = 0, AUTO = 1, ALWAYS = 2 };
+enum Mode : int32_t { NEVER = 0, AUTO = 1, ALWAYS = 2, SEQUENTIAL = 3 };
 constexpr int32_t NOT_A_FILE = -1, TOO_SHORT = -2;
 
 using Filled = int (*)(void* state, uint64_t num_bytes);
@@ -100,7 +101,20 @@ int32_t read_file(File& file, Mode mode) {
         if (error) return error;
         if (at < file.size && !set_direct(file.fd, false)) return errno;
     }
+#if defined(POSIX_FADV_SEQUENTIAL)
+    if (mode == SEQUENTIAL && file.size > CACHED_STEP_BYTES) posix_fadvise(file.fd, 0, 0, POSIX_FADV_SEQUENTIAL);
+#endif
     return read_until(file, at, file.size, CACHED_STEP_BYTES);
+}
+
+// Has the disk read a small file while others are read. Within a larger one the kernel reads ahead by itself.
+void read_ahead(const File& file) {
+#if defined(POSIX_FADV_WILLNEED)
+    const bool small = file.fd >= 0 && file.into && file.size <= SMALL_BLOB_BYTES;
+    if (small && !is_cached(file.fd, file.size)) posix_fadvise(file.fd, 0, 0, POSIX_FADV_WILLNEED);
+#else
+    (void)file;
+#endif
 }
 
 void close_file(File& file) {
@@ -131,7 +145,9 @@ KVLOOM_API void kvloom_files_open(File* files, uint32_t count, const char* paths
 
 // Reads those that are open and have memory, and closes all.
 KVLOOM_API void kvloom_files_read(File* files, uint32_t count, int32_t mode) {
+    uint32_t ahead = 1;
     for (File* file = files; file < files + count; ++file) {
+        for (; mode == SEQUENTIAL && ahead < count && files + ahead <= file + FILES_AHEAD; ++ahead) read_ahead(files[ahead]);
         if (file->fd >= 0 && file->into) file->error = read_file(*file, static_cast<Mode>(mode));
         close_file(*file);
     }

@@ -16,13 +16,24 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
-from kvloom import Buffer, Buffers, CorruptBlobError, Entry, KVSpec, MappedBlob, ReadDone, Sink, StorageBackend
+from kvloom import (
+    Buffer,
+    Buffers,
+    ByteSize,
+    CorruptBlobError,
+    Entry,
+    KVSpec,
+    MappedBlob,
+    ReadDone,
+    Sink,
+    StorageBackend,
+)
 from kvloom import Config as BaseConfig
-from kvloom_backend_disk import native_reads, write_behind
+from kvloom_backend_disk import native_reads, window
 from kvloom_backend_disk.hold import Holds
 from kvloom_backend_disk.layout import SCRATCH, Layout
 from kvloom_backend_disk.scratch import Scratch, drop
@@ -66,6 +77,8 @@ class DiskBackend(StorageBackend):
         """The directory; made if missing. `~` is the home directory."""
         direct: Mode = "auto"
         """Move blobs past the page cache (O_DIRECT): `always`, `never`, or `auto` where that is faster."""
+        page_cache: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
+        """With `direct: auto`, how much of what was written or read last stays in the page cache."""
 
         @field_validator("path", mode="before")
         @classmethod
@@ -86,7 +99,7 @@ class DiskBackend(StorageBackend):
         self._refusal = ""
         self._maps = False
         try:
-            self._transfer = self._probed(root, config.direct)
+            self._transfer = self._probed(root, config.direct, config.page_cache)
             reclaimed = self._scratch.reclaim()
             self._maps = native_reads.are_memory(str(root))
         except OSError as error:
@@ -101,13 +114,14 @@ class DiskBackend(StorageBackend):
         if reclaimed:
             logger.info("removed %d unfinished files of dead processes from %s", reclaimed, root)
 
-    def _probed(self, root: Path, wanted: Mode) -> Transfer:
+    def _probed(self, root: Path, wanted: Mode, kept_bytes: int) -> Transfer:
         """Return a transfer in a mode that works in this directory. Raises OSError if nothing can be written there."""
         draft, fd = self._scratch.open()
         try:
             if wanted != "never":
                 probe_direct(fd)
-            return Transfer(wanted, followed=wanted == "auto" and write_behind.works(fd))
+            windowed = wanted == "auto" and window.works(fd)
+            return Transfer(wanted, window=window.Window(kept_bytes) if windowed else None)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return Transfer(wanted)  # a full disk says nothing about O_DIRECT
@@ -186,11 +200,12 @@ class DiskBackend(StorageBackend):
                 return False
             fd, size = blob
             self._transfer.read(fd, 0, sink.reserve(size)[:size], sink.filled, blob_bytes=size)
+        self._transfer.were_read([(self._layout.path(key), size)])
         return True
 
     def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
         if self._reads_natively:
-            native_reads.read_many(requests, self._layout.path, self._transfer.mode, _outcome_of, done)
+            native_reads.read_many(requests, self._layout.path, self._transfer, _outcome_of, done)
         else:
             super().get_many_into(requests, done)
 
@@ -210,6 +225,7 @@ class DiskBackend(StorageBackend):
             if size < offset + len(into):
                 return False
             self._transfer.read(fd, offset, into, lambda _: None, blob_bytes=size)
+        self._transfer.were_read([(self._layout.path(key), size)])
         return True
 
     @contextlib.contextmanager

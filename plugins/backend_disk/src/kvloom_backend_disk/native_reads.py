@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from kvloom import BackendError, MappedBlob, ReadDone, Sink, native
-from kvloom_backend_disk.transfer import Mode
+from kvloom_backend_disk.transfer import Transfer
 
 _INSTALLED = find_spec("kvloom_native") is not None
 if _INSTALLED:
@@ -49,8 +49,9 @@ class _Read(NamedTuple):
 
 
 def read_many(
-    requests: Sequence[tuple[str, Sink]], path: Callable[[str], str], mode: Mode, failure: Failure, done: ReadDone
-) -> None:
+    requests: Sequence[tuple[str, Sink]], path: Callable[[str], str], transfer: Transfer, failure: Failure,
+    done: ReadDone,
+) -> None:  # fmt: skip
     """As `get_many_into`. path: returns the file of a key."""
     left: list[_Read] = []
     for number, (key, sink) in enumerate(requests):
@@ -61,12 +62,12 @@ def read_many(
     at_once = _AT_ONCE
     while left:
         some, left = left[:at_once], left[at_once:]
-        unopened = _read_some(some, mode, failure, done)
+        unopened = _read_some(some, transfer, failure, done)
         if unopened:
             at_once, left = len(some) - len(unopened), unopened + left
 
 
-def _read_some(reads: Sequence[_Read], mode: Mode, failure: Failure, done: ReadDone) -> list[_Read]:
+def _read_some(reads: Sequence[_Read], transfer: Transfer, failure: Failure, done: ReadDone) -> list[_Read]:
     """Return those for which there was no descriptor, if there was one for others, which are closed again."""
     files = Files([read.path for read in reads])
     short = [at for at in range(len(reads)) if files.error(at) in _NO_DESCRIPTOR]
@@ -82,7 +83,7 @@ def _read_some(reads: Sequence[_Read], mode: Mode, failure: Failure, done: ReadD
                         natively.add(at)
                 except Exception as error:
                     refused[at] = error
-        files.read(mode)
+        files.read(transfer.mode if transfer.window is None else "sequential")
     finally:
         files.close()
     for at, read in enumerate(reads):
@@ -101,6 +102,7 @@ def _read_some(reads: Sequence[_Read], mode: Mode, failure: Failure, done: ReadD
             except Exception as error:
                 outcome = error
         done(read.number, outcome)
+    transfer.were_read((read.path, files.size(at)) for at, read in enumerate(reads) if not files.error(at))
     return [reads[at] for at in unopened]
 
 

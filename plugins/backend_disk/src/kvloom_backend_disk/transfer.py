@@ -1,8 +1,8 @@
 """Moves bytes between memory and open files, through the page cache or past it (O_DIRECT), whichever is faster.
 
-Reading from the page cache is several times faster than from any disk. Other data is read directly if the blob is
-large; small blobs are read as fast through the cache. Large blobs are written through the cache as fast as the disk
-takes them, see `write_behind`, or past it where that is not possible.
+Reading from the page cache is several times faster than from any disk. With a `window`, everything is read and written
+through it, and what was not used lately is dropped from it. Where that is not possible, large blobs are written past
+the cache, and read past it unless they are in it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import fcntl
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from kvloom import BackendError, Buffers, native
 from kvloom_backend_disk.extents import Extent, coalesce
 from kvloom_backend_disk.pagecache import is_cached
-from kvloom_backend_disk.write_behind import WriteBehind
+from kvloom_backend_disk.window import Window
 
 Mode = Literal["auto", "always", "never"]
 
@@ -38,14 +38,14 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 class Transfer:
     """Reads and writes as `mode` says."""
 
-    def __init__(self, mode: Mode, *, tried: bool = True, followed: bool = False) -> None:
+    def __init__(self, mode: Mode, *, tried: bool = True, window: Window | None = None) -> None:
         """tried: O_DIRECT is known to work, if `mode` wants it; else it is found out when it is first read with.
 
-        followed: `auto` writes through the page cache, for `write_behind` works here.
+        window: of files in the page cache, which `auto` reads and writes through.
         """
         self.mode = mode
         self.tried = tried
-        self._behind = WriteBehind() if mode == "auto" and followed else None
+        self.window = window if mode == "auto" else None
 
     def write(self, fd: int, blob: Buffers) -> None:
         """Make the blob the content of the file `fd`, open at its start. Raises OSError, with part of it written."""
@@ -57,15 +57,20 @@ class Transfer:
                 _write_all(fd, [view for _, view in pieces])
         else:
             _write_all(fd, views)
-            if self._behind is not None and size >= SMALL_BYTES:
-                self._behind.begin(fd)
+            if self.window is not None and size >= SMALL_BYTES:
+                self.window.begin(fd)
         if os.fstat(fd).st_size > size:
             os.ftruncate(fd, size)
 
     def written(self, path: str, blob: Buffers) -> None:
         """Note the path of what `write` wrote, and wait for the disk if too much is on its way there."""
-        if self._behind is not None and (size := _size(blob)) >= SMALL_BYTES:
-            self._behind.note(path, size)
+        if self.window is not None and (size := _size(blob)) >= SMALL_BYTES:
+            self.window.written(path, size)
+
+    def were_read(self, files: Iterable[tuple[str, int]]) -> None:
+        """Note files that were read, or parts of them: their paths and sizes in bytes, the last one last."""
+        if self.window is not None:
+            self.window.read([(path, num_bytes) for path, num_bytes in files if num_bytes >= SMALL_BYTES])
 
     def read(
         self, fd: int, offset: int, into: memoryview, filled: Callable[[int], object], *, blob_bytes: int
@@ -80,6 +85,8 @@ class Transfer:
             self._try_direct(fd)
         if self._reads_directly(fd, offset, size, blob_bytes) and (native.pointer(into) | offset) % BLOCK_BYTES == 0:
             direct_bytes = size - size % BLOCK_BYTES
+        elif self.window is not None and size >= SMALL_BYTES:
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_SEQUENTIAL)
         os.lseek(fd, offset, os.SEEK_SET)
         done = 0
         for direct, end, step in ((True, direct_bytes, DIRECT_STEP_BYTES), (False, size, CACHED_STEP_BYTES)):
@@ -101,7 +108,7 @@ class Transfer:
         """Return whether to write a blob past the page cache."""
         if self.mode != "auto":
             return self.mode == "always"
-        return self._behind is None and _size(blob) >= SMALL_BYTES
+        return self.window is None and _size(blob) >= SMALL_BYTES
 
     def writes_over(self, blob: Buffers) -> bool:
         """Return whether to write a blob over another one's file takes less time than to make a new one."""
@@ -110,7 +117,8 @@ class Transfer:
     def _reads_directly(self, fd: int, offset: int, size: int, blob_bytes: int) -> bool:
         if self.mode != "auto":
             return self.mode == "always"
-        return size >= SMALL_BYTES and blob_bytes > SMALL_BLOB_BYTES and not is_cached(fd, offset, size)
+        large = size >= SMALL_BYTES and blob_bytes > SMALL_BLOB_BYTES
+        return self.window is None and large and not is_cached(fd, offset, size)
 
 
 def _size(blob: Buffers) -> int:

@@ -26,7 +26,8 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-_MODES = {"never": 0, "auto": 1, "always": 2}
+Mode = Literal["never", "auto", "always", "sequential"]
+_MODES: dict[Mode, int] = {"never": 0, "auto": 1, "always": 2, "sequential": 3}
 
 
 class _File(ctypes.Structure):
@@ -94,10 +95,11 @@ class Files:
         self._held.append(function)
         self.place(number, into, (ctypes.cast(function, ctypes.c_void_p).value or 0, 0))
 
-    def read(self, mode: Literal["auto", "always", "never"]) -> None:
+    def read(self, mode: Mode) -> None:
         """Read every file that has a place, and close all. mode: whether past the page cache (O_DIRECT).
 
-        `auto`: what the page cache does not hold, of files over 1 MiB.
+        `auto`: what the page cache does not hold, of files over 1 MiB. `sequential`: none, and the kernel is told to
+        read ahead, also the next small files.
         """
         self._library.kvloom_files_read(self._files, len(self._files), _MODES[mode])
         self._held.clear()

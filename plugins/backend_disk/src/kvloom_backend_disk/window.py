@@ -1,7 +1,8 @@
-"""Writes through the page cache that keep up with the disk: what is read again soon is still in the cache.
+"""A window of files in the page cache: writes that keep up with the disk, and what is used again is still in memory.
 
 Left alone, the kernel collects writes until it has too many, and then finds room for more slowly. Here a file begins to
-be written to the disk when its blob is complete, later writers wait for it, and later still its pages leave the cache.
+be written to the disk when its blob is complete, and later writers wait for it. The files that were written or read
+last stay in the page cache; the pages of others leave it, and their memory is used again.
 """
 
 from __future__ import annotations
@@ -11,52 +12,65 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from kvloom_backend_disk import pagecache
 
 UNWRITTEN_BYTES = 256 << 20
 """Maximum size of the files of a tier that are in the page cache and on their way to the disk."""
-KEPT_BYTES = 1 << 30
-"""Maximum size of the files of a tier that were written last and stay in the page cache."""
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
-_everybody: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
+_everybody: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
-class WriteBehind:
-    """The files that were written last. They are known by their paths: between calls no descriptor is open.
+class Window:
+    """The files that were used last. They are known by their paths: between calls no descriptor is open.
 
     Nothing here fails. A file that was deleted has no turn to wait for; one that was replaced has that of the new one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int) -> None:
+        """kept_bytes: maximum size of the files that were used last and stay in the page cache."""
+        self._kept_bytes = kept_bytes
         self._begin()
         _everybody.add(self)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._unwritten = _Line(UNWRITTEN_BYTES)
-        self._kept = _Line(KEPT_BYTES)
+        self._kept = _Line(self._kept_bytes)
 
     def begin(self, fd: int) -> None:
         """Begin to write the content of the file to the disk."""
         _sync_file_range()(fd, 0, 0, _WRITE)
 
-    def note(self, path: str, num_bytes: int) -> None:
+    def written(self, path: str, num_bytes: int) -> None:
         """A file that was begun is at this path now. Waits for others, if there is too much to write."""
         with self._lock:
             to_write, to_drop = self._unwritten.add(path, num_bytes), self._kept.add(path, num_bytes)
         for old in to_write:
-            _opened(old, lambda fd: _sync_file_range()(fd, 0, 0, _WAIT_BEFORE | _WRITE | _WAIT_AFTER))
+            self._wait_for(old)
         for old in to_drop:
-            _opened(old, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
+            self._drop(old)
+
+    def read(self, files: Sequence[tuple[str, int]]) -> None:
+        """Note that files were read, each with its size, the last one last."""
+        with self._lock:
+            to_drop = [old for path, num_bytes in files for old in self._kept.add(path, num_bytes)]
+        for old in to_drop:
+            self._drop(old)
+
+    def _wait_for(self, path: str) -> None:
+        _opened(path, lambda fd: _sync_file_range()(fd, 0, 0, _WAIT_BEFORE | _WRITE | _WAIT_AFTER))
+
+    def _drop(self, path: str) -> None:
+        _opened(path, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
 
 
 class _Line:
-    """Files in the order in which they were written last, up to a number of bytes."""
+    """Files in the order in which they were used last, up to a number of bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
