@@ -3,12 +3,14 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvloom_backend_disk import native_reads
 from kvloom_backend_disk.backend import DiskBackend
 
 Open = Callable[..., DiskBackend]
@@ -75,3 +77,15 @@ def direct_path(tmp_path: Path, open_backend: Open) -> Path:
 def infos(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, "kvloom.backend_disk")
     return caplog
+
+
+@pytest.fixture(params=["native", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By native code, or without it."""
+    if request.param == "python":
+        monkeypatch.setattr(native_reads, "available", lambda: False)
+    elif shutil.which("c++") is None:
+        pytest.skip("kvloom-native has no library: there is no C++ compiler that could have built it")
+    else:
+        assert native_reads.available()
+    return str(request.param)

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import random
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloom import BackendError
-from kvloom_backend_disk import transfer
 from kvloom_backend_disk.backend import DiskBackend
 from kvloom_backend_disk.scratch import Scratch
 
@@ -104,17 +104,18 @@ def test_what_is_no_file_is_not_written_over(tmp_path: Path, open_backend: Open,
     audit(tmp_path)
 
 
-def test_a_write_that_fails_leaves_neither(tmp_path: Path, open_backend: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("old", [True, False])
+def test_a_write_that_fails_leaves_neither(tmp_path: Path, open_backend: Open, old: bool) -> None:
     backend = open_backend(tmp_path)
     backend.put(OLD, [blob(1)])
-
-    def fail(fd: int, views: list[memoryview]) -> None:
-        raise OSError(28, "full")
-
-    monkeypatch.setattr(transfer, "_write_all", fail)
-    with pytest.raises(OSError, match="full"):
-        backend.put_over(NEW, [blob(2)], [OLD])
-    assert not list(backend.scan())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(blob(2)) - 1, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            backend.put_over(NEW, [blob(2)], [OLD] if old else [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [entry.key for entry in backend.scan()] == [OLD] * (not old)
     audit(tmp_path)
 
 

@@ -6,7 +6,6 @@ import mmap
 import os
 import random
 import resource
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvloom import BackendError, native
-from kvloom_backend_disk import native_reads, pagecache, transfer, window
+from kvloom_backend_disk import pagecache, transfer, window
 from kvloom_backend_disk.extents import coalesce
 
 POOL_BYTES = 4 << 20
@@ -31,21 +30,11 @@ lengths = st.one_of(
 TO_NEXT_PAGE = -1
 gaps = st.one_of(st.just(0), st.just(0), st.sampled_from([4096, TO_NEXT_PAGE, 1, 64, 4095]))
 buffers = st.lists(st.tuples(gaps, lengths, st.sampled_from(["view", "readonly", "bytes", "bytearray"])), max_size=12)
+pytestmark = pytest.mark.usefixtures("way")
+
 every = settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-
-
-@pytest.fixture(params=["native", "python"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By native code, or without it."""
-    if request.param == "python":
-        monkeypatch.setattr(native_reads, "available", lambda: False)
-    elif shutil.which("c++") is None:
-        pytest.skip("kvloom-native has no library: there is no C++ compiler that could have built it")
-    else:
-        assert native_reads.available()
-    return str(request.param)
 
 
 def build(plan: list[tuple[int, int, str]]) -> list[Any]:

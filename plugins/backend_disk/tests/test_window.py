@@ -109,15 +109,6 @@ def test_a_blob_that_is_written_anew_is_the_last_one(backend: DiskBackend) -> No
     assert cached(backend, 0, 1, 2, 3) == [True, False, True, True]
 
 
-@pytest.fixture(params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading by native code, or without it."""
-    if request.param == "python":
-        monkeypatch.setattr(native_reads, "available", lambda: False)
-    elif not native_reads.available():
-        pytest.skip("kvloom-native has no library: there is no C++ compiler that could have built it")
-
-
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("how", ["alone", "with others", "in part"])
 def test_what_was_read_last_is_in_the_page_cache(
