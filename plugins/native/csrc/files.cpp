@@ -147,7 +147,9 @@ KVLOOM_API void kvloom_files_open(File* files, uint32_t count, const char* paths
 KVLOOM_API void kvloom_files_read(File* files, uint32_t count, int32_t mode) {
     uint32_t ahead = 1;
     for (File* file = files; file < files + count; ++file) {
-        for (; mode == SEQUENTIAL && ahead < count && files + ahead <= file + FILES_AHEAD; ++ahead) read_ahead(files[ahead]);
+        for (; mode == SEQUENTIAL && ahead < count && files + ahead <= file + FILES_AHEAD; ++ahead) {
+            read_ahead(files[ahead]);
+        }
         if (file->fd >= 0 && file->into) file->error = read_file(*file, static_cast<Mode>(mode));
         close_file(*file);
     }

@@ -1,4 +1,5 @@
-// Copies chunks as a plan says, between memory of exactly the length that is needed, and compares with a copy byte by byte.
+// Copies chunks as a plan says, between memory of exactly the length that is needed, and compares with a copy byte by
+// byte.
 // The plan: for each case a line with rows, tokens of the KV, bytes of a token, and start and tokens of each chunk.
 #include <cstdint>
 #include <cstdio>
@@ -50,7 +51,8 @@ const char* outcome(Case& it, bool to_kv) {
         memory.push_back(filled(size, number + 1)), expected_chunks.push_back(filled(size, number + 1));
         it.chunks[number].memory = memory.back().get();
     }
-    const int said = kvloom_copy_chunks(kv.get(), it.rows, it.kv_tokens, it.token_bytes, it.chunks.data(), it.chunks.size(), to_kv);
+    const int said = kvloom_copy_chunks(kv.get(), it.rows, it.kv_tokens, it.token_bytes, it.chunks.data(),
+                                        it.chunks.size(), to_kv);
     if (said == 0 && !fits) return "not refused";
     if (said == 0) {
         for (size_t number = 0; number < it.chunks.size(); ++number) {

@@ -1,5 +1,5 @@
-// Reads the files of a plan by `kvloom_files_open` and `kvloom_files_read`, each into memory of its own length, which the
-// verifier looks at while it arrives. Prints the error of each, its size, and whether it is a right blob.
+// Reads the files of a plan by `kvloom_files_open` and `kvloom_files_read`, each into memory of its own length, which
+// the verifier looks at while it arrives. Prints the error of each, its size, and whether it is a right blob.
 //
 // The plan: a line for each file, with an empty line behind the files of one call. A line is: mode, how the memory is
 // aligned, when the file is changed (0: never, 1: between the calls, 2: while it is read), its length then, its path.
