@@ -2,7 +2,8 @@
 // and whether it is said to be current before and after it was read. Then it fills every slot there is, forks, and lets
 // threads map one file while another thread changes its length.
 //
-// The plan: for each file a line with its length from then on (-1: as it is, -2: deleted) and its path.
+// The plan: for each file a line with its length from then on (-1: as it is, -2: deleted, -3: empty while it is read, and
+// with its length and times again afterwards) and its path.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -36,15 +39,23 @@ uint64_t sum(const Mapping& mapping) {
     return found;
 }
 
+void restore(const Mapping& mapping, const std::string& path) {
+    const timespec changed{mapping.changed_seconds, mapping.changed_nanoseconds};
+    const timespec times[] = {changed, changed};
+    if (truncate(path.c_str(), static_cast<off_t>(mapping.size)) != 0) std::exit(3);
+    if (utimensat(AT_FDCWD, path.c_str(), times, 0) != 0) std::exit(3);
+}
+
 void one(const std::string& path, long length) {
     Mapping mapping;
     kvloom_map(&mapping, path.c_str());
     int before = 0, after = 0;
     if (!mapping.error) {
         before = kvloom_mapping_is_current(&mapping, path.c_str());
-        if (length >= 0 && truncate(path.c_str(), length) != 0) std::exit(3);
+        if ((length >= 0 || length == -3) && truncate(path.c_str(), length >= 0 ? length : 0) != 0) std::exit(3);
         if (length == -2 && unlink(path.c_str()) != 0) std::exit(3);
         sum(mapping);
+        if (length == -3) restore(mapping, path);
         after = kvloom_mapping_is_current(&mapping, path.c_str());
     }
     const uint64_t size = mapping.error ? 0 : mapping.size;

@@ -41,11 +41,11 @@ class Transfer:
     def __init__(self, mode: Mode, *, tried: bool = True, window: Window | None = None) -> None:
         """tried: O_DIRECT is known to work, if `mode` wants it; else it is found out when it is first read with.
 
-        window: of files in the page cache, which `auto` reads and writes through.
+        window: of files in the page cache, which `auto` reads and writes through; None in other modes.
         """
         self.mode = mode
         self.tried = tried
-        self.window = window if mode == "auto" else None
+        self.window = window
 
     def write(self, fd: int, blob: Buffers) -> None:
         """Make the blob the content of the file `fd`, open at its start. Raises OSError, with part of it written."""
