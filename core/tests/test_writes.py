@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from core_support import eventually
 
 from kvloom import BackendError, ChunkKey
-from kvloom.runtime import SystemRuntime, Workers
+from kvloom.runtime import Batch, SystemRuntime, Workers
 from kvloom.tiers.request_context import HURRIED_SHARE
-from kvloom.tiers.stored.write_queue import WriteQueue
+from kvloom.tiers.stored.write_queue import Write, WriteQueue, WriteTold
 
 A, B, C, D = (ChunkKey("f/-", number, bytes([number]) * 32) for number in range(4))
 
@@ -41,27 +42,30 @@ class Chunk:
 class Desk:
     """A queue for 30 bytes with one thread, which works once the gate is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_bytes: int = 0) -> None:
         self.clock = Clock()
         self.lost: list[str] = []
         self.accepted: list[ChunkKey] = []
         self.gate = threading.Event()
         self.workers = Workers(self.clock, name="test-write", threads=1)
+        self.fails = False
+        self.batches: list[list[ChunkKey]] = []
         self.queue = WriteQueue(
-            self.workers, self.clock, deadline=10.0, max_bytes=30,
+            self.workers, self.clock, deadline=10.0, max_bytes=30, batch_bytes=batch_bytes,
+            store=self.store, on_accepted=lambda write: self.accepted.append(write.key),
             on_lost=lambda write, reason: self.lost.append(reason), on_late=lambda: None,
         )  # fmt: skip
 
-    def submit(self, key: ChunkKey, chunk: Chunk, *, fails: bool = False, patience: float = 0.0) -> Any:
-        def store() -> bool:
-            self.gate.wait(20)
-            if fails:
-                raise OSError("no route")
-            return True
+    def store(self, writes: Sequence[Write], told: WriteTold) -> None:
+        self.batches.append([write.key for write in writes])
+        self.gate.wait(20)
+        if self.fails:
+            raise OSError("no route")
+        for number in range(len(writes)):
+            told(number, "")
 
-        loaded: Any = chunk
-        until = self.clock.now() + patience
-        return self.queue.submit(key, store, loaded, until=until, accepted=lambda: self.accepted.append(key))
+    def submit(self, key: ChunkKey, chunk: Any, *, patience: float = 0.0, inquiry: Any = None) -> Any:
+        return self.queue.submit(Write(key, chunk, inquiry=inquiry), until=self.clock.now() + patience)
 
     def while_waiting(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
         """Whoever waits for the queue waits on this clock; `then` happens meanwhile."""
@@ -118,7 +122,12 @@ def test_room_is_not_waited_for_where_no_write_returns(desk: Desk, monkeypatch: 
 
 def test_room_is_waited_for_as_long_as_writes_return(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Callable[[], None]] = []
-    monkeypatch.setattr(desk.workers, "submit", lambda run, seconds: calls.append(run))
+
+    def submit(run: Callable[[Any], None], count: int, *, seconds: float) -> list[Any]:
+        calls.append(partial(run, Batch(desk.workers, run, 1, seconds, None)))
+        return [None]
+
+    monkeypatch.setattr(desk.workers, "submit_batch", submit)
     desk.gate.set()
     for key in (A, B, C):
         desk.submit(key, Chunk())
@@ -137,7 +146,7 @@ def test_what_no_thread_takes_is_given_back(desk: Desk, monkeypatch: pytest.Monk
     def refuse(*_: object, **__: object) -> None:
         raise BackendError("every thread hangs")
 
-    monkeypatch.setattr(desk.workers, "submit", refuse)
+    monkeypatch.setattr(desk.workers, "submit_batch", refuse)
     chunk = Chunk()
     assert desk.submit(A, chunk) is None and chunk.releases == 1
     assert not desk.queue.pending(A) and desk.queue.waiting_bytes == 0
@@ -146,8 +155,9 @@ def test_what_no_thread_takes_is_given_back(desk: Desk, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("fails", [True, False])
 def test_what_is_late_is_lost_once_and_keeps_its_memory_until_it_returns(desk: Desk, fails: bool) -> None:
     chunk = Chunk()
-    write = desk.submit(A, chunk, fails=fails)
-    assert eventually(lambda: write.began is not None)
+    desk.fails = fails
+    write = desk.submit(A, chunk)
+    assert eventually(lambda: write.begun)
     desk.clock.time += 11
     assert desk.queue.stuck and write.outcome is False and not desk.queue.pending(A)
     assert desk.lost == ["deadline"] and chunk.releases == 0
@@ -162,7 +172,7 @@ def test_what_is_queued_behind_a_write_that_hangs_is_lost_where_there_is_no_othe
     desk.workers.threads = 2
     chunks = [Chunk(), Chunk(), Chunk()]
     first = desk.submit(A, chunks[0])
-    assert eventually(lambda: first.began is not None)
+    assert eventually(lambda: first.begun)
 
     def none_left(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -179,20 +189,17 @@ def test_what_is_queued_behind_a_write_that_hangs_is_lost_where_there_is_no_othe
 
 
 def test_a_write_that_is_given_up_while_it_is_asked_about_is_never_accepted(desk: Desk) -> None:
-    asked, stored = threading.Event(), []
+    asked = threading.Event()
 
-    def wanted() -> bool:
+    def enough(key: ChunkKey) -> bool:
         asked.set()
-        return desk.gate.wait(20)
+        return not desk.gate.wait(20)
 
-    chunk: Any = Chunk()
-    write = desk.queue.submit(
-        A, lambda: bool(stored.append(A)), chunk, until=desk.clock.now(), accepted=lambda: desk.accepted.append(A),
-        wanted=wanted,
-    )  # fmt: skip
+    chunk = Chunk()
+    write = desk.submit(A, chunk, inquiry=SimpleNamespace(enough=enough, done=False))
     assert write is not None and asked.wait(20)
     desk.clock.time += 21
     assert desk.queue.stuck and len(desk.lost) == 1 and write.outcome is False
     desk.gate.set()
     assert eventually(lambda: chunk.releases == 1)
-    assert not desk.accepted and not stored
+    assert not desk.accepted and not desk.batches

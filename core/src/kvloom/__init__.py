@@ -28,7 +28,9 @@ _HOME = {
     "pip_install": "plugins.installing",
     "Tier": "tiers.tier",
     **dict.fromkeys(["Config", "Component", "ByteSize", "Duration"], "contracts.component"),
-    **dict.fromkeys(["MappedBlob", "StorageBackend", "NativeSink", "ReadDone", "Sink", "join"], "contracts.storage"),
+    **dict.fromkeys(
+        ["MappedBlob", "StorageBackend", "NativeSink", "ReadDone", "Sink", "WriteDone", "join"], "contracts.storage"
+    ),
     **dict.fromkeys(["Serializer", "Place"], "contracts.serializer"),
     **dict.fromkeys(["GPUConnector", "Fence"], "contracts.connector"),
     **dict.fromkeys(["TokenDatabase"], "contracts.tokens"),
@@ -151,6 +153,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import ReadDone as ReadDone
     from kvloom.contracts.storage import Sink as Sink
     from kvloom.contracts.storage import StorageBackend as StorageBackend
+    from kvloom.contracts.storage import WriteDone as WriteDone
     from kvloom.contracts.storage import join as join
     from kvloom.contracts.tokens import TokenDatabase as TokenDatabase
     from kvloom.engine.builder import open_tier as open_tier
