@@ -7,7 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
 
 from kvloom import BackendError, Buffer, Buffers, Entry, KVSpec, Sink, StorageBackend, WriteDone, join
@@ -109,30 +110,34 @@ class FsspecBackend(StorageBackend):
         """Several at once; those of one key one after the other."""
         store, pool = self._store(), self._pool()
         pending: dict[Future[None], tuple[int, str]] = {}
+        ended: SimpleQueue[Future[None]] = SimpleQueue()  # `wait` does not see what `close` has cancelled
 
-        def settle() -> None:
-            for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                number, _ = pending.pop(future)
-                error = future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                done(number, error)
+        def settle(tell: WriteDone) -> None:
+            future = ended.get()
+            number, _ = pending.pop(future)
+            error = BackendError("closed") if future.cancelled() else future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            tell(number, error)
 
         try:
             for number, (key, blob) in enumerate(requests):
                 name = self._names.blob(key)
                 while len(pending) >= self._settings.threads or any(name == other for _, other in pending.values()):
-                    settle()
+                    settle(done)
                 try:
                     data = join(blob)
                 except Exception as error:
                     done(number, error)
-                else:
-                    pending[pool.submit(store.put, name, data)] = number, name
+                    continue
+                future = pool.submit(store.put, name, data)
+                pending[future] = number, name
+                future.add_done_callback(ended.put)
             while pending:
-                settle()
+                settle(done)
         finally:
-            wait(pending)
+            while pending:
+                settle(lambda number, error: None)
 
     def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
         return self._each(self.get, keys)
