@@ -203,3 +203,84 @@ def test_a_write_that_is_given_up_while_it_is_asked_about_is_never_accepted(desk
     desk.gate.set()
     assert eventually(lambda: chunk.releases == 1)
     assert not desk.accepted and not desk.batches
+
+
+@pytest.fixture
+def batching() -> Iterator[Desk]:
+    """Writes that wait are stored together."""
+    desk = Desk(batch_bytes=1 << 20)
+    yield desk
+    desk.gate.set()
+    desk.workers.close(20)
+
+
+def plugged(desk: Desk, *keys: ChunkKey) -> tuple[list[Any], list[Chunk]]:
+    """Writes, and their chunks, that wait behind the first of them."""
+    chunks = [Chunk(1) for _ in keys]
+    writes = [desk.submit(keys[0], chunks[0])]
+    assert eventually(lambda: bool(desk.batches))
+    writes += [desk.submit(key, chunk) for key, chunk in zip(keys[1:], chunks[1:], strict=True)]
+    return writes, chunks
+
+
+def test_writes_that_wait_are_stored_together(batching: Desk) -> None:
+    writes, chunks = plugged(batching, A, B, C, D)
+    batching.gate.set()
+    assert all(batching.queue.wait(write, batching.clock.now() + 1) for write in writes)
+    assert batching.batches == [[A], [B, C, D]] and [chunk.releases for chunk in chunks] == [1] * 4
+    assert batching.queue.waiting_bytes == 0 and not batching.lost and batching.workers.abandoned == 0
+
+
+def test_a_write_that_was_given_up_is_in_no_batch(batching: Desk) -> None:
+    (_, second, third), chunks = plugged(batching, A, B, C)
+    batching.queue._lose([second], "deadline")
+    assert [chunk.releases for chunk in chunks] == [0, 1, 0]
+    batching.gate.set()
+    assert batching.queue.wait(third, batching.clock.now() + 1)
+    assert batching.batches == [[A], [C]] and [chunk.releases for chunk in chunks] == [1, 1, 1]
+
+
+def test_a_batch_ends_before_what_the_store_is_still_asked_about(batching: Desk) -> None:
+    plugged(batching, A, B)
+    asked: Any = SimpleNamespace(done=False, enough=lambda key: False)
+    known: Any = SimpleNamespace(done=True, enough=lambda key: key == D)
+    later = [batching.submit(key, Chunk(1), inquiry=inquiry) for key, inquiry in ((D, known), (C, asked))]
+    batching.gate.set()
+    assert all(batching.queue.wait(write, batching.clock.now() + 1) for write in later)
+    assert batching.batches == [[A], [B], [C]], "nothing waits for the answer, and the store has enough of D"
+    assert batching.accepted == [A, B, C] and not batching.lost
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_batch_that_is_late_is_lost_once_and_keeps_its_memory(batching: Desk, fails: bool) -> None:
+    (_, *others), chunks = plugged(batching, A, B, C)
+    release, told_first = threading.Event(), threading.Event()
+
+    def store(writes: Sequence[Write], told: WriteTold) -> None:
+        told(0, "")
+        told_first.set()
+        release.wait(20)
+        if fails:
+            raise OSError("no route")
+        told(1, "")
+
+    batching.queue._store = store
+    batching.gate.set()
+    assert told_first.wait(20) and batching.queue.wait(others[0], batching.clock.now() + 1)
+    batching.clock.time += 9
+    assert not batching.queue.stuck and others[1].outcome is None, "its time began with the outcome before"
+    batching.clock.time += 2
+    assert batching.queue.stuck and others[1].outcome is False and batching.lost == ["deadline"]
+    assert [chunk.releases for chunk in chunks] == [1, 1, 0] and batching.workers.abandoned == 1
+    release.set()
+    assert eventually(lambda: chunks[2].releases == 1) and batching.lost == ["deadline"]
+    assert eventually(lambda: batching.workers.abandoned == 0)
+
+
+def test_what_a_batch_says_nothing_of_is_lost(batching: Desk) -> None:
+    writes, chunks = plugged(batching, A, B, C)
+    batching.queue._store = lambda writes, told: told(1, "")
+    batching.gate.set()
+    assert not batching.queue.wait(writes[1], batching.clock.now() + 1)
+    assert batching.queue.wait(writes[2], batching.clock.now() + 1)
+    assert batching.lost == ["write failed"] and [chunk.releases for chunk in chunks] == [1, 1, 1]
