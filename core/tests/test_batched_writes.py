@@ -13,7 +13,7 @@ from faults_support import TOKENS, Open, chunk_names, count, retrieve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvloom import Engine, StorageBackend
+from kvloom import Engine, StorageBackend, WriteDone
 
 CRATE = {"type": "crate", "deadline": "20s"}
 PLUG = tokens_of(4, 99), kv_of(4, 99)
@@ -37,13 +37,13 @@ def store(
     engine: Engine, before: Callable[[str, str], object] = lambda verb, key: None, chunks: int = 4, seconds: float = 60
 ) -> bool:
     """Have chunks written that wait behind another write. before: what the store does from then on."""
-    queue, gate = engine._stack.stored[0]._writes, Gate()
-    crate().before = lambda verb, key: gate(verb, key) if verb == "put" and key in plug(engine) else None
+    queue, gate, shelf = engine._stack.stored[0]._writes, Gate(), Shelf.shelves["default"]
+    shelf.before = lambda verb, key: gate(verb, key) if verb == "put" and key in plug(engine) else None
     engine.store(PLUG[0], kv=PLUG[1])
     gate.reached()
     engine.store(tokens_of(4 * chunks), kv=kv_of(4 * chunks))
     assert eventually(lambda: queue.waiting_bytes == (1 + chunks) * CHUNK_BYTES)
-    crate().before = lambda verb, key: before(verb, key) and None
+    shelf.before = lambda verb, key: before(verb, key) and None
     gate.open()
     return engine.flush(seconds)
 
@@ -144,6 +144,15 @@ def test_a_batch_that_fails_is_one_failure(open_engine: Open) -> None:
     assert engine.health().ok
 
 
+def test_writes_into_a_store_without_batches_are_judged_each(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shelf, "threads", 1)
+    engine = open_engine({"type": "shelf", "deadline": "20s"})
+    assert store(engine, failing(*chunk_names(engine)))
+    assert eventually(lambda: engine._stack.stored[0].calls.writing.failures == 4)
+
+
 def test_what_was_put_before_a_batch_began_to_hang_is_stored(open_engine: Open, hang: Hang) -> None:
     engine = open_engine(CRATE)
     names = chunk_names(engine)
@@ -240,6 +249,19 @@ def test_the_victims_of_a_batch_are_deleted_by_one_call(open_engine: Open, fails
     assert eventually(lambda: tier.ledger.bytes == BLOB_BYTES * len(crate().blobs))
     assert sum(lost(engine).values()) == (3 if fails else 0)
     assert tier.ledger.bytes <= 32 * BLOB_BYTES
+
+
+def test_what_is_reported_after_a_batch_has_returned_is_nobodys(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later: list[WriteDone] = []
+    monkeypatch.setattr(Crate, "put_many", lambda self, requests, done: later.append(done))
+    engine = open_engine(CRATE)
+    assert store(engine) and lost(engine) == {"write failed: BackendError": 4}
+    for number in range(4):
+        later[0](number, None)
+    tier = engine._stack.stored[0]
+    assert len(tier.ledger) == 1 and not any(tier.find([segment.key for segment in engine.segments(TOKENS)]))
 
 
 def test_the_default_tells_of_each_request(open_engine: Open) -> None:
