@@ -74,7 +74,10 @@ class Ours:
         return seconds
 
     def _put_share(self, share: Iterable[int]) -> None:
-        self._backend.put_many((KEYS[number], [self._values[number]]) for number in share)
+        outcomes: list[Exception | None] = []
+        requests = [(KEYS[number], [self._values[number]]) for number in share]
+        self._backend.put_many(requests, lambda _, outcome: outcomes.append(outcome))
+        assert outcomes == [None] * len(requests), outcomes
 
     def _get_share(self, share: Iterable[int]) -> None:
         outcomes: list[bool | Exception] = []

@@ -30,6 +30,7 @@ from kvloom import (
     Sink,
     StorageBackend,
     Watched,
+    WriteDone,
     hookimpl,
 )
 from kvloom.builtin.dict_backend import DictBackend
@@ -98,7 +99,7 @@ class Shelf(DictBackend):
 
 
 class Crate(Shelf):
-    """A shelf that is read in batches, from the last key to the first."""
+    """A shelf that is read and written in batches, from the last key to the first."""
 
     type = "crate"
     threads = 2
@@ -106,6 +107,11 @@ class Crate(Shelf):
     def __init__(self, config: Any, spec: object = None) -> None:
         super().__init__(config, spec)
         self.batches: list[list[str]] = []
+        """Keys of the batches that were read."""
+        self.puts: list[list[str]] = []
+        """Keys of the batches that were written."""
+        self.outcomes: Callable[[str, Exception | None], Sequence[Exception | None]] = lambda key, outcome: [outcome]
+        """What it reports of a blob that was put."""
         self.all_at_once = False
         """They come from the first to the last, and it says nothing of any before all have come."""
 
@@ -115,6 +121,22 @@ class Crate(Shelf):
         outcomes = list(self._outcomes(numbered)) if self.all_at_once else self._outcomes(numbered[::-1])
         for number, outcome in outcomes:
             done(number, outcome)
+
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        self.puts.append([key for key, _ in requests])
+        for number, (key, blob) in reversed(list(enumerate(requests))):
+            self.before("batch", key)
+            outcome: Exception | None = None
+            try:
+                self.put(key, blob)
+            except Exception as error:
+                outcome = error
+            for each in self.outcomes(key, outcome):
+                done(number, each)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        self.before("delete_many", " ".join(keys))
+        super().delete_many(keys)
 
     def _outcomes(self, requests: Sequence[tuple[int, tuple[str, Sink]]]) -> Iterator[tuple[int, bool | Exception]]:
         for number, (key, sink) in requests:

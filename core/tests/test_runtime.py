@@ -159,6 +159,27 @@ def test_a_machine_without_threads_is_a_failed_call_at_most(workers: Workers, mo
     assert first.result() and second.result() is None and ran == [2]
 
 
+def test_a_function_takes_over_calls_that_have_not_begun(workers: Workers) -> None:
+    gate, other, taken = threading.Event(), threading.Event(), list[int | None]()
+    others: list[Call[int]] = []
+
+    def run(batch: Batch[int]) -> None:
+        gate.wait(20)
+        taken.extend(batch.absorb(call) for call in others)
+        batch.give(1, 7)
+
+    busy = workers.submit(lambda: other.wait(20))
+    first = workers.submit_batch(run, 1, seconds=60)[0]
+    assert eventually(lambda: first.running and busy.running)
+    others += [workers.submit(lambda: 1, seconds=60) for _ in range(3)]
+    assert others[1].cancel()
+    gate.set()
+    assert first.result() is None and taken == [1, None, 2]
+    assert others[0].result() == 7 and others[2].result() is None, "it has no result but what the function gives it"
+    other.set()
+    assert busy.result() and workers.abandoned == 0
+
+
 def test_closing_cancels_what_has_not_begun(workers: Workers) -> None:
     gate = threading.Event()
     running = [workers.submit(gate.wait) for _ in range(2)]

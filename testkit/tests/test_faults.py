@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_store import Provided, TinyBackend, serving
 
-from kvloom import Engine, KVSpec, Registry, StorageBackend
+from kvloom import Buffers, Engine, KVSpec, ReadDone, Registry, Sink, StorageBackend, WriteDone
 from kvloom.builtin.dict_backend import DictBackend
 from kvloom_testkit import BackendConformance, faults
 from kvloom_testkit.faults import Delays, FailsOn, Flips, Hangs, Proxy, TcpProxy, Truncates, behind
@@ -27,6 +27,27 @@ CHUNK, COUNT = 4, 16
 TOKENS = torch.arange(COUNT)
 KV = torch.randn(2, 2, COUNT, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 Wrap = Callable[[StorageBackend], StorageBackend]
+
+
+class BatchingDirectoryBackend(CompleteDirectoryBackend):
+    """Notes the batches that it is given."""
+
+    type = "batching_directory"
+
+    def __init__(self, config: Any, spec: Any = None) -> None:
+        super().__init__(config, spec)
+        self.batches: list[tuple[str, list[str]]] = []
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        self.batches.append(("get_many_into", [key for key, _ in requests]))
+        super().get_many_into(requests, done)
+
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        self.batches.append(("put_many", [key for key, _ in requests]))
+        super().put_many(requests, done)
+
+
+DIRECTORIES = pytest.mark.parametrize("directory", [CompleteDirectoryBackend, BatchingDirectoryBackend])
 
 
 def is_chunk(key: str) -> bool:
@@ -80,12 +101,13 @@ BAD_READS: dict[str, Wrap] = {
 }
 
 
+@DIRECTORIES
 @pytest.mark.parametrize("wrap", BAD_READS.values(), ids=BAD_READS.keys())
 def test_bad_reads_are_counted_misses_and_never_wrong(
-    open_engine: Callable[..., Engine], tmp_path: Path, wrap: Wrap
+    open_engine: Callable[..., Engine], tmp_path: Path, wrap: Wrap, directory: type[StorageBackend]
 ) -> None:
-    store(open_engine(CompleteDirectoryBackend, path=str(tmp_path)))
-    engine = open_engine(behind(CompleteDirectoryBackend, wrap), path=str(tmp_path))
+    store(open_engine(directory, path=str(tmp_path)))
+    engine = open_engine(behind(directory, wrap), path=str(tmp_path))
     assert not all(retrieve(engine))
     assert count(engine, "missed") >= 1 and count(engine, "corrupt") + count(engine, "tier_error") >= 1
 
@@ -97,12 +119,13 @@ BAD_WRITES: dict[str, Wrap] = {
 }
 
 
+@DIRECTORIES
 @pytest.mark.parametrize("wrap", BAD_WRITES.values(), ids=BAD_WRITES.keys())
 def test_bad_writes_are_found_when_they_are_read(
-    open_engine: Callable[..., Engine], tmp_path: Path, wrap: Wrap
+    open_engine: Callable[..., Engine], tmp_path: Path, wrap: Wrap, directory: type[StorageBackend]
 ) -> None:
-    store(open_engine(behind(CompleteDirectoryBackend, wrap), path=str(tmp_path)))
-    engine = open_engine(CompleteDirectoryBackend, path=str(tmp_path))
+    store(open_engine(behind(directory, wrap), path=str(tmp_path)))
+    engine = open_engine(directory, path=str(tmp_path))
     assert not all(retrieve(engine)) and count(engine, "missed") >= 1
 
 
@@ -159,12 +182,109 @@ def test_an_unknown_verb_is_refused() -> None:
 
 
 def test_what_is_behind_a_proxy_claims_the_same() -> None:
-    for cls in (DictBackend, CompleteDirectoryBackend):
+    for cls in (DictBackend, CompleteDirectoryBackend, BatchingDirectoryBackend):
         proxied = behind(cls, Proxy)
         for name in ("type", "persistent", "shared", "bounded", "threads", "Config"):
             assert getattr(proxied, name) == getattr(cls, name)
-        for name in ("create", "hold", "identity", "touch_many", "scan"):
+        for name in ("create", "hold", "identity", "touch_many", "scan", "get_many_into", "put_many"):
             assert claims(proxied, name, StorageBackend) == claims(cls, name, StorageBackend)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+KEYS = ["a", "b", "c", "d"]
+
+
+class Shelf:
+    """A sink."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(b"")
+        self.told: list[int] = []
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        self.memory = memoryview(bytearray(num_bytes))
+        return self.memory
+
+    def filled(self, num_bytes: int) -> None:
+        self.told.append(num_bytes)
+
+
+@pytest.fixture
+def inner(tmp_path: Path) -> BatchingDirectoryBackend:
+    return BatchingDirectoryBackend(BatchingDirectoryBackend.Config(path=tmp_path))
+
+
+def put(backend: StorageBackend) -> dict[int, Exception | None]:
+    outcomes: dict[int, Exception | None] = {}
+    backend.put_many([(key, [key.encode() * 9]) for key in KEYS], outcomes.__setitem__)
+    return outcomes
+
+
+def got(backend: StorageBackend) -> dict[str, bytes | str | None]:
+    """What a batch gives: blobs, None for those that are missing, the names of errors."""
+    sinks = [Shelf() for _ in KEYS]
+    outcomes: dict[int, bool | Exception] = {}
+    backend.get_many_into(list(zip(KEYS, sinks, strict=True)), outcomes.__setitem__)
+    return {
+        KEYS[number]: type(outcome).__name__ if isinstance(outcome, Exception) else bytes(sinks[number].memory) or None
+        for number, outcome in sorted(outcomes.items())
+    }
+
+
+RIGHT = {key: key.encode() * 9 for key in KEYS}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [Proxy, lambda inner: Delays(inner, 0.01), lambda inner: Flips(inner, verbs=())],
+    ids=["plain", "slow", "alters"],
+)
+def test_a_batch_passes_as_a_batch(inner: BatchingDirectoryBackend, wrap: Wrap) -> None:
+    assert put(wrap(inner)) == dict.fromkeys(range(4)) and got(wrap(inner)) == RIGHT
+    assert inner.batches == [("put_many", KEYS), ("get_many_into", KEYS)]
+
+
+def test_one_request_of_a_batch_fails(inner: BatchingDirectoryBackend) -> None:
+    outcomes = put(FailsOn(inner, 2, verbs={"put_many"}))
+    assert [number for number, outcome in outcomes.items() if isinstance(outcome, OSError)] == [1] and len(
+        outcomes
+    ) == 4
+    assert inner.batches == [("put_many", ["a", "c", "d"])] and not inner.contains("b")
+    put(inner)
+    assert got(FailsOn(inner, 3)) == {**RIGHT, "c": "OSError"}
+    assert got(FailsOn(inner, 2, for_good=True)) == {**dict.fromkeys(KEYS, "OSError"), "a": RIGHT["a"]}
+    assert got(FailsOn(inner, 1, keys=lambda key: key == "d")) == {**RIGHT, "d": "OSError"}
+
+
+def test_the_outcome_of_one_request_is_lost(inner: BatchingDirectoryBackend) -> None:
+    outcomes = put(FailsOn(inner, 2, late=True))
+    assert isinstance(outcomes[1], OSError) and [outcomes[number] for number in (0, 2, 3)] == [None] * 3
+    assert got(inner) == RIGHT and inner.batches[0] == ("put_many", KEYS)
+    assert got(FailsOn(inner, 4, late=True)) == {**RIGHT, "d": "OSError"}
+
+
+def test_a_batch_hangs_half_way(inner: BatchingDirectoryBackend) -> None:
+    backend = Hangs(inner, keys=lambda key: key in "bc")
+    outcomes: dict[int, Exception | None] = {}
+    requests = [(key, [b"blob"]) for key in KEYS]
+    thread = threading.Thread(target=backend.put_many, args=(requests, outcomes.__setitem__))
+    thread.start()
+    assert backend.hung.wait(20) and outcomes == {0: None, 3: None} and not inner.contains("b")
+    backend.release()
+    thread.join(20)
+    assert outcomes == dict.fromkeys(range(4)) and inner.contains("b")
+
+
+def test_blobs_of_a_batch_are_altered(inner: BatchingDirectoryBackend) -> None:
+    put(Flips(inner, verbs=faults.WRITES, keys=lambda key: key == "b"))
+    flipped = {**RIGHT, "b": b"b" * 8 + b"c"}
+    assert got(inner) == flipped
+    assert got(Flips(inner, 0, keys=lambda key: key == "d")) == {**flipped, "d": b"e" + b"d" * 8}
+    assert got(Truncates(inner, 2, verbs={"get_many_into"})) == {key: blob[:2] for key, blob in flipped.items()}
+    inner.delete("a")
+    assert got(Truncates(inner, 2))["a"] is None
+    assert [batch for _, batch in inner.batches] == [KEYS] * len(inner.batches)
 
 
 Proxied = behind(CompleteDirectoryBackend, Proxy)

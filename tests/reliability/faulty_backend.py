@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
-from kvloom import Buffer, Buffers, Config, Entry, Sink, StorageBackend, hookimpl, join
+from kvloom import Buffer, Buffers, Config, Entry, Sink, StorageBackend, WriteDone, hookimpl, join
 
 When = Literal["before", "half", "after"]
 T = TypeVar("T")
@@ -106,13 +106,13 @@ class FaultyBackend(StorageBackend):
 
         return self._call("get_range", fill)
 
-    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
-        joined = [(key, join(blob)) for key, blob in items]
-        self._call(
-            "put_many",
-            lambda: self.shelf.blobs.update(joined),
-            lambda: self.shelf.blobs.update(joined[: len(joined) // 2]),
-        )
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        def keep(upto: int) -> None:
+            for number, (key, blob) in enumerate(requests[:upto]):
+                self.shelf.blobs[key] = join(blob)
+                done(number, None)
+
+        self._call("put_many", lambda: keep(len(requests)), lambda: keep(len(requests) // 2))
 
     def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
         return self._call("get_many", lambda: [self.shelf.blobs.get(key) for key in keys])

@@ -27,7 +27,7 @@ _NAMES = {
     "plugins.installing": "pip_install",
     "tiers.tier": "Tier",
     "contracts.component": "ByteSize Component Config Duration",
-    "contracts.storage": "join MappedBlob NativeSink ReadDone Sink StorageBackend",
+    "contracts.storage": "join MappedBlob NativeSink ReadDone Sink StorageBackend WriteDone",
     "contracts.serializer": "Place Serializer",
     "contracts.connector": "Fence GPUConnector",
     "contracts.tokens": "TokenDatabase",
@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import ReadDone as ReadDone
     from kvloom.contracts.storage import Sink as Sink
     from kvloom.contracts.storage import StorageBackend as StorageBackend
+    from kvloom.contracts.storage import WriteDone as WriteDone
     from kvloom.contracts.storage import join as join
     from kvloom.contracts.tokens import TokenDatabase as TokenDatabase
     from kvloom.engine.builder import open_tier as open_tier

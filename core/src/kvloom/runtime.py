@@ -155,7 +155,7 @@ class Call(Generic[T]):
     @property
     def overdue_at(self) -> float:
         """Time at which it will be overdue: its seconds after it was queued, then after it has begun, then after the
-        last result of the same function."""
+        function last gave a result or went on."""
         return self._batch.since + self._seconds
 
     def result(self, until: float | None = None) -> T:
@@ -217,13 +217,22 @@ class Batch(Generic[T]):
         self._workers = workers
         self._function: Callable[[Batch[T]], object] | None = function
         self.since = workers.now()
-        """Time at which it was queued, then began, then gave its last result."""
+        """Time at which it was queued, then began, then last gave a result or went on."""
         self.calls = [Call(workers, self, seconds, discard) for _ in range(count)]
 
     def wanted(self, number: int) -> bool:
         """Return whether anybody still waits for that call."""
         call = self.calls[number]
         return call.running and not call._given_up
+
+    def absorb(self, call: Call[T]) -> int | None:
+        """Take over a call submitted alone that waits in the same queue, to give it its result too: its number here.
+        None if it has begun, or was cancelled."""
+        return self._workers._move(call, self)
+
+    def progress(self) -> None:
+        """The function goes on: from now on its calls have their full seconds again."""
+        self.since = self._workers.now()
 
     def give(self, number: int, value: T | None) -> None:
         """Give call `number` its result. Once for each call; the others get None when the function returns."""
@@ -328,6 +337,16 @@ class Workers:
                 call._state = "cancelled"
             batch._function = None
         self._queue.clear()
+
+    def _move(self, call: Call[Any], into: Batch[Any]) -> int | None:
+        with self._changed:
+            if call._state != "queued":
+                return None
+            self._queue.remove(call._batch)
+            call._batch._function = None
+            call._batch, call._state = into, "running"
+            into.calls.append(call)
+            return len(into.calls) - 1
 
     def _give_up(self, call: Call[Any]) -> bool:
         value = None

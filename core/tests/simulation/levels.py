@@ -25,6 +25,8 @@ EARLY_SECONDS = 50 * QUICK_SECONDS
 SLOW_SECONDS = 0.5
 SLUGGISH_SECONDS = 2.0
 """In time for one call, but not for all of a prompt's."""
+SEED = 30
+"""For the parts in which blobs arrive: with these none takes a deadline to arrive from a sluggish store."""
 PROMPT = Prompt([9_000_000 + at for at in range(6 * CHUNK_TOKENS)])
 
 
@@ -99,6 +101,8 @@ class Levels:
             for store in () if everywhere else self.stores.values():
                 store.blobs.clear()
         self._scheduler.park(self._scheduler.time + 1.0, "listings to end")
+        for number, store in enumerate(self.stores.values()):
+            store.rng.seed(SEED + number)  # however they were filled
         for number, how in hurt.items():
             store = self.stores[f"s{number}"]
             if how == "frozen":

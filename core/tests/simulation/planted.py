@@ -20,7 +20,7 @@ from kvloom.runtime import Batch, Call, Workers
 from kvloom.tiers import invalidation, request_context
 from kvloom.tiers.index import entries, ledger
 from kvloom.tiers.memory import tier
-from kvloom.tiers.stored import inflight
+from kvloom.tiers.stored import inflight, write, write_queue
 from kvloom.tiers.stored import read as reader
 from kvloom.tiers.tier import Loaded
 from simulation import plugin
@@ -226,6 +226,22 @@ def batch_in_another_order() -> AbstractContextManager[Any]:
     return patch.object(Batch, "give", give)
 
 
+def batch_of_writes_is_one_write() -> AbstractContextManager[Any]:
+    """All chunks of a batch have the outcome of the first that has one, and their memory is given back then."""
+    real = write.BlobWriter.write
+
+    def write_all(self: write.BlobWriter, writes: Any, told: write_queue.WriteTold) -> Exception | None:
+        unsaid = set(range(len(writes)))
+
+        def all_told(number: int, lost: str) -> None:
+            while unsaid:
+                told(unsaid.pop(), lost)
+
+        return real(self, writes, all_told)
+
+    return patch.object(write.BlobWriter, "write", write_all)
+
+
 def layers_go_on_growing() -> AbstractContextManager[Any]:
     """A mask tells what has come in each layer, not in every layer up to it."""
     return patch.object(readahead.Prefix, "cut", lambda self, chunk, layer: None)
@@ -292,6 +308,7 @@ PLANTS: dict[Plant, Planted] = {
     restart_forgets: Planted(("lost", "accounts"), 2013),
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
     batch_in_another_order: Planted(("wrong bytes",), 2003),
+    batch_of_writes_is_one_write: Planted(("memory reused",), 2001),
     layer_not_checked: Planted(("wrong bytes",), 20231),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2100),

@@ -22,6 +22,7 @@ from kvloom import (
     Serializer,
     Sink,
     StorageBackend,
+    WriteDone,
     hookimpl,
 )
 from kvloom.builtin.plain import PlainConnector
@@ -93,10 +94,13 @@ class SimBackend(StorageBackend):
 
 
 class SimShared(SimBackend):
-    """Reads many blobs at once."""
+    """Reads and writes many blobs at once."""
 
     type = "sim_shared"
     shared = True
+
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        self.client.put_many(requests, done)
 
     def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
         self.client.get_many_into(requests, done)

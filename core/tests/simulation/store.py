@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from kvloom import Buffers, Entry, ReadDone, Sink
+from kvloom import Buffers, Entry, ReadDone, Sink, WriteDone
 from simulation.fibers import EPOCH, Fiber, Process, Scheduler, Violation
 
 
@@ -270,17 +270,60 @@ class Client:
         self.most[verb] = max(self.most.get(verb, 0), now)
 
     def put(self, key: str, blob: Buffers) -> None:
+        self._count("put", 1)
+        try:
+            for _ in self._leaving(key, blob):
+                pass
+        finally:
+            self._count("put", -1)
+
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        """Two blobs at a time leave side by side; sometimes it breaks off in the middle, and what was on its way
+        arrives all the same. What becomes of a blob may be told twice, or never."""
+        rng = self.store.rng
+        leaving = {number: self._leaving(key, blob) for number, (key, blob) in enumerate(requests)}
+        self._count("put", 1)
+        try:
+            while leaving:
+                number = rng.choice(list(leaving)[:2])
+                outcome: Exception | None = None
+                try:
+                    next(leaving[number])
+                    continue
+                except StopIteration:
+                    pass
+                except Exception as error:
+                    if rng.random() < 0.3:
+                        self._land_some([requests[each] for each in leaving if each != number])
+                        raise
+                    outcome = error
+                del leaving[number]
+                if not (self.store.fault("fail_after") if outcome is None else rng.random() < 0.3):
+                    done(number, outcome)
+                    if outcome is not None and rng.random() < 0.3:
+                        done(number, None)
+        finally:
+            for one in leaving.values():
+                one.close()
+            self._count("put", -1)
+
+    def _land_some(self, requests: Sequence[tuple[str, Buffers]]) -> None:
+        for key, blob in requests:
+            if self.store.rng.random() < 0.3:
+                self.store.land(key, b"".join(blob))
+
+    def _leaving(self, key: str, blob: Buffers) -> Iterator[None]:
+        """`put`, in steps."""
         store = self.store
         data = b"".join(blob)
         put = _Put(self.process, key, data)
         store._puts.append(put)
-        self._count("put", 1)
         try:
+            yield
             store.take_time()
             if b"".join(blob) != data and not store.has_decayed():
                 store.scheduler.stop(Violation("memory reused", f"{key} changed in memory while it was being written"))
         finally:
-            self._count("put", -1)
             if put in store._puts:
                 store._puts.remove(put)
         fault = "" if key.startswith("spec/") else store.fault("lose", "late", "twice", "rot", "fail_after")

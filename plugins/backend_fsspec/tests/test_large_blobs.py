@@ -12,6 +12,7 @@ import pytest
 from kvloom import BackendError, CorruptBlobError
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.stores.obstore_store import PART_BYTES, ObstoreStore
+from kvloom_testkit.backends.filling import put_all
 
 SIZE = 3 * PART_BYTES + 12_345
 
@@ -103,6 +104,6 @@ def test_the_last_of_many_puts_of_one_key_wins(backend: FsspecBackend, monkeypat
         put(name, data)
 
     monkeypatch.setattr(store, "put", first_one_is_slow)
-    backend.put_many([("b", [b"other"]), ("a", [b"first"]), ("a", [b"second"])])
+    put_all(backend, [("b", [b"other"]), ("a", [b"first"]), ("a", [b"second"])])
     backend.close()  # waits for what is still under way
     assert [backend.get(key) for key in ("a", "b")] == [b"second", b"other"]

@@ -17,6 +17,7 @@ import torch
 
 from kvloom import BackendError, Engine, KVSpec
 from kvloom_backend_fsspec.testing import CephRGW, s3_client
+from kvloom_testkit.backends.filling import put_all
 from kvloom_testkit.faults import TcpProxy
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=64, dtype="bfloat16")
@@ -262,7 +263,7 @@ def test_a_full_bucket_is_a_dropped_write_and_hits_go_on(
     rgw.admin("quota", "enable", "--quota-scope=bucket", f"--bucket={bucket}")
     backend = s3(rgw, bucket)
     with pytest.raises(BackendError, match="the store is full: raise its quota"):
-        backend.put_many((f"more/{number}", [bytes(1000)]) for number in range(100))
+        put_all(backend, ((f"more/{number}", [bytes(1000)]) for number in range(100)))
     engine.store(TOKENS[0] + 7, kv=KV[0])
     assert engine.flush(HANGS_SECONDS)
     assert count(engine, "tier_error") >= 1

@@ -10,13 +10,14 @@ import pytest
 from kvloom import StorageBackend
 from kvloom_backend_fsspec.testing import MotoServer
 from kvloom_testkit import BackendConformance
+from kvloom_testkit.backends.filling import put_all
 
 
 def test_it_speaks_to_another_server_than_cephs(moto: MotoServer, new_bucket: Callable[..., str], s3: Any) -> None:
     bucket = new_bucket(moto)
     backend, blob = s3(moto, bucket), bytes(range(256)) * 80_000
     backend.check_writable()
-    backend.put_many([("a", [blob]), ("a/b", [b"blob"])])
+    put_all(backend, [("a", [blob]), ("a/b", [b"blob"])])
     assert [backend.get(key) for key in ("a", "a/b", "b")] == [blob, b"blob", None]
     assert backend.create("new", [b"1"]) and not backend.create("new", [b"2"]) and backend.hold("evict")
     assert {(entry.key, entry.bytes) for entry in backend.scan()} == {("a", len(blob)), ("a/b", 4), ("new", 1)}

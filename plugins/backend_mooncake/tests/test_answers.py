@@ -258,10 +258,3 @@ def test_a_child_of_a_fork_is_told_at_once(backend: MooncakeBackend, store: Stor
         backend.get(KEY)
     backend.close()
     assert not store.calls and not store.closed
-
-
-def test_of_two_blobs_with_one_key_the_last_is_put(backend: MooncakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    put: list[Any] = []
-    monkeypatch.setattr(Store, "batch_put_from_multi_buffers", lambda self, *told: put.append(told) or [0])
-    backend.put_many([(KEY, [b"12345"]), (KEY, [b"123", b"", b"4"])])
-    assert [(keys, sizes) for keys, _, sizes, _ in put] == [([KEY], [[3, 1]])]

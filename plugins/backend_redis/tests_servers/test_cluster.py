@@ -16,6 +16,7 @@ from redis.crc import key_slot
 from kvloom import BackendError
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisCluster, RedisSentinel, RedisServer, until
+from kvloom_testkit.backends.filling import put_all
 
 Open = Callable[..., RedisBackend]
 KEYS = [f"k/{number}" for number in range(60)]
@@ -25,7 +26,7 @@ BLOBS = {key: key.encode() * 1000 for key in KEYS}
 @pytest.fixture
 def filled(cluster: RedisCluster, open_backend: Open) -> Iterator[RedisBackend]:
     backend = open_backend(cluster.url, timeout=2)
-    backend.put_many((key, [blob]) for key, blob in BLOBS.items())
+    put_all(backend, ((key, [blob]) for key, blob in BLOBS.items()))
     yield backend
     backend.delete_many(KEYS)
 
@@ -46,7 +47,7 @@ def all_right(backend: RedisBackend) -> None:
         into = memoryview(bytearray(8))
         assert backend.get(key) == BLOBS[key] and backend.get_range(key, 2, into) and into == BLOBS[key][2:10]
     backend.touch_many(KEYS)
-    backend.put_many((key, [blob]) for key, blob in BLOBS.items())
+    put_all(backend, ((key, [blob]) for key, blob in BLOBS.items()))
     assert {entry.key for entry in backend.scan("k/")} == set(KEYS)
 
 
@@ -90,7 +91,7 @@ def test_a_slot_that_is_moving(cluster: RedisCluster, filled: RedisBackend) -> N
     same = [name for name in (f"s/{n}" for n in range(200_000)) if slot_of(name) == slot][:6]
     assert len(same) == 6
     source, target = cluster.nodes[1], cluster.nodes[0]
-    filled.put_many((key, [key.encode()]) for key in same[:4])
+    put_all(filled, ((key, [key.encode()]) for key in same[:4]))
     cluster.begin_moving(slot, source, target)
     try:
         cluster.move_keys(slot, source, target, most=2)
@@ -163,7 +164,7 @@ def test_a_user_with_exactly_the_rights_that_are_documented(
 def test_a_node_that_dies_takes_its_keys_and_no_others(open_backend: Open) -> None:
     with RedisCluster(maxmemory="64mb", cluster_require_full_coverage="no") as cluster:
         backend = open_backend(cluster.url, timeout=1)
-        backend.put_many((key, [blob]) for key, blob in BLOBS.items())
+        put_all(backend, ((key, [blob]) for key, blob in BLOBS.items()))
         cluster.nodes[1].kill()
         time.sleep(0.6)
         for key in KEYS:
@@ -178,7 +179,7 @@ def test_a_node_that_dies_takes_its_keys_and_no_others(open_backend: Open) -> No
 
         def takes_all() -> bool:
             with contextlib.suppress(BackendError):
-                backend.put_many((key, [blob]) for key, blob in BLOBS.items())
+                put_all(backend, ((key, [blob]) for key, blob in BLOBS.items()))
                 return True
             return False
 

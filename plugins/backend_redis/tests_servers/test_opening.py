@@ -16,6 +16,7 @@ from kvloom import BackendError, ConfigError, Engine, KVSpec
 from kvloom_backend_redis import opening
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisCluster, RedisSentinel, RedisServer, certificates
+from kvloom_testkit.backends.filling import put_all
 from kvloom_testkit.faults import TcpProxy
 
 Open = Callable[..., RedisBackend]
@@ -109,7 +110,7 @@ def test_a_full_server_that_evicts_nothing(open_backend: Open, caplog: pytest.Lo
         assert "never evicts kvloom's blobs (maxmemory-policy noeviction)" in caplog.text
         backend.check_writable()
         with pytest.raises(BackendError, match=r"OOM"):
-            backend.put_many((f"k/{number}", [os.urandom(1 << 20)]) for number in range(100))
+            put_all(backend, ((f"k/{number}", [os.urandom(1 << 20)]) for number in range(100)))
         assert len(backend.get("k/0") or b"") == 1 << 20, "what is there can be read"
         with contextlib.closing(server.client()) as client:
             client.config_set("maxmemory", "1mb")

@@ -18,6 +18,7 @@ import pytest
 from kvloom import BackendError, CorruptBlobError
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisServer
+from kvloom_testkit.backends.filling import put_all
 
 Open = Callable[..., RedisBackend]
 
@@ -35,7 +36,7 @@ def test_the_server_expires_blobs_after_their_last_write(server: RedisServer, op
     backend = open_backend(server.url, prefix="brief:", expire="300ms")
     backend.put("a", [b"blob"])
     assert backend.create("b", [b"blob"])
-    backend.put_many([("c", [b"blob"]), ("d", [b"blob"])])
+    put_all(backend, [("c", [b"blob"]), ("d", [b"blob"])])
     with contextlib.closing(server.client()) as client:
         assert all(0 < client.pttl(f"brief:{key}") <= 300 for key in "abcd")
     backend.touch_many(["a"])
@@ -90,7 +91,7 @@ def test_a_blob_that_no_server_takes_is_refused_before_it_is_sent(open_backend: 
         for put in (
             lambda: backend.put("b", [bytes(1 << 20), b"x"]),
             lambda: backend.create("b", [bytes((1 << 20) + 1)]),
-            lambda: backend.put_many([("c", [b"c"]), ("b", [bytes((1 << 20) + 1)])]),
+            lambda: put_all(backend, [("c", [b"c"]), ("b", [bytes((1 << 20) + 1)])]),
         ):
             with pytest.raises(BackendError, match="a blob of 1048577 bytes; the server accepts 1048576; lower chunk"):
                 put()
@@ -186,7 +187,7 @@ def test_connections_are_as_many_as_there_are_calls_at_once(server: RedisServer,
 def test_large_batches_keep_their_order(server: RedisServer, open_backend: Open) -> None:
     backend = open_backend(server.url, prefix="many:")
     blobs = {f"k/{number}": os.urandom(1 + number * 37 % 5000) for number in range(1500)}
-    backend.put_many((key, [blob[: len(blob) // 2], blob[len(blob) // 2 :]]) for key, blob in blobs.items())
+    put_all(backend, ((key, [blob[: len(blob) // 2], blob[len(blob) // 2 :]]) for key, blob in blobs.items()))
     asked = [*blobs, "absent", "k/3", *reversed(blobs)]
     assert backend.get_many(asked) == [blobs.get(key) for key in asked]
     assert backend.contains_many(asked) == [key in blobs for key in asked]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
 from kvloom.contracts.component import Component
@@ -70,6 +70,8 @@ class MappedBlob(Protocol):
 
 ReadDone = Callable[[int, "bool | Exception"], None]
 """Told of each request of `get_many_into`, once: its number, and what `get_into` returned or raised."""
+WriteDone = Callable[[int, "Exception | None"], None]
+"""Told of each request of `put_many`, once: its number, and what `put` raised, None if it returned."""
 
 
 class StorageBackend(Component):
@@ -176,10 +178,23 @@ class StorageBackend(Component):
         into[:] = view[offset : offset + len(into)]
         return True
 
-    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
-        """`put` of several; if it raises, some may be there, each of them whole."""
-        for key, blob in items:
-            self.put(key, blob)
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        """`put` of several at once, in any order, for stores that do that better than one after the other.
+
+        `done` is called on the calling thread, once for each request and as soon as its outcome is known: None, or the
+        exception that `put` would have raised. From then on the caller may reuse that request's buffers. One that
+        fails ends itself only. If a key comes twice, the later blob is there in the end. If this raises, requests that
+        were not reported have failed with that exception; their blobs may be there, each of them whole. The core forms
+        batches only for backends that override it, of writes that wait anyway, of some MiB each. The deadline is for
+        each outcome after the one before: of a slow store, the first blobs should be done before the last are begun.
+        """
+        for number, (key, blob) in enumerate(requests):
+            outcome: Exception | None = None
+            try:
+                self.put(key, blob)
+            except Exception as error:
+                outcome = error
+            done(number, outcome)
 
     def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
         """`get` of each key, in their order."""

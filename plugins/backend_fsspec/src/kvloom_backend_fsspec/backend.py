@@ -6,11 +6,12 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
 
-from kvloom import BackendError, Buffer, Buffers, Entry, KVSpec, Sink, StorageBackend, join
+from kvloom import BackendError, Buffer, Buffers, Entry, KVSpec, Sink, StorageBackend, WriteDone, join
 from kvloom_backend_fsspec.config import OBSTORE_SCHEMES
 from kvloom_backend_fsspec.config import Config as FsspecConfig
 from kvloom_backend_fsspec.lease import Leases
@@ -105,20 +106,38 @@ class FsspecBackend(StorageBackend):
                 with contextlib.suppress(BackendError, FileNotFoundError):  # who may only read leaves it to others
                     self._store().delete([found.name])
 
-    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
         """Several at once; those of one key one after the other."""
         store, pool = self._store(), self._pool()
-        pending: dict[str, Future[None]] = {}
+        pending: dict[Future[None], tuple[int, str]] = {}
+        ended: SimpleQueue[Future[None]] = SimpleQueue()  # `wait` does not see what `close` has cancelled
+
+        def settle(tell: WriteDone) -> None:
+            future = ended.get()
+            number, _ = pending.pop(future)
+            error = BackendError("closed") if future.cancelled() else future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            tell(number, error)
+
         try:
-            for key, blob in items:
-                name, data = self._names.blob(key), join(blob)
-                if name in pending or len(pending) >= self._settings.threads:
-                    pending.pop(name if name in pending else next(iter(pending))).result()
-                pending[name] = pool.submit(store.put, name, data)
-            for put in pending.values():
-                put.result()
+            for number, (key, blob) in enumerate(requests):
+                name = self._names.blob(key)
+                while len(pending) >= self._settings.threads or any(name == other for _, other in pending.values()):
+                    settle(done)
+                try:
+                    data = join(blob)
+                except Exception as error:
+                    done(number, error)
+                    continue
+                future = pool.submit(store.put, name, data)
+                pending[future] = number, name
+                future.add_done_callback(ended.put)
+            while pending:
+                settle(done)
         finally:
-            wait(pending.values())
+            while pending:
+                settle(lambda number, error: None)
 
     def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
         return self._each(self.get, keys)

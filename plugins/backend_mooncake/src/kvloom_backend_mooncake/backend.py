@@ -8,11 +8,10 @@ long as the master says (put_start_release_timeout_sec), and then the placeholde
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from kvloom import BackendError, Buffer, Buffers, KVSpec, Sink, StorageBackend
@@ -154,36 +153,26 @@ class MooncakeBackend(StorageBackend):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, key: str, blob: Buffers) -> None:
-        self.put_many([(key, blob)])
+        views = _views(blob)
+        with (
+            self._client.using() as store,
+            self._memories.source(store, views) as regions,
+            self._turns.of([key]),
+        ):
+            until = time.monotonic() + self._settings.timeout
+            for attempt in range(_WRITE_ATTEMPTS):
+                code = self._put(store, key, regions)
+                if code not in _AGAIN:
+                    check(f"putting {key}", code)
+                    return
+                if attempt == _WRITE_ATTEMPTS - 1 or time.monotonic() > until:
+                    raise codes.error(f"putting {key}", code)
 
-    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
-        wanted = {key: _views(blob) for key, blob in items}  # of two with one key, the last
-        if not wanted:
-            return
-        with self._client.using() as store, contextlib.ExitStack() as sources:
-            regions = {key: sources.enter_context(self._memories.source(store, views)) for key, views in wanted.items()}
-            with self._turns.of(regions):
-                until = time.monotonic() + self._settings.timeout
-                for attempt in range(_WRITE_ATTEMPTS):
-                    failed = self._put_in_turn(store, regions)
-                    if not failed:
-                        return
-                    if attempt == _WRITE_ATTEMPTS - 1 or time.monotonic() > until:
-                        key, code = next(iter(failed.items()))
-                        raise codes.error(f"putting {key}", code)
-                    regions = {key: regions[key] for key in failed}
-
-    def _put_in_turn(self, store: Any, regions: Mapping[str, Regions]) -> dict[str, int]:
-        """Replace the blobs under the keys; return the codes of those that may be tried again."""
-        keys = list(regions)
-        self._erase(store, keys, awaiting=True)
-        starts = [[start for start, _ in one] for one in regions.values()]
-        sizes = [[size for _, size in one] for one in regions.values()]
-        done = [int(code) for code in store.batch_put_from_multi_buffers(keys, starts, sizes, self._client.replication)]
-        for key, code in zip(keys, done, strict=True):
-            if code not in _AGAIN:
-                check(f"putting {key}", code)
-        return {key: code for key, code in zip(keys, done, strict=True) if code in _AGAIN}
+    def _put(self, store: Any, key: str, regions: Regions) -> int:
+        """Replace the blob under the key; return the code."""
+        self._erase(store, [key], awaiting=True)
+        starts, sizes = [start for start, _ in regions], [size for _, size in regions]
+        return int(store.batch_put_from_multi_buffers([key], [starts], [sizes], self._client.replication)[0])
 
     def create(self, key: str, blob: Buffers) -> bool:
         """By the master, which lets one writer begin. One that died while writing is in the way for half a minute."""

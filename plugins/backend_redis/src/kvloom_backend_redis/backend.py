@@ -10,7 +10,18 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
-from kvloom import BackendError, Buffer, Buffers, CorruptBlobError, Entry, KVSpec, ReadDone, Sink, StorageBackend
+from kvloom import (
+    BackendError,
+    Buffer,
+    Buffers,
+    CorruptBlobError,
+    Entry,
+    KVSpec,
+    ReadDone,
+    Sink,
+    StorageBackend,
+    WriteDone,
+)
 from kvloom_backend_redis import opening
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.config import RedisConfig
@@ -79,20 +90,34 @@ class RedisBackend(StorageBackend):
     def create(self, key: str, blob: Buffers) -> bool:
         return self._exchange.one(self._name(key), self._set(key, blob, b"NX"), _kept)
 
-    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
-        batch: list[tuple[bytes, Buffers]] = []
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        batch: list[tuple[int, Buffers]] = []
         size = 0
-        try:
-            for key, blob in items:
+        for number, (key, blob) in enumerate(requests):
+            try:
                 parts = self._set(key, blob)
-                batch.append((self._name(key), parts))
-                size += sum(memoryview(part).nbytes for part in parts)
-                if len(batch) == _BATCH_BLOBS or size > _BATCH_BYTES:
-                    full, batch, size = batch, [], 0
-                    self._send(full)
-        finally:
-            if batch:  # also what came before a buffer that cannot be read
-                self._send(batch)
+            except Exception as error:
+                done(number, error)
+                continue
+            batch.append((number, parts))
+            size += sum(memoryview(part).nbytes for part in parts)
+            if len(batch) == _BATCH_BLOBS or size > _BATCH_BYTES:
+                full, batch, size = batch, [], 0
+                self._put_batch(full, requests, done)
+        if batch:
+            self._put_batch(batch, requests, done)
+
+    def _put_batch(
+        self, batch: Sequence[tuple[int, Buffers]], requests: Sequence[tuple[str, Buffers]], done: WriteDone
+    ) -> None:
+        numbers = [number for number, _ in batch]
+        try:
+            self._send([(self._name(requests[number][0]), parts) for number, parts in batch])
+        except Exception:  # whichever it is about
+            super().put_many([requests[number] for number in numbers], lambda at, outcome: done(numbers[at], outcome))
+        else:
+            for number in numbers:
+                done(number, None)
 
     def _send(self, batch: Sequence[tuple[bytes, Buffers]]) -> None:
         self._exchange.send([name for name, _ in batch], [parts for _, parts in batch], _kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvloom_testkit.backends.batches import BatchRequirements
 from kvloom_testkit.backends.concurrency import ConcurrencyRequirements
 from kvloom_testkit.backends.deaths import DeathRequirements
 from kvloom_testkit.backends.forms import FormRequirements
@@ -19,6 +20,7 @@ class BackendConformance(
     NameRequirements,
     ConcurrencyRequirements,
     FormRequirements,
+    BatchRequirements,
     ListingRequirements,
     LifetimeRequirements,
     ProcessRequirements,

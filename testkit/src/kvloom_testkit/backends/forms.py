@@ -7,6 +7,7 @@ import pytest
 from kvloom import BackendError
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, content, contents
 from kvloom_testkit.backends.doubles import RecordingSink
+from kvloom_testkit.backends.filling import put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.running import together
 
@@ -59,7 +60,7 @@ class FormRequirements(BackendRequirements):
         sizes = [1, 5000, (1 << 20) + 17, 300, 70_000, 4096, *range(200, 240)]
         keys, absent = names.keys(len(sizes)), names.named("absent")
         blobs = {key: blob_of(size) for key, size in zip(keys, sizes, strict=True)}
-        backend.put_many((key, [blob]) for key, blob in blobs.items())
+        put_all(backend, ((key, [blob]) for key, blob in blobs.items()))
         refusal = BackendError("no room")
         asked = [*keys[:3], absent, *keys[3:], absent, keys[2], keys[0]]
         refused = {1, 6, len(asked) - 2}
@@ -101,7 +102,7 @@ class FormRequirements(BackendRequirements):
         backend, key, other = opened(), names.key(), names.key(1)
         blob, different = blob_of(10_007), blob_of(5000)
         assert backend.map(key) is None, "of no blob"
-        backend.put_many([(key, [blob]), (other, [different])])
+        put_all(backend, [(key, [blob]), (other, [different])])
         first, second = backend.map(key), backend.map(other)
         if first is None or second is None:
             assert first is None and second is None, "one is mapped, and the other is not"
@@ -168,7 +169,7 @@ class FormRequirements(BackendRequirements):
         present, absent = names.keys(40), [names.named(f"absent-{number}") for number in range(5)]
         blobs = {key: blob_of(100 + number) for number, key in enumerate(present)}
         twice = [(present[0], [b"first"]), *((key, [blob[:50], blob[50:]]) for key, blob in blobs.items())]
-        backend.put_many(iter(twice))
+        put_all(backend, twice)
         backend = again(backend, opened)
         asked = [absent[0], *present[::-1], absent[1], present[3], absent[0], present[3]]
         got, there = backend.get_many(asked), backend.contains_many(asked)
@@ -179,7 +180,7 @@ class FormRequirements(BackendRequirements):
         backend.delete_many([absent[2], present[1], present[0], present[1]])
         left = backend.contains_many(present)
         assert [bool(there) for there in left] == [number not in (0, 1) for number in range(len(present))]
-        backend.put_many([])
+        put_all(backend, [])
         backend.delete_many([])
         assert list(backend.get_many([])) == [] and list(backend.contains_many([])) == []
 
@@ -196,7 +197,7 @@ class FormRequirements(BackendRequirements):
         kept, new, *victims = keys
         for size in (300_000, 20_000, 400_000):
             backend.put(kept, [b"kept"])
-            backend.put_many((key, [blob_of(250_000)]) for key in victims[1:])
+            put_all(backend, ((key, [blob_of(250_000)]) for key in victims[1:]))
             blob = blob_of(size)
             backend.put_over(new, [blob[: size // 2], blob[size // 2 :]], victims)
             backend = again(backend, opened)

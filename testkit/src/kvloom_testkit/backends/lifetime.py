@@ -15,6 +15,7 @@ from pathlib import Path
 from kvloom import BackendError, StorageBackend
 from kvloom_testkit.backends.base import BackendRequirements, Make, Open, again, content
 from kvloom_testkit.backends.doubles import BreaksHalfWay, Broken, RecordingSink
+from kvloom_testkit.backends.filling import put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.remaking import by_another_path
@@ -246,7 +247,7 @@ def _use(backend: StorageBackend, names: Namespace) -> None:
     keys, absent, blob = names.keys(4), names.named("absent"), blob_of(5000)
     room = memoryview(bytearray(2000))
     backend.put(keys[0], [blob])
-    backend.put_many((key, [blob]) for key in keys[1:])
+    put_all(backend, ((key, [blob]) for key in keys[1:]))
     backend.put_over(keys[1], [blob], [keys[2], absent])
     for key in (keys[0], absent):
         backend.get(key)

@@ -10,6 +10,7 @@ from kvloom import Entry, StorageBackend
 from kvloom_testkit import effort
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, contents
 from kvloom_testkit.backends.doubles import RecordingSink
+from kvloom_testkit.backends.filling import put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import comes_true, together
@@ -53,7 +54,7 @@ class ListingRequirements(BackendRequirements):
         keys = [*names.keys(150), names.named("-/1"), names.named("other/1"), names.named("-x")]
         keys += map(names.named, ODD_NAMES)
         keys += map(names.named, (f"in/{names.prefix}1", f"x{names.fingerprint}"))  # others' keys, and no prefix
-        backend.put_many((key, [b"blob"]) for key in keys)
+        put_all(backend, ((key, [b"blob"]) for key in keys))
         backend.delete_many(keys[:3])
         keys = keys[3:]
         backend = again(backend, opened)
@@ -124,9 +125,9 @@ class ListingRequirements(BackendRequirements):
         """
         backend = opened()
         steady, moving = names.keys(60), [names.named(f"-/moving-{number}") for number in range(40)]
-        backend.put_many((key, [b"blob"]) for key in steady)
+        put_all(backend, ((key, [b"blob"]) for key in steady))
         lists = opened() if type(backend).shared else backend
-        backend.put_many((key, [b"blob"]) for key in moving)
+        put_all(backend, ((key, [b"blob"]) for key in moving))
         listing = iter(lists.scan(names.prefix))
         listed = {next(listing).key}
         together(lambda: backend.delete_many(moving))
@@ -134,7 +135,7 @@ class ListingRequirements(BackendRequirements):
 
         def change(keys: list[str]) -> None:
             for _ in range(8):
-                backend.put_many((key, [b"blob"]) for key in keys)
+                put_all(backend, ((key, [b"blob"]) for key in keys))
                 backend.delete_many(keys)
 
         def scan() -> None:
@@ -170,7 +171,7 @@ class ListingRequirements(BackendRequirements):
         """
         backend, keys = opened(), names.keys(4)
         absent = names.named("absent")
-        backend.put_many((key, [blob_of(100)]) for key in keys)
+        put_all(backend, ((key, [blob_of(100)]) for key in keys))
         backend = again(backend, opened)
         before = _listed(backend, names)
         backend.touch_many([keys[2], absent, keys[1]])
@@ -220,7 +221,7 @@ class ListingRequirements(BackendRequirements):
         keys = names.keys(MANY_IF_BOUNDED if type(backend).bounded or effort.brief else MANY)
         blobs = [key.encode() for key in keys]
         began = time.monotonic()
-        backend.put_many((key, [blob]) for key, blob in zip(keys, blobs, strict=True))
+        put_all(backend, ((key, [blob]) for key, blob in zip(keys, blobs, strict=True)))
         is_quick = not type(backend).bounded and time.monotonic() - began < MORE_SECONDS
         backend = again(backend, opened)
         assert contents(backend.get_many(keys)) == blobs
@@ -230,7 +231,7 @@ class ListingRequirements(BackendRequirements):
             assert len(found) == len(keys) and set(found) == set(keys)
             if (is_quick or effort.thorough) and not effort.brief:
                 keys = names.keys(effort.rounds(MORE))
-                backend.put_many((key, [b"blob"]) for key in keys[len(found) :])
+                put_all(backend, ((key, [b"blob"]) for key in keys[len(found) :]))
                 assert sorted(entry.key for entry in backend.scan(names.prefix)) == sorted(keys)
         backend.delete_many(keys)
         assert not any(backend.contains_many(keys)) and backend.get(keys[-1]) is None

@@ -13,6 +13,7 @@ from kvloom_testkit.requirements import claims
 
 REFUSED = """
 import resource
+from kvloom_testkit.backends.filling import put_all
 
 LIMIT = 64 << 10
 blob = bytes(range(256)) * 4096
@@ -20,7 +21,7 @@ backend = opened()
 for form, key in zip(arguments, keys):
     verbs = {
         "put": lambda: backend.put(key, [blob]),
-        "put_many": lambda: backend.put_many([(key, [blob])]),
+        "put_many": lambda: put_all(backend, [(key, [blob])]),
         "put_over": lambda: backend.put_over(key, [blob], []),
         "create": lambda: backend.create(key, [blob]),
     }
@@ -119,11 +120,12 @@ backend.close()
 LEFT = """
 import contextlib, resource
 from kvloom_testkit.backends.doubles import FAILURES, BreaksHalfWay
+from kvloom_testkit.backends.filling import put_all
 
 key, blob = keys[0], bytes(range(256)) * 2000
 folders = [one for one in arguments if one != "create"]
 backend = opened()
-forms = [backend.put, lambda key, blob: backend.put_many([(key, blob)])] + [backend.create] * ("create" in arguments)
+forms = [backend.put, lambda key, blob: put_all(backend, [(key, blob)])] + [backend.create] * ("create" in arguments)
 
 
 def fail():

@@ -10,6 +10,7 @@ import pytest
 from kvloom import StorageBackend
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, Raw, again, content
 from kvloom_testkit.backends.doubles import FAILURES, BreaksHalfWay, RecordingSink
+from kvloom_testkit.backends.filling import put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims
 from kvloom_testkit.running import together
@@ -177,9 +178,9 @@ class ValueRequirements(BackendRequirements):
         backend.put(new, [blob])
         assert content(backend.get(new)) == blob, "put again after the failure"
         new, old, victim = names.keys(6)[3:]
-        backend.put_many([(old, [blob]), (victim, [blob])])
+        put_all(backend, [(old, [blob]), (victim, [blob])])
         ways: list[Callable[[BreaksHalfWay], object]] = [
-            lambda broken: backend.put_many(iter([(old, [blob]), (new, broken)])),
+            lambda broken: put_all(backend, [(old, [blob]), (new, broken)]),
             lambda broken: backend.put_over(new, broken, [victim]),
         ]
         if claims(backend, "create", StorageBackend):

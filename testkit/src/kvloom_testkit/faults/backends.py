@@ -5,20 +5,24 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvloom import Buffer, Buffers, Entry, Sink, StorageBackend, join
+from kvloom import Buffer, Buffers, Entry, ReadDone, Sink, StorageBackend, WriteDone, join
 from kvloom_testkit.requirements import claims
 
 T = TypeVar("T")
+Done = Callable[[int, Any], None]
+"""Told of each request of a batch, by its number."""
+Batch = Callable[[Sequence[int], Done], None]
+"""Passes these requests on, by one call."""
 
-READS = frozenset({"get", "get_into", "get_range", "get_many"})
+READS = frozenset({"get", "get_into", "get_range", "get_many", "get_many_into"})
 WRITES = frozenset({"put", "put_many", "put_over", "create"})
 VERBS = READS | WRITES | {"contains", "contains_many", "delete", "delete_many", "scan", "touch_many", "hold"}
 
 _CAPABILITIES = ("type", "persistent", "shared", "bounded", "one_by_one", "threads")
-_OPTIONAL = ("scan", "create", "identity", "hold", "touch_many")
+_OPTIONAL = ("scan", "create", "identity", "hold", "touch_many", "get_many_into", "put_many")
 
 
 def every_key(key: str) -> bool:
@@ -30,7 +34,8 @@ class Proxy(StorageBackend):
     """Passes every call on to `inner`, with its capabilities. Subclasses put something in the way of `_call`.
 
     verbs: the calls that are meant, by what the caller of the proxy calls. keys: which keys are meant; a call about
-    several is meant if one of them is.
+    several is meant if one of them is. Of a batch (`get_many_into`, `put_many`) the requests that are not meant go
+    before the others, as a batch of their own.
     """
 
     type = "proxy"
@@ -54,6 +59,21 @@ class Proxy(StorageBackend):
     def _through(self, verb: str, keys: Sequence[str], call: Callable[[], T]) -> T:
         meant = verb in self.verbs and (not keys or any(map(self.keys, keys)))
         return self._call(verb, keys, call) if meant else call()
+
+    def _pass_batch(self, verb: str, keys: Sequence[str], call: Batch, done: Done) -> None:
+        meant = [number for number, key in enumerate(keys) if verb in self.verbs and self.keys(key)]
+        rest = [number for number in range(len(keys)) if number not in set(meant)]
+        if rest or not keys:
+            call(rest, done)
+        if meant:
+            self._batch(verb, {number: keys[number] for number in meant}, call, done)
+
+    def _batch(self, verb: str, keys: Mapping[int, str], call: Batch, done: Done) -> None:
+        """Every batch comes by here with the requests that are meant, by their numbers.
+
+        call: passes the given ones of them on, by one call.
+        """
+        self._call(verb, keys.values(), lambda: call(list(keys), done))
 
     def register(self, memory: memoryview) -> None:
         self.inner.register(memory)
@@ -79,9 +99,19 @@ class Proxy(StorageBackend):
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         return self._through("get_range", [key], lambda: self.inner.get_range(key, offset, into))
 
-    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
-        items = list(items)
-        self._through("put_many", [key for key, _ in items], lambda: self.inner.put_many(items))
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        def call(numbers: Sequence[int], done: Done) -> None:
+            some = [requests[number] for number in numbers]
+            self.inner.get_many_into(some, lambda place, outcome: done(numbers[place], outcome))
+
+        self._pass_batch("get_many_into", [key for key, _ in requests], call, done)
+
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        def call(numbers: Sequence[int], done: Done) -> None:
+            some = [requests[number] for number in numbers]
+            self.inner.put_many(some, lambda place, outcome: done(numbers[place], outcome))
+
+        self._pass_batch("put_many", [key for key, _ in requests], call, done)
 
     def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
         return self._through("get_many", keys, lambda: self.inner.get_many(keys))
@@ -117,7 +147,8 @@ class Proxy(StorageBackend):
 class FailsOn(Proxy):
     """Raises `error` on the `call`-th call that is meant (from 1), or from then on until `works` is set again.
 
-    late: the call is made all the same, and only its answer is lost.
+    late: the call is made all the same, and only its answer is lost. Each request of a batch counts as a call; those
+    that fail have `error` as their outcome, and the others pass.
     """
 
     def __init__(
@@ -131,18 +162,34 @@ class FailsOn(Proxy):
         self._lock = threading.Lock()
 
     def _call(self, verb: str, keys: Iterable[str], call: Callable[[], T]) -> T:
-        with self._lock:
-            self.calls += 1
-            fails = not self.works and (self.calls == self._at or (self._for_good and self.calls > self._at))
-        if not fails:
+        if not self._fails():
             return call()
         if self._late:
             call()
         raise self._error()
 
+    def _batch(self, verb: str, keys: Mapping[int, str], call: Batch, done: Done) -> None:
+        failing = {number for number in keys if self._fails()}
+        passed = [number for number in keys if self._late or number not in failing]
+        if passed:
+            call(passed, lambda number, outcome: done(number, self._caught() if number in failing else outcome))
+        for number in failing.difference(passed):
+            done(number, self._caught())
+
+    def _fails(self) -> bool:
+        with self._lock:
+            self.calls += 1
+            return not self.works and (self.calls == self._at or (self._for_good and self.calls > self._at))
+
+    def _caught(self) -> Exception:
+        error = self._error()
+        if isinstance(error, Exception):
+            return error
+        raise error
+
 
 class Delays(Proxy):
-    """Every call that is meant takes `seconds` longer."""
+    """Every call that is meant takes `seconds` longer; a batch is one call."""
 
     def __init__(self, inner: StorageBackend, seconds: float, **which: Any) -> None:
         super().__init__(inner, **which)
@@ -154,7 +201,10 @@ class Delays(Proxy):
 
 
 class Hangs(Proxy):
-    """Calls that are meant do not return, and then are made, before `release`; `close` releases them too."""
+    """Calls that are meant do not return, and then are made, before `release`; `close` releases them too.
+
+    A batch hangs half-way if some of its requests are not meant.
+    """
 
     def __init__(self, inner: StorageBackend, **which: Any) -> None:
         super().__init__(inner, **which)
@@ -210,8 +260,30 @@ class Alters(Proxy):
     def put(self, key: str, blob: Buffers) -> None:
         self.inner.put(key, self._written("put", key, blob))
 
-    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
-        self.inner.put_many((key, self._written("put_many", key, blob)) for key, blob in items)
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        copies = [(key, _Copy(sink)) for key, sink in requests]
+
+        def filled(number: int, outcome: bool | Exception) -> None:
+            key, copy = copies[number]
+            if outcome is True:
+                meant = "get_many_into" in self.verbs and self.keys(key)
+                try:
+                    copy.give(self.altered(bytes(copy.blob)) if meant else bytes(copy.blob))
+                except Exception as error:
+                    outcome = error
+            done(number, outcome)
+
+        self.inner.get_many_into(copies, filled)
+
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        altered: dict[int, tuple[str, Buffers]] = {}
+        for number, (key, blob) in enumerate(requests):
+            try:
+                altered[number] = key, self._written("put_many", key, blob)
+            except Exception as error:  # a buffer that cannot be read
+                done(number, error)
+        numbers = list(altered)
+        self.inner.put_many(list(altered.values()), lambda place, outcome: done(numbers[place], outcome))
 
     def put_over(self, key: str, blob: Buffers, victims: Sequence[str]) -> None:
         self.inner.put_over(key, self._written("put_over", key, blob), victims)
@@ -227,6 +299,28 @@ class Alters(Proxy):
 
     def _written(self, verb: str, key: str, blob: Buffers) -> Buffers:
         return [self.altered(join(blob))] if verb in self.verbs and self.keys(key) else blob
+
+
+class _Copy:
+    """A sink of our own before that of the caller."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.blob = bytearray()
+        most = getattr(sink, "max_bytes", None)
+        if most is not None:
+            self.max_bytes = most
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        self.blob = bytearray(num_bytes)
+        return memoryview(self.blob)
+
+    def filled(self, num_bytes: int) -> None:
+        """The caller is told of what it gets."""
+
+    def give(self, blob: bytes) -> None:
+        self._sink.reserve(len(blob))[:] = blob
+        self._sink.filled(len(blob))
 
 
 class Truncates(Alters):

@@ -20,7 +20,6 @@ from kvloom.errors import (
 )
 from kvloom.runtime import Call, Runtime, Thread
 from kvloom.telemetry.events import EventBus
-from kvloom.tiers.chain import Chain
 from kvloom.tiers.index.eviction_history import MAX_RECORD_BYTES, RECORD
 from kvloom.tiers.index.ledger import Ledger, Victim
 from kvloom.tiers.stored.calls import Calls
@@ -137,10 +136,10 @@ class Maintenance:
             raise
         self._gone(victims)
 
-    def trim(self, key: ChunkKey, chain: Chain) -> None:
+    def trim(self, victims: Sequence[Victim]) -> None:
         """After a write: delete what is too much now. That the blob was written stands, whatever becomes of it."""
         try:
-            self.delete(self._ledger.excess(key, chain))
+            self.delete(victims)
         except Exception as error:
             self._calls.report("delete", error)
 

@@ -43,7 +43,7 @@ from kvloom.tiers.stored.maintenance import Maintenance
 from kvloom.tiers.stored.mapped import MappedChunks
 from kvloom.tiers.stored.read import BlobReader
 from kvloom.tiers.stored.write import BlobWriter
-from kvloom.tiers.stored.write_queue import Write, WriteQueue
+from kvloom.tiers.stored.write_queue import MOST_BATCH_BYTES, Write, WriteQueue, WriteTold
 from kvloom.tiers.tier import Layout, Loaded, Tier
 from kvloom.types import Chunk, ChunkKey, TierHealth
 
@@ -127,14 +127,6 @@ class StoredTier(Tier):
         self._invalidations = memory.invalidations
         self._inflight_writes = InflightWrites(memory.invalidations, runtime)
         self._record: Call[None] | None = None
-        self._writes = WriteQueue(
-            self.calls.writes,
-            runtime,
-            deadline=policy.deadline,
-            max_bytes=memory.pool.capacity // 2,
-            on_lost=lambda write, reason: self._on_lost(write.key, write.loaded.chunk, reason),
-            on_late=lambda: self.calls.failed("put", DeadlineExceeded("overdue"), self.calls.writing),
-        )
         self._mapped = MappedChunks(backend, reader.mapped, reader.expired, events, runtime, name=name)
         self.maintenance = Maintenance(
             name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded,
@@ -153,7 +145,25 @@ class StoredTier(Tier):
             deletes=policy.write != "never",
         )  # fmt: skip
         self._writer = BlobWriter(
-            backend, self.serializer, self.ledger, self.maintenance, protection=policy.protection, name=name
+            backend, self.serializer, self.ledger, self.maintenance, memory.invalidations, self._inflight_writes,
+            events, runtime, protection=policy.protection, name=name,
+        )  # fmt: skip
+        bounds = [policy.capacity, *(policy.quota or {}).values()]
+        self._writes = WriteQueue(
+            self.calls.writes,
+            runtime,
+            deadline=policy.deadline,
+            max_bytes=memory.pool.capacity // 2,
+            # What is being written is nobody's victim: it is to be a small part of what a bound allows.
+            batch_bytes=min(
+                [MOST_BATCH_BYTES * self._writer.batches, *(bound // 8 for bound in bounds if bound is not None)]
+            ),
+            store=lambda writes, told: self.calls.judged(
+                "put", partial(self._store, writes, told), self.calls.writing
+            )(),
+            on_accepted=lambda write: self.ledger.expect(write.key, write.chain),
+            on_lost=lambda write, reason: self._on_lost(write.key, write.loaded.chunk, reason),
+            on_late=lambda: self.calls.failed("put", DeadlineExceeded("overdue"), self.calls.writing),
         )
 
     # -- finding -------------------------------------------------------------------------------------------------------
@@ -234,10 +244,9 @@ class StoredTier(Tier):
             loaded.release()
             self._on_lost(key, chunk, "the tier is paused")
             return None
-        store = self.calls.judged("put", partial(self._store, key, loaded, since, chain, record), self.calls.writing)
-        expect = partial(self.ledger.expect, key, chain)
-        wanted = None if inquiry is None else lambda: not inquiry.enough(key)
-        write = self._writes.submit(key, store, loaded, until=until, accepted=expect, record=record, wanted=wanted)
+        write = self._writes.submit(
+            Write(key, loaded, since=since, chain=chain, record=record, inquiry=inquiry), until=until
+        )
         if write is None:
             self._on_lost(key, chunk, "the write queue is full")
         return write
@@ -247,28 +256,18 @@ class StoredTier(Tier):
         """Wait until every accepted write has been written or has failed; False if `until` came first."""
         return self._writes.flush(until)
 
-    def _store(self, key: ChunkKey, loaded: Loaded, since: int, chain: Chain, record: RequestTrace) -> bool:
-        began = self._runtime.now()
-        chunk = loaded.chunk
+    def _store(self, writes: Sequence[Write], told: WriteTold) -> None:
+        """On the tier's thread: write them, as far as the tier may."""
         if self._may_not_grow:
-            self._on_lost(key, chunk, "the tier is degraded")
-            return False
-        with self._inflight_writes.of(key, since):
-
-            def removed() -> bool:  # or damaged, while it was read
-                return self._invalidations.hit(key, since) or not loaded.lease.intact
-
-            written = self._writer.write(key, loaded, chain=chain, removed=removed, record=record)
-        if not written.fits:
-            self._on_lost(key, chunk, "no room within the tier's bounds, or just being deleted")
-        elif not written.kept:
-            self._on_lost(key, chunk, "removed while it was being written")
-        if written.kept:
-            ended = self._runtime.now()
-            record.note("write", self.name, began, ended, nbytes=written.nbytes)
-            self._events.emit(Event("stored", self.name, chunk.num_tokens, 1, written.nbytes, ended - began))
-            self._events.came(self.name, [key])
-        return written.kept
+            for number in range(len(writes)):
+                told(number, "the tier is degraded")
+            return
+        error = self._writer.write(writes, told)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # else it would be in a cycle with this frame, and hold what its traceback refers to
 
     def _on_lost(self, key: ChunkKey, chunk: Chunk, reason: str) -> None:
         self.ledger.forget_pending(key)

@@ -3,36 +3,66 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvloom.errors import BackendError
-from kvloom.runtime import Call, Runtime, Workers
+from kvloom.format.envelope import ALIGN_BYTES
+from kvloom.memory import pages_of
+from kvloom.runtime import Batch, Call, Runtime, Workers
 from kvloom.telemetry.request_trace import NO_TRACE, RequestTrace
+from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.request_context import HURRIED_SHARE
+from kvloom.tiers.stored.existence import Inquiry
 from kvloom.tiers.tier import Loaded
 from kvloom.types import ChunkKey
+
+LEAST_BATCH_BYTES = 1 << 20
+MOST_BATCH_BYTES = 8 << 20
+"""Bytes of chunks that one call writes, if so many wait: enough for one round trip, and soon done."""
 
 
 @dataclass(eq=False, slots=True)
 class Write:
-    """One accepted write."""
+    """A chunk to be written, whose lease the queue takes over."""
 
     key: ChunkKey
     loaded: Loaded
-    began: float | None = None
-    outcome: bool | None = None
-    """True: stored. False: failed or dropped. None: still under way."""
-    call: Call[None] | None = field(default=None, repr=False)
+    since: int = 0
+    """A mark of the removals from before the chunk was got; what was removed after it is not kept."""
+    chain: Chain = NO_CHAIN
+    """The chunks that it is part of; none of them makes room for what is behind it."""
     record: RequestTrace = field(default=NO_TRACE, repr=False)
     """Held until there is an outcome."""
+    inquiry: Inquiry | None = field(default=None, repr=False)
+    """It is written only if the store turns out not to have enough of it."""
+    begun: bool = False
+    """It is being written, and its deadline counts."""
+    outcome: bool | None = None
+    """True: stored, or not needed. False: failed or dropped. None: still under way."""
+    call: Call[None] | None = field(default=None, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.loaded.chunk.nbytes
+
+    @property
+    def space(self) -> int:
+        """Bytes of its blob in the store, about: a header, and the chunk as it is."""
+        return pages_of(self.nbytes) + ALIGN_BYTES
+
+
+WriteTold = Callable[[int, str], None]
+"""Told of each write of a batch, once: its number, and why it is lost; empty if it is stored."""
 
 
 class WriteQueue:
     """At most `max_bytes` of chunks wait or are being written; a write past its deadline is given up.
 
-    A write keeps its lease until the backend's call returns, so that memory under a call that hangs is never reused.
-    Deadlines are looked after whenever somebody submits or waits; nothing ticks.
+    A write keeps its lease until its outcome is known, or the backend's call returns, so that memory under a call that
+    hangs is never reused. Deadlines are looked after whenever somebody submits or waits; nothing ticks. Each write has
+    a call of its own; the thread that begins one takes over those behind it, and writes them together.
     """
 
     def __init__(
@@ -42,18 +72,29 @@ class WriteQueue:
         *,
         deadline: float,
         max_bytes: int,
+        store: Callable[[Sequence[Write], WriteTold], object],
+        on_accepted: Callable[[Write], None],
         on_lost: Callable[[Write, str], None],
         on_late: Callable[[], None],
+        batch_bytes: int = 0,
     ) -> None:
-        """on_lost: told of everything that is not written, and why. on_late: told when a call was overdue."""
+        """store: called on a thread with the writes of one batch. on_accepted: told before a write begins, once it is
+        known to be wanted: on submission if there is no inquiry. on_lost: told of everything that is not written, and
+        why. on_late: told when a call was overdue. batch_bytes: most bytes that are written together; if less than two
+        chunks, they are written one by one.
+        """
         self.workers = workers
         self._runtime = runtime
         self._deadline = deadline
         self._max_bytes = max_bytes
+        self._batch_bytes = batch_bytes
+        self._store = store
+        self._on_accepted = on_accepted
         self._on_lost = on_lost
         self._on_late = on_late
         self._changed = runtime.condition()
         self._open: dict[ChunkKey, Write] = {}
+        """In the order in which they were accepted."""
         self._bytes = 0
         self._moved_at = -math.inf
         """Last time at which a write returned from the backend or the queue was empty."""
@@ -76,33 +117,27 @@ class WriteQueue:
         """Return whether a chunk would be accepted without waiting."""
         return not self._open or self._bytes + nbytes <= self._max_bytes
 
-    def submit(
-        self, key: ChunkKey, store: Callable[[], bool], loaded: Loaded, *, until: float, accepted: Callable[[], None],
-        record: RequestTrace = NO_TRACE, wanted: Callable[[], bool] | None = None,
-    ) -> Write | None:  # fmt: skip
+    def submit(self, write: Write, *, until: float) -> Write | None:
         """Queue a write, waiting for room until `until`; None (the chunk released) if there was none.
 
         Room is waited for only while writes return: once none has for `HURRIED_SHARE` of the deadline, nobody waits.
-        A write of the same key that is under way stands for this one. accepted: called before the write can begin, and
-        only if no other stands for it: that one may have done already what it does to the ledger. wanted: called on the
-        thread, before the write counts as accepted; if it says no, the write is done. It has a bound of its own.
+        A write of the same key that is under way stands for this one: it is returned, and this one never accepted.
         """
-        write = Write(key, loaded, record=record)
-        record.hold()
-        same = self._admit(write, until, accepted if wanted is None else lambda: None)
+        write.record.hold()
+        same = self._admit(write, until)
         if same is not write:
-            record.release()
-            loaded.release()
+            write.record.release()
+            write.loaded.release()
             return same
         try:
-            write.call = self.workers.submit(lambda: self._run(write, store, wanted, accepted), seconds=self._deadline)
+            write.call = self.workers.submit_batch(partial(self._run, write), 1, seconds=self._deadline)[0]
         except BackendError:
             self._settle(write, False)
-            loaded.release()
+            write.loaded.release()
             return None
         return write
 
-    def _admit(self, write: Write, until: float, accepted: Callable[[], None]) -> Write | None:
+    def _admit(self, write: Write, until: float) -> Write | None:
         """The write that is now under way under this key, or None if there was no room by `until`."""
         while True:
             self._expire()
@@ -110,12 +145,13 @@ class WriteQueue:
                 same = self._open.get(write.key)
                 if same is not None:
                     return same
-                if self.has_room(write.loaded.chunk.nbytes):
-                    accepted()
+                if self.has_room(write.nbytes):
+                    if write.inquiry is None:
+                        self._on_accepted(write)
                     if not self._open:
                         self._moved_at = self._runtime.now()
                     self._open[write.key] = write
-                    self._bytes += write.loaded.chunk.nbytes
+                    self._bytes += write.nbytes
                     return write
                 left = min(until, self._moved_at + HURRIED_SHARE * self._deadline) - self._runtime.now()
                 if left <= 0 or self.workers.stuck:
@@ -149,30 +185,77 @@ class WriteQueue:
         self._lose(list(self._open.values()), "closed before it was written")
         self.workers.close(max(0.0, until - self._runtime.now()))
 
-    def _run(
-        self, write: Write, store: Callable[[], bool], wanted: Callable[[], bool] | None, accepted: Callable[[], None]
-    ) -> None:
-        outcome = False
-        try:
-            if wanted is not None and not wanted():
-                outcome = True
-            elif self._begin(write, accepted if wanted is not None else lambda: None):
-                outcome = store()
-        except Exception as error:
-            if write.outcome is None:
-                self._on_lost(write, f"write failed: {type(error).__name__}")
-        finally:
+    def _run(self, first: Write, batch: Batch[None]) -> None:
+        """On a thread: write the first, and others that wait behind it."""
+        taken, unsaid = [first], {0}  # by their numbers in the batch
+
+        def told(number: int, lost: str) -> None:
+            write = taken[number]
+            unsaid.discard(number)
+            if lost and write.outcome is None:
+                self._on_lost(write, lost)
             write.loaded.release()
             self._moved_at = self._runtime.now()
-            self._settle(write, outcome)
+            self._settle(write, not lost)
+            batch.give(number, None)
 
-    def _begin(self, write: Write, accepted: Callable[[], None]) -> bool:
-        """Return whether it begins: not if it was given up. Whoever gives it up afterwards finds it accepted."""
+        def begins(number: int) -> bool:
+            lost = ""
+            try:
+                if self._begin(taken[number], batch):
+                    return True
+            except Exception as error:
+                lost = f"write failed: {type(error).__name__}"
+            told(number, lost)
+            return False
+
+        why = "write failed"
+        try:
+            if not begins(0):
+                return
+            begun = [0]
+            for write in self._behind(first):
+                number = None if write.call is None else batch.absorb(write.call)
+                if number is not None:
+                    taken.append(write)
+                    unsaid.add(number)
+                    if begins(number):
+                        begun.append(number)
+            self._store([taken[number] for number in begun], lambda place, lost: told(begun[place], lost))
+        except Exception as error:
+            why += f": {type(error).__name__}"
+        finally:
+            for number in sorted(unsaid):
+                told(number, why)
+
+    def _behind(self, first: Write) -> list[Write]:
+        """Writes that wait, to be written with `first`: so many that every thread has some, unless all are few."""
+        share = self._bytes // self.workers.threads
+        most = min(self._batch_bytes, max(LEAST_BATCH_BYTES, share)) - first.space
+        found: list[Write] = []
+        with self._changed:
+            for write in self._open.values():
+                if write.begun or write is first:
+                    continue
+                most -= write.space
+                if most < 0 or (write.inquiry is not None and not write.inquiry.done):
+                    break
+                found.append(write)
+        return found
+
+    def _begin(self, write: Write, batch: Batch[None]) -> bool:
+        """Return whether it is to be written: not if it was given up, or the store has enough of it. That is waited
+        for, which has a bound of its own. Whoever gives it up afterwards finds it accepted."""
+        if write.inquiry is not None and write.inquiry.enough(write.key):
+            self._settle(write, True)
+            return False
         with self._changed:
             if write.outcome is not None:
                 return False
-            accepted()
-            write.began = self._runtime.now()
+            if write.inquiry is not None:
+                self._on_accepted(write)
+            batch.progress()
+            write.begun = True
             return True
 
     def _settle(self, write: Write, outcome: bool) -> None:
@@ -181,7 +264,7 @@ class WriteQueue:
                 return
             write.outcome = outcome
             del self._open[write.key]
-            self._bytes -= write.loaded.chunk.nbytes
+            self._bytes -= write.nbytes
             self._changed.notify_all()
         write.record.release()
 
@@ -194,7 +277,7 @@ class WriteQueue:
         overdue = [
             w
             for w in list(self._open.values())
-            if (w.began is not None and w.began < late) or (still and w.call is not None and w.call.overdue_at < now)
+            if w.call is not None and w.call.overdue_at < now and (w.begun or still)
         ]
         if overdue:
             self._lose(overdue, "deadline")

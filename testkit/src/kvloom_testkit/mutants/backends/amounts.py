@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import ClassVar
 
-from kvloom import Buffers, Entry, StorageBackend
+from kvloom import Buffers, Entry, StorageBackend, WriteDone
 from kvloom_testkit.mutants import Mutant
 from kvloom_testkit.reference.backend import DirectoryBackend
 
@@ -90,6 +90,8 @@ class KeepsWholeBatches(Mutant, DirectoryBackend):
 
     breaks = "B38"
 
-    def put_many(self, items: Iterable[tuple[str, Buffers]]) -> None:
-        items = list(items)
-        super().put_many(items[: len(items) // 500 * 500] or items)
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        whole = len(requests) // 500 * 500 or len(requests)
+        super().put_many(requests[:whole], done)
+        for number in range(whole, len(requests)):
+            done(number, None)

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from kvloom import Buffer, Buffers, Entry, StorageBackend
+from kvloom import Buffer, Buffers, Entry, ReadDone, Sink, StorageBackend, WriteDone
 from kvloom import Config as BaseConfig
 from kvloom_testkit.mutants import Oddity
 from kvloom_testkit.reference.backend import DirectoryBackend
@@ -25,6 +25,24 @@ class AnswersOddly(Oddity, CompleteDirectoryBackend):
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         for entry in sorted(super().scan(prefix), reverse=True):
             yield entry._replace(bytes=-(-entry.bytes // 4096) * 4096)
+
+
+class TakesBatchesBackwards(Oddity, CompleteDirectoryBackend):
+    """The last request first, one of two with the same key, and all outcomes at the end."""
+
+    def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
+        outcomes: dict[str, Exception | None] = {}
+        for key, blob in reversed(requests):
+            if key not in outcomes:
+                super().put_many([(key, blob)], lambda _, outcome, key=key: outcomes.update({key: outcome}))
+        for number, (key, _) in reversed(list(enumerate(requests))):
+            done(number, outcomes[key])
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sink]], done: ReadDone) -> None:
+        outcomes: list[bool | Exception] = []
+        super().get_many_into(requests[::-1], lambda _, outcome: outcomes.append(outcome))
+        for number, outcome in enumerate(reversed(outcomes)):
+            done(number, outcome)
 
 
 class IsSlow(Oddity, DirectoryBackend):
