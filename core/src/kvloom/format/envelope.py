@@ -181,9 +181,10 @@ def parse(
 ) -> Header | None:  # fmt: skip
     """The header at the start of `data`, or None if `data` is too short to tell.
 
-    checked: its checksum was found right before. protection: which blobs are taken: those signed with one of its keys; None: those that are not signed. Raises
-    CorruptBlobError if it is no header, fails its checksum or its tag, or belongs to another key; UnreadableBlobError
-    if it is of the other kind or of another key; LaterVersionError if a later version of kvloom wrote it.
+    protection: which blobs are taken: those signed with one of its keys; None: those that are not signed. checked: its
+    checksum was found right before. Raises CorruptBlobError if it is no header, fails its checksum or its tag, or
+    belongs to another key; UnreadableBlobError if it is of the other kind or of another key; LaterVersionError if a
+    later version of kvloom wrote it.
     """
     if len(data) < _FIXED.size:
         return None
