@@ -1,5 +1,7 @@
 """Many small chunks: 512 of 256 KiB into host KV, from a disk tier whose files the page cache holds, and from memory.
 
+From disk also by `retrieve_layer`, which reads chunks of this size whole.
+
 The limit, in turn in the same run: the same files read by `readv`, hashed and copied to the KV, by as many threads as
 there are processors; for memory, the copies alone. `--quick` does less of each.
 """
@@ -45,6 +47,11 @@ def opened(place: Path, memory: str) -> Engine:
 
 def retrieve(engine: Engine, prompt: int) -> None:
     assert bool(engine.retrieve(tokens(prompt), kv=OUT).all())
+
+
+def retrieve_layer(engine: Engine, prompt: int) -> None:
+    with engine.retrieve_layer(tokens(prompt), kv=OUT) as loading:
+        assert bool(loading.result().all())
 
 
 def in_threads(work: Callable[[int], None]) -> None:
@@ -106,6 +113,8 @@ def main() -> None:
                 with nullcontext() if native else patch.object(native_reads, "available", lambda: False):
                     taken.setdefault(name, []).append(seconds(partial(retrieve, cold, number % 2)))
                 retrieve(cold, 1 - number % 2)
+            taken.setdefault("disk, by layers", []).append(seconds(partial(retrieve_layer, cold, number % 2)))
+            retrieve(cold, 1 - number % 2)
             taken.setdefault("memory", []).append(seconds(lambda: retrieve(hit, 0)))
     shutil.rmtree(folder)
     rows = Rows("small_chunks")

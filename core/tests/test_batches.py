@@ -44,6 +44,14 @@ def test_the_chunks_of_a_request_are_read_by_as_few_calls_as_keep_all_threads_bu
     assert count(engine, "retrieved") == 4 + 1, "each chunk is counted, and the request"
 
 
+def test_small_chunks_that_are_loaded_layer_by_layer_come_by_the_same_calls(open_engine: Open) -> None:
+    filled(open_engine)
+    engine, got = open_engine(CRATE), torch.zeros_like(kv_of(16))
+    with engine.retrieve_layer(TOKENS, kv=got) as loading:
+        assert loading.result().all()
+    assert torch.equal(got, kv_of(16)) and crate().batches == [chunk_names(engine)]
+
+
 def test_no_batch_is_longer_than_it_may_be(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloom.tiers.stored.load._LEAST_BATCH_BYTES", 1)
     monkeypatch.setattr("kvloom.tiers.stored.load._MOST_BATCH_BYTES", 3 * 2 * 2 * CHUNK * 8 * 2)

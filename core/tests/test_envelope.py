@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import xxhash
@@ -44,6 +46,56 @@ def test_every_flipped_bit_is_noticed(buffers: list[bytes], data: st.DataObject)
     blob[at] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(CorruptBlobError):
         envelope.unseal(blob, key=KEY)
+
+
+TEXTS = st.text(max_size=6) | st.sampled_from(["raw", "exact", '","start":3,"written":4}', '"key":"k"'])
+KEYS = st.sampled_from(["k", KEY, 'a"b', "\\", "\n", "\u00e9", "\ud800", 'k","num_tokens":9,"x":"'])
+NUMBERS = st.integers(0, 9) | st.sampled_from([(1 << 37) - 1, 1 << 37, 10**14, 10**15, (1 << 53) - 1, 1 << 53])
+DESCRIPTIONS = st.builds(
+    envelope.Description, KEYS, TEXTS, st.sampled_from([(), (2, 1, 4)]), TEXTS, st.just("kv_blob"), NUMBERS,
+    st.just("exact"), st.just({}) | st.just({"key": "k", "start": 3}), NUMBERS, st.none() | NUMBERS,
+)  # fmt: skip
+EDITS = st.sampled_from([
+    (b'"start":', b'"start":0'), (b'"start":', b'"start":-'), (b'"written":', b'"written": '), (b"}", b',"later":1}'),
+    (b'"start":null', b'"start":true'), (b'"key":', b'"key":"z","key":'), (b'"written":', b'"start":7,"written":'),
+    (b'"num_tokens":', b'"key":"z","num_tokens":'), (b"{", b" {"), (b"}", b"} "), (b"exact", b"\xff"), (b",", b",,"),
+    (b'"params":{}', b'"params":{"key":"k","start":1,"written":2}'), (b'"written":', b'"written":1e'),
+])  # fmt: skip
+
+
+@given(st.lists(st.tuples(DESCRIPTIONS, st.lists(EDITS, max_size=2)), min_size=1, max_size=4), KEYS, st.none() | KEYS)
+@settings(max_examples=300)
+def test_a_description_like_one_before_reads_as_if_it_were_the_first(
+    several: list[tuple[envelope.Description, list[tuple[bytes, bytes]]]], key: str, same: str | None
+) -> None:
+    def outcome(read: Callable[[bytes], envelope.Description], text: bytes) -> envelope.Description | str:
+        try:
+            return read(text)
+        except UnreadableBlobError as error:
+            return str(error)
+
+    first, edits = several[0]
+    for description, others in [*several, (first._replace(key=key, start=5, written=6), edits)]:
+        text = envelope._canonical(description)
+        for old, new in others:
+            text = text.replace(old, new, 1)
+        wanted = description.key if same is None else same
+        expected = outcome(envelope._parsed, text)
+        for _ in range(2):
+            assert outcome(partial(envelope._describe, key=wanted), text) == expected
+
+
+def test_a_key_stands_in_a_description_as_json_has_it() -> None:
+    text, key = envelope._canonical(describe(params={})), 'k","x":"'
+    assert envelope._describe(text, KEY).key == KEY
+    assert envelope._describe(text.replace(KEY.encode(), key.encode()), key).key == "k"
+
+
+def test_of_descriptions_without_end_few_are_remembered() -> None:
+    for number in range(1000):
+        about = describe(num_tokens=number, params={})
+        assert envelope._describe(envelope._canonical(about), KEY) == about
+        assert len(envelope._alike) <= envelope._MOST_ALIKE
 
 
 @given(st.binary(min_size=1, max_size=9000), st.data())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -98,7 +97,7 @@ def test_a_blob_of_another_shape_under_the_right_key_is_corrupt(open_engine: Ope
     engine = open_engine(MEMORY, SHELF)
     name = chunk_names(engine)[1]
     header, payload = envelope.unseal(shelf._blobs[name], key=name)
-    shelf._blobs[name] = b"".join(envelope.seal(replace(header.description, **change), [payload]))
+    shelf._blobs[name] = b"".join(envelope.seal(header.description._replace(**change), [payload]))
     assert retrieve(engine) == [True, False, False, False]
     assert count(engine, "corrupt") == 1
 

@@ -21,7 +21,7 @@ TOKENS, KV = tokens_of(2 * CHUNK), kv_of(2 * CHUNK)
 @pytest.mark.parametrize("text", [b"[" * 9_000, b'{"shape":' * 1_000, b"[]", b"3", b"{}"])
 def test_a_description_that_is_none_is_not_for_this_process(text: bytes) -> None:
     with pytest.raises(UnreadableBlobError) as caught:
-        envelope._describe(text)
+        envelope._describe(text, "k")
     assert not isinstance(caught.value, LaterVersionError), "so that it is written over"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -122,7 +121,7 @@ def test_an_intact_blob_of_something_else_is_never_used(open_engine: Open, chang
     name = names_of(engine)[1]
     header, payload = envelope.unseal(shelf._blobs[name], key=name)
     parts = envelope.split(header, payload)
-    shelf._blobs[name] = b"".join(envelope.seal(replace(header.description, **change), parts))
+    shelf._blobs[name] = b"".join(envelope.seal(header.description._replace(**change), parts))
     got, masks = by_layers(engine)
     assert chunks_in(masks) == [1] * LAYERS and right(got, KV, masks)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,7 +136,7 @@ def test_of_what_an_earlier_release_wrote_nothing_is_known(open_engine: Open, en
     far = Shelf.shelves["far"]
     for key, blob in far.blobs.items():
         header, payload = envelope.unseal(blob, key=key)
-        nothing = replace(header.description, start=None)
+        nothing = header.description._replace(start=None)
         far._blobs[key] = b"".join(envelope.seal(nothing, envelope.split(header, payload)))
     encoded.clear()
     engine = open_engine(MEMORY, NEAR, FAR, spec=DEEP)

@@ -97,7 +97,7 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Size of the tensor."""
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.nbytes
 
 
 class Entry(NamedTuple):

@@ -46,9 +46,7 @@ def checksum_not_checked() -> AbstractContextManager[Any]:
 
     def parse(data: memoryview, **options: Any) -> Any:
         header = real(data, **options)
-        if header is not None:
-            object.__setattr__(header, "digests", tuple(_NoDigest() for _ in header.digests))
-        return header
+        return header and header._replace(digests=tuple(_NoDigest() for _ in header.digests))
 
     return patch.object(envelope, "parse", parse)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from kvloom import Chunk, ChunkKey, KVSpec, MemoryFormat, Segment
 from kvloom.builtin import plain
 from kvloom.builtin.plain import PlainConnector
+from kvloom.pipeline.layer_read import layer_of
 
 pytestmark = pytest.mark.skipif(plain._native_copy() is None, reason="no C++ compiler has built the library")
 
@@ -75,6 +77,21 @@ def test_native_copies_are_those_of_torch(
     assert all(torch.equal(bits(one.tensor), bits(chunk.tensor)) for one, chunk in zip(got, chunks, strict=True))
     assert torch.equal(memory, same)
 
+    memory, kv = within(start, spec, offset, torch.Generator().manual_seed(seed + 1))
+    same = memory.clone()
+    same_kv = same.view(spec.torch_dtype)[offset : offset + kv.numel()].view(kv.shape)
+    for one in got:
+        one.tensor.zero_()
+    for layer in reversed(range(layers)):
+        views = [layer_of(chunk, layer) for chunk in chunks]
+        with patch.object(plain, "_LEAST_LAYER_BYTES", 0):
+            connector.write_layer(layer, segments, views, kv=kv)
+            connector.read_layer(layer, segments, [layer_of(one, layer) for one in got], kv=kv)
+        for segment, view in zip(segments, views, strict=True):
+            same_kv[:, layer : layer + 1, segment.start : segment.end] = view.tensor
+        assert torch.equal(memory, same)
+    assert all(torch.equal(bits(one.tensor), bits(chunk.tensor)) for one, chunk in zip(got, chunks, strict=True))
+
 
 def nbytes(chunk: Chunk) -> int:
     return chunk.nbytes
@@ -132,11 +149,50 @@ def test_what_it_does_not_take_is_left_to_torch(
     assert natively == outcome()
 
 
+@pytest.mark.parametrize(
+    ("layer", "tensor"),
+    [
+        (2, torch.ones(2, 1, 4, 4)),  # there are two
+        (-1, torch.ones(2, 1, 4, 4)),
+        (1, torch.ones(2, 1, 4, 4).transpose(2, 3)),
+        (1, torch.ones(1, 1, 4, 4).expand(2, 1, 4, 4)),
+        (1, torch.ones(2, 2, 4, 4)),
+        (1, torch._neg_view(torch.ones(2, 1, 4, 4))),
+        (1, torch.ones(2, 1, 4, 4).as_subclass(Odd)),
+    ],
+)
+def test_of_layers_neither(layer: int, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_LEAST_LAYER_BYTES", 0)
+
+    def outcome() -> Any:
+        kv = torch.zeros(2, 2, 8, 4)
+        chunk = Chunk(tensor, MemoryFormat.KV_BLOB, 4)
+        assert not plain._copied(kv, [SEGMENT], [chunk], to_kv=True, layer=layer)
+        try:
+            PlainConnector(PlainConnector.Config(), SPEC).write_layer(layer, [SEGMENT], [chunk], kv=kv)
+        except RuntimeError as error:
+            return str(error)
+        return kv.tolist()
+
+    natively = outcome()
+    monkeypatch.setattr(plain, "_native_copy", lambda: None)
+    assert natively == outcome()
+
+
 @pytest.mark.parametrize("offset", [0, 4])
 def test_kv_without_memory_is_refused_by_torch(offset: int) -> None:
     chunk = Chunk(torch.ones(2, 2, 4, 4), MemoryFormat.KV_BLOB, 4)
     with pytest.raises(RuntimeError, match="out of bounds"):
         PlainConnector(PlainConnector.Config(), SPEC).write([SEGMENT], [chunk], kv=emptied(offset))
+
+
+@pytest.mark.parametrize(("tokens", "natively"), [(127, False), (128, True)])
+def test_layers_that_the_cache_holds_are_left_to_torch(tokens: int, natively: bool) -> None:
+    spec = KVSpec(model="m", num_layers=1, num_kv_heads=1, head_size=1 << 10, dtype="float32")
+    segments = [Segment(at, at + tokens, SEGMENT.key) for at in range(0, 8 * tokens, tokens)]
+    chunks = [Chunk(torch.ones(spec.blob_shape(tokens)), MemoryFormat.KV_BLOB, tokens) for _ in segments]
+    kv = torch.zeros(spec.blob_shape(8 * tokens))
+    assert plain._copied(kv, segments, chunks, to_kv=True, layer=0) == natively == bool(kv.all())
 
 
 def test_torch_knows_that_the_kv_was_changed() -> None:

@@ -105,7 +105,7 @@ def test_random_bytes_are_refused(noise: bytes) -> None:
 def resealed(blob: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
     """A blob forged with knowledge of the format: another description, with valid checksums."""
     header, payload = envelope.unseal(blob, key="")
-    fields = {name: getattr(header.description, name) for name in envelope.Description.__slots__}
+    fields = header.description._asdict()
     change(fields)
     return b"".join(envelope.seal(envelope.Description(**fields), envelope.split(header, payload)))
 

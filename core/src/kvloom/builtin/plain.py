@@ -13,9 +13,13 @@ from kvloom import Chunk, GPUConnector, MemoryFormat, Segment, native
 if TYPE_CHECKING:
     import torch
 
-
 _MOST_NATIVE_BYTES = 1 << 20
 """Size of the largest chunk that is copied natively: torch copies larger ones faster, with several threads each."""
+
+
+_LEAST_LAYER_BYTES = 8 << 20
+"""Bytes of one layer, of all chunks together, from which they are copied natively: past the cache, which does not hold
+them. Below, torch is as fast."""
 
 
 class PlainConnector(GPUConnector):
@@ -69,6 +73,8 @@ class PlainConnector(GPUConnector):
 
         with torch.inference_mode():
             self.check(where, max(segment.end for segment in segments))
+            if _copied(where["kv"], segments, chunks, to_kv=False, layer=layer):
+                return
             kv: torch.Tensor = where["kv"]
             for segment, chunk in zip(segments, chunks, strict=True):
                 chunk.tensor.copy_(kv[:, layer : layer + 1, segment.start : segment.end])
@@ -76,14 +82,21 @@ class PlainConnector(GPUConnector):
     def write_layer(self, layer: int, segments: Sequence[Segment], chunks: Sequence[Chunk], **where: Any) -> None:
         import torch
 
+        if _copied(where["kv"], segments, chunks, to_kv=True, layer=layer):
+            return
         with torch.inference_mode():
             kv: torch.Tensor = where["kv"]
             for segment, chunk in zip(segments, chunks, strict=True):
                 kv[:, layer : layer + 1, segment.start : segment.end].copy_(chunk.tensor)
 
 
-def _copied(kv: torch.Tensor, segments: Sequence[Segment], chunks: Sequence[Chunk], *, to_kv: bool) -> bool:
-    """Copy all chunks by one native call. False: it was left to torch, and nothing is copied."""
+def _copied(
+    kv: torch.Tensor, segments: Sequence[Segment], chunks: Sequence[Chunk], *, to_kv: bool, layer: int | None = None
+) -> bool:
+    """Copy all chunks natively. False: it was left to torch, and nothing is copied.
+
+    layer: the chunks have only this one, and may be views of longer ones.
+    """
     import torch
 
     copy = _native_copy()
@@ -92,19 +105,31 @@ def _copied(kv: torch.Tensor, segments: Sequence[Segment], chunks: Sequence[Chun
     if kv.untyped_storage().nbytes() < (kv.storage_offset() + kv.numel()) * kv.itemsize:
         return False  # torch says what is wrong with it
     planes, layers, kv_tokens, hidden = kv.shape
-    rows, token_bytes = planes * layers, hidden * kv.itemsize
-    most_tokens = _MOST_NATIVE_BYTES // (rows * token_bytes)
-    table = array("Q")
+    if layer is not None and not 0 <= layer < layers:
+        return False
+    # By one call: all rows of the chunks, or those of one plane.
+    own_layers, rows, calls = (layers, planes * layers, 1) if layer is None else (1, 1, planes)
+    token_bytes = hidden * kv.itemsize
+    num_tokens = sum(end - start for start, end, _ in segments)
+    if layer is not None and planes * num_tokens * token_bytes < _LEAST_LAYER_BYTES:
+        return False
+    most_tokens = _MOST_NATIVE_BYTES // (planes * own_layers * token_bytes)
+    tables = [array("Q") for _ in range(calls)]
     for (start, end, _), chunk in zip(segments, chunks, strict=True):
         tensor, tokens = chunk.tensor, end - start
-        if tokens > most_tokens or tensor.dtype != kv.dtype or tensor.shape != (planes, layers, tokens, hidden):
+        if tokens > most_tokens or tensor.dtype != kv.dtype or tensor.shape != (planes, own_layers, tokens, hidden):
             return False
-        if start < 0 or not _lies_flat(tensor):
+        step = tensor.stride(0)
+        apart = layer is not None and step >= tokens * hidden and _lies_flat(tensor[0])
+        if start < 0 or not (apart or _lies_flat(tensor)):
             return False
-        table.extend((tensor.data_ptr(), start, tokens))
-    address, _ = table.buffer_info()
-    if copy(kv.data_ptr(), rows, kv_tokens, token_bytes, address, len(chunks), to_kv):
-        return False
+        for plane, table in enumerate(tables):
+            table.extend((tensor.data_ptr() + plane * step * kv.itemsize, start, tokens))
+    for plane, table in enumerate(tables):
+        row = plane * layers + (layer or 0)
+        into = kv.data_ptr() + row * kv_tokens * token_bytes
+        if copy(into, rows, kv_tokens, token_bytes, table.buffer_info()[0], len(chunks), to_kv):
+            return False  # before anything is copied: tokens and their places are the same in every call
     if to_kv and not kv.is_inference():
         torch.autograd.graph.increment_version(kv)
     return True

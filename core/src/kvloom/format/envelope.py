@@ -19,10 +19,11 @@ from __future__ import annotations
 import hmac
 import json
 import mmap
+import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from json.encoder import encode_basestring_ascii
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -64,10 +65,12 @@ _MOST_SECONDS = 1 << 37
 """A time in the year 6325: later times cannot be written as dates everywhere."""
 _CHECKSUM_AT = 40
 _TAG_AT = 96
+_END = re.compile(rb'(null|0|[1-9][0-9]{0,14}),"written":(0|[1-9][0-9]{0,10})}')
+"""The end of a canonical description behind `"start":`, with numbers below `_MOST_NUMBER` and `_MOST_SECONDS`."""
+_MOST_ALIKE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(NamedTuple):
     """The content of a blob."""
 
     key: str
@@ -77,15 +80,14 @@ class Description:
     format: str
     num_tokens: int
     fidelity: str
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = {}
     written: int = 0
     """The time at which the KV was first stored, in whole seconds since the epoch; 0 if unknown."""
     start: int | None = None
     """The position of the first token in its sequence; None if that is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A header that passed its checksum."""
 
     description: Description
@@ -134,7 +136,7 @@ def seal(
     reader would take the header: see `MAX_DESCRIPTION_BYTES`, `MAX_BRACKETS` and `MAX_BUFFERS`.
     """
     views = [memoryview(buffer).cast("B") for buffer in buffers]
-    text = canonical_json({name: getattr(description, name) for name in Description.__slots__}).encode()
+    text = _canonical(description)
     if len(text) > MAX_DESCRIPTION_BYTES or _brackets(text) > MAX_BRACKETS:
         raise ValueError(f"serializer {description.serializer}: its params make the header too long")
     if len(views) > max_buffers:
@@ -174,13 +176,15 @@ def header_bytes(page: memoryview) -> int:
 
 
 def parse(
-    data: memoryview, *, key: str, protection: Protection | None = None, max_buffers: int = MAX_BUFFERS
-) -> Header | None:
+    data: memoryview, *, key: str, protection: Protection | None = None, max_buffers: int = MAX_BUFFERS,
+    checked: bool = False,
+) -> Header | None:  # fmt: skip
     """The header at the start of `data`, or None if `data` is too short to tell.
 
-    protection: which blobs are taken: those signed with one of its keys; None: those that are not signed. Raises
-    CorruptBlobError if it is no header, fails its checksum or its tag, or belongs to another key; UnreadableBlobError
-    if it is of the other kind or of another key; LaterVersionError if a later version of kvloom wrote it.
+    protection: which blobs are taken: those signed with one of its keys; None: those that are not signed. checked: its
+    checksum was found right before. Raises CorruptBlobError if it is no header, fails its checksum or its tag, or
+    belongs to another key; UnreadableBlobError if it is of the other kind or of another key; LaterVersionError if a
+    later version of kvloom wrote it.
     """
     if len(data) < _FIXED.size:
         return None
@@ -196,10 +200,7 @@ def parse(
     if len(data) < header_bytes:
         return None
     # Sizes and checksum keep their places in every version, so that damage and later versions can be distinguished.
-    state = xxhash.xxh3_128(data[:_CHECKSUM_AT])
-    state.update(bytes(16))
-    state.update(data[_CHECKSUM_AT + 16 : header_bytes])
-    if state.digest() != checksum:
+    if not checked and _checksum(data[:header_bytes]) != checksum:
         raise CorruptBlobError(f"byte {_CHECKSUM_AT}: header checksum")
     # Where blobs are signed, nothing that is not has a say: it is not even a later version's.
     blob_key = None if protection is None else _signed(data[:header_bytes], protection, version, flags)
@@ -209,7 +210,7 @@ def parse(
         raise LaterVersionError(f"flags {flags:#x}")
     if flags and blob_key is None:
         raise UnreadableBlobError("it is signed, and this tier has no key: give it `protect`")
-    description = _describe(bytes(data[_FIXED.size : table_at]))
+    description = _describe(bytes(data[_FIXED.size : table_at]), key)
     if description.key != key:
         raise CorruptBlobError(f"byte {_FIXED.size}: the blob of another key")
     rows = list(_ROW.iter_unpack(data[table_at : table_at + _ROW.size * count]))
@@ -217,6 +218,13 @@ def parse(
     if sum(lengths) != payload_bytes or payload_bytes >= _MOST_NUMBER:
         raise CorruptBlobError("byte 24: impossible payload size")
     return Header(description, lengths, tuple(row[1] for row in rows), header_bytes, payload_bytes, blob_key)
+
+
+def _checksum(header: memoryview) -> bytes:
+    state = xxhash.xxh3_128(header[:_CHECKSUM_AT])
+    state.update(bytes(16))
+    state.update(header[_CHECKSUM_AT + 16 :])
+    return state.digest()
 
 
 def _signed(header: memoryview, protection: Protection, version: int, flags: int) -> BlobKey:
@@ -232,18 +240,45 @@ def _signed(header: memoryview, protection: Protection, version: int, flags: int
     raise CorruptBlobError(f"byte {_TAG_AT}: not signed with the tier's key")
 
 
-def _describe(text: bytes) -> Description:
+def _describe(text: bytes, key: str) -> Description:
+    """Parse a description. Those of a tier's chunks differ in key, start and time only: the rest is parsed once."""
+    before, _, rest = text.partition(b'"key":%b' % encode_basestring_ascii(key).encode())
+    behind, _, end = rest.rpartition(b',"start":')
+    like, numbers = _alike.get((before, behind)), _END.fullmatch(end)
+    if like is None or numbers is None:
+        description = _parsed(text)
+        if numbers is not None and not description.params and _canonical(description) == text:
+            if len(_alike) >= _MOST_ALIKE:
+                _alike.clear()
+            _alike[before, behind] = description
+        return description
+    start, written = numbers.groups()
+    return Description(
+        key, like.serializer, like.shape, like.dtype, like.format, like.num_tokens, like.fidelity, {}, int(written),
+        None if start == b"null" else int(start),
+    )  # fmt: skip
+
+
+_alike: dict[tuple[bytes, bytes], Description] = {}
+"""Descriptions without params, by what is before and behind the key in their canonical JSON, up to their start."""
+
+
+def _parsed(text: bytes) -> Description:
     # The checksum was right, so this is what was written. Fields that are not known here are a later release's, which
     # may add what an older one can do without; it gives none of these another type without another version.
     try:
         if _brackets(text) > MAX_BRACKETS:
             raise ValueError("nested too deeply")
-        fields = {name: value for name, value in json.loads(text).items() if name in Description.__slots__}
+        fields = {name: value for name, value in json.loads(text).items() if name in Description._fields}
         description = Description(**{**fields, "shape": tuple(fields["shape"])})
         _check_types(description)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UnreadableBlobError("a description that this process cannot read") from error
     return description
+
+
+def _canonical(description: Description) -> bytes:
+    return canonical_json(description._asdict()).encode()
 
 
 def _brackets(text: bytes) -> int:
@@ -300,12 +335,14 @@ class Verifier:
         Raises as `parse` does: CorruptBlobError, LaterVersionError, UnreadableBlobError.
         """
         if self._header is None:
+            right = self._native is not None and self._native.right
             self._header = parse(
-                self._data[:num_bytes], key=self._key, protection=self._protection, max_buffers=self._max_buffers
-            )
+                self._data[:num_bytes], key=self._key, protection=self._protection, max_buffers=self._max_buffers,
+                checked=right,
+            )  # fmt: skip
             if self._header is None:
                 return
-            if self._native is not None and self._native.right:
+            if right:
                 self._row = len(self._header.lengths)
                 return
             self._at = self._row_end = self._header.header_bytes

@@ -59,6 +59,17 @@ def _line(code: CodeType, offset: int) -> int | None:
     return next((line for start, end, line in code.co_lines() if start <= offset < end), code.co_firstlineno)
 
 
+def lease_all(blocks: Sequence[Block], origin: Origin) -> list[Lease]:
+    """Lease blocks of one pool: `Block.lease` of each, for less."""
+    if not blocks:
+        return []
+    with blocks[0]._pool.lock:
+        for block in blocks:
+            assert block._owned or block._leases, "leased after its memory was given back"
+            block._leases += 1
+    return [Lease(block, origin) for block in blocks]
+
+
 def pages_of(nbytes: int) -> int:
     """`nbytes` in whole pages, at least one."""
     return max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)

@@ -83,7 +83,8 @@ class Loader:
         if not waiting:
             return
         search, _ = self.search(segments, context)
-        window = self._window(waiting[0].segment, shape)
+        first = waiting[0].segment
+        window = self.window(self.layout.nbytes(shape(first.end - first.start)))
         started: deque[_Pending] = deque()
         run: list[tuple[Segment, Loaded]] = []
         lost: Segment | None = None
@@ -174,9 +175,8 @@ class Loader:
             num_tokens = tokens_of(segments) - tokens_of(served)
             self._events.emit(Event("missed", tokens=num_tokens, chunks=len(segments), reason=reason))
 
-    def _window(self, segment: Segment, shape: Shape) -> int:
-        """Return how many chunks may be on their way at once: their buffers must fit beside each other."""
-        nbytes = self.layout.nbytes(shape(segment.end - segment.start))
+    def window(self, nbytes: int) -> int:
+        """Return how many chunks of this size may be on their way at once: their buffers must fit beside each other."""
         fitting = self.memory.pool.capacity // 2 // (nbytes + 2 * ALIGN_BYTES)  # a framed blob: a header, whole pages
         return max(1, min(fitting, max(_WINDOW, _WINDOW_BYTES // max(1, nbytes))))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from kvloom.errors import DeadlineExceeded
-from kvloom.format import envelope
 from kvloom.memory import Reservation
 from kvloom.pipeline.stack import Stack
 from kvloom.runtime import Call, Runtime
@@ -17,9 +17,6 @@ from kvloom.tiers.stored.layer_ranges import LayerBuffer, LayeredBlob, layer_byt
 from kvloom.tiers.stored.tier import StoredTier
 from kvloom.tiers.tier import Loaded
 from kvloom.types import Segment
-
-_WHOLES = 8
-"""At most so many chunks are read whole at once."""
 
 
 class Prefix:
@@ -270,14 +267,23 @@ class ReadAhead:
         if chunk.by_layer:
             under_way = len(self._parts) >= 2 * chunk.tiers[0].backend.threads
             return not under_way and self._ask_by_layer(chunk, group)
-        nbytes = self._stack.layout.nbytes(chunk.shape)
-        window = min(_WHOLES, self._stack.memory.pool.capacity // 2 // (nbytes + 2 * envelope.ALIGN_BYTES))
-        if len(self._wholes) >= max(1, window):
+        window = self._stack.loader.window(self._stack.layout.nbytes(chunk.shape))
+        if len(self._wholes) > window // 2:  # not one by one: many at once are read in fewer calls
             return False
-        read = self._read_whole(chunk)
-        if read is not None:
-            self._wholes[chunk.index] = read
+        tier = chunk.tiers[0]
+        behind = (one for one in self._chunks[chunk.index :] if self._comes_whole(one, group, tier))
+        some = list(islice(behind, window - len(self._wholes)))
+        for one, found in zip(some, tier.loads.fetch([_wanted(one) for one in some], self._context), strict=True):
+            one.asked = True
+            if isinstance(found, Loaded):
+                one.loaded = found
+            elif found is not None:
+                self._wholes[one.index] = found
         return True
+
+    def _comes_whole(self, chunk: Incoming, group: range, tier: StoredTier) -> bool:
+        here = self._wanted(chunk, group) and self._comes_from_below(chunk, group)
+        return here and not chunk.by_layer and chunk.tiers[0] is tier
 
     def _ask_by_layer(self, chunk: Incoming, group: range) -> bool:
         tier, start = chunk.tiers[0], group.start

@@ -159,4 +159,5 @@ def _copy(
     fence = move(segments, chunks, **where)
     if fence is not None:
         fence.wait()
-    record.note("copy", "", began, record.now(), nbytes=sum(chunk.nbytes for chunk in chunks), chunks=len(chunks))
+    if record is not NO_TRACE:
+        record.note("copy", "", began, record.now(), nbytes=sum(chunk.nbytes for chunk in chunks), chunks=len(chunks))

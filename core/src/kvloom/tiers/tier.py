@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -39,8 +39,7 @@ class Layout:
         return math.prod(shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A chunk in memory and the lease that keeps it there. Release it when done reading.
 
     Its memory is the pool's, or a store's. Of a store's, only what `lease.intact` says after it was read may be used.

@@ -11,7 +11,7 @@ import torch
 
 from kvloom.contracts.observer import Event, EventName
 from kvloom.interrupts import shielded_waiting
-from kvloom.memory import Block, Pool, Reservation, caller, pages_of
+from kvloom.memory import Block, Pool, Reservation, caller, lease_all, pages_of
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.chain import NO_CHAIN, Chain
@@ -119,14 +119,10 @@ class MemoryTier(Tier):
         origin = caller()
         after = -math.inf if self._held.ttl is None else self._runtime.wall() - self._held.ttl
         with self._lock:
-            found = [entries.get(key) for key in keys]
+            found = [None if (held := entries.get(key)) is None or held.written <= after else held for key in keys]
             # Leased under the lock: between the look and the lease nobody may evict.
-            return [
-                None
-                if held is None or held.written <= after
-                else Loaded(held.chunk, held.block.lease(origin), held.written)
-                for held in found
-            ]
+            leases = iter(lease_all([held.block for held in found if held is not None], origin))
+        return [None if held is None else Loaded(held.chunk, next(leases), held.written) for held in found]
 
     def touch(self, chain: Sequence[ChunkKey]) -> None:
         """Note that a chain was used: its head becomes the most recent, its tail the least."""
@@ -312,8 +308,7 @@ class MemoryTier(Tier):
         return self._let_go(partial(self._held.beside, *self.pool.widest))
 
     def _evict_one(self) -> bool:
-        due = partial(self._held.due, self._runtime.wall())
-        if self._held.restless and self._let_go(due, reason="expired"):
+        if self._held.restless and self._let_go(partial(self._held.due, self._runtime.wall()), reason="expired"):
             return True
         recency = self._held.recency
         return self._let_go(recency.coldest) or self._let_go(recency.coldest_aside)

@@ -194,7 +194,7 @@ class BlobReader:
         like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
         viewed = guarded(partial(serializer.view, payload, like))
         if viewed is not None:
-            chunk = replace(like, tensor=viewed.tensor)
+            chunk = like if viewed is like else replace(like, tensor=viewed.tensor)
             reservation = buffer.take()
         else:
             decoded = reserve(like.nbytes)
