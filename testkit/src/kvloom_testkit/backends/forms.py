@@ -87,8 +87,10 @@ class FormRequirements(BackendRequirements):
         assert len(told) == len(asked), "of nothing, nothing is said"
 
     def test_B51_map_gives_the_blob_or_nothing(self, names: Namespace, opened: Open) -> None:
-        """`map` gives the whole blob as memory, or None. `current` is True until the blob is replaced or deleted, and
-        False from then on; `gone` is the opposite, but for a blob that was changed where it lies.
+        """`map` gives the whole blob as memory, or None; always None for one that is longer than `most_bytes`.
+
+        `current` is True until the blob is replaced or deleted, and False from then on; `gone` is the opposite, but for
+        a blob that was changed where it lies.
 
         What is written to `view` changes the blob for nobody. `view` may be read after the blob is gone. Closing one
         leaves the others as they are.
@@ -96,17 +98,19 @@ class FormRequirements(BackendRequirements):
         Why: the core verifies a mapped blob once, and asks `current` before and after each use instead.
 
         Usually: `current` says what was known when the blob was mapped; a blob written anew under the key goes unseen;
-        or the memory is the store's own, so that a write to it is everybody's.
+        the memory is the store's own, so that a write to it is everybody's; or a file with holes is mapped whole, which
+        takes memory for all of it.
         """
         backend, key, other = opened(), names.key(), names.key(1)
         blob, different = blob_of(10_007), blob_of(5000)
-        assert backend.map(key) is None, "of no blob"
+        assert backend.map(key, len(blob)) is None, "of no blob"
         backend.put_many([(key, [blob]), (other, [different])])
-        first, second = backend.map(key), backend.map(other)
+        first, second = backend.map(key, len(blob)), backend.map(other, 1 << 30)
         if first is None or second is None:
             assert first is None and second is None, "one is mapped, and the other is not"
             return
         assert bytes(first.view) == blob and bytes(second.view) == different, "what was mapped"
+        assert backend.map(key, len(blob) - 1) is None, "of a blob that is longer than wanted"
         assert first.current() and second.current(), "nothing has changed"
         assert not first.gone() and not second.gone(), "nothing has changed"
         first.view[0] ^= 1
@@ -124,7 +128,7 @@ class FormRequirements(BackendRequirements):
         second.close()
         assert bytes(first.view) == blob, "after another was closed"
         first.close()
-        again = backend.map(key)
+        again = backend.map(key, len(blob))
         assert again is not None and again.current() and bytes(again.view) == blob, "mapped again"
         again.close()
 

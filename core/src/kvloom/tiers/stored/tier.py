@@ -135,7 +135,7 @@ class StoredTier(Tier):
             on_lost=lambda write, reason: self._on_lost(write.key, write.loaded.chunk, reason),
             on_late=lambda: self.calls.failed("put", DeadlineExceeded("overdue"), self.calls.writing),
         )
-        self._mapped = MappedChunks(backend, reader.mapped, reader.expired, events, runtime, name=name)
+        self._mapped = MappedChunks(backend, reader.mapped, reader.longest, reader.expired, events, runtime, name=name)
         self.maintenance = Maintenance(
             name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded,
             on_evicted=memory.lost_below if policy.write == "on_evict" else lambda keys: None,
