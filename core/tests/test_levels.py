@@ -11,7 +11,7 @@ from simulation.levels import DEADLINE_SECONDS, EARLY_SECONDS, PROMPT, SLOW_SECO
 
 from kvloom.tiers.request_context import HURRIED_SHARE
 
-READS = [verb for verb in VERBS if verb not in ("store", "wait")]
+READS = [verb for verb in VERBS if verb not in ("store", "wait", "load some")]
 """The last one asks as `retrieve_layer` does: a few stacks are enough for it."""
 HURRIED = ("retrieve_layer", "load_layers", "lookup", "find")
 """They answer as soon as a tier that is asked for the rest has had its share of the deadline."""
@@ -93,6 +93,15 @@ def test_a_prefix_comes_in_the_time_of_its_tier_in_all_stacks(verb: str) -> None
     for types, memory, holder, everywhere in _all():
         if not everywhere:
             _check_prefix(verb, types, memory, holder)
+
+
+@pytest.mark.parametrize("verb", ["load some", "prefetch"])
+@pytest.mark.parametrize("without", [0, 2, PROMPT.chunks - 1])
+def test_a_frozen_tier_that_is_asked_for_one_chunk_takes_no_other(verb: str, without: int) -> None:
+    """Those behind it are read meanwhile, however long their tier takes."""
+    levels = Levels(("sim_shared", "sim_shared"), memory=True)
+    found = levels.run(verb, holder=0, chunks=PROMPT.chunks, hurt={0: "slow", 1: "frozen"}, without=without)
+    assert (found.tokens, found.charged) == (PROMPT.length - CHUNK_TOKENS, {"s1"}), found
 
 
 @pytest.mark.parametrize("verb", ["retrieve", "load", "retrieve_layer"])
