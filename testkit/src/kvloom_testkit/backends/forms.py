@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvloom import BackendError
@@ -46,14 +48,16 @@ class FormRequirements(BackendRequirements):
 
     def test_B50_get_many_into_has_an_outcome_for_each_request(self, names: Namespace, opened: Open) -> None:
         """`get_many_into` reports each request once: with True for a blob that has arrived, with False where there is
-        none, with its own exception if its sink refuses, and whatever happens to the others.
+        none, with its own exception if its sink refuses, and whatever happens to the others. A sink may refuse its
+        memory, or what has arrived in it. All is reported on the calling thread.
 
         A key may come twice. In each sink only its own blob arrives, as B13 says of `get_into`.
 
         Why: the core reads all chunks of a request this way, and matches the outcomes by their numbers.
 
         Usually: outcomes are counted in the order of arrival, missing keys are left out, one refusal ends the batch or
-        leaves its bytes to the next, or nothing is reported for the same key asked for a second time.
+        leaves its bytes to the next, what a sink says of damage goes unheard, or nothing is reported for the same key
+        asked for a second time.
         """
         backend = opened()
         sizes = [1, 5000, (1 << 20) + 17, 300, 70_000, 4096, *range(200, 240)]
@@ -62,13 +66,20 @@ class FormRequirements(BackendRequirements):
         backend.put_many((key, [blob]) for key, blob in blobs.items())
         refusal = BackendError("no room")
         asked = [*keys[:3], absent, *keys[3:], absent, keys[2], keys[0]]
-        refused = {1, 6, len(asked) - 2}
+        refused, late = {1, 6, len(asked) - 2}, {2, 9}
         sinks = [
-            RecordingSink(blobs.get(key), refusal=refusal if number in refused else None)
+            RecordingSink(blobs.get(key), refusal=refusal if number in refused | late else None, late=number in late)
             for number, key in enumerate(asked)
         ]
         told: list[tuple[int, bool | Exception]] = []
-        backend.get_many_into(list(zip(asked, sinks, strict=True)), lambda *outcome: told.append(outcome))
+        threads = set()
+
+        def done(number: int, outcome: bool | Exception) -> None:
+            threads.add(threading.get_ident())
+            told.append((number, outcome))
+
+        backend.get_many_into(list(zip(asked, sinks, strict=True)), done)
+        assert threads == {threading.get_ident()}, "on the calling thread"
         assert sorted(number for number, _ in told) == list(range(len(asked))), "each is reported once"
         for number, outcome in told:
             key, sink = asked[number], sinks[number]
@@ -76,7 +87,7 @@ class FormRequirements(BackendRequirements):
                 assert outcome is False and sink.reserved == []
                 continue
             assert sink.reserved == [len(blobs[key])], "what was reserved"
-            if number in refused:
+            if number in refused | late:
                 assert outcome is refusal, "what the sink raised"
                 continue
             assert outcome is True, f"{outcome} of a blob of {len(blobs[key])} bytes"
