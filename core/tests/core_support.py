@@ -188,10 +188,10 @@ class Window(Shelf):
             if pane.key == key:
                 pane.view[100:] = bytes(len(pane.view) - 100)
 
-    def map(self, key: str) -> MappedBlob | None:
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
         self.before("map", key)
         blob = self._blobs.get(key)
-        if blob is None:
+        if blob is None or len(blob) > most_bytes:
             return None
         self.panes.append(Pane(self, key, blob))
         return self.panes[-1]

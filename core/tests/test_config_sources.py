@@ -78,6 +78,8 @@ def test_a_key_given_twice_is_refused(write: Any, text: str, problem: list[str])
         ("tiers: [", "not YAML: "),
         ("- a\n", "should hold settings such as"),
         ("a: !!python/object:x.y {}", "not YAML: "),
+        ('salt: a\ntiers: [{type: disk, path: "\\uDCFF"}]\n', "line 2: half of a surrogate pair"),
+        ('"\\uD800": 1\n', "line 1: half of a surrogate pair"),
     ],
 )
 def test_a_file_that_is_no_configuration_names_the_file(write: Any, text: str, problem: str) -> None:
@@ -106,6 +108,19 @@ def test_relative_paths_begin_where_the_file_is(write: Any, tmp_path: Path, monk
     paths = [tier.backend.config.path for tier in resolved.tiers if tier.backend]
     assert paths == [tmp_path / "store", Path("/srv/kv"), Path("~/kv")]
     assert resolved.observers[0].config.path == tmp_path / "a/../trace.jsonl"
+
+
+def test_the_home_of_a_user_who_is_not_known_is_an_error_like_any_other() -> None:
+    config = EngineConfig.load({
+        "tiers": [{"type": "dict", "protect": {"keys": "~nobody-at-all/k"}}],
+        "observers": [{"type": "trace", "path": "~nobody-at-all/t"}],
+        "tokens": {"type": "radix", "path": "~nobody-at-all"},
+    })  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, Registry.discover())
+    said = str(caught.value).splitlines()
+    assert {line.partition(":")[0] for line in said} == {"tiers.0.protect.keys", "observers.0.path", "tokens.path"}
+    assert all("unknown home directory" in line for line in said)
 
 
 def test_relative_paths_of_the_shell_and_of_python_begin_in_the_working_directory(

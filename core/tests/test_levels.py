@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from core_support import CHUNK
+from faults_support import KV, MEMORY, TOKENS, Open
 from simulation.content import CHUNK_TOKENS
 from simulation.levels import DEADLINE_SECONDS, EARLY_SECONDS, PROMPT, SLOW_SECONDS, VERBS, Levels
 
+from kvloom.pipeline.locate import Search
 from kvloom.tiers.request_context import HURRIED_SHARE
 
-READS = [verb for verb in VERBS if verb not in ("store", "wait")]
+READS = [verb for verb in VERBS if verb not in ("store", "wait", "load some")]
 """The last one asks as `retrieve_layer` does: a few stacks are enough for it."""
 HURRIED = ("retrieve_layer", "load_layers", "lookup", "find")
 """They answer as soon as a tier that is asked for the rest has had its share of the deadline."""
@@ -93,6 +96,33 @@ def test_a_prefix_comes_in_the_time_of_its_tier_in_all_stacks(verb: str) -> None
     for types, memory, holder, everywhere in _all():
         if not everywhere:
             _check_prefix(verb, types, memory, holder)
+
+
+@pytest.mark.parametrize("verb", ["load some", "prefetch"])
+@pytest.mark.parametrize("without", [0, 2, PROMPT.chunks - 1])
+def test_a_frozen_tier_that_is_asked_for_one_chunk_takes_no_other(verb: str, without: int) -> None:
+    """Those behind it are read meanwhile, however long their tier takes."""
+    levels = Levels(("sim_shared", "sim_shared"), memory=True)
+    found = levels.run(verb, holder=0, chunks=PROMPT.chunks, hurt={0: "slow", 1: "frozen"}, without=without)
+    assert (found.tokens, found.charged) == (PROMPT.length - CHUNK_TOKENS, {"s1"}), found
+
+
+def test_a_chunk_that_a_tier_was_asked_for_longer_comes_in_a_run_of_its_own(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a connector gets in one call is in order."""
+    engine = open_engine(MEMORY)
+    engine.store(TOKENS, kv=KV)
+    segments = engine.segments(TOKENS)
+    answers = iter([False, False])
+
+    def knows(search: Search, key: object) -> bool:
+        return key != segments[1].key or next(answers, True)
+
+    monkeypatch.setattr(Search, "knows", knows)
+    stack = engine._stack
+    runs = stack.loader.fetch(segments, engine.connector.shape, stack.context(), gaps=True)
+    assert [[segment.start // CHUNK for segment, _ in run] for run in runs] == [[0, 2, 3], [1]]
 
 
 @pytest.mark.parametrize("verb", ["retrieve", "load", "retrieve_layer"])

@@ -65,6 +65,15 @@ def test_a_blob_that_is_no_good_is_not_used(open_engine: Open, damage: str) -> N
     assert misses(engine)["corrupt"] == 1
 
 
+def test_a_blob_longer_than_a_chunk_can_need_is_not_mapped(open_engine: Open) -> None:
+    engine = filled(open_engine)
+    blobs, name = window()._blobs, chunk_names(engine)[0]
+    blobs[name] = blobs[name] + bytes(1 << 20)
+    assert retrieve(engine) == [False] * 4
+    assert name not in {pane.key for pane in window().panes}
+    assert misses(engine)["corrupt"] == 1
+
+
 def test_what_the_store_has_no_more_is_not_served_and_what_is_stored_anew_is(open_engine: Open) -> None:
     engine = filled(open_engine)
     assert retrieve(engine) == [True] * 4

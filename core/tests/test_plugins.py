@@ -174,6 +174,14 @@ def test_the_order_of_entry_points_does_not_matter(install: Install) -> None:
     assert discover(*entries).names == discover(*reversed(entries)).names == ("a", "b", "c")
 
 
+def test_a_place_on_the_import_path_that_cannot_be_looked_at_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as another user's directory; a name that is too long is refused to root, too."""
+    names = Registry.discover().names
+    for place in ("x" * 5000, "a\0b"):
+        monkeypatch.syspath_prepend(place)
+        assert Registry.discover().names == names
+
+
 def test_hints_for_a_missing_type(install: Install) -> None:
     registry = discover(install("plain", kvloom_storage_backends=lambda: [backend("shelf")]))
     with pytest.raises(PluginError, match=r"^no backend of type 'shelv'; known: shelf; did you mean 'shelf'\?$"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,23 @@ def test_bad_keys_are_told_at_the_start_and_never_quoted(
     with pytest.raises(ConfigError, match=said) as caught:
         open_engine(SHELF | {"protect": {"keys": source}})
     assert caught.value.path == "tiers.0.protect.keys" and "SECRET" not in str(caught.value)
+
+
+def test_keys_in_a_fifo_keep_nobody_waiting(open_engine: Open, tmp_path: Path) -> None:
+    fifo = tmp_path / "keys"
+    os.mkfifo(fifo)
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            fifo.write_bytes(base64.b64encode(ONE))  # else an engine that waits for it would hang this test
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with pytest.raises(ConfigError, match="not a regular file"):
+        open_engine(SHELF | {"protect": {"keys": str(fifo)}})
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    writer.join(20)
+    os.close(reader)
 
 
 @pytest.mark.parametrize(

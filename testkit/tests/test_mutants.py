@@ -14,7 +14,7 @@ SETTINGS: dict[str, dict[str, object]] = {"backend": {"path": "{tmp}"}}
 """Settings of mutants and oddities, by kind."""
 PROCESSES = {"B23", "B24", "B26", "B36", "B37", "B45", "B46", "B47", "B48", "B49", "S11", "T09"}
 """Requirements that start processes."""
-RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "S09", "X14"}
+RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "B56", "S09", "X14"}
 """Requirements that are about threads which meet."""
 LARGE = {"B38", "B44"}
 """Requirements that take long for another reason."""

@@ -186,7 +186,7 @@ def opened(choice: TierChoice, spec: KVSpec | None = None, *, threads: int = 1, 
     """
     assert choice.backend is not None
     place = getattr(choice.backend.config, "path", None)
-    if not made and isinstance(place, Path) and not place.expanduser().exists():
+    if not made and isinstance(place, Path) and not _exists(choice, place):
         text = f"there is no directory {str(place)!r}: nothing was stored there yet, or the path is wrong"
         raise ConfigError(f"{choice.path}.path", text)
     make, seconds = choice.backend.make, choice.deadline
@@ -198,6 +198,13 @@ def opened(choice: TierChoice, spec: KVSpec | None = None, *, threads: int = 1, 
         finally:
             with contextlib.suppress(Exception):
                 closing.run(backend.close, seconds=seconds)
+
+
+def _exists(choice: TierChoice, place: Path) -> bool:
+    try:
+        return place.expanduser().exists()
+    except OSError as error:
+        raise ConfigError(f"{choice.path}.path", f"cannot look at {place}: {error.strerror}") from error
 
 
 @contextmanager

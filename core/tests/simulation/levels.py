@@ -69,23 +69,29 @@ class Levels:
         }  # fmt: skip
 
     def run(
-        self, verb: str, *, holder: int, chunks: int, everywhere: bool = False, hurt: dict[int, str]
+        self, verb: str, *, holder: int, chunks: int, everywhere: bool = False, hurt: dict[int, str],
+        without: int | None = None,
     ) -> Found:  # fmt: skip
         """`verb` by an engine that has just opened. The first `chunks` are in the tier `holder` (-1: in memory).
 
-        everywhere: and in all tiers below it. hurt: by number, tiers that are `frozen`, `slow` or `sluggish` meanwhile.
+        everywhere: and in all tiers below it. without: the number of a chunk that is in no stored tier. hurt: by
+        number, tiers that are `frozen`, `slow` or `sluggish` meanwhile.
         """
         found: list[Found] = []
         plugin.host.connect = lambda name: Client(self.stores[name], self._process, lambda: Guard())
         plugin.host.pause = lambda: None
         try:
             with peek.constants(peek.Pace()):
-                self._scheduler.run(lambda: found.append(self._conduct(verb, holder, chunks, everywhere, hurt)))
+                self._scheduler.run(
+                    lambda: found.append(self._conduct(verb, holder, chunks, everywhere, hurt, without))
+                )
         finally:
             self._scheduler.end()
         return found[0]
 
-    def _conduct(self, verb: str, holder: int, chunks: int, everywhere: bool, hurt: dict[int, str]) -> Found:
+    def _conduct(
+        self, verb: str, holder: int, chunks: int, everywhere: bool, hurt: dict[int, str], without: int | None
+    ) -> Found:  # fmt: skip
         tokens = PROMPT.tokens[: chunks * CHUNK_TOKENS]
         kv = PROMPT.kv(0, "").view(torch.bfloat16)[:, :, : chunks * CHUNK_TOKENS].contiguous()
         for number in range(max(0, holder), len(self._types) if everywhere else holder + 1):
@@ -93,6 +99,9 @@ class Levels:
             with self._open([number], memory=False) as writer:
                 writer.store(tokens, kv=kv)
                 assert writer.flush(60)
+        for store in self.stores.values():
+            for key in [key for key in store.blobs if f"/{without}-" in key]:
+                del store.blobs[key]
         self._process = Process("reader")
         engine = self._open(range(len(self._types)), memory=self._memory)
         if holder < 0:
@@ -181,6 +190,14 @@ def _load(engine: Engine, kv: torch.Tensor) -> int:
     return _right(kv, moved.repeat_interleave(CHUNK_TOKENS))
 
 
+def _load_some(engine: Engine, kv: torch.Tensor) -> int:
+    moved = engine.load(engine.segments(PROMPT.tokens), kv=kv.view(torch.bfloat16)).result()
+    mask = moved.repeat_interleave(CHUNK_TOKENS)
+    assert torch.equal(kv[:, :, mask], PROMPT.kv(0, "")[:, :, mask])
+    assert bool((kv[:, :, ~mask] == UNTOUCHED).all())
+    return int(mask.sum())
+
+
 def _store(engine: Engine, kv: torch.Tensor) -> int:
     engine.store(PROMPT.tokens, kv=PROMPT.kv(0, "").view(torch.bfloat16))
     return PROMPT.length
@@ -196,5 +213,6 @@ VERBS: dict[str, Callable[[Engine, torch.Tensor], int]] = {
     "pin": lambda engine, kv: engine.pin(PROMPT.tokens),
     "store": _store,
     "wait": _wait,
+    "load some": _load_some,
     "load_layers": _load_layers,
 }

@@ -111,8 +111,8 @@ class SimMapped(SimShared):
 
     type = "sim_mapped"
 
-    def map(self, key: str) -> MappedBlob | None:
-        return self.client.map(key)
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
+        return self.client.map(key, most_bytes)
 
 
 class SimVolatile(SimBackend):

@@ -412,10 +412,10 @@ class Client:
             sink.filled(end)
         return True
 
-    def map(self, key: str) -> Pane | None:
+    def map(self, key: str, most_bytes: int) -> Pane | None:
         self.store.take_time()
         blob = self.store.blobs.get(key)
-        return None if blob is None else Pane(self.store, key, blob.data)
+        return None if blob is None or len(blob.data) > most_bytes else Pane(self.store, key, blob.data)
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         self.store.take_time()

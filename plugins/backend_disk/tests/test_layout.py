@@ -147,10 +147,29 @@ def test_a_listing_goes_past_what_holds_no_blobs(tmp_path: Path, open_backend: A
     backend.put(CHUNK, [b"blob"])
     (tmp_path / "itself").symlink_to("itself")
     (tmp_path / "here").symlink_to(".")
+    (tmp_path / "root").symlink_to("/")
     (tmp_path / "lost+found").mkdir(0o000)
     (tmp_path / "lost+found").rmdir()
     (tmp_path / "lost+found").symlink_to("/proc/self/fd")  # would be read, were it looked at
     assert names(backend.scan()) == [CHUNK]
+
+
+def test_a_link_that_may_not_be_read_ends_no_listing(
+    tmp_path: Path, open_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one through another process's directory in /proc."""
+    backend = open_backend(tmp_path)
+    backend.put(CHUNK, [b"blob"])
+    (tmp_path / "shut").symlink_to("elsewhere")
+
+    def denied(path: str, *, dir_fd: int | None = None) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "readlink", denied)
+    found = []
+    with pytest.raises(IncompleteListingError, match="shut"):
+        found.extend(backend.scan())
+    assert names(found) == [CHUNK]
 
 
 @pytest.mark.parametrize("where", ["abc", f"{'0a' * 16}/x", f"{'0a' * 16}/-/+3e"])

@@ -102,6 +102,7 @@ def test_a_local_listing_goes_past_links_that_lead_nowhere(tmp_path: Path) -> No
     above = (tmp_path / CHUNK).parent
     (above / "loop").symlink_to("loop")
     (above / "back").symlink_to(tmp_path)
+    (above / "root").symlink_to("/")
     (above / "gone").symlink_to("nowhere")
     (above / "again=kv").symlink_to(f"{CHUNK.rpartition('/')[2]}=kv")
     assert sorted(entry.key for entry in backend.scan()) == sorted([CHUNK, f"{'0a' * 16}/-/again"])

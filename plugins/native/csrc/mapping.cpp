@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int32_t NOT_A_FILE = -1, NO_SLOT = -3;
+constexpr int32_t NOT_A_FILE = -1, NO_SLOT = -3, TOO_LONG = -4;
 constexpr uint32_t MOST_MAPPINGS = 1 << 14;  // of a process, for which the kernel has 65530 by default
 
 // One mapped file. The same in kvloom_native/mapping.py.
@@ -28,7 +28,7 @@ struct Mapping {
     uint64_t device, inode;
     int64_t changed_seconds, changed_nanoseconds;
     int32_t slot;
-    int32_t error;    // errno, NOT_A_FILE or NO_SLOT; 0 if there was none
+    int32_t error;    // errno, NOT_A_FILE, NO_SLOT or TOO_LONG; 0 if there was none
     int64_t process;  // that made it: a forked child does not have it
 };
 
@@ -127,11 +127,13 @@ int32_t take_slot(uintptr_t begin, uintptr_t end) {
     return static_cast<int32_t>(slot);
 }
 
-int32_t map_file(int fd, Mapping& mapping) {
+int32_t map_file(int fd, Mapping& mapping, uint64_t most_bytes) {
     struct stat status;
     if (fstat(fd, &status) != 0) return errno;
     if (!S_ISREG(status.st_mode) || status.st_size <= 0) return NOT_A_FILE;
     mapping.size = static_cast<uint64_t>(status.st_size);
+    // Before any of it is touched: a page of a hole that is read through a mapping takes memory like any other.
+    if (mapping.size > most_bytes) return TOO_LONG;
     mapping.device = static_cast<uint64_t>(status.st_dev);
     mapping.inode = static_cast<uint64_t>(status.st_ino);
 #if defined(__APPLE__)
@@ -174,7 +176,8 @@ KVLOOM_API int32_t kvloom_is_memory(const char* directory) {
 #endif
 }
 
-KVLOOM_API void kvloom_map(Mapping* mapping, const char* path) {
+// Nothing is mapped of a file with more than `most_bytes`.
+KVLOOM_API void kvloom_map(Mapping* mapping, const char* path, uint64_t most_bytes) {
     *mapping = {};
     page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC);
@@ -182,7 +185,7 @@ KVLOOM_API void kvloom_map(Mapping* mapping, const char* path) {
         mapping->error = errno;
         return;
     }
-    mapping->error = map_file(fd, *mapping);
+    mapping->error = map_file(fd, *mapping, most_bytes);
     close(fd);
 }
 

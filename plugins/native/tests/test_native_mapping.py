@@ -31,7 +31,7 @@ def path() -> Iterator[Path]:
 
 def test_a_file_is_memory_until_it_is_closed(path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    file = MappedFile(str(path))
+    file = MappedFile(str(path), SIZE)
     assert file.view == b"x" * SIZE and file.current()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     file.view[0] = 0
@@ -58,7 +58,20 @@ def test_what_cannot_be_mapped_is_an_error(path: Path, kind: str) -> None:
     elif kind == "empty":
         other.touch()
     with pytest.raises(OSError):
-        MappedFile(str(other))
+        MappedFile(str(other), SIZE)
+
+
+def test_nothing_of_a_file_that_is_too_long_is_touched(path: Path) -> None:
+    """A page of a hole takes memory of the file system once it is read."""
+    for most_bytes in (0, SIZE - 1):
+        with pytest.raises(OSError):
+            MappedFile(str(path), most_bytes)
+    hole = path.with_name("hole")
+    hole.touch()
+    os.truncate(hole, 64 << 20)
+    with pytest.raises(OSError):
+        MappedFile(str(hole), (64 << 20) - 1)
+    assert hole.stat().st_blocks == 0
 
 
 def shortened(path: Path) -> None:
@@ -84,7 +97,7 @@ def lengthened(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [shortened, rewritten, replaced, lengthened, os.unlink])
 def test_a_file_that_has_changed_is_not_current(path: Path, change: object) -> None:
-    file = MappedFile(str(path))
+    file = MappedFile(str(path), SIZE)
     assert callable(change)
     change(path)
     assert not file.current()
@@ -93,7 +106,7 @@ def test_a_file_that_has_changed_is_not_current(path: Path, change: object) -> N
 
 
 def test_being_used_is_no_change(path: Path) -> None:
-    file = MappedFile(str(path))
+    file = MappedFile(str(path), SIZE)
     os.utime(path, ns=(0, path.stat().st_mtime_ns))
     path.read_bytes()
     assert file.current()
@@ -102,7 +115,7 @@ def test_being_used_is_no_change(path: Path) -> None:
 
 def test_what_is_missing_reads_as_zeros(path: Path) -> None:
     """Without the handler the kernel would end the process."""
-    files = [MappedFile(str(path)) for _ in range(3)]
+    files = [MappedFile(str(path), SIZE) for _ in range(3)]
     os.truncate(path, 5000)
     for file in files:
         assert bytes(file.view) == b"x" * 5000 + bytes(SIZE - 5000)
@@ -111,7 +124,7 @@ def test_what_is_missing_reads_as_zeros(path: Path) -> None:
     assert not any(file.current() for file in files), "even if the file is the same again"
     for file in files:
         file.close()
-    again = MappedFile(str(path))
+    again = MappedFile(str(path), SIZE)
     assert again.current(), "where another was damaged"
     again.close()
 
@@ -119,7 +132,7 @@ def test_what_is_missing_reads_as_zeros(path: Path) -> None:
 def test_threads_read_while_the_file_becomes_shorter(path: Path) -> None:
     for _ in range(20):
         path.write_bytes(b"x" * SIZE)
-        file = MappedFile(str(path))
+        file = MappedFile(str(path), SIZE)
         threads = [threading.Thread(target=lambda file=file: bytes(file.view)) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -132,8 +145,8 @@ def test_threads_read_while_the_file_becomes_shorter(path: Path) -> None:
 
 def test_mappings_are_used_again(path: Path) -> None:
     for _ in range((1 << 14) + 100):
-        MappedFile(str(path)).close()
-    files = [MappedFile(str(path)) for _ in range(100)]
+        MappedFile(str(path), SIZE).close()
+    files = [MappedFile(str(path), SIZE) for _ in range(100)]
     assert all(file.current() for file in files)
     for file in files:
         file.close()
@@ -143,7 +156,7 @@ CHILD = """
 import os, sys, threading, time
 from kvloom_native import MappedFile
 path = sys.argv[1]
-file = MappedFile(path)
+file = MappedFile(path, 1 << 20)
 """
 FORGETS = (
     CHILD
@@ -152,7 +165,7 @@ if os.fork() == 0:
     inherited = path in open("/proc/self/maps").read()
     before = file.current()
     file.close()
-    mine = MappedFile(path)
+    mine = MappedFile(path, 1 << 20)
     os._exit(int(inherited or before or not mine.current() or bytes(mine.view[:1]) != b"x"))
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 assert file.current() and bytes(file.view[:1]) == b"x"
@@ -175,7 +188,7 @@ int main(int, char** arguments) {
     if (!child) {
         alarm(20);
         Mapping mapping;
-        kvloom_map(&mapping, arguments[1]);
+        kvloom_map(&mapping, arguments[1], 1 << 20);
         _exit(mapping.error);
     }
     holder.join();
@@ -218,7 +231,7 @@ OPEN = """
 import os, sys
 from kvloom_native import MappedFile
 path = sys.argv[1]
-file = MappedFile(path)
+file = MappedFile(path, 1 << 20)
 """
 
 

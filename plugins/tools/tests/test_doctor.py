@@ -108,11 +108,11 @@ def test_only_what_uses_it_is_told_of_the_page_cache(tmp_path: Path, monkeypatch
     assert not any("O_DIRECT" in one.text for one in of(doctor(never)[1], "tier"))
 
 
-def test_a_tier_that_fails_or_hangs_keeps_no_other_from_being_tried(tmp_path: Path) -> None:
-    shut = tmp_path / "shut"
-    shut.mkdir()
+@pytest.mark.parametrize("bad", ["file", "x" * 300], ids=["file", "impossible"])
+def test_a_tier_that_fails_or_hangs_keeps_no_other_from_being_tried(tmp_path: Path, bad: str) -> None:
+    """A name that is too long cannot be looked at, by anybody: as for a directory that only others may enter."""
     blocks = [
-        f"{{type: disk, name: bad, path: {tmp_path / 'file'}}}",
+        f"{{type: disk, name: bad, path: {tmp_path / bad}, capacity: 1GiB}}",
         f"{{type: disk, name: good, path: {tmp_path / 'kv'}}}",
     ]
     (tmp_path / "file").write_text("no directory")

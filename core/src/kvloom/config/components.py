@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from kvloom.config.blocks import BlendBlock, ComponentBlock, MemoryBlock, ProtectBlock, StoredBlock
-from kvloom.config.paths import absolute, absolute_paths
+from kvloom.config.paths import absolute, absolute_paths, homeless, is_homeless
 from kvloom.config.validation_errors import KeyPath, Origins, Problem, dotted, problems, unknown
 from kvloom.contracts.component import Config
 from kvloom.errors import ConfigError, PluginError
@@ -175,6 +175,8 @@ class Checks:
         try:
             keys = block.keys
             if not keys.startswith("env:") and not looks_like_a_key(keys):
+                if is_homeless(keys):
+                    raise ConfigError("keys", f"unknown home directory: {keys}")
                 keys = str(absolute(keys, self._directory((*at, "keys"))))
             return Protection.load(block.mode, keys)
         except ConfigError as error:
@@ -197,6 +199,8 @@ class Checks:
             model = self._registry.settings(kind, type)
             if lacking := self._registry.lacks(kind, type):
                 self.problems.append((at_type, lacking))
+            for name in homeless(model, settings):
+                self.problems.append(((*at, name), f"unknown home directory: {settings[name]}"))
             given = absolute_paths(model, settings, lambda name: self._directory((*at, name)))
             config = model.model_validate(given, context={"directory": self._directory(at)})
             return Choice(dotted(at), type, config, partial(self._registry.get, kind, type), self._origins)

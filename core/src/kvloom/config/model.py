@@ -199,7 +199,7 @@ def _defaults() -> dict[str, Any]:
 
 def _without_tag(path: KeyPath) -> KeyPath:
     """pydantic puts which model a tier was checked against behind the tier's index."""
-    return path[:2] + path[3:] if path[0] == "tiers" and path[2:3] in (("memory",), ("stored",)) else path
+    return path[:2] + path[3:] if path[:1] == ("tiers",) and path[2:3] in (("memory",), ("stored",)) else path
 
 
 def _stray(path: KeyPath) -> str:

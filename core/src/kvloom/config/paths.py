@@ -30,5 +30,18 @@ def absolute_paths(
     return {**settings, **changed} if changed else settings
 
 
+def homeless(model: type[BaseModel], settings: Mapping[str, Any]) -> list[str]:
+    """The names of the paths in `settings` that begin with the home directory of a user who is not known."""
+    return [
+        name for name, field in model.model_fields.items()
+        if _is_path(field.annotation) and isinstance(settings.get(name), str | Path) and is_homeless(settings[name])
+    ]  # fmt: skip
+
+
+def is_homeless(path: str | Path) -> bool:
+    text = os.fspath(path)
+    return text.startswith("~") and os.path.expanduser(text) == text
+
+
 def _is_path(annotation: Any) -> bool:
     return annotation is Path or any(map(_is_path, get_args(annotation)))

@@ -27,6 +27,7 @@ MOST_NODES = 100_000
 """Values in a configuration, with all aliases written out."""
 _CHARS = 64
 """Number of characters for which a text counts as one more value."""
+_LONE = re.compile("[\ud800-\udfff]")
 _INTERPOLATION = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
 _UNQUOTED = re.compile(r"""[{\[,:]\s*([^\s"',{\[]*\$\{[^}]*\}[^\s"',}\]]*)""")
 _ENV_NAME = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
@@ -60,9 +61,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
 def load_yaml(text: str) -> tuple[Any, list[Problem]]:
     """Return the content of a YAML document, and a problem for each key that it gives twice.
 
-    Raises ConfigError for a document larger than any configuration, and YAMLError, RecursionError or ValueError for
-    text that is no YAML. An alias costs as much as what it stands for: a few lines of them can stand for more than
-    there is memory.
+    Raises ConfigError for a document larger than any configuration, or with text that UTF-8 cannot have, and YAMLError,
+    RecursionError or ValueError for text that is no YAML. An alias costs as much as what it stands for: a few lines of
+    them can stand for more than there is memory.
     """
     if len(text) > MOST_TEXT:
         raise ConfigError("", f"{len(text)} characters, and a configuration has {MOST_TEXT} at most")
@@ -80,6 +81,8 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
     known[id(node)] = total = 1
     if isinstance(node, yaml.ScalarNode):
         total += len(node.value) // _CHARS
+        if not node.value.isascii() and _LONE.search(node.value):
+            raise ConfigError("", f"line {node.start_mark.line + 1}: half of a surrogate pair, which is no character")
     else:
         pairs = isinstance(node, yaml.MappingNode)
         children = [part for pair in node.value for part in pair] if pairs else node.value

@@ -155,9 +155,10 @@ class StorageBackend(Component):
                 outcome = error
             done(number, outcome)
 
-    def map(self, key: str) -> MappedBlob | None:
-        """The blob as memory, without a copy; None if there is none, or it has to be read.
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
+        """The blob as memory, without a copy; None if there is none, it has to be read, or is longer than `most_bytes`.
 
+        Of a longer one nothing is touched, for to read a hole in a file takes memory.
         For stores in the memory of this machine: a blob that is mapped is verified once and then read where it lies.
         Whatever becomes of the blob, to read `view` must not end the process.
         """

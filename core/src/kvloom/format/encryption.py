@@ -249,9 +249,13 @@ def _key(line: str, number: int) -> bytes:
 
 def _content(path: Path) -> str:
     try:
-        if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & stat.S_IROTH:
-            log.warning("%s can be read by every user of this machine", path)
-        with path.open("rb") as file:
+        # Without O_NONBLOCK, opening a FIFO would wait for its writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            if os.name == "posix" and stat.S_IMODE(mode) & stat.S_IROTH:
+                log.warning("%s can be read by every user of this machine", path)
             content = file.read(_MOST_KEYS_BYTES + 1)
         text = content.decode("ascii")
         if len(content) > _MOST_KEYS_BYTES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from kvloom.contracts.observer import Event
 from kvloom.format.envelope import ALIGN_BYTES
@@ -36,6 +37,8 @@ class _Pending:
     """A segment on its way to the engine."""
 
     segment: Segment
+    number: int
+    """Its place in the request."""
     tiers: list[StoredTier] = field(default_factory=list)
     """Stored tiers from which it may be read, fastest first; those tried already are gone. Set before it is started."""
     loaded: Loaded | None = None
@@ -73,46 +76,57 @@ class Loader:
         self, segments: Sequence[Segment], shape: Shape, context: RequestContext, *, gaps: bool,
         pieces: Pieces | None = None,
     ) -> Runs:  # fmt: skip
-        """Runs of verified chunks in order, as soon as they are there; leased until the next is asked for.
+        """Runs of verified chunks, each in order, as soon as they are there; leased until the next is asked for.
 
-        gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. pieces: of that first one
-        they come at the end, as far as they are somewhere. Chunks that came from stored tiers are in memory afterwards,
-        if there is a memory tier.
+        gaps: go on behind a segment that is nowhere to be had; otherwise stop at the first. Those that a slow tier has
+        still to be asked about then come last. pieces: of that first one they come at the end, as far as they are
+        somewhere. Chunks that came from stored tiers are in memory afterwards, if there is a memory tier.
         """
-        waiting = deque(map(_Pending, segments))
+        waiting = deque(map(_Pending, segments, count()))
         if not waiting:
             return
         search, _ = self.search(segments, context)
         first = waiting[0].segment
         window = self.window(self.layout.nbytes(shape(first.end - first.start)))
+        later: deque[_Pending] = deque()
         started: deque[_Pending] = deque()
         run: list[tuple[Segment, Loaded]] = []
-        lost: Segment | None = None
+        last = 0
+        lost: _Pending | None = None
         why = ""
         try:
-            while waiting or started or lost is not None:
+            while waiting or later or started or lost is not None:
+                if later and not waiting and search.knows(later[0].segment.key):
+                    waiting, later = later, waiting
                 if len(started) <= window // 2:  # not one by one: many at once are read in fewer calls
                     fresh: list[_Pending] = []
-                    while waiting and len(started) + len(fresh) < window and search.knows(waiting[0].segment.key):
-                        fresh.append(waiting.popleft())
-                        fresh[-1].tiers = search.tiers(fresh[-1].segment.key)
+                    while waiting and len(started) + len(fresh) < window:
+                        if search.knows(waiting[0].segment.key):
+                            fresh.append(waiting.popleft())
+                            fresh[-1].tiers = search.tiers(fresh[-1].segment.key)
+                        elif gaps:  # the silence of a slow tier must not use up the time of the others
+                            later.append(waiting.popleft())
+                        else:
+                            break
                     started += fresh
                     self._start(fresh, shape, context)
-                if run and (len(run) >= window or not started or not started[0].done):
+                if run and (len(run) >= window or not started or not started[0].done or started[0].number < last):
                     yield run  # what is here need not wait for what is not, and nothing waits holding a lease
                     for _, loaded in run:
                         loaded.release()
                     run = []
-                if waiting and not started:
-                    search.tiers(waiting[0].segment.key)  # waits until a tier has answered, or has not in time
+                if not started and (waiting or later):
+                    if not waiting:
+                        waiting, later = later, waiting
+                    search.wait()
                     continue
                 if lost is not None and not started:
                     path: list[Segment] = []
                     if pieces is not None and not context.given_up:
                         search.close()
-                        path, search = self.held(pieces(lost), lost.start, context)
-                    self.missed([lost], why, served=path)
-                    waiting.extend(map(_Pending, path))
+                        path, search = self.held(pieces(lost.segment), lost.segment.start, context)
+                    self.missed([lost.segment], why, served=path)
+                    waiting.extend(map(_Pending, path, count(len(segments))))
                     lost = pieces = None
                     continue
                 pending = started[0]
@@ -120,14 +134,17 @@ class Loader:
                 started.popleft()
                 if arrived is not None:
                     run.append((pending.segment, arrived))
+                    last = pending.number
                     continue
                 reason = self.why(pending.segment.key, context)
-                if pieces is None or lost is not None:
+                if pieces is None or (lost is not None and lost.number < pending.number):
                     self.missed([pending.segment], reason)
                 else:
-                    lost, why = pending.segment, reason
+                    if lost is not None:
+                        self.missed([lost.segment], why)
+                    lost, why = pending, reason
                 if not gaps or context.given_up:
-                    self._give_up(started, waiting, context)
+                    self._give_up(started, waiting, later, context)
             if run:
                 yield run
         finally:
@@ -135,8 +152,8 @@ class Loader:
             for _, loaded in run:
                 loaded.release()
             if lost is not None:
-                self.missed([lost], why)
-            self._give_up(started, waiting, context)
+                self.missed([lost.segment], why)
+            self._give_up(started, waiting, later, context)
 
     def held(self, pieces: Sequence[Segment], start: int, context: RequestContext) -> tuple[list[Segment], Search]:
         """Those pieces that follow one another from `start` on and are somewhere, and where. pieces: by their ends."""
@@ -154,13 +171,15 @@ class Loader:
         here = self.memory.find(keys)
         return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context), here
 
-    def _give_up(self, started: deque[_Pending], waiting: deque[_Pending], context: RequestContext) -> None:
+    def _give_up(
+        self, started: deque[_Pending], waiting: deque[_Pending], later: deque[_Pending], context: RequestContext
+    ) -> None:
         for pending in started:
             pending.give_up()
-        rest = [pending.segment for pending in (*started, *waiting)]
+        rest = [pending.segment for pending in (*started, *waiting, *later)]
         self.missed(rest, "given up" if context.given_up else BEHIND)
-        started.clear()
-        waiting.clear()
+        for some in (started, waiting, later):
+            some.clear()
 
     def why(self, key: ChunkKey, context: RequestContext) -> str:
         """Why a chunk was not to be had."""

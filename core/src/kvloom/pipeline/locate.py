@@ -34,6 +34,10 @@ class Search:
             self._go_on(wait=False)
         return key not in self._unknown
 
+    def wait(self) -> None:
+        """Wait until a tier has answered, or has not in time. Does nothing if all is known."""
+        self._go_on(wait=True)
+
     def tiers(self, key: ChunkKey, *, hurried: bool = False) -> list[StoredTier]:
         """The tiers from which to read a chunk, fastest first: the first that says it holds it, and those below.
 

@@ -6,13 +6,15 @@ Entry modules are imported when plugins are discovered, classes when their kind 
 from __future__ import annotations
 
 import importlib.util
+import os
+import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib import metadata
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvloom.errors import PluginError
@@ -184,7 +186,16 @@ _Found = tuple[metadata.EntryPoint, str]
 
 def _installed() -> tuple[_Found, ...]:
     """All installed plugins. Reading the entry points of every distribution takes a while."""
-    return _entry_points(tuple((path, Path(path).stat().st_mtime_ns) for path in sys.path if Path(path).is_dir()))
+    return _entry_points(tuple(_searched()))
+
+
+def _searched() -> Iterator[tuple[str, int]]:
+    """The directories of the import path and when they changed; without those that this user may not look into."""
+    for path in sys.path:
+        with suppress(OSError, ValueError):
+            status = os.stat(path or ".")
+            if stat.S_ISDIR(status.st_mode):
+                yield path, status.st_mtime_ns
 
 
 @lru_cache(maxsize=1)

@@ -214,8 +214,8 @@ class DiskBackend(StorageBackend):
         """There is native code, and it is known whether O_DIRECT works."""
         return self._transfer.tried and native_reads.available()
 
-    def map(self, key: str) -> MappedBlob | None:
-        return native_reads.mapped(self._layout.path(key)) if self._maps else None
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
+        return native_reads.mapped(self._layout.path(key), most_bytes) if self._maps else None
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         with self._opened(key) as blob:

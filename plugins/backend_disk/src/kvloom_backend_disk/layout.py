@@ -129,8 +129,12 @@ class _Listing:
 
     def _was_here(self, path: str) -> bool:
         """Return whether a link's target is listed anyway: in the store, or by another link. Loops count as listed."""
-        real = os.path.realpath(path)
-        if f"{real}/".startswith(f"{self._real}/") or f"{self._real}/".startswith(f"{real}/") or real in self._linked:
+        try:
+            real = os.path.realpath(path)
+        except OSError as error:  # a link on the way that may not be read, as many in /proc
+            self._missed(path, error)
+            return True
+        if os.path.commonpath((real, self._real)) in (real, self._real) or real in self._linked:
             return True
         self._linked.add(real)
         return False

@@ -33,10 +33,10 @@ def are_memory(directory: str) -> bool:
     return _INSTALLED and is_memory(directory)
 
 
-def mapped(path: str) -> MappedBlob | None:
-    """A file as memory; None if there is none, or it cannot be mapped."""
+def mapped(path: str, most_bytes: int) -> MappedBlob | None:
+    """A file as memory; None if there is none, or it cannot be mapped, or has more than `most_bytes`."""
     try:
-        return MappedFile(path)
+        return MappedFile(path, most_bytes)
     except OSError:
         return None
 

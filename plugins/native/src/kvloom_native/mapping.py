@@ -35,14 +35,14 @@ class MappedFile:
     `current` afterwards. A forked child does not have it.
     """
 
-    def __init__(self, path: str) -> None:
-        """Raises OSError if there is no such file, or it cannot be mapped; an empty one cannot."""
+    def __init__(self, path: str, most_bytes: int) -> None:
+        """Raises OSError if there is no such file, or it cannot be mapped; one that is empty or longer cannot."""
         found = library()
         assert found is not None, "without the library, read the file"
         self._library = found
         self._path = os.fsencode(path)
         self._mapping = _Mapping()
-        found.kvloom_map(ctypes.byref(self._mapping), self._path)
+        found.kvloom_map(ctypes.byref(self._mapping), self._path, ctypes.c_uint64(most_bytes))
         if self._mapping.error:
             code = max(0, self._mapping.error)
             raise OSError(code, os.strerror(code) if code else "cannot be mapped", path)

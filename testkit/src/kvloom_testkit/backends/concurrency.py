@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -19,6 +19,7 @@ from kvloom_testkit.backends.base import (
     versions_of,
 )
 from kvloom_testkit.backends.doubles import RecordingSink
+from kvloom_testkit.backends.filling import put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import in_rounds, together
@@ -31,7 +32,7 @@ READS = 60
 WRITERS = 4
 ROUNDS = 20
 TURNS = 120
-STRIDES = (1, 7, 11, 13, 17, 19)
+STRIDES = (1, 7, 11, 13, 17, 19, 23)
 """Each thread goes through all the keys in an order of its own."""
 
 
@@ -101,6 +102,28 @@ class ConcurrencyRequirements(BackendRequirements):
         together(partial(work.do, put_and_delete), *readers, restless=True)
         assert content(backend.get(key)) == version(9)
 
+    def test_B56_reads_at_the_same_time_give_each_its_own(self, names: Namespace, opened: Open) -> None:
+        """Threads that read different keys at the same time, one by one, many at once or in part, each get their own
+        blobs.
+
+        Why: one instance serves all the reading threads of a tier.
+
+        Usually: a scratch buffer, or a connection, that reads share.
+        """
+        backend, keys = opened(), names.keys(WRITERS)
+        blobs = {key: blob_of(50_000, seed=number) for number, key in enumerate(keys)}
+        put_all(backend, ((key, [blob]) for key, blob in blobs.items()))
+
+        def read(reader: int, number: int) -> None:
+            key, other = keys[reader], keys[(reader + 1) % len(keys)]
+            part = memoryview(bytearray(20_000))
+            assert content(backend.get(key)) == blobs[key], "by get"
+            assert _got_into(backend, key) == blobs[key], "by get_into"
+            assert _got_many_into(backend, [key, other]) == [blobs[key], blobs[other]], "by get_many_into"
+            assert backend.get_range(key, 9000, part) and part == blobs[key][9000:29_000], "by get_range"
+
+        in_rounds(effort.rounds(ROUNDS), *(partial(read, reader) for reader in range(len(keys))))
+
     @needs("create")
     def test_B20_create_lets_exactly_one_writer_in(self, names: Namespace, opened: Open) -> None:
         """One of several concurrent `create` calls for a key returns True, and its blob is stored; later ones return
@@ -141,6 +164,7 @@ class ConcurrencyRequirements(BackendRequirements):
             lambda key: (backend.contains(key), backend.get_many([key, keys[0]]), backend.contains_many([key])),
             lambda key: list(backend.scan(names.prefix)),
             lambda key: (backend.get_range(key, 7, memory), backend.get_into(key, RecordingSink(blob))),
+            lambda key: _got_many_into(backend, [key, keys[0], key]),
             lambda key: (backend.delete(key), backend.put_over(key, [blob], [keys[1]])),
         ]
 
@@ -164,6 +188,7 @@ class ConcurrencyRequirements(BackendRequirements):
             assert content(backend.get(key)) == blob and contents(backend.get_many([key])) == [blob]
             assert backend.contains(key) == backend.get_range(key, 0, room) == (blob is not None)
             assert _got_into(backend, key) == blob and backend.contains_many([key]) == [blob is not None]
+            assert _got_many_into(backend, [key]) == [blob]
             assert not lists or [entry.key for entry in backend.scan(names.prefix)] == [key] * (blob is not None)
 
         with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
@@ -184,13 +209,25 @@ def _read_whole(backend: StorageBackend, key: str, version: Callable[[int], byte
     for turn in count():
         if turn >= READS and work.is_done():
             return
-        blob = backend.get(key) if turn % 2 else _got_into(backend, key)
+        ways = (backend.get, partial(_got_into, backend), lambda one: _got_many_into(backend, [one])[0])
+        blob = ways[turn % len(ways)](key)
         assert blob is None or not torn(blob, version), f"{len(blob)} bytes of no version, or of several"
 
 
 def _got_into(backend: StorageBackend, key: str) -> bytes | None:
     sink = RecordingSink()
     return bytes(sink.memory) if backend.get_into(key, sink) else None
+
+
+def _got_many_into(backend: StorageBackend, keys: Sequence[str]) -> list[bytes | None]:
+    """Raises what any of them failed with."""
+    sinks = [RecordingSink() for _ in keys]
+    outcomes: dict[int, bool | Exception] = {}
+    backend.get_many_into(list(zip(keys, sinks, strict=True)), outcomes.__setitem__)
+    for outcome in outcomes.values():
+        if isinstance(outcome, Exception):
+            raise outcome
+    return [bytes(sink.memory) if outcomes[number] else None for number, sink in enumerate(sinks)]
 
 
 class _Work:

@@ -10,9 +10,13 @@ from kvloom import BackendError, Buffer
 class RecordingSink:
     """A sink that records how it is used: memory with the inverse of the expected bytes, until they have arrived."""
 
-    def __init__(self, expected: bytes | None = None, *, refusal: BackendError | None = None) -> None:
+    def __init__(
+        self, expected: bytes | None = None, *, refusal: BackendError | None = None, late: bool = False
+    ) -> None:
+        """refusal: what it raises: when memory is asked for or, if it is `late`, when something has arrived."""
         self.expected = expected
         self.refusal = refusal
+        self.late = late
         self.reserved: list[int] = []
         self.told: list[int] = []
         self.early: int | None = None
@@ -21,7 +25,7 @@ class RecordingSink:
 
     def reserve(self, num_bytes: int) -> memoryview:
         self.reserved.append(num_bytes)
-        if self.refusal is not None:
+        if self.refusal is not None and not self.late:
             raise self.refusal
         data = bytearray(num_bytes)
         if self.expected is not None:
@@ -33,6 +37,8 @@ class RecordingSink:
         self.told.append(num_bytes)
         if self.expected is not None and self.memory[:num_bytes] != self.expected[:num_bytes]:
             self.early = num_bytes
+        if self.refusal is not None and self.late:
+            raise self.refusal
 
 
 class Broken(Exception):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvloom import BackendError
@@ -47,14 +49,16 @@ class FormRequirements(BackendRequirements):
 
     def test_B50_get_many_into_has_an_outcome_for_each_request(self, names: Namespace, opened: Open) -> None:
         """`get_many_into` reports each request once: with True for a blob that has arrived, with False where there is
-        none, with its own exception if its sink refuses, and whatever happens to the others.
+        none, with its own exception if its sink refuses, and whatever happens to the others. A sink may refuse its
+        memory, or what has arrived in it. All is reported on the calling thread.
 
         A key may come twice. In each sink only its own blob arrives, as B13 says of `get_into`.
 
         Why: the core reads all chunks of a request this way, and matches the outcomes by their numbers.
 
         Usually: outcomes are counted in the order of arrival, missing keys are left out, one refusal ends the batch or
-        leaves its bytes to the next, or nothing is reported for the same key asked for a second time.
+        leaves its bytes to the next, what a sink says of damage goes unheard, or nothing is reported for the same key
+        asked for a second time.
         """
         backend = opened()
         sizes = [1, 5000, (1 << 20) + 17, 300, 70_000, 4096, *range(200, 240)]
@@ -63,13 +67,20 @@ class FormRequirements(BackendRequirements):
         put_all(backend, ((key, [blob]) for key, blob in blobs.items()))
         refusal = BackendError("no room")
         asked = [*keys[:3], absent, *keys[3:], absent, keys[2], keys[0]]
-        refused = {1, 6, len(asked) - 2}
+        refused, late = {1, 6, len(asked) - 2}, {2, 9}
         sinks = [
-            RecordingSink(blobs.get(key), refusal=refusal if number in refused else None)
+            RecordingSink(blobs.get(key), refusal=refusal if number in refused | late else None, late=number in late)
             for number, key in enumerate(asked)
         ]
         told: list[tuple[int, bool | Exception]] = []
-        backend.get_many_into(list(zip(asked, sinks, strict=True)), lambda *outcome: told.append(outcome))
+        threads = set()
+
+        def done(number: int, outcome: bool | Exception) -> None:
+            threads.add(threading.get_ident())
+            told.append((number, outcome))
+
+        backend.get_many_into(list(zip(asked, sinks, strict=True)), done)
+        assert threads == {threading.get_ident()}, "on the calling thread"
         assert sorted(number for number, _ in told) == list(range(len(asked))), "each is reported once"
         for number, outcome in told:
             key, sink = asked[number], sinks[number]
@@ -77,7 +88,7 @@ class FormRequirements(BackendRequirements):
                 assert outcome is False and sink.reserved == []
                 continue
             assert sink.reserved == [len(blobs[key])], "what was reserved"
-            if number in refused:
+            if number in refused | late:
                 assert outcome is refusal, "what the sink raised"
                 continue
             assert outcome is True, f"{outcome} of a blob of {len(blobs[key])} bytes"
@@ -88,8 +99,10 @@ class FormRequirements(BackendRequirements):
         assert len(told) == len(asked), "of nothing, nothing is said"
 
     def test_B51_map_gives_the_blob_or_nothing(self, names: Namespace, opened: Open) -> None:
-        """`map` gives the whole blob as memory, or None. `current` is True until the blob is replaced or deleted, and
-        False from then on; `gone` is the opposite, but for a blob that was changed where it lies.
+        """`map` gives the whole blob as memory, or None; always None for one that is longer than `most_bytes`.
+
+        `current` is True until the blob is replaced or deleted, and False from then on; `gone` is the opposite, but for
+        a blob that was changed where it lies.
 
         What is written to `view` changes the blob for nobody. `view` may be read after the blob is gone. Closing one
         leaves the others as they are.
@@ -97,17 +110,19 @@ class FormRequirements(BackendRequirements):
         Why: the core verifies a mapped blob once, and asks `current` before and after each use instead.
 
         Usually: `current` says what was known when the blob was mapped; a blob written anew under the key goes unseen;
-        or the memory is the store's own, so that a write to it is everybody's.
+        the memory is the store's own, so that a write to it is everybody's; or a file with holes is mapped whole, which
+        takes memory for all of it.
         """
         backend, key, other = opened(), names.key(), names.key(1)
         blob, different = blob_of(10_007), blob_of(5000)
-        assert backend.map(key) is None, "of no blob"
+        assert backend.map(key, len(blob)) is None, "of no blob"
         put_all(backend, [(key, [blob]), (other, [different])])
-        first, second = backend.map(key), backend.map(other)
+        first, second = backend.map(key, len(blob)), backend.map(other, 1 << 30)
         if first is None or second is None:
             assert first is None and second is None, "one is mapped, and the other is not"
             return
         assert bytes(first.view) == blob and bytes(second.view) == different, "what was mapped"
+        assert backend.map(key, len(blob) - 1) is None, "of a blob that is longer than wanted"
         assert first.current() and second.current(), "nothing has changed"
         assert not first.gone() and not second.gone(), "nothing has changed"
         first.view[0] ^= 1
@@ -125,7 +140,7 @@ class FormRequirements(BackendRequirements):
         second.close()
         assert bytes(first.view) == blob, "after another was closed"
         first.close()
-        again = backend.map(key)
+        again = backend.map(key, len(blob))
         assert again is not None and again.current() and bytes(again.view) == blob, "mapped again"
         again.close()
 

@@ -54,9 +54,10 @@ class CompleteDirectoryBackend(DirectoryBackend):
             sink.filled(len(memory))
         return True
 
-    def map(self, key: str) -> MappedBlob | None:
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
+        file = self._file(key)
         try:
-            return Mapped(self._file(key))
+            return Mapped(file) if file.stat().st_size <= most_bytes else None
         except FileNotFoundError:
             return None
 

@@ -37,12 +37,15 @@ class MappedChunks:
 
     def __init__(
         self, backend: StorageBackend, view: Callable[[MappedBlob, Wanted], tuple[envelope.Header, Chunk] | None],
-        expired: Callable[[envelope.Header], bool], events: EventBus, runtime: Runtime, *, name: str,
+        longest: Callable[[Wanted], int], expired: Callable[[envelope.Header], bool], events: EventBus,
+        runtime: Runtime, *, name: str,
     ) -> None:  # fmt: skip
-        """view: verifies a blob and returns the chunk in it, or None if it has to be decoded. expired: whether it has
-        outlived the tier's ttl. name: the tier's."""
+        """view: verifies a blob and returns the chunk in it, or None if it has to be decoded. longest: returns the size
+        of the longest blob that a chunk can have. expired: whether it has outlived the tier's ttl. name: the
+        tier's."""
         self._backend = backend
         self._view = view
+        self._longest = longest
         self._expired = expired
         self._events = events
         self._runtime = runtime
@@ -96,7 +99,7 @@ class MappedChunks:
         if present is not None:
             return present
         try:
-            blob = self._backend.map(str(wanted.key))
+            blob = self._backend.map(str(wanted.key), self._longest(wanted))
         except Exception:
             return None
         if blob is None:

@@ -76,12 +76,9 @@ class BlobReader:
             return reservation
 
         buffers = [
-            _BlobBuffer(
-                reserve, str(one.key), protection=self._protection,
-                max_bytes=self._outline(one.shape, one.num_tokens)[1] + envelope.MAX_HEADER_BYTES,
-            )
+            _BlobBuffer(reserve, str(one.key), protection=self._protection, max_bytes=self.longest(one))
             for one in wanted
-        ]  # fmt: skip
+        ]
         unreported = set(range(len(wanted)))
 
         def done(number: int, outcome: bool | Exception) -> None:
@@ -106,13 +103,17 @@ class BlobReader:
             for number in tuple(unreported):
                 done(number, error)
 
+    def longest(self, wanted: Wanted) -> int:
+        """Return the bytes of the longest blob that such a chunk can have."""
+        return self._outline(wanted.shape, wanted.num_tokens)[1] + envelope.MAX_HEADER_BYTES
+
     def mapped(self, blob: MappedBlob, wanted: Wanted) -> tuple[envelope.Header, Chunk] | None:
         """Verify a mapped blob; its header and the chunk in it, or None if it has to be read and decoded.
 
         Raises as `check` does.
         """
-        outline, longest = self._outline(wanted.shape, wanted.num_tokens)
-        if self._protection is not None or len(blob.view) > longest + envelope.MAX_HEADER_BYTES:
+        outline, _ = self._outline(wanted.shape, wanted.num_tokens)
+        if self._protection is not None or len(blob.view) > self.longest(wanted):
             return None
         verifier = envelope.Verifier(blob.view, key=str(wanted.key))
         verifier.filled(len(blob.view))

@@ -47,7 +47,7 @@ class LocalListing:
         """Return whether a link's target is listed anyway: in the directory, or by another link. Loops
         count as listed."""
         real = os.path.realpath(path)
-        if f"{real}/".startswith(f"{self._real}/") or f"{self._real}/".startswith(f"{real}/") or real in self._linked:
+        if os.path.commonpath((real, self._real)) in (real, self._real) or real in self._linked:
             return True
         self._linked.add(real)
         return False

@@ -34,8 +34,11 @@ def looked_at(resolved: Resolved) -> Iterator[Finding]:
             yield _memory(choice)
             continue
         path = getattr(choice.backend.config, "path", None)
-        if isinstance(path, (str, Path)):
-            yield from _directory(choice, Path(path).expanduser())
+        try:
+            if isinstance(path, (str, Path)):
+                yield from _directory(choice, Path(path).expanduser())
+        except OSError as error:  # of a place that may not be looked at, or cannot be
+            yield problem("tier", choice.name, f"{path}: {error.strerror}")
         yield _tried(choice)
         yield from _listed(choice)
 
@@ -94,7 +97,7 @@ def _written(store: Store, key: str, blob: bytes) -> Finding:
 
 def _directory(choice: TierChoice, path: Path) -> Iterator[Finding]:
     there = path
-    while not there.exists() and there != there.parent:
+    while not os.path.exists(there) and there != there.parent:
         there = there.parent
     kind = file_system(there)
     if kind in ("tmpfs", "ramfs"):
@@ -118,7 +121,7 @@ def _directory(choice: TierChoice, path: Path) -> Iterator[Finding]:
 
 def _used(path: Path) -> int:
     """Bytes that the tier's directory has already; they count as room."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return 0
     total = 0
     for root, _, names in os.walk(path):

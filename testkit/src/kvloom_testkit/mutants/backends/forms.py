@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -291,7 +292,7 @@ class MapSeesNoChange(Mutant, CompleteDirectoryBackend):
 
     breaks = "B51"
 
-    def map(self, key: str) -> MappedBlob | None:
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
         return _NeverChanges(self._file(key)) if self.contains(key) else None
 
 
@@ -305,7 +306,7 @@ class MapSeesNoNewBlob(Mutant, CompleteDirectoryBackend):
 
     breaks = "B51"
 
-    def map(self, key: str) -> MappedBlob | None:
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
         return _OnlyDeleted(self._file(key)) if self.contains(key) else None
 
 
@@ -323,7 +324,7 @@ class MapTakesAUseForAChange(Mutant, CompleteDirectoryBackend):
 
     breaks = "B51"
 
-    def map(self, key: str) -> MappedBlob | None:
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
         return _Used(self._file(key)) if self.contains(key) else None
 
 
@@ -343,8 +344,17 @@ class MapIsTheStoresOwn(Mutant, CompleteDirectoryBackend):
 
     breaks = "B51"
 
-    def map(self, key: str) -> MappedBlob | None:
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
         return _Everybodys(self._file(key)) if self.contains(key) else None
+
+
+class MapHasNoBound(Mutant, CompleteDirectoryBackend):
+    """However long the blob is, all of it becomes memory."""
+
+    breaks = "B51"
+
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
+        return super().map(key, sys.maxsize)
 
 
 class MapOfNothingFails(Mutant, CompleteDirectoryBackend):
@@ -352,7 +362,7 @@ class MapOfNothingFails(Mutant, CompleteDirectoryBackend):
 
     breaks = "B51"
 
-    def map(self, key: str) -> MappedBlob | None:
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
         return Mapped(self._file(key))
 
 
@@ -367,7 +377,7 @@ class MapHasWholePages(Mutant, CompleteDirectoryBackend):
 
     breaks = "B51"
 
-    def map(self, key: str) -> MappedBlob | None:
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
         return _WholePages(self._file(key)) if self.contains(key) else None
 
 
@@ -376,8 +386,8 @@ class MapIsGoneWithTheOthers(Mutant, CompleteDirectoryBackend):
 
     breaks = "B51"
 
-    def map(self, key: str) -> MappedBlob | None:
-        mapped = super().map(key)
+    def map(self, key: str, most_bytes: int) -> MappedBlob | None:
+        mapped = super().map(key, most_bytes)
         if mapped is not None:
             every = self.__dict__.setdefault("_every", [])
             every.append(mapped)
