@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import Sink
     from kvloom.types import Buffer
 
-_VERSION = 3
+_VERSION = 4
 """Version of the interface of `kvloom-native`'s library that this release calls."""
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")

@@ -111,7 +111,7 @@ bool Verifier::check_rows(uint64_t arrived) {
 
 // -- what Python calls: kvloom/format/native_verifier.py ------------------------------------------------------------
 
-KVLOOM_API uint32_t kvloom_version() { return 3; }
+KVLOOM_API uint32_t kvloom_version() { return 4; }
 
 KVLOOM_API uint64_t kvloom_verifier_bytes() { return sizeof(kvloom::Verifier); }
 
