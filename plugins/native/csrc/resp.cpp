@@ -89,8 +89,8 @@ int64_t send_parts(Connection& link) {
     return 0;
 }
 
-// Receives what there is, at least a byte: at most `size` bytes to `into`, and what is behind them, up to `ahead` bytes,
-// to the buffer, which is empty if `size` is not 0.
+// Receives what there is, at least a byte: at most `size` bytes to `into`, and of what is behind them up to `ahead`
+// bytes to the buffer, which is empty if `size` is not 0.
 int64_t receive(Connection& link, uint8_t* into, uint64_t size, uint32_t ahead, uint64_t& got) {
     got = 0;
     if (link.start == link.end) {

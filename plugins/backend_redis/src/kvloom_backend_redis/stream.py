@@ -191,7 +191,7 @@ class Stream:
 
 
 class NativeStream(Stream):
-    """The same in native code, for a socket that is not encrypted. `_native` has the account of time and of the buffer."""
+    """The same in native code, for a socket that is not encrypted. `_native` has its account and its state."""
 
     def __init__(self, connection: socket.socket, *, timeout: float, functions: resp.Resp) -> None:
         super().__init__(connection, timeout=timeout)
