@@ -23,7 +23,7 @@ from kvloom_backend_redis.link import Link, Reply, packed
 @pytest.fixture(autouse=True, scope="module", params=["native", "python"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Everything here is so of either kind of stream."""
-    if request.param == "native" and not (stream_module._INSTALLED and stream_module.resp.resp()):
+    if request.param == "native" and not (stream_module._INSTALLED and stream_module.resp_functions()):
         pytest.skip("no native library")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "python":

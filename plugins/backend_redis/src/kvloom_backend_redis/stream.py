@@ -13,11 +13,22 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from kvloom.native import pointer
+from kvloom import native
 from kvloom_backend_redis.errors import ProtocolError
 
 if _INSTALLED := find_spec("kvloom_native") is not None:
-    from kvloom_native import resp
+    from kvloom_native import (
+        A_LINE,
+        CLOSED,
+        ENDLESS,
+        NOT_TAKEN,
+        TOO_SLOW,
+        WRONG_END,
+        Resp,
+        RespBlob,
+        RespConnection,
+        resp_functions,
+    )
 
 BUFFER_BYTES = 16 << 10
 MAX_LINE_BYTES = 8 << 10
@@ -193,9 +204,9 @@ class Stream:
 class NativeStream(Stream):
     """The same in native code, for a socket that is not encrypted. `_native` has its account and its state."""
 
-    def __init__(self, connection: socket.socket, *, timeout: float, functions: resp.Resp) -> None:
+    def __init__(self, connection: socket.socket, *, timeout: float, functions: Resp) -> None:
         super().__init__(connection, timeout=timeout)
-        self._native = resp.RespConnection(connection.fileno(), self._bytes, slowest=_SLOWEST)
+        self._native = RespConnection(connection.fileno(), self._bytes, slowest=_SLOWEST)
         self._native.timeout = timeout
         self._address = ctypes.addressof(self._native)
         self._descriptor = connection.fileno()
@@ -246,7 +257,7 @@ class NativeStream(Stream):
         while result == -errno.EINTR:
             result = self._next(self._address, None, 0, ahead)
         del held
-        if result < 0 and result != resp.A_LINE:
+        if result < 0 and result != A_LINE:
             raise self._failure(result)
         return result
 
@@ -269,7 +280,7 @@ class NativeStream(Stream):
         size = len(into)
         if into.readonly or not into.c_contiguous:
             raise ValueError("read-only memory, or in pieces")
-        blob = resp.RespBlob(pointer(into), 0, size, *(native_filled or ()))
+        blob = RespBlob(native.pointer(into), 0, size, *(native_filled or ()))
         place = ctypes.addressof(blob)
         while True:
             if filled and not native_filled:
@@ -285,22 +296,22 @@ class NativeStream(Stream):
 
     def _failure(self, result: int) -> Exception:
         native = self._native
-        if result == resp.CLOSED:
+        if result == CLOSED:
             return _hung_up()
-        if result == resp.WRONG_END:
+        if result == WRONG_END:
             return _wrong_end()
-        if result == resp.ENDLESS:
+        if result == ENDLESS:
             return _no_line(self._buffer[native.start : native.end])
-        if result == resp.TOO_SLOW:
+        if result == TOO_SLOW:
             return _too_slow(native.moved, native.waited)
-        if result in (resp.NOT_TAKEN, -errno.EAGAIN):
-            return _taken_nothing() if result == resp.NOT_TAKEN else _sent_nothing()
+        if result in (NOT_TAKEN, -errno.EAGAIN):
+            return _taken_nothing() if result == NOT_TAKEN else _sent_nothing()
         return OSError(-result, os.strerror(-result))
 
 
 def stream(connection: socket.socket, *, timeout: float) -> Stream:
     """The fastest stream over this socket. timeout: seconds."""
-    functions = resp.resp() if _INSTALLED and not isinstance(connection, ssl.SSLSocket) else None
+    functions = resp_functions() if _INSTALLED and not isinstance(connection, ssl.SSLSocket) else None
     if functions is None:
         return Stream(connection, timeout=timeout)
     return NativeStream(connection, timeout=timeout, functions=functions)

@@ -95,7 +95,7 @@ class Resp(NamedTuple):
 
 
 @cache
-def resp() -> Resp | None:
+def resp_functions() -> Resp | None:
     """The functions, or None if there is no library that can be used."""
     slow, brief = library(), native.own_library(brief=True)
     if slow is None or brief is None:
