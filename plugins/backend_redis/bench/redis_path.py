@@ -101,7 +101,9 @@ class Batch(Ours):
     """The same, with all blobs of a thread in one call."""
 
     def put_many(self, keys: list[str], blob: memoryview) -> None:
-        self.backend.put_many([(key, [blob]) for key in keys])
+        outcomes: list[Exception | None] = []
+        self.backend.put_many([(key, [blob]) for key in keys], lambda _, outcome: outcomes.append(outcome))
+        assert outcomes == [None] * len(keys), outcomes
 
     def get_many(self, keys: list[str], into: memoryview) -> None:
         outcomes: list[bool | Exception] = []
