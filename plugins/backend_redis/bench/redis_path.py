@@ -97,6 +97,20 @@ class Ours:
         self.backend.close()
 
 
+class Batch(Ours):
+    """The same, with all blobs of a thread in one call."""
+
+    def put_many(self, keys: list[str], blob: memoryview) -> None:
+        outcomes: list[Exception | None] = []
+        self.backend.put_many([(key, [blob]) for key in keys], lambda _, outcome: outcomes.append(outcome))
+        assert outcomes == [None] * len(keys), outcomes
+
+    def get_many(self, keys: list[str], into: memoryview) -> None:
+        outcomes: list[bool | Exception] = []
+        self.backend.get_many_into([(key, Into(into)) for key in keys], lambda _, outcome: outcomes.append(outcome))
+        assert outcomes == [True] * len(keys), outcomes
+
+
 class Into:
     """A sink over given memory."""
 
@@ -144,26 +158,35 @@ def measure(rows: Rows, server: RedisServer, mib: int, threads: int, rounds: int
     memory = [memoryview(mmap.mmap(-1, MOST_BYTES + 4096)) for _ in range(threads)]
     for one in memory:
         one[:] = bytes(len(one))
-    kinds: list[Any] = [Raw, Ours, RedisPy]
+    kinds: list[Any] = [Raw, Ours, Batch, RedisPy]
     taken: dict[tuple[str, str], list[float]] = {}
     with ThreadPoolExecutor(threads) as pool:
         for turn in range(rounds):
-            for kind in kinds[turn % 3 :] + kinds[: turn % 3]:
+            for kind in kinds[turn % 4 :] + kinds[: turn % 4]:
                 clients = clients_of(kind, server, threads)
 
                 def each(
-                    work: Callable[[Any, int, str], None], clients: list[Any] = clients
-                ) -> list[Callable[[], None]]:
+                    work: Callable[[Any, int, str], None], many: Callable[[Any, int, list[str]], None],
+                    clients: list[Any] = clients,
+                ) -> list[Callable[[], None]]:  # fmt: skip
                     lanes = [KEYS[lane::threads] for lane in range(threads)]
 
                     def lane_of(lane: int) -> None:
+                        if isinstance(clients[0], Batch):
+                            return many(clients[0], lane, lanes[lane])
                         for key in lanes[lane]:
                             work(clients[lane % len(clients)], lane, key)
 
                     return [lambda lane=lane: lane_of(lane) for lane in range(threads)]  # type: ignore[misc]
 
-                puts = each(lambda client, lane, key: client.put(key, blob))
-                gets = each(lambda client, lane, key: client.get(key, memory[lane]))
+                puts = each(
+                    lambda client, lane, key: client.put(key, blob),
+                    lambda client, lane, keys: client.put_many(keys, blob),
+                )
+                gets = each(
+                    lambda client, lane, key: client.get(key, memory[lane]),
+                    lambda client, lane, keys: client.get_many(keys, memory[lane]),
+                )
                 seconds(pool, gets if turn else puts)  # connections are made, and windows have grown
                 taken.setdefault((kind.__name__, "put"), []).append(seconds(pool, puts))
                 taken.setdefault((kind.__name__, "get"), []).append(seconds(pool, gets))
@@ -174,7 +197,7 @@ def measure(rows: Rows, server: RedisServer, mib: int, threads: int, rounds: int
     size = len(KEYS) * len(blob) / 1e9
     for verb in ("put", "get"):
         label = f"{place} {verb} {mib} MiB, {threads} threads (GB/s)"
-        for kind, name in ((Ours, "kvloom"), (RedisPy, "redis-py")):
+        for kind, name in ((Ours, "kvloom"), (Batch, "kvloom, as a batch"), (RedisPy, "redis-py")):
             rows.spread(f"{name}: {label}", taken[kind.__name__, verb], size, taken["Raw", verb], "raw socket")
 
 

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -17,14 +17,21 @@ class Fault:
     kind: str = "none"
     at: int = 0
     size: int = 1
+    go_on: threading.Event = field(default_factory=threading.Event)
+    """Ends a stall."""
+    gone_on: threading.Event = field(default_factory=threading.Event)
+    """What was stalled is sent."""
 
     def send(self, connection: socket.socket, reply: bytes) -> None:
         """Send what is left of a reply; ConnectionError if the connection ends with it."""
         at = min(self.at, len(reply))
         if self.kind == "stall":
-            connection.sendall(reply[:at])
-            time.sleep(0.12)  # past the client's timeout; then the rest comes all the same
-            connection.sendall(reply[at:])
+            try:
+                connection.sendall(reply[:at])
+                self.go_on.wait(60)  # the client has given up by then; the rest comes all the same
+                connection.sendall(reply[at:])
+            finally:
+                self.gone_on.set()
         elif self.kind == "cut":
             connection.sendall(reply[:at])
             raise ConnectionAbortedError
@@ -51,6 +58,7 @@ class ScriptedServer:
     def __init__(self) -> None:
         self.blobs: dict[bytes, bytes] = {}
         self.faults: list[Fault] = []
+        self._stalled: list[Fault] = []
         self.hello = b"-NOPERM may not say hello\r\n"
         self.replies: dict[bytes, bytes | list[bytes]] = {}
         """In place of what would be said to a command: always the same, or one after the other."""
@@ -60,7 +68,15 @@ class ScriptedServer:
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
+    def go_on(self) -> None:
+        """Send the rest of what was stalled, and return when it is sent: nobody is waiting for it any more."""
+        while self._stalled:
+            fault = self._stalled.pop()
+            fault.go_on.set()
+            fault.gone_on.wait(60)
+
     def close(self) -> None:
+        self.go_on()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -112,6 +128,8 @@ class ScriptedServer:
             reply = self.hello
         else:
             reply = b"-NOPERM no\r\n"
+        if fault.kind == "stall":
+            self._stalled.append(fault)
         fault.send(connection, reply)
 
 

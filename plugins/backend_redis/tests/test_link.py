@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -14,8 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom_backend_redis import link as link_module
+from kvloom_backend_redis import stream as stream_module
 from kvloom_backend_redis.errors import ProtocolError, ServerError
 from kvloom_backend_redis.link import Link, Reply, packed
+
+
+@pytest.fixture(autouse=True, scope="module", params=["native", "python"])
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Everything here is so of either kind of stream."""
+    if request.param == "native" and not (stream_module._INSTALLED and stream_module.resp_functions()):
+        pytest.skip("no native library")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "python":
+            patch.setattr(link_module, "stream", stream_module.Stream)
+        yield request.param
+
 
 WORDS = st.binary(max_size=40)
 LINES = st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=20).map(str.encode)
@@ -109,6 +123,96 @@ def test_blobs_in_any_pieces(sizes: list[int], cuts: list[int]) -> None:
             assert link.reply() == 7
         assert link.clean
         talker.join()
+
+
+REPLIES = st.one_of(
+    st.integers(0, 300).map(lambda size: bytes([size % 251]) * size).map(encoded),
+    st.sampled_from([0, 21, 22, 23, 16_384, 40_000]).map(lambda size: encoded(b"x" * size)),
+    st.sampled_from([b"$-1\r\n", b"-ERR no\r\n", b"+OK\r\n", b":1\r\n", b"$\r\n", b"\r\r\n", b"a" * 20_000]),
+    st.sampled_from([301, 2**31, 2**32, 10**18, 2**63, 10**19]).map(lambda size: b"$%d\r\n" % size),
+)
+DAMAGE = st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.sampled_from([b"", b"9", b"\r", b"\n", b"$", b"-"]))
+
+
+def outcomes(link: Link, count: int) -> list[object]:
+    """What each of the blobs that are waited for comes to, up to an error after which nothing can come."""
+    said: list[object] = []
+    for _ in range(count):
+        try:
+            size = link.length(40_000)
+            if size is None:
+                said.append(None)
+            else:
+                into = bytearray(size)
+                told: list[int] = []
+                link.fill(memoryview(into), told.append)
+                said.append((bytes(into), told[-1:]))
+        except ServerError as error:
+            said.append(f"refused: {error}")
+        except (ProtocolError, OSError) as error:
+            return [*said, type(error), str(error), link.clean]
+    return [*said, link.clean]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    replies=st.lists(REPLIES, min_size=1, max_size=4), damage=st.one_of(st.none(), DAMAGE),
+    cuts=st.lists(st.integers(0, 10**5), max_size=6),
+)  # fmt: skip
+def test_native_code_and_python_find_the_same(
+    replies: list[bytes], damage: tuple[int, int, bytes] | None, cuts: list[int]
+) -> None:
+    data = b"".join(replies)
+    if damage is not None:
+        at = damage[0] % (len(data) + 1)
+        data = data[:at] + damage[2] + data[at + damage[1] :]
+    found = []
+    for make in (stream_module.stream, stream_module.Stream):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(link_module, "stream", make)
+            with linked() as (link, end):
+                link.queue(packed(b"GET", b"a"), replies=len(replies))
+                talker = threading.Thread(target=says, args=(end, data, cuts))
+                talker.start()
+                found.append(outcomes(link, len(replies)))
+                link.close()
+                talker.join()
+    native, python = found
+    if "no reply: " in str(python[-2:]):  # how much of a line that has no end was received
+        native[-2] = python[-2] = ""
+    assert native == python
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_signal_ends_an_exchange_only_if_its_handler_raises(raises: bool) -> None:
+    class Interrupt(BaseException):
+        pass
+
+    interrupted: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        interrupted.append(number)
+        end.sendall(b"456\r\n")
+        if raises:
+            raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with linked(timeout=60) as (link, end):
+            link.queue(packed(b"GET", b"a"))
+            end.sendall(b"$6\r\n123")
+            into = bytearray(link.length(100) or 0)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            if raises:
+                with pytest.raises(Interrupt):
+                    link.fill(memoryview(into))
+                assert not link.clean
+            else:
+                link.fill(memoryview(into))
+                assert into == b"123456" and link.clean
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == [signal.SIGALRM]
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,4 +1,4 @@
-"""Native code under the address and undefined behaviour sanitizers: the verifier with damaged blobs, and the chain."""
+"""Native code under the address and undefined behaviour sanitizers: damaged blobs, chains, replies."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from test_native_verifier import DAMAGE, again_with_checksum, all_but_the_description_is_right, sealed
 
 from kvloom import keys
+from kvloom_native import resp
 
 SOURCES = Path(__file__).parents[1]
 BLOBS = 4000
@@ -73,3 +74,67 @@ def last_digest(tokens: list[int], chunk_tokens: int) -> str:
         these = struct.pack(f"<{chunk_tokens}i", *tokens[start : start + chunk_tokens])
         digest = hashlib.sha256(digest + these).digest()
     return digest.hex() if len(tokens) >= chunk_tokens else ""
+
+
+CLOSED, WRONG_END, ENDLESS = (str(code) for code in (resp.CLOSED, resp.WRONG_END, resp.ENDLESS))
+
+
+def test_nothing_is_read_or_written_outside_a_reply(tmp_path: Path) -> None:
+    program = built(tmp_path / "resp", "fuzz/resp.cpp")
+    rng, expected = random.Random(0), []
+    with (tmp_path / "replies").open("wb") as file:
+        for _ in range(3000):
+            replies = [rng.choice(REPLIES)(rng) for _ in range(rng.randrange(1, 5))]
+            data = bytearray(b"".join(replies))
+            if rng.random() < 0.5:
+                at = rng.randrange(len(data))
+                data[at : at + rng.choice((1, 1, 1, 2, 1 << 20))] = rng.choice(
+                    (b"", b"", b"9", b"\r", b"\n", b"$", b"-")
+                )
+            largest, step = rng.choice((700, 1 << 20)), rng.choice((1, 7, 100, 1 << 12, 1 << 20))
+            file.write(struct.pack("<IIII", len(data), len(replies) + 1, largest, step) + data)
+            expected.append(outcomes(bytes(data), len(replies) + 1, largest))
+    done = subprocess.run([program, tmp_path / "replies"], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [line.split() for line in done.stdout.splitlines()] == expected
+    for outcome in (CLOSED, WRONG_END, ENDLESS, "blob", "line"):
+        assert sum(outcome in one for one in expected) > 50, outcome
+
+
+def announced(rng: random.Random) -> bytes:
+    blob = rng.randbytes(rng.choice((0, 1, 2, 21, 22, 23, 700, 16_384, 40_000)))
+    return b"$%d\r\n%b\r\n" % (len(blob), blob)
+
+
+REPLIES = (
+    announced, announced, announced,
+    lambda rng: rng.choice((b"$-1\r\n", b"+OK\r\n", b"-ERR no\r\n", b":7\r\n", b"$\r\n", b"\r\r\n", b"\r\n")),
+    lambda rng: b"$%d\r\n" % rng.choice((701, 2**31, 2**32, 10**17, 10**18 - 1, 10**18, 2**64, 10**40)),
+    lambda rng: b"x" * rng.choice((3, 20_000)),
+)  # fmt: skip
+
+
+def outcomes(data: bytes, replies: int, largest: int) -> list[str]:
+    """What `replies` replies are, of which nothing comes but `data`. Lines are short, or have no end for long."""
+    said: list[str] = []
+    for _ in range(replies):
+        line, found, rest = data.partition(b"\r\n")
+        if not found or len(line) > 8 << 10:
+            return [*said, ENDLESS if len(line) > 8 << 10 else CLOSED]
+        data = rest
+        if not (line[:1] == b"$" and line[1:].isdigit() and len(line) <= 19):
+            said += ["line", str(len(line))]
+            continue
+        size = int(line[1:])
+        if size > largest:
+            return [*said, str(size)]
+        if len(data) < size + 2:
+            return [*said, CLOSED]
+        if data[size : size + 2] != b"\r\n":
+            return [*said, WRONG_END]
+        total = 0
+        for byte in data[:size]:
+            total = (total * 31 + byte) % 2**64
+        said += ["blob", str(size), str(total)]
+        data = data[size + 2 :]
+    return said

@@ -21,6 +21,7 @@ from kvloom import (
     Sink,
     StorageBackend,
     WriteDone,
+    native,
 )
 from kvloom_backend_redis import opening
 from kvloom_backend_redis.address import Endpoint
@@ -30,6 +31,7 @@ from kvloom_backend_redis.exchange import Exchange
 from kvloom_backend_redis.leases import Leases
 from kvloom_backend_redis.link import Link, Reply, packed
 from kvloom_backend_redis.links import Links
+from kvloom_backend_redis.stream import Part
 from kvloom_backend_redis.topology import Cluster, Sentinels, Single, Topology
 
 _KEY = re.compile(r"[A-Za-z0-9._/-]+")
@@ -91,7 +93,7 @@ class RedisBackend(StorageBackend):
         return self._exchange.one(self._name(key), self._set(key, blob, b"NX"), _kept)
 
     def put_many(self, requests: Sequence[tuple[str, Buffers]], done: WriteDone) -> None:
-        batch: list[tuple[int, Buffers]] = []
+        batch: list[tuple[int, list[Part]]] = []
         size = 0
         for number, (key, blob) in enumerate(requests):
             try:
@@ -100,7 +102,7 @@ class RedisBackend(StorageBackend):
                 done(number, error)
                 continue
             batch.append((number, parts))
-            size += sum(memoryview(part).nbytes for part in parts)
+            size += sum(map(len, parts))
             if len(batch) == _BATCH_BLOBS or size > _BATCH_BYTES:
                 full, batch, size = batch, [], 0
                 self._put_batch(full, requests, done)
@@ -108,31 +110,23 @@ class RedisBackend(StorageBackend):
             self._put_batch(batch, requests, done)
 
     def _put_batch(
-        self, batch: Sequence[tuple[int, Buffers]], requests: Sequence[tuple[str, Buffers]], done: WriteDone
+        self, batch: Sequence[tuple[int, list[Part]]], requests: Sequence[tuple[str, Buffers]], done: WriteDone
     ) -> None:
-        numbers = [number for number, _ in batch]
-        try:
-            self._send([(self._name(requests[number][0]), parts) for number, parts in batch])
-        except Exception:  # whichever it is about
-            super().put_many([requests[number] for number in numbers], lambda at, outcome: done(numbers[at], outcome))
-        else:
-            for number in numbers:
-                done(number, None)
-
-    def _send(self, batch: Sequence[tuple[bytes, Buffers]]) -> None:
-        self._exchange.send([name for name, _ in batch], [parts for _, parts in batch], _kept)
+        names = [self._name(requests[number][0]) for number, _ in batch]
+        outcomes = self._exchange.send(names, [parts for _, parts in batch], _kept)
+        for (number, _), outcome in zip(batch, outcomes, strict=True):
+            done(number, outcome if isinstance(outcome, Exception) else None)
 
     def get(self, key: str) -> Buffer | None:
-        return self._exchange.one(self._name(key), [packed(b"GET", self._name(key))], self._blob)
+        return self._exchange.one(self._name(key), [_get(self._name(key))], self._blob)
 
     def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
         names = [self._name(key) for key in keys]
-        return self._exchange.fetch(names, [packed(b"GET", name) for name in names], self._blob)
+        return self._exchange.fetch(names, [_get(name) for name in names], self._blob)
 
     def get_into(self, key: str, sink: Sink) -> bool:
-        outcomes: list[bool | Exception] = []
-        self.get_many_into([(key, sink)], lambda _, outcome: outcomes.append(outcome))
-        outcome = outcomes.pop()
+        name = self._name(key)
+        outcome = self._exchange.one(name, [_get(name)], lambda link: self._into(link, sink))
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -141,13 +135,9 @@ class RedisBackend(StorageBackend):
         names = [self._name(key) for key, _ in requests]
 
         def read(link: Link, place: int) -> bool | Exception:
-            try:
-                size = self._length(link, self._server.most_bytes)
-            except CorruptBlobError as error:
-                return error
-            return False if size is None else _filled(link, size, requests[place][1])
+            return self._into(link, requests[place][1])
 
-        for outcome in self._exchange.replies(names, [packed(b"GET", name) for name in names], read):
+        for outcome in self._exchange.replies(names, [_get(name) for name in names], read):
             done(*outcome)
 
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
@@ -233,7 +223,7 @@ class RedisBackend(StorageBackend):
             and _KEY.fullmatch(name[len(self._prefix) :].decode("latin-1")) is not None
         )
 
-    def _set(self, key: str, blob: Buffers, *options: bytes) -> Buffers:
+    def _set(self, key: str, blob: Buffers, *options: bytes) -> list[Part]:
         """The request that keeps a blob. Raises BackendError if no server would take it."""
         views = [memoryview(part).cast("B") for part in blob]
         size = sum(map(len, views))
@@ -247,6 +237,14 @@ class RedisBackend(StorageBackend):
     def _each(self, verb: bytes, names: Iterable[bytes]) -> list[Reply]:
         names = list(names)
         return self._exchange.many(names, [packed(verb, name) for name in names])
+
+    def _into(self, link: Link, sink: Sink) -> bool | Exception:
+        """Read a blob into a sink: whether there is one, or what is wrong with it or with its sink."""
+        try:
+            size = self._length(link, self._server.most_bytes)
+        except CorruptBlobError as error:
+            return error
+        return False if size is None else _filled(link, size, sink)
 
     def _blob(self, link: Link) -> Buffer | None:
         size = self._length(link, self._server.most_bytes)
@@ -265,8 +263,19 @@ class RedisBackend(StorageBackend):
             raise
 
 
+def _get(name: bytes) -> bytes:
+    return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
+
+
 def _filled(link: Link, size: int, sink: Sink) -> bool | Exception:
     """Read a blob into a sink, or return what the sink raises; behind a small blob the link goes on all the same."""
+    try:
+        into = sink.reserve(size)[:size]
+        native_filled = native.filled_by(sink)
+    except Exception as error:
+        if size <= _SKIPPED_BYTES:
+            link.skip(size)
+        return error
     failure: Exception | None = None
 
     def filled(num_bytes: int) -> None:
@@ -277,13 +286,7 @@ def _filled(link: Link, size: int, sink: Sink) -> bool | Exception:
         except Exception as error:
             failure = error
 
-    try:
-        into = sink.reserve(size)[:size]
-    except Exception as error:
-        if size <= _SKIPPED_BYTES:
-            link.skip(size)
-        return error
-    link.fill(into, filled)
+    link.fill(into, filled, native_filled)
     return failure or True
 
 

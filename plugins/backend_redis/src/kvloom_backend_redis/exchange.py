@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvloom import Buffers
 from kvloom_backend_redis.address import Endpoint
 from kvloom_backend_redis.errors import LinkLost, ServerError
 from kvloom_backend_redis.link import Link, Reply, packed
 from kvloom_backend_redis.links import Links
+from kvloom_backend_redis.stream import Part
 from kvloom_backend_redis.topology import Detour, Topology
 
 T = TypeVar("T")
@@ -39,9 +39,16 @@ class Exchange:
         self._busy: set[object] = set()
         """One thing for each exchange of many blobs that is under way."""
 
-    def one(self, key: bytes, parts: Buffers, read: Callable[[Link], T]) -> T:
-        """Send a request and `read` its reply."""
-        return self._along(Detour(self.topology.endpoint(key), asking=False), parts, read)
+    def one(self, key: bytes, parts: Sequence[Part], read: Callable[[Link], T]) -> T:
+        """Send a request and `read` its reply. parts: contiguous bytes."""
+        endpoint = self.topology.endpoint(key)
+        try:
+            return self._at(endpoint, parts, read)
+        except ServerError as error:
+            detour = self.topology.redirected(error, endpoint)
+            if detour is None:
+                raise
+        return self._along(detour, parts, read)
 
     def ask(self, key: bytes, *words: bytes) -> Reply:
         """A short request and its reply."""
@@ -53,7 +60,7 @@ class Exchange:
         with self._link(endpoint) as link:
             for start in range(0, len(requests), WINDOW):
                 window = requests[start : start + WINDOW]
-                link.send(b"".join(window), replies=len(window))
+                link.queue(b"".join(window), replies=len(window))
                 replies += [link.reply() for _ in window]
         return replies
 
@@ -96,7 +103,7 @@ class Exchange:
                         ahead = left[asked : done + most(link.announced_bytes)]
                         asked += len(ahead)
                         if ahead:
-                            link.send(b"".join([requests[place] for place in ahead]), replies=len(ahead))
+                            link.queue(b"".join([requests[place] for place in ahead]), replies=len(ahead))
                         place = left[done]
                         value = _or_refusal(link, partial(read, place=place))
                         done += 1
@@ -112,24 +119,41 @@ class Exchange:
                         yield place, error
                 left = left[done:]
 
-    def send(self, keys: Sequence[bytes], requests: Sequence[Buffers], read: Callable[[Link], T]) -> list[T]:
-        """Like `fetch`, for large requests."""
+    def send(
+        self, keys: Sequence[bytes], requests: Sequence[Sequence[Part]], read: Callable[[Link], T]
+    ) -> list[T | Exception]:
+        """The result of `read` for each of large requests, or why there is none: a refusal, or a failure of its server.
 
-        def exchange(endpoint: Endpoint, places: Sequence[int]) -> list[T | ServerError]:
-            sent: list[T | ServerError] = []
-            with self._link(endpoint) as link, self._ahead() as most:
-                for number, place in enumerate(places):
-                    link.send(*requests[place])
-                    size = sum(memoryview(part).nbytes for part in requests[place])
-                    while len(sent) <= number - most(size):
-                        sent.append(_or_refusal(link, read))
-                return sent + [_or_refusal(link, read) for _ in places[len(sent) :]]
-
-        return self._spread(keys, exchange, requests.__getitem__, read)
+        What was sent to a server that failed, and was not answered, may have been done.
+        """
+        outcomes: dict[int, T | Exception] = {}
+        for endpoint, places in self._by_server(keys).items():
+            answered = 0
+            try:
+                with self._link(endpoint) as link, self._ahead() as most:
+                    for number, place in enumerate(places):
+                        link.queue(*requests[place])
+                        size = sum(map(len, requests[place]))
+                        while answered <= number - most(size):
+                            outcomes[places[answered]] = _or_refusal(link, read)
+                            answered += 1
+                    for place in places[answered:]:
+                        outcomes[place] = _or_refusal(link, read)
+            except Exception as error:
+                outcomes |= dict.fromkeys((place for place in places if place not in outcomes), error)
+            for place in places:
+                value = outcomes[place]
+                detour = self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
+                if detour is not None:
+                    try:
+                        outcomes[place] = self._along(detour, requests[place], read)
+                    except Exception as error:
+                        outcomes[place] = error
+        return [outcomes[place] for place in range(len(keys))]
 
     def _spread(
         self, keys: Sequence[bytes], exchange: Callable[[Endpoint, Sequence[int]], Sequence[T | ServerError]],
-        request: Callable[[int], Buffers], read: Callable[[Link], T],
+        request: Callable[[int], Sequence[Part]], read: Callable[[Link], T],
     ) -> list[T]:  # fmt: skip
         """Call `exchange` for each server with its keys; then follow its redirections, one by one.
 
@@ -166,24 +190,34 @@ class Exchange:
             places.setdefault(self.topology.endpoint(key), []).append(place)
         return places
 
-    def _along(self, detour: Detour, parts: Buffers, read: Callable[[Link], T]) -> T:
+    def _along(self, detour: Detour, parts: Sequence[Part], read: Callable[[Link], T]) -> T:
         for _ in range(_DETOURS):
             try:
-                return self._at(detour, parts, read)
+                return self._at(detour.endpoint, parts, read, asking=detour.asking)
             except ServerError as error:
                 other = self.topology.redirected(error, detour.endpoint)
                 if other is None:
                     raise
                 detour = other
-        return self._at(detour, parts, read)
+        return self._at(detour.endpoint, parts, read, asking=detour.asking)
 
-    def _at(self, detour: Detour, parts: Buffers, read: Callable[[Link], T]) -> T:
-        with self._link(detour.endpoint) as link:
-            if detour.asking:
-                link.send(_ASKING)
-                link.answer()
-            link.send(*parts)
-            return read(link)
+    def _at(
+        self, endpoint: Endpoint, parts: Sequence[Part], read: Callable[[Link], T], *, asking: bool = False
+    ) -> T:  # fmt: skip
+        # Without `_link`: in the way of every blob, these few lines are what the interpreter takes longest for.
+        try:
+            link = self._links.take(endpoint)
+            try:
+                if asking:
+                    link.send(_ASKING)
+                    link.answer()
+                link.queue(*parts)
+                return read(link)
+            finally:
+                self._links.give_back(endpoint, link)
+        except LinkLost:
+            self.topology.doubt(endpoint)
+            raise
 
     @contextlib.contextmanager
     def _link(self, endpoint: Endpoint) -> Iterator[Link]:

@@ -41,16 +41,25 @@ class Links:
 
         Raises Unreachable, or ServerError if the server rejects the login.
         """
-        link = self._waiting(endpoint) or self._connected(endpoint)
-        pid = self._pid
+        link = self.take(endpoint)
         try:
             yield link
         finally:
+            self.give_back(endpoint, link)
+
+    def take(self, endpoint: Endpoint) -> Link:
+        """A connection to `give_back`, whatever happens. Raises as `link`."""
+        return self._waiting(endpoint) or self._connected(endpoint)
+
+    def give_back(self, endpoint: Endpoint, link: Link) -> None:
+        """Keep a connection for the next exchange, or close it if this one did not end `clean`."""
+        idle = self._idle.get(endpoint)
+        if idle is None:
             idle = self._idle.setdefault(endpoint, [])
-            if link.clean and not self.closed and pid == os.getpid() and len(idle) < self._most_idle:
-                idle.append(link)
-            else:
-                link.close()
+        if link.clean and not self.closed and link.pid == os.getpid() and len(idle) < self._most_idle:
+            idle.append(link)
+        else:
+            link.close()
 
     def drop(self, endpoint: Endpoint) -> None:
         """Close those that wait: the server is gone, or was."""

@@ -2,5 +2,34 @@
 
 from kvloom_native.files import NOT_A_FILE, TOO_SHORT, Files, library
 from kvloom_native.mapping import MappedFile, is_memory
+from kvloom_native.resp import (
+    A_LINE,
+    CLOSED,
+    ENDLESS,
+    NOT_TAKEN,
+    TOO_SLOW,
+    WRONG_END,
+    Resp,
+    RespBlob,
+    RespConnection,
+    resp_functions,
+)
 
-__all__ = ["NOT_A_FILE", "TOO_SHORT", "Files", "MappedFile", "is_memory", "library"]
+__all__ = [
+    "A_LINE",
+    "CLOSED",
+    "ENDLESS",
+    "NOT_A_FILE",
+    "NOT_TAKEN",
+    "TOO_SHORT",
+    "TOO_SLOW",
+    "WRONG_END",
+    "Files",
+    "MappedFile",
+    "Resp",
+    "RespBlob",
+    "RespConnection",
+    "is_memory",
+    "library",
+    "resp_functions",
+]

@@ -81,8 +81,8 @@ def _native() -> Finding:
     try:
         native.load("kvloom_native", "kvloom")
     except PluginError as error:
-        return note("library", "kvloom-native", f"blobs are read and verified in Python, which is slower: {error}")
-    return ok("library", "kvloom-native", "blobs are verified, and files read, in native code")
+        return note("library", "kvloom-native", f"blobs are moved and verified in Python, which is slower: {error}")
+    return ok("library", "kvloom-native", "blobs are verified, files read and Redis asked in native code")
 
 
 def parts(text: str) -> tuple[int, ...]:
