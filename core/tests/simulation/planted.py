@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from kvloom.tiers.stored import inflight, write, write_queue
 from kvloom.tiers.stored import read as reader
 from kvloom.tiers.tier import Loaded
 from simulation import plugin
+from simulation.store import Pane
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -264,9 +266,17 @@ def removal_leaves_pieces() -> AbstractContextManager[Any]:
     return patch.object(Engine, "remove", remove)
 
 
-def mapped_memory_not_asked_about() -> AbstractContextManager[Any]:
-    """All that is read from a store's memory counts as what was verified there."""
-    return patch.object(MappedLease, "intact", True)
+@contextmanager
+def mapped_memory_not_asked_about() -> Iterator[None]:
+    """All that is read from a store's memory counts as what was verified there, and much of it decays meanwhile."""
+    real = Pane.current
+
+    def current(self: Pane) -> bool:
+        self._store.faults = replace(self._store.faults, decay=0.9)
+        return real(self)
+
+    with patch.object(MappedLease, "intact", True), patch.object(Pane, "current", current):
+        yield
 
 
 def mapped_memory_closed_with_its_first_lease() -> AbstractContextManager[Any]:
@@ -310,7 +320,7 @@ PLANTS: dict[Plant, Planted] = {
     layer_not_checked: Planted(("wrong bytes",), 20231),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2100),
-    mapped_memory_not_asked_about: Planted(("wrong bytes",), 20001),
+    mapped_memory_not_asked_about: Planted(("wrong bytes",), 2157),
     mapped_memory_closed_with_its_first_lease: Planted(("wrong bytes", "memory reused"), 2000),
     removal_leaves_pieces: Planted(("served after removal", "resurrected"), 2005),
 }
