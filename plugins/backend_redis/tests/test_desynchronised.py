@@ -315,15 +315,24 @@ def test_each_blob_of_a_batch_has_its_outcome(scripted: Any, patient: RedisBacke
     names = [b"kvloom:" + key.encode() for key in "abcd"]
     requests = [patient._set(key, [b"blob"]) for key in "abcd"]
     scripted.replies[b"SET"] = [b"+OK\r\n", b"-OOM no\r\n", b"+OK\r\n", b"+OK\r\n"]
-    kept = patient._exchange.send(names, requests, backend_module._kept)
-    assert [kept[0], *kept[2:]] == [True] * 3 and isinstance(kept[1], ServerError)
+    kept = dict(patient._exchange.send(names, requests, backend_module._kept))
+    assert [kept[0], kept[2], kept[3]] == [True] * 3 and isinstance(kept[1], ServerError)
     scripted.replies[b"SET"] = [b"+OK\r\n", b"what\r\n", b"+OK\r\n", b"+OK\r\n"]
-    kept = patient._exchange.send(names, requests, backend_module._kept)
-    assert kept[0] is True and [type(outcome) for outcome in kept[1:]] == [ProtocolError] * 3
+    kept = dict(patient._exchange.send(names, requests, backend_module._kept))
+    assert kept[0] is True and [type(kept[place]) for place in (1, 2, 3)] == [ProtocolError] * 3
     scripted.replies[b"SET"] = [b"+OK\r\n", b"-OOM no\r\n"]
     told: dict[int, Exception | None] = {}
     patient.put_many([("a", [b"blob"]), ("b", [b"blob"])], told.__setitem__)
     assert told[0] is None and isinstance(told[1], ServerError)
+
+
+def test_outcomes_of_a_batch_are_told_while_it_is_being_sent(scripted: Any, patient: RedisBackend) -> None:
+    """The caller's deadline is for each of them after the one before."""
+    left = scripted.replies[b"SET"] = [b"+OK\r\n"] * 12
+    blob = bytes(1 << 20)
+    unanswered: list[int] = []
+    patient.put_many([(key, [blob]) for key in "abcdefghijkl"], lambda number, outcome: unanswered.append(len(left)))
+    assert unanswered[0] > 0 and unanswered[-1] == 0 and len(unanswered) == 12
 
 
 @pytest.mark.parametrize(

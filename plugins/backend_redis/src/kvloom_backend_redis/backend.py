@@ -113,9 +113,8 @@ class RedisBackend(StorageBackend):
         self, batch: Sequence[tuple[int, list[Part]]], requests: Sequence[tuple[str, Buffers]], done: WriteDone
     ) -> None:
         names = [self._name(requests[number][0]) for number, _ in batch]
-        outcomes = self._exchange.send(names, [parts for _, parts in batch], _kept)
-        for (number, _), outcome in zip(batch, outcomes, strict=True):
-            done(number, outcome if isinstance(outcome, Exception) else None)
+        for place, outcome in self._exchange.send(names, [parts for _, parts in batch], _kept):
+            done(batch[place][0], outcome if isinstance(outcome, Exception) else None)
 
     def get(self, key: str) -> Buffer | None:
         return self._exchange.one(self._name(key), [_get(self._name(key))], self._blob)

@@ -121,35 +121,38 @@ class Exchange:
 
     def send(
         self, keys: Sequence[bytes], requests: Sequence[Sequence[Part]], read: Callable[[Link], T]
-    ) -> list[T | Exception]:
-        """The result of `read` for each of large requests, or why there is none: a refusal, or a failure of its server.
+    ) -> Iterator[tuple[int, T | Exception]]:
+        """Yield the place in `keys` of each large request, as soon as it was answered, and the result of `read` or why
+        there is none: a refusal, or a failure of its server.
 
         What was sent to a server that failed, and was not answered, may have been done.
         """
-        outcomes: dict[int, T | Exception] = {}
         for endpoint, places in self._by_server(keys).items():
-            answered = 0
+            sent = answered = 0
+            moved: list[tuple[int, Detour]] = []
             try:
                 with self._link(endpoint) as link, self._ahead() as most:
-                    for number, place in enumerate(places):
-                        link.queue(*requests[place])
-                        size = sum(map(len, requests[place]))
-                        while answered <= number - most(size):
-                            outcomes[places[answered]] = _or_refusal(link, read)
-                            answered += 1
-                    for place in places[answered:]:
-                        outcomes[place] = _or_refusal(link, read)
+                    while answered < len(places):
+                        while sent < len(places) and sent - answered < most(sum(map(len, requests[places[sent]]))):
+                            link.queue(*requests[places[sent]])
+                            sent += 1
+                        value = _or_refusal(link, read)
+                        place = places[answered]
+                        answered += 1
+                        detour = self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
+                        if detour is None:
+                            yield place, value
+                        else:
+                            moved.append((place, detour))
             except Exception as error:
-                outcomes |= dict.fromkeys((place for place in places if place not in outcomes), error)
-            for place in places:
-                value = outcomes[place]
-                detour = self.topology.redirected(value, endpoint) if isinstance(value, ServerError) else None
-                if detour is not None:
-                    try:
-                        outcomes[place] = self._along(detour, requests[place], read)
-                    except Exception as error:
-                        outcomes[place] = error
-        return [outcomes[place] for place in range(len(keys))]
+                for place in places[answered:]:
+                    yield place, error
+            for place, detour in moved:
+                try:
+                    outcome: T | Exception = self._along(detour, requests[place], read)
+                except Exception as error:
+                    outcome = error
+                yield place, outcome
 
     def _spread(
         self, keys: Sequence[bytes], exchange: Callable[[Endpoint, Sequence[int]], Sequence[T | ServerError]],
