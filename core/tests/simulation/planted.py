@@ -230,14 +230,16 @@ def batch_of_writes_is_one_write() -> AbstractContextManager[Any]:
     """All chunks of a batch have the outcome of the first that has one, and their memory is given back then."""
     real = write.BlobWriter.write
 
-    def write_all(self: write.BlobWriter, writes: Any, told: write_queue.WriteTold) -> Exception | None:
+    def write_all(
+        self: write.BlobWriter, writes: Any, told: write_queue.WriteTold, failed: list[tuple[int, str]]
+    ) -> Exception | None:
         unsaid = set(range(len(writes)))
 
         def all_told(number: int, lost: str) -> None:
             while unsaid:
                 told(unsaid.pop(), lost)
 
-        return real(self, writes, all_told)
+        return real(self, writes, all_told, failed)
 
     return patch.object(write.BlobWriter, "write", write_all)
 

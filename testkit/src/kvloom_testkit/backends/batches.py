@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvloom import Buffers
+from kvloom import BackendError, Buffers
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, content
 from kvloom_testkit.backends.doubles import BreaksHalfWay, RecordingSink
 from kvloom_testkit.backends.filling import put_all
@@ -34,7 +34,7 @@ class _Fed(RecordingSink):
         self._filling()
 
 
-class _Enough(Exception):
+class _Enough(BackendError):
     """The caller breaks off."""
 
 

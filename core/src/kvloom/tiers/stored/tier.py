@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -158,9 +157,7 @@ class StoredTier(Tier):
             batch_bytes=min(
                 [MOST_BATCH_BYTES * self._writer.batches, *(bound // 8 for bound in bounds if bound is not None)]
             ),
-            store=lambda writes, told: self.calls.judged(
-                "put", partial(self._store, writes, told), self.calls.writing
-            )(),
+            store=self._store,
             on_accepted=lambda write: self.ledger.expect(write.key, write.chain),
             on_lost=lambda write, reason: self._on_lost(write.key, write.loaded.chunk, reason),
             on_late=lambda: self.calls.failed("put", DeadlineExceeded("overdue"), self.calls.writing),
@@ -262,12 +259,21 @@ class StoredTier(Tier):
             for number in range(len(writes)):
                 told(number, "the tier is degraded")
             return
-        error = self._writer.write(writes, told)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # else it would be in a cycle with this frame, and hold what its traceback refers to
+        failed: list[tuple[int, str]] = []
+
+        def write() -> None:
+            error = self._writer.write(writes, told, failed)
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # else it would be in a cycle with this frame, and hold what its traceback refers to
+
+        try:
+            self.calls.judged("put", write, self.calls.writing)()
+        finally:
+            for number, why in failed:
+                told(number, why)
 
     def _on_lost(self, key: ChunkKey, chunk: Chunk, reason: str) -> None:
         self.ledger.forget_pending(key)

@@ -76,11 +76,12 @@ class BlobWriter:
         """It is worth writing several chunks by one call."""
         self._replaces = type(backend).put_over is not StorageBackend.put_over
 
-    def write(self, writes: Sequence[Write], told: WriteTold) -> Exception | None:
+    def write(self, writes: Sequence[Write], told: WriteTold, failed: list[tuple[int, str]]) -> Exception | None:
         """Write chunks, many of them by one call of the backend where that has better than one after the other.
 
-        told: called once for each, as soon as it is stored or lost. Return the first of what serializer and backend
-        have raised: not raised here, which would make it refer to the chunks.
+        told: called once for each that is stored or lost, as soon as it is. failed: gets the others, which serializer
+        or backend have raised for, each with why it is lost: nobody is to hear of them before the failure is counted.
+        Return the first of what was raised: not raised here, which would make it refer to the chunks.
         """
         began, failures = self._now(), list[Exception]()
         inflight = [(write.key, write.since) for write in writes]
@@ -91,7 +92,8 @@ class BlobWriter:
 
         def fail(number: int, error: Exception) -> None:
             failures.append(error)
-            tell(number, f"write failed: {type(error).__name__}")
+            self._inflight.end(inflight[number])
+            failed.append((number, f"write failed: {type(error).__name__}"))
 
         def stored(blob: _Blob) -> None:
             write, ended = blob.write, self._now()
