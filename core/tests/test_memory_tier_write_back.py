@@ -172,6 +172,26 @@ def test_what_is_lost_below_is_written_again(make: Make) -> None:
     assert Counter(queue.asked)[A] == 2 and not one.tier.contains(A)
 
 
+def test_chunks_that_evict_each_other_below_are_not_written_without_end(make: Make) -> None:
+    """The tier below is as quick as memory, and has room for one."""
+    one, asked, below = make(pages=16), list[ChunkKey](), list[ChunkKey]()
+
+    def write_back(key: ChunkKey, loaded: Loaded) -> bool | None:
+        if len(asked) == 1000:
+            return None
+        asked.append(key)
+        loaded.release()
+        one.tier.lost_below(below)
+        below[:] = [key]
+        return True
+
+    one.tier.write_back = write_back
+    for number in range(24):
+        one.put(key_of(number))
+    assert len(one.tier.chunks()) == 16 and 8 <= len(asked) < 100
+    assert one.tier.write_back_all(one.clock.now()) and len(asked) < 200
+
+
 def test_a_chunk_removed_while_it_is_offered_stays_away(make: Make) -> None:
     one = make(pages=2)
     for verdict in (True, None, False):

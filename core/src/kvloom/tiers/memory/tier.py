@@ -364,10 +364,11 @@ class MemoryTier(Tier):
         for key in reversed(self.chunks()):
             while (held := self._held.entries.get(key)) is not None and held.dirty:
                 freed = self.pool.times_freed
-                if not self._let_go(partial(self._held.if_dirty, key)):
-                    if self._runtime.now() >= until:
-                        return False
-                    self.pool.wait_for_room(until, freed)
+                if self._let_go(partial(self._held.if_dirty, key)):
+                    break
+                if self._runtime.now() >= until:
+                    return False
+                self.pool.wait_for_room(until, freed)
         return True
 
     def lost_below(self, keys: Iterable[ChunkKey]) -> None:
@@ -379,8 +380,20 @@ class MemoryTier(Tier):
                     self._held.still_dirty(key, held)
 
     def _write_ahead(self, cold_bytes: int) -> None:
-        """Have the coldest chunks written until `cold_bytes` are clean or on their way, or the queue is full."""
-        while self._let_go(partial(self._held.recency.coldest_dirty, cold_bytes)):
+        """Have the coldest chunks written until `cold_bytes` are clean or on their way, or the queue is full.
+
+        Each once: where the tier below has room for less, it evicts one for the other, which is to be written again.
+        """
+        seen: set[ChunkKey] = set()
+
+        def unseen() -> ChunkKey | None:
+            key = self._held.recency.coldest_dirty(cold_bytes)
+            if key is None or key in seen:
+                return None
+            seen.add(key)
+            return key
+
+        while self._let_go(unseen):
             pass
 
     def _offer(self, key: ChunkKey, held: MemoryEntry, loaded: Loaded, *, leave: str) -> bool:
