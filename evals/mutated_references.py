@@ -33,6 +33,7 @@ WHY: dict[str, tuple[str, ...]] = {
         "is_floating_point and spec",
     ),
     "`view` may always be None": ("blob.nbytes is not like.nbytes",),
+    "`map` may always be None": ("st_size is most_bytes",),
     "Settings mean what the component says they mean: the kit names a directory that is there": ("parents=False",),
     "Bytes are read in other portions, and are the same": ("buffering= -1", "buffering= 1"),
     "Never more is read than there is room for: both are the same": ("while done != len(into)",),

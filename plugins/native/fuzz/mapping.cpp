@@ -3,11 +3,12 @@
 // threads map one file while another thread changes its length.
 //
 // The plan: for each file a line with its length from then on (-1: as it is, -2: deleted, -3: empty while it is read, and
-// with its length and times again afterwards) and its path.
+// with its length and times again afterwards, -4: as it is, and a byte longer than may be mapped) and its path.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -27,11 +28,13 @@ struct Mapping {  // that of mapping.cpp
     int64_t process;
 };
 
-extern "C" void kvloom_map(Mapping*, const char*);
+extern "C" void kvloom_map(Mapping*, const char*, uint64_t);
 extern "C" void kvloom_unmap(Mapping*);
 extern "C" int32_t kvloom_mapping_is_current(const Mapping*, const char*);
 
 namespace {
+
+constexpr uint64_t ANY_BYTES = UINT64_MAX;
 
 uint64_t sum(const Mapping& mapping) {
     uint64_t found = 0;
@@ -48,7 +51,8 @@ void restore(const Mapping& mapping, const std::string& path) {
 
 void one(const std::string& path, long length) {
     Mapping mapping;
-    kvloom_map(&mapping, path.c_str());
+    const uint64_t most = length == -4 ? std::filesystem::file_size(path) - 1 : ANY_BYTES;
+    kvloom_map(&mapping, path.c_str(), most);
     int before = 0, after = 0;
     if (!mapping.error) {
         before = kvloom_mapping_is_current(&mapping, path.c_str());
@@ -68,7 +72,7 @@ void every_slot(const std::string& path) {
     std::vector<Mapping> mappings((1 << 14) + 1);
     for (int round = 0; round < 2; ++round) {
         int refused = 0;
-        for (Mapping& mapping : mappings) kvloom_map(&mapping, path.c_str()), refused += mapping.error == -3;
+        for (Mapping& mapping : mappings) kvloom_map(&mapping, path.c_str(), ANY_BYTES), refused += mapping.error == -3;
         std::printf("%d refused\n", refused);
         for (Mapping& mapping : mappings) kvloom_unmap(&mapping);
     }
@@ -76,14 +80,14 @@ void every_slot(const std::string& path) {
 
 void in_a_child(const std::string& path) {
     Mapping mapping;
-    kvloom_map(&mapping, path.c_str());
+    kvloom_map(&mapping, path.c_str(), ANY_BYTES);
     std::fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
         const int inherited = kvloom_mapping_is_current(&mapping, path.c_str());
         kvloom_unmap(&mapping);
         Mapping own;
-        kvloom_map(&own, path.c_str());
+        kvloom_map(&own, path.c_str(), ANY_BYTES);
         const bool usable = !own.error && kvloom_mapping_is_current(&own, path.c_str());
         _exit(!inherited && usable ? 0 : 1);
     }
@@ -105,7 +109,7 @@ void while_it_changes(const std::string& path, long size) {
         readers.emplace_back([&] {
             for (int times = 0; times < 200; ++times) {
                 Mapping mapping;
-                kvloom_map(&mapping, path.c_str());
+                kvloom_map(&mapping, path.c_str(), ANY_BYTES);
                 if (!mapping.error) sum(mapping);
                 kvloom_unmap(&mapping);
             }

@@ -17,7 +17,7 @@ from test_sanitized import built
 from test_sanitized import pytestmark as pytestmark
 
 NEVER, AUTO, ALWAYS, SEQUENTIAL = range(4)
-NOT_A_FILE, TOO_SHORT = -1, -2
+NOT_A_FILE, TOO_SHORT, TOO_LONG = -1, -2, -4
 UNCHANGED, BETWEEN, DURING = range(3)
 
 
@@ -129,11 +129,11 @@ def test_mapped_files_that_change_end_nothing(tmp_path: Path) -> None:
     program = built(tmp_path / "mapping", "fuzz/mapping.cpp", "csrc/mapping.cpp")
     lines, expected = [], []
     for size in (1, 4095, 4096, 4097, 5 * 4096, 300_000):
-        for length in (-3, -2, -1, 0, size - 1, size + 1, 4096 * (size // 8192), 2 * size):
+        for length in (-4, -3, -2, -1, 0, size - 1, size + 1, 4096 * (size // 8192), 2 * size):
             path = tmp_path / str(len(lines))
             path.write_bytes(b"x" * size)
             lines.append(f"{length} {path}\n")
-            expected.append(f"0 {size} 1 {int(length == -1)}")
+            expected.append(f"{TOO_LONG} 0 0 0" if length == -4 else f"0 {size} 1 {int(length == -1)}")
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "empty").touch()
     for name, outcome in (("fifo", NOT_A_FILE), ("empty", NOT_A_FILE), ("", NOT_A_FILE), ("gone", errno.ENOENT)):

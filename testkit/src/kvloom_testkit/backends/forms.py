@@ -117,12 +117,12 @@ class FormRequirements(BackendRequirements):
         blob, different = blob_of(10_007), blob_of(5000)
         assert backend.map(key, len(blob)) is None, "of no blob"
         put_all(backend, [(key, [blob]), (other, [different])])
+        assert backend.map(key, len(blob) - 1) is None, "of a blob that is longer than wanted"
         first, second = backend.map(key, len(blob)), backend.map(other, 1 << 30)
         if first is None or second is None:
             assert first is None and second is None, "one is mapped, and the other is not"
             return
         assert bytes(first.view) == blob and bytes(second.view) == different, "what was mapped"
-        assert backend.map(key, len(blob) - 1) is None, "of a blob that is longer than wanted"
         assert first.current() and second.current(), "nothing has changed"
         assert not first.gone() and not second.gone(), "nothing has changed"
         first.view[0] ^= 1
