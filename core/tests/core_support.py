@@ -111,7 +111,7 @@ class Crate(Shelf):
         self.puts: list[list[str]] = []
         """Keys of the batches that were written."""
         self.outcomes: Callable[[str, Exception | None], Sequence[Exception | None]] = lambda key, outcome: [outcome]
-        """What it reports of a blob that was put."""
+        """The outcome that it reports of a blob that was put."""
         self.all_at_once = False
         """They come from the first to the last, and it says nothing of any before all have come."""
 

@@ -19,7 +19,7 @@ CRATE = {"type": "crate", "deadline": "20s"}
 PLUG = tokens_of(4, 99), kv_of(4, 99)
 """A chunk whose write the others wait behind."""
 BLOB_BYTES = 8192
-"""Of a blob in the store: a page of header, and a chunk."""
+"""Size of a blob in the store: a page of header, and a chunk."""
 
 
 @pytest.fixture(autouse=True)

@@ -110,7 +110,7 @@ def test_a_frozen_tier_that_is_asked_for_one_chunk_takes_no_other(verb: str, wit
 def test_a_chunk_that_a_tier_was_asked_for_longer_comes_in_a_run_of_its_own(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a connector gets in one call is in order."""
+    """Segments of one call of a connector are in order."""
     engine = open_engine(MEMORY)
     engine.store(TOKENS, kv=KV)
     segments = engine.segments(TOKENS)

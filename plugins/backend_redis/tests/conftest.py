@@ -20,7 +20,7 @@ class Fault:
     go_on: threading.Event = field(default_factory=threading.Event)
     """Ends a stall."""
     gone_on: threading.Event = field(default_factory=threading.Event)
-    """What was stalled is sent."""
+    """Send the replies that were stalled."""
 
     def send(self, connection: socket.socket, reply: bytes) -> None:
         """Send what is left of a reply; ConnectionError if the connection ends with it."""

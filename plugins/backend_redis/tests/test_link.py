@@ -135,7 +135,7 @@ DAMAGE = st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.sampled_from([b"
 
 
 def outcomes(link: Link, count: int) -> list[object]:
-    """What each of the blobs that are waited for comes to, up to an error after which nothing can come."""
+    """The outcome of each blob that is waited for, up to an error after which nothing can come."""
     said: list[object] = []
     for _ in range(count):
         try:

@@ -115,7 +115,7 @@ REPLIES = (
 
 
 def outcomes(data: bytes, replies: int, largest: int) -> list[str]:
-    """What `replies` replies are, of which nothing comes but `data`. Lines are short, or have no end for long."""
+    """The outcomes of `replies` replies of which only `data` comes. Lines are short, or far too long."""
     said: list[str] = []
     for _ in range(replies):
         line, found, rest = data.partition(b"\r\n")

@@ -1,4 +1,4 @@
-"""What single calls promise holds for batches, in both directions."""
+"""Requirements of batches, read and written: the promises of single calls hold for each of their blobs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class InflightWrites:
             self._writes = (*self._writes, *writes)
 
     def end(self, *writes: InflightWrite) -> None:
-        """What became of these is known. Those that have ended already do not matter."""
+        """Forget these writes, whose outcome is known. Those that have ended already are left out."""
         ended = set(map(id, writes))
         with self._changing:
             self._writes = tuple(other for other in self._writes if id(other) not in ended)

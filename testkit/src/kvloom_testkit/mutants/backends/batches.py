@@ -13,7 +13,7 @@ from kvloom_testkit.reference.complete_backend import CompleteDirectoryBackend
 
 
 class BatchIsStoredOnceItIsQueued(Mutant, DirectoryBackend):
-    """What becomes of it turns out later."""
+    """Its outcome is not waited for."""
 
     breaks = "B52"
 
@@ -82,7 +82,7 @@ class BatchReportsOnAThreadOfItsOwn(Mutant, DirectoryBackend):
 
 
 class BatchKeepsItsLock(Mutant, DirectoryBackend):
-    """When the caller breaks off, it is not given back."""
+    """It is not given back if the caller breaks off."""
 
     breaks = "B53"
     _busy = False
@@ -197,7 +197,7 @@ class CloseCutsABatchShort(Mutant, _Closing):
 
 
 class CloseSilencesABatch(Mutant, _Closing):
-    """What becomes of the rest is reported to nobody, and it returns as if all were well."""
+    """It reports nothing of the rest, and returns as if all were well."""
 
     breaks = "B55"
 
