@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import random
+import shutil
 import zlib
 from typing import Any
 
@@ -76,8 +77,9 @@ def read(blob: bytes, name: str) -> tuple[envelope.Header, list[bytes]]:
 
 def right_for_native_code(blob: bytes) -> bool:
     library = native_verifier.library()
-    if library is None:
-        pytest.skip("kvloom-native has no library here")
+    if library is None and shutil.which("c++") is None:
+        pytest.skip("kvloom-native has no library: there is no C++ compiler that could have built it")
+    assert library is not None
     verifier = native_verifier.NativeVerifier(library, memoryview(blob), envelope.MAX_BUFFERS)
     function, state = verifier.filled
     ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)(function)(state, len(blob))

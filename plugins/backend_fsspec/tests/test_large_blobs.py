@@ -12,7 +12,7 @@ import pytest
 from kvloom import BackendError, CorruptBlobError
 from kvloom_backend_fsspec.backend import FsspecBackend
 from kvloom_backend_fsspec.stores.obstore_store import PART_BYTES, ObstoreStore
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import put_all
 
 SIZE = 3 * PART_BYTES + 12_345
 

@@ -17,7 +17,7 @@ import torch
 
 from kvloom import BackendError, Engine, KVSpec
 from kvloom_backend_fsspec.testing import CephRGW, s3_client
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import put_all
 from kvloom_testkit.faults import TcpProxy
 
 SPEC = KVSpec(model="tiny", num_layers=2, num_kv_heads=2, head_size=64, dtype="bfloat16")

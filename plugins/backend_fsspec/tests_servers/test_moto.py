@@ -10,7 +10,7 @@ import pytest
 from kvloom import StorageBackend
 from kvloom_backend_fsspec.testing import MotoServer
 from kvloom_testkit import BackendConformance
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import put_all
 
 
 def test_it_speaks_to_another_server_than_cephs(moto: MotoServer, new_bucket: Callable[..., str], s3: Any) -> None:

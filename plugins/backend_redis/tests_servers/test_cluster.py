@@ -16,7 +16,7 @@ from redis.crc import key_slot
 from kvloom import BackendError
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisCluster, RedisSentinel, RedisServer, until
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import put_all
 
 Open = Callable[..., RedisBackend]
 KEYS = [f"k/{number}" for number in range(60)]

@@ -16,7 +16,7 @@ from kvloom import BackendError, ConfigError, Engine, KVSpec
 from kvloom_backend_redis import opening
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisCluster, RedisSentinel, RedisServer, certificates
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import put_all
 from kvloom_testkit.faults import TcpProxy
 
 Open = Callable[..., RedisBackend]

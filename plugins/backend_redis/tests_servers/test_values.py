@@ -18,7 +18,7 @@ import pytest
 from kvloom import BackendError, CorruptBlobError
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisServer
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import put_all
 
 Open = Callable[..., RedisBackend]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvloom import BackendError, Buffers
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, content
-from kvloom_testkit.backends.doubles import BreaksHalfWay, RecordingSink
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import BreaksHalfWay, RecordingSink, put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.running import together
 

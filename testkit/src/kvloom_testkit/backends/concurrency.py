@@ -18,8 +18,7 @@ from kvloom_testkit.backends.base import (
     torn,
     versions_of,
 )
-from kvloom_testkit.backends.doubles import RecordingSink
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import RecordingSink, put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import in_rounds, together

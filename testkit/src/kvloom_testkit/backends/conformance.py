@@ -6,13 +6,12 @@ from kvloom_testkit.backends.batches import BatchRequirements
 from kvloom_testkit.backends.concurrency import ConcurrencyRequirements
 from kvloom_testkit.backends.deaths import DeathRequirements
 from kvloom_testkit.backends.forms import FormRequirements
-from kvloom_testkit.backends.history import HistoryRequirements
 from kvloom_testkit.backends.lifetime import LifetimeRequirements
 from kvloom_testkit.backends.listing import ListingRequirements
 from kvloom_testkit.backends.names import NameRequirements
 from kvloom_testkit.backends.processes import ProcessRequirements
 from kvloom_testkit.backends.refusals import RefusalRequirements
-from kvloom_testkit.backends.values import ValueRequirements
+from kvloom_testkit.backends.values import HistoryRequirements, ValueRequirements
 
 
 class BackendConformance(

@@ -1,10 +1,10 @@
-"""Test doubles that requirements pass to a backend: a sink that records its use, and a blob that cannot be read."""
+"""Helpers of requirements: a sink that records its use, a blob that cannot be read, and a call that fills a store."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvloom import BackendError, Buffer
+from kvloom import BackendError, Buffer, Buffers, StorageBackend
 
 
 class RecordingSink:
@@ -71,3 +71,16 @@ class BreaksHalfWay(Sequence[Buffer]):
 
     def __iter__(self) -> Iterator[Buffer]:
         return (self[index] for index in range(3))
+
+
+def put_all(backend: StorageBackend, items: Iterable[tuple[str, Buffers]]) -> None:
+    """`put_many`; raises the first failure, once all are reported."""
+    failures: list[Exception] = []
+
+    def done(number: int, outcome: Exception | None) -> None:
+        if outcome is not None:
+            failures.append(outcome)
+
+    backend.put_many(list(items), done)
+    if failures:
+        raise failures[0]

@@ -8,8 +8,7 @@ import pytest
 
 from kvloom import BackendError
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, content, contents
-from kvloom_testkit.backends.doubles import RecordingSink
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import RecordingSink, put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.running import together
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from kvloom import BackendError, StorageBackend
 from kvloom_testkit.backends.base import BackendRequirements, Make, Open, again, content
-from kvloom_testkit.backends.doubles import BreaksHalfWay, Broken, RecordingSink
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import BreaksHalfWay, Broken, RecordingSink, put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.process_state import left_as_it_is
 from kvloom_testkit.remaking import by_another_path

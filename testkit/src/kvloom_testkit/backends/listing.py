@@ -9,8 +9,7 @@ from functools import partial
 from kvloom import Entry, StorageBackend
 from kvloom_testkit import effort
 from kvloom_testkit.backends.base import ANSWER_SECONDS, BackendRequirements, Open, again, contents
-from kvloom_testkit.backends.doubles import RecordingSink
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import RecordingSink, put_all
 from kvloom_testkit.keys import Namespace, blob_of
 from kvloom_testkit.requirements import claims, needs
 from kvloom_testkit.running import comes_true, together

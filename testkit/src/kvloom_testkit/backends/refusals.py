@@ -13,7 +13,7 @@ from kvloom_testkit.requirements import claims
 
 REFUSED = """
 import resource
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import put_all
 
 LIMIT = 64 << 10
 blob = bytes(range(256)) * 4096
@@ -120,7 +120,7 @@ backend.close()
 LEFT = """
 import contextlib, resource
 from kvloom_testkit.backends.doubles import FAILURES, BreaksHalfWay
-from kvloom_testkit.backends.filling import put_all
+from kvloom_testkit.backends.doubles import put_all
 
 key, blob = keys[0], bytes(range(256)) * 2000
 folders = [one for one in arguments if one != "create"]
