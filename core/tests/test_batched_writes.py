@@ -126,6 +126,17 @@ def test_each_write_of_a_batch_is_stored_or_lost_alone(open_engine: Open, kinds:
         assert not tier._inflight_writes.doomed()
 
 
+def test_a_failure_is_counted_before_those_who_wait_for_the_write_hear_of_it(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(CRATE)
+    tier = engine._stack.stored[0]
+    waiting: list[int] = []
+    monkeypatch.setattr(tier.calls, "failed", lambda *failure: waiting.append(tier._writes.waiting_bytes))
+    assert store(engine, failing(*chunk_names(engine)[:2]))
+    assert waiting == [2 * CHUNK_BYTES]
+
+
 def test_a_batch_that_breaks_off_loses_what_is_not_there(open_engine: Open) -> None:
     engine = open_engine(CRATE)
     names = chunk_names(engine)
