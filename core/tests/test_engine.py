@@ -297,3 +297,19 @@ def test_a_cancelled_or_late_load_never_writes_afterwards(open_engine: Open, gat
     for task in (cancelled, late):
         assert eventually(lambda task=task: task.done)
     assert not got.any()
+
+
+def test_who_asked_is_told_once_that_a_task_is_over(open_engine: Open, gate: Gate) -> None:
+    tokens, kv = tokens_of(16), kv_of(16)
+    with open_engine(SHELF) as first:
+        first.store(tokens, kv=kv)
+    engine = open_engine(SHELF)
+    Shelf.shelves["default"].before = lambda verb, key: gate(verb, key) if verb == "get" else None
+    said: list[str] = []
+    task = engine.load(engine.segments(tokens), kv=torch.zeros_like(kv))
+    task.when_done(lambda: said.append("then"))
+    assert not said
+    gate.open()
+    assert task.result(20).all() and eventually(lambda: said == ["then"])
+    task.when_done(lambda: said.append("at once"))
+    assert said == ["then", "at once"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,13 @@ class Pretended:
             assert time.monotonic() < until, "a load never ends"
             time.sleep(0.001)
         return over
+
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        """Step until the workers have reported what makes it true."""
+        until = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < until
+            self.step()
 
     def matched(self, request: FakeRequest, local: int = 0) -> int:
         until = time.monotonic() + 20

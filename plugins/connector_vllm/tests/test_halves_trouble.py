@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from halves_support import MEMORY, NOBODY, PROMPT, disk, one_chunks
 from vllm_fakes import FakeRequest
 
 from kvloom_connector_vllm.plan import Scheduled
+from kvloom_connector_vllm.scheduler import Report
+from kvloom_connector_vllm.worker import _MemoryChanges
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -81,11 +85,11 @@ def test_a_block_that_is_given_away_is_read_first(pretended: Any, monkeypatch: p
     first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
     one.scheduler.begin(first, NOBODY)
     one.step([Scheduled("a", range(8), True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
-    assert began.wait(20)
     one.scheduler.end("a")
     one.scheduler.begin(second, NOBODY)
-    threading.Timer(0.2, go_on.set).start()
+    threading.Thread(target=lambda: (began.wait(20), time.sleep(0.2), go_on.set())).start()
     one.step([Scheduled("b", range(8), True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
+    assert began.is_set()
     one.settle()
     assert one.serve(FakeRequest("c", PROMPT[:]), range(8, 16)) == 24, "and it is right"
 
@@ -133,6 +137,46 @@ def test_a_request_that_is_over_gets_no_kv(pretended: Any, tmp_path: Path, monke
     while "b" not in two.step():
         assert time.monotonic() < until, "the engine waits for the end of the load to free its blocks"
     assert all(not view.any() for view in two.memory[0]) and two.failed == set()
+
+
+def test_a_save_that_has_not_begun_when_its_blocks_are_needed_never_does(
+    pretended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom_connector_vllm.worker.FENCE_SECONDS", 0.1)
+    one = pretended(tiers=[MEMORY])
+    go_on, saved, save = threading.Event(), [], one.engines[0].save
+    monkeypatch.setattr(one.engines[0], "touch", lambda segments: go_on.wait(20))
+    monkeypatch.setattr(one.engines[0], "save", lambda *args, **kw: (saved.append(args), save(*args, **kw))[1])
+    first, second = FakeRequest("a", PROMPT[:]), FakeRequest("b", [7] * 27)
+    one.workers[0]._calls.submit(one.engines[0].touch, ())  # what the save queues behind
+    one.scheduler.begin(first, NOBODY)
+    one.step([Scheduled("a", range(8), True, 0, 27)], lambda: one.compute(first, range(8), 0, 27))
+    one.scheduler.end("a")
+    one.scheduler.begin(second, NOBODY)
+    one.step([Scheduled("b", range(8), True, 0, 27)], lambda: one.compute(second, range(8), 0, 27))
+    go_on.set()
+    one.settle()
+    assert len(saved) == 1
+    assert one.matched(FakeRequest("c", PROMPT[:])) == 0 and one.matched(FakeRequest("d", [7] * 27)) == 24
+
+
+def test_chunks_that_come_and_go_between_two_reports_are_where_they_were_last() -> None:
+    chance, held, told = random.Random(0), set[int](), set[int]()
+    engine = SimpleNamespace(changes=lambda: each)
+    changes = _MemoryChanges(engine)
+    for _ in range(500):
+        if whole := chance.random() < 0.1:
+            held = set()
+        came = set(chance.sample(range(20), 3)) - held
+        left = set(chance.sample(range(20), 3)) & held if not whole else set()
+        held = (held | came) - left
+        each = SimpleNamespace(whole=whole, came=list(came), left=list(left))
+        changes.collect()
+        if chance.random() < 0.4:
+            changes.move_to(report := Report(), 0)
+            told = (set() if report.whole else told) | set(report.came.get(0, ()))
+            told -= set(report.left.get(0, ()))
+            assert told == held
 
 
 def test_all_who_read_a_block_are_fenced(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +238,7 @@ def test_what_a_client_calls_its_request_cannot_forge_a_log(
     one.scheduler.load(loads, range(8, 16), one.matched(loads))
     one.scheduler.begin(saves, NOBODY)
     one.step([Scheduled(saves.request_id, range(16, 24), True, 0, 27)])
+    one.settle()
     said = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
     assert len(said) == 2 and all(len(text) < 500 and text.isprintable() for text in said)
 

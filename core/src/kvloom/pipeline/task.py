@@ -60,6 +60,7 @@ class Task(Cancellation):
         self._runtime = runtime
         self._changed = runtime.condition()
         self._done = False
+        self._then: list[Callable[[], None]] = []
         self._mask: torch.Tensor | None = None
         self._error: BaseException | None = None
 
@@ -104,20 +105,33 @@ class Task(Cancellation):
         self._give_up = None
         self.fail(error)
 
-    def fail(self, error: BaseException) -> None:
-        """End a task whose work will never be done."""
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call it once this is over, on the thread that ends it; now, if it is. It must neither raise nor block."""
         with self._changed:
             if not self._done:
-                self._error = error
-                self._done = True
-                self._changed.notify_all()
+                self._then.append(callback)
+                return
+        callback()
+
+    def fail(self, error: BaseException) -> None:
+        """End a task whose work will never be done."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            if self._done:
+                return
+            self._error, self._done = error, True
+            self._changed.notify_all()
+            then, self._then = self._then, []
+        for callback in then:
+            callback()
 
     def run(self, work: Callable[[Task], torch.Tensor]) -> None:
         """Do the work and keep its mask, or what it raised. Called once, by the engine."""
         try:
             self._mask = work(self)
         except BaseException as error:
-            self.fail(error)
-        with self._changed:
-            self._done = True
-            self._changed.notify_all()
+            self._end(error)
+        else:
+            self._end(None)

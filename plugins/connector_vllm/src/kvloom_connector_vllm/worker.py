@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
-from typing import Any, NamedTuple
+from functools import partial
+from threading import Event, Lock
+from typing import Any
 
 import torch
 
-from kvloom import Engine, Segment, Task, one_line
+from kvloom import ChunkKey, Engine, Segment, Task, one_line
+from kvloom.device import CurrentStreams
 
 from .names import Names
-from .plan import Move
+from .plan import Chunks, Move
 from .scheduler import Orders, Report
 
 log = logging.getLogger(__name__)
@@ -25,15 +29,81 @@ FENCE_SECONDS = 1.0
 """Time that a step waits for saves that read blocks which it gives to another request; then they are cancelled."""
 
 
-class _Load(NamedTuple):
-    move: Move
-    segments: list[Segment]
-    task: Task
+COLLECT_SECONDS = 0.02
+"""Time after which chunks that left memory by themselves are looked for. After each load and save they are, anyway."""
+
+
+class _Transfer:
+    """A load or save that was ordered."""
+
+    __slots__ = ("_beginning", "cancelled", "move", "over", "segments", "task")
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+        self.segments: Sequence[Segment] = ()
+        self.task: Task | None = None
+        """None if it has not begun. Once it is over: if it never did."""
+        self.over = Event()
+        self.cancelled = False
+        self._beginning = Lock()
+
+    def begin(self, start: Callable[[], Task]) -> Task | None:
+        """Start it, unless it was cancelled."""
+        with self._beginning:
+            if not self.cancelled:
+                self.task = start()
+            return self.task
+
+    def cancel(self) -> None:
+        """Once this has returned, it does not touch the engine's KV any more."""
+        with self._beginning:
+            self.cancelled = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+class _MemoryChanges:
+    """Chunks that came into memory and left it, since the scheduler was last told."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = Lock()
+        self._came: dict[ChunkKey, None] = {}
+        self._left: dict[ChunkKey, None] = {}
+        self._whole = False
+
+    def collect(self) -> None:
+        with self._lock:  # the engine gives each change once: two callers must not swap theirs
+            changes = self._engine.changes()
+            if changes.whole:
+                self._whole = True
+                self._came, self._left = {}, {}
+            for key in changes.left:
+                self._came.pop(key, None)
+                self._left[key] = None
+            for key in changes.came:
+                self._left.pop(key, None)
+                self._came[key] = None
+
+    def move_to(self, report: Report, rank: int) -> None:
+        with self._lock:
+            came, left, whole = self._came, self._left, self._whole
+            self._came, self._left, self._whole = {}, {}, False
+        if whole:
+            report.whole.add(rank)
+        if came or whole:
+            report.came[rank] = list(came)
+        if left:
+            report.left[rank] = list(left)
 
 
 class Worker:
     """The worker's half, one for each rank. All calls come from the engine's worker thread. A step with nothing to do
-    costs microseconds."""
+    costs microseconds.
+
+    Loads and saves begin on a thread of their own, so that the model does not wait for it: on a process's main thread
+    every call of an engine is a change of threads, which takes some 0.3 ms while others run.
+    """
 
     def __init__(
         self, engine: Engine, names: Names, *, rank: int, block_tokens: int, asynchronous: bool = True
@@ -46,8 +116,14 @@ class Worker:
         self._block_tokens = block_tokens
         self._memory: dict[str, Any] = {}
         self._orders: Orders | None = None
-        self._loads: dict[str, _Load] = {}
-        self._saves: dict[int, Task] = {}
+        self._calls = ThreadPoolExecutor(1, "kvloom-step")
+        self._changes = _MemoryChanges(engine)
+        self._collect_due = 0.0
+        self._loads: dict[str, _Transfer] = {}
+        self._saves: dict[int, _Transfer] = {}
+        self._later: list[_Transfer] = []
+        """Saves of the last step, which have not begun; and what it used, below."""
+        self._touched: Sequence[Chunks] = ()
         self._failed_blocks: set[int] = set()
         self._failures = 0
         self._idle = self._patient = False
@@ -62,11 +138,12 @@ class Worker:
 
     def fence(self, orders: Orders) -> None:
         """Wait for, or stop, reads of blocks that this step reuses, before it computes anything."""
+        self._begin_later()
         until = time.monotonic() + FENCE_SECONDS
         for number in orders.step.fence:
-            task = self._saves.get(number)
-            if task is not None and not task.wait(max(0.0, until - time.monotonic())):
-                task.cancel()
+            save = self._saves.get(number)
+            if save is not None and not save.over.wait(max(0.0, until - time.monotonic())):
+                save.cancel()
                 log.warning(
                     "a save was cancelled: its blocks are needed, and it was not done after %s s", FENCE_SECONDS
                 )
@@ -75,43 +152,46 @@ class Worker:
 
     def begin(self, orders: Orders) -> None:
         """The step's orders, before it is computed. Begins the saves of requests that are over."""
+        self._begin_later()
         self._orders = orders
-        for move in orders.step.ended:
-            self._save(move, orders)
+        self._begin(self._engine.save, self._saved(orders.step.ended, orders))
 
     def load(self, *, wait: bool) -> None:
         """Begin the step's loads. wait: the step computes with their KV."""
         assert self._orders is not None
         step = self._orders.step
-        for move in step.loads:
-            self._load(move)
+        loads = {move.request: _Transfer(move) for move in step.loads}
+        self._loads |= loads
+        self._begin(self._engine.load, list(loads.values()))
         for request in step.cancelled:
             load = self._loads.get(request)
             if load is not None:
-                load.task.cancel()
+                load.cancel()
         if wait:
-            for move in step.loads:
-                self._loaded(self._loads.pop(move.request))
-                self._report.loaded.add(move.request)
+            for request, load in loads.items():
+                load.over.wait()
+                self._loaded(self._loads.pop(request))
+                self._report.loaded.add(request)
 
     def save(self) -> None:
-        """Begin the step's saves, once it has been computed (or queued on the device)."""
+        """The step has been computed, or queued on the device. Its saves begin with the next one.
+
+        They take the interpreter from the thread that still has to choose this step's tokens and to say them.
+        """
         assert self._orders is not None
         orders, self._orders = self._orders, None
         self._idle, self._patient = orders.idle, orders.patient
-        for chunks in orders.step.touched:
-            self._engine.touch(self._names.segments(chunks))
-        for move in orders.step.saves:
-            self._save(move, orders)
+        self._later = self._saved(orders.step.saves, orders)
+        self._touched = orders.step.touched
 
     def finished(self) -> set[str]:
         """Requests whose loads are over since the last call, whether all came or not."""
-        under_way = next((load.task for load in self._loads.values()), None) or next(iter(self._saves.values()), None)
+        under_way = next(iter(self._loads.values()), None) or next(iter(self._saves.values()), None)
         if self._idle and under_way is not None:
-            under_way.wait(IDLE_SECONDS)
+            under_way.over.wait(IDLE_SECONDS)
         elif self._idle and self._patient:
             time.sleep(IDLE_SECONDS)
-        over = [request for request, load in self._loads.items() if load.task.done]
+        over = [request for request, load in self._loads.items() if load.over.is_set()]
         for request in over:
             self._loaded(self._loads.pop(request))
         self._report.loaded.update(over)
@@ -124,18 +204,14 @@ class Worker:
 
     def report(self) -> Report | None:
         """The report to the scheduler's half; None if there is nothing to report."""
-        if self._saves:
-            done = [number for number, task in self._saves.items() if task.done]
-            for number in done:
-                self._end_of(number, self._saves.pop(number))
-            self._report.saved.update(done)
-        changes = self._engine.changes()
-        if changes.whole:
-            self._report.whole.add(self._rank)
-        if changes.came or changes.whole:
-            self._report.came[self._rank] = changes.came
-        if changes.left:
-            self._report.left[self._rank] = changes.left
+        done = [number for number, save in self._saves.items() if save.over.is_set()]
+        for number in done:
+            self._end_of(number, self._saves.pop(number))
+        self._report.saved.update(done)
+        self._changes.move_to(self._report, self._rank)
+        if time.monotonic() >= self._collect_due:
+            self._collect_due = time.monotonic() + COLLECT_SECONDS
+            self._calls.submit(self._collect)
         if not self._report:
             return None
         report, self._report = self._report, Report()
@@ -157,85 +233,99 @@ class Worker:
 
     def close(self) -> None:
         """Cancel work under way and write accepted chunks. Idempotent."""
+        self._begin_later()
         for load in self._loads.values():
-            load.task.cancel()
+            load.cancel()
+        self._calls.shutdown()
         self._engine.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _load(self, move: Move) -> None:
-        segments = self._names.segments(move.chunks)
-        try:
-            task = self._engine.load(segments, blocks=move.blocks, first_block=move.first_block, **self._memory)
-        except Exception as error:  # nothing of it may reach the engine
-            log.warning("nothing is loaded for request %s: %s", one_line(move.request), error)
-            task = _Failed(len(segments))
-        self._loads[move.request] = _Load(move, segments, task)
-
-    def _save(self, move: Move, orders: Orders) -> None:
+    def _saved(self, moves: Sequence[Move], orders: Orders) -> list[_Transfer]:
+        """The step's saves, which have not begun."""
         if not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures:
-            # It was planned before the scheduler knew that some KV had not come: what was computed may be wrong.
-            self._report.saved[move.number] += 1
-            return
-        try:
-            self._saves[move.number] = self._engine.save(
-                self._names.segments(move.chunks), blocks=move.blocks, first_block=move.first_block, **self._memory
-            )
-        except Exception as error:  # nothing of it may reach the engine
-            log.warning("nothing is saved of request %s: %s", one_line(move.request), error)
-            self._report.saved[move.number] += 1
+            # Planned before the scheduler knew that some KV had not come: what was computed may be wrong.
+            self._report.saved.update(move.number for move in moves)
+            return []
+        saves = {move.number: _Transfer(move) for move in moves}
+        self._saves |= saves
+        return list(saves.values())
 
-    def _loaded(self, load: _Load) -> None:
-        """Record the blocks that did not get their KV, if a request still wants it."""
+    def _begin_later(self) -> None:
+        """Begin the saves of the step before."""
+        later, self._later = self._later, []
+        touched, self._touched = self._touched, ()
+        if touched:
+            self._calls.submit(self._touch, touched)
+        self._begin(self._engine.save, later)
+
+    def _begin(self, verb: Callable[..., Task], transfers: Sequence[_Transfer]) -> None:
+        """Have them begin, in the order of these calls, and not before what this thread has queued on a device."""
+        if transfers:
+            self._calls.submit(self._begun, verb, transfers, CurrentStreams())
+
+    def _begun(self, verb: Callable[..., Task], transfers: Sequence[_Transfer], streams: CurrentStreams) -> None:
+        for transfer in transfers:
+            move, task = transfer.move, None
+            try:
+                transfer.segments = segments = self._names.segments(move.chunks)
+                start = partial(verb, segments, blocks=move.blocks, first_block=move.first_block, **self._memory)
+                with streams.current():
+                    task = transfer.begin(start)
+            except Exception as error:  # nothing of it may reach the engine
+                log.warning("no %s began for request %s: %s", verb.__name__, one_line(move.request), error)
+            if task is None:
+                transfer.over.set()
+            else:
+                task.when_done(partial(self._over, transfer))
+
+    def _over(self, transfer: _Transfer) -> None:
+        self._collect()  # first: the scheduler does not ask again for what it was told to be saved
+        transfer.over.set()
+
+    def _collect(self) -> None:
         try:
-            mask = load.task.result().tolist()
-        except Exception as error:  # whatever it was, the engine computes these blocks itself
-            log.warning("a load for request %s failed: %s", one_line(load.move.request), error)
-            mask = [False] * len(load.segments)
-        if all(mask) or load.task.cancelled:
+            self._changes.collect()
+        except Exception as error:  # closed, for example
+            log.debug("memory's changes are unknown: %s", error)
+
+    def _touch(self, touched: Sequence[Chunks]) -> None:
+        try:
+            for chunks in touched:
+                self._engine.touch(self._names.segments(chunks))
+        except Exception as error:
+            log.warning("the use of chunks could not be noted: %s", error)
+
+    def _loaded(self, load: _Transfer) -> None:
+        """Record the blocks that did not get their KV, if a request still wants it."""
+        if load.cancelled:
             return
-        move, missing = load.move, set()
-        for segment, here in zip(load.segments, mask, strict=True):
-            if not here:
+        move, missing = load.move, set(load.move.blocks)
+        try:
+            mask = [] if load.task is None else load.task.result().tolist()
+        except Exception as error:  # whatever it was, the engine computes these blocks itself
+            log.warning("a load for request %s failed: %s", one_line(move.request), error)
+            mask = []
+        for segment, here in zip(load.segments, mask, strict=False):
+            if here:
                 begin, end = segment.start // self._block_tokens, segment.end // self._block_tokens
-                missing.update(move.blocks[begin - move.first_block : end - move.first_block])
+                missing.difference_update(move.blocks[begin - move.first_block : end - move.first_block])
         missing.discard(-1)
         if missing:
             self._failures += 1
             self._report.failed.add(move.request)
             self._failed_blocks |= missing
 
-    def _end_of(self, number: int, task: Task) -> None:
+    def _end_of(self, number: int, save: _Transfer) -> None:
         try:
-            task.result()
+            if save.task is not None:
+                save.task.result()
         except Exception as error:
             log.warning("save %d failed: %s", number, error)
 
     def _empty_memory(self) -> None:
-        for task in self._saves.values():
-            task.cancel()
+        for save in self._saves.values():
+            save.cancel()
         memory = self._engine.memory
         if memory is not None:
             memory.remove(memory.chunks())
-
-
-class _Failed(Task):
-    """A load that never began."""
-
-    cancelled = False  # type: ignore[assignment]
-
-    def __init__(self, segments: int) -> None:
-        self._count = segments
-
-    @property
-    def done(self) -> bool:
-        return True
-
-    def result(self, timeout: float | None = None) -> torch.Tensor:
-        return torch.zeros(self._count, dtype=torch.bool)
-
-    def wait(self, timeout: float) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        pass
