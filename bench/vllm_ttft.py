@@ -6,6 +6,7 @@ the machine does meets all of them alike. Every measured prompt is new to whoeve
 
     make bench-vllm
     python bench/vllm_ttft.py --rounds 5 --lengths 1024
+    python bench/vllm_ttft.py --model path/to/SmolLM2-135M-Instruct --name smollm2
 """
 
 from __future__ import annotations
@@ -89,9 +90,10 @@ def serve(mode: str, model: Path, folder: Path) -> None:
             kv_connector_extra_config={"config": {"chunk_tokens": CHUNK, "tiers": tiers}},
         )  # fmt: skip
         more["kv_transfer_config"] = transfer
+    longest = min(8192 + 2 * BLOCK, json.loads((model / "config.json").read_text())["max_position_embeddings"])
     llm = LLM(
-        model=str(model), dtype="bfloat16", enforce_eager=True, max_model_len=8192 + 2 * BLOCK, max_num_seqs=4,
-        max_num_batched_tokens=8192 + 2 * BLOCK, kv_cache_memory_bytes=512 << 20, distributed_executor_backend="uni",
+        model=str(model), dtype="bfloat16", enforce_eager=True, max_model_len=longest, max_num_seqs=4,
+        max_num_batched_tokens=longest, kv_cache_memory_bytes=512 << 20, distributed_executor_backend="uni",
         enable_prefix_caching=mode != COLD, seed=0, **more,
     )  # fmt: skip
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -147,7 +149,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4064, 4096, 8192])
     parser.add_argument("--serve")
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; otherwise a small random Llama is made")
+    parser.add_argument("--name", default="", help="the model's, in the name of the results")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -159,8 +162,10 @@ def main() -> None:
     chance = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model.make(folder / "model", maximum=16384, dtype="bfloat16")
-        servers = {mode: Server(mode, folder / "model", folder) for mode in MODES}
+        model = arguments.model or folder / "model"
+        if arguments.model is None:
+            make_model.make(model, maximum=16384, dtype="bfloat16")
+        servers = {mode: Server(mode, model, folder) for mode in MODES}
         try:
             for mode, server in servers.items():
                 print(f"starting: {mode}", file=sys.stderr)
@@ -169,14 +174,14 @@ def main() -> None:
             results = {}
             for length in arguments.lengths:
                 results[length] = measure(servers, length, arguments.rounds, chance)
-                report(results)
+                report(results, arguments.name)
         finally:
             for server in servers.values():
                 server.close()
 
 
-def report(results: dict[int, dict[str, list[float]]]) -> None:
-    rows = Rows("vllm_ttft")
+def report(results: dict[int, dict[str, list[float]]], name: str) -> None:
+    rows = Rows("_".join(["vllm_ttft", *([name] if name else [])]))
     for length, by_mode in results.items():
         for mode, seconds in by_mode.items():
             control = COLD if mode in (COLD, NOTHING) else CONTROL
