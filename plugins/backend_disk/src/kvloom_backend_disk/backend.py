@@ -222,6 +222,9 @@ class DiskBackend(StorageBackend):
     def map(self, key: str, most_bytes: int) -> MappedBlob | None:
         return native_reads.mapped(self._layout.path(key), most_bytes) if self._maps else None
 
+    def current_many(self, blobs: Sequence[MappedBlob]) -> list[bool]:
+        return native_reads.are_current(blobs)
+
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         with self._opened(key) as blob:
             if blob is None:

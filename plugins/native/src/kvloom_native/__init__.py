@@ -1,7 +1,7 @@
 """Native code that several packages of kvloom use. The core finds the library itself: see `kvloom.native.load`."""
 
 from kvloom_native.files import NOT_A_FILE, TOO_SHORT, Files, library
-from kvloom_native.mapping import MappedFile, is_memory
+from kvloom_native.mapping import MappedFile, are_current, is_memory
 from kvloom_native.resp import (
     A_LINE,
     CLOSED,
@@ -29,6 +29,7 @@ __all__ = [
     "Resp",
     "RespBlob",
     "RespConnection",
+    "are_current",
     "is_memory",
     "library",
     "resp_functions",
