@@ -1,8 +1,7 @@
 """Stores of many small chunks until they are written: 512 of 256 KiB and of 64 KiB, into disk and Redis.
 
-In turn in the same run: written by batches where the backend overrides `put_many`, and one by one. Of disk, which does
-not, the batches are a loop over `put` in one call. Redis is also measured with half a millisecond more for each call,
-as for a server in another rack. `--quick` does less of each; needs `redis-server`.
+In turn in the same run: written by batches, and one by one. Redis is also measured with half a millisecond more for
+each call, as for a server in another rack. `--quick` does less of each; needs `redis-server`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import torch
 from rich.progress import track
 from table import Rows
 
-from kvloom import Engine, KVSpec, StorageBackend, WriteDone
-from kvloom_backend_disk.backend import DiskBackend
+from kvloom import Engine, KVSpec
 from kvloom_backend_redis.backend import RedisBackend
 from kvloom_backend_redis.testing import RedisServer
 
@@ -30,10 +28,6 @@ SIZES = {"256 KiB": 4, "64 KiB": 1}
 """Layers that make a chunk as large."""
 AWAY_SECONDS = 5e-4
 ROUNDS = 5 if "--quick" in sys.argv else 15
-
-
-def loop(self: StorageBackend, requests: Any, done: WriteDone) -> None:
-    StorageBackend.put_many(self, requests, done)
 
 
 def further_away() -> ExitStack:
@@ -52,10 +46,7 @@ def further_away() -> ExitStack:
 
 def opened(tier: dict[str, Any], spec: KVSpec, *, batches: bool) -> Engine:
     tiers = [{"type": "memory", "capacity": "512MiB"}, tier]
-    with ExitStack() as stack:
-        if batches and tier["type"] == "disk":
-            stack.enter_context(patch.object(DiskBackend, "put_many", loop))
-        engine = Engine.open({"connector": "plain", "chunk_tokens": CHUNK_TOKENS, "tiers": tiers}, spec)
+    engine = Engine.open({"connector": "plain", "chunk_tokens": CHUNK_TOKENS, "tiers": tiers}, spec)
     if not batches:
         engine._stack.stored[0]._writes._batch_bytes = 0
     return engine

@@ -60,7 +60,8 @@ build() {
     start nvcc $gpu --fmad=false -Xcompiler -fPIC,-ffp-contract=off,-fvisibility=hidden \
         $blend/csrc/rotate.cu -o $blend/src/kvloom_blend/libkvrotate_cuda.so
     start g++ $cpu -shared $pages/csrc/paged.cpp -pthread -o $pages/src/kvloom_connector_vllm/libkvpaged.so
-    start g++ $cpu -shared plugins/native/csrc/*.cpp -o plugins/native/src/kvloom_native/libkvloom.so
+    interface=$(sed -n 's/^_INTERFACE = //p' core/src/kvloom/native.py)
+    start g++ $cpu -DKVLOOM_INTERFACE="$interface" -shared plugins/native/csrc/*.cpp -o plugins/native/src/kvloom_native/libkvloom.so
     start g++ $exact -shared $rotate -pthread -o $blend/src/kvloom_blend/libkvrotate.so
     for each in $running; do wait "$each"; done
     g++ -shared "$objects"/*.o -pthread -o $codec/src/kvloom_serde_cachegen/libkvz.so

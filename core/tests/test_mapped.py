@@ -16,7 +16,7 @@ from layers_support import DEEP, by_layers, chunks_in, deep_kv
 from layers_support import TOKENS as DEEP_TOKENS
 
 from kvloom import Engine
-from kvloom.memory import MappedMemory
+from kvloom.memory import MappedMemory, Mappings
 from kvloom.runtime import SystemRuntime
 
 WINDOW = {"type": "window", "deadline": "20s"}
@@ -45,7 +45,8 @@ def test_a_chunk_is_mapped_and_verified_once(open_engine: Open) -> None:
     window().before = lambda verb, key: asked.append(verb)
     for times in (1, 2, 3):
         assert retrieve(engine) == [True] * 4
-        assert count(engine, "retrieved") == times * (4 + 1), "each chunk is counted, and the request"
+        read = engine.counters()["retrieved", "window", ""]
+        assert read.chunks == times * 4 and read.tokens == times * len(TOKENS)
         assert engine._stack.memory.pool.used_bytes == 0, "nothing is copied into the pool"
     assert asked.count("map") == 4 and "get" not in asked
     panes = window().panes
@@ -261,7 +262,7 @@ def test_what_has_outlived_its_tier_is_not_served(open_engine: Open) -> None:
     engine = filled(open_engine, WINDOW | {"ttl": "1h"})
     assert retrieve(engine) == [True] * 4
     reader = engine.tiers["window"]._mapped  # type: ignore[attr-defined]
-    reader._expired = lambda header: True
+    reader._outlived = lambda written: True
     assert mapped(engine) == 4
     assert [one is None for one in reader.lease([held_as(engine, n) for n in range(4)], doomed=set)] == [True] * 4
     assert all(pane.closed for pane in window().panes)
@@ -311,7 +312,7 @@ def test_a_chunk_of_another_shape_is_not_served(open_engine: Open) -> None:
 def test_what_is_mapped_twice_or_after_the_end_is_closed(open_engine: Open) -> None:
     engine = filled(open_engine)
     chunks, wanted = engine.tiers["window"]._mapped, held_as(engine, 0)  # type: ignore[attr-defined]
-    chunks._lease = lambda wanted: None  # as for threads that map it at one time
+    chunks._lease = lambda wanted: [None]  # as for threads that map it at one time
     for _ in range(3):
         _, loaded = chunks.open(wanted)
         loaded.release()
@@ -399,7 +400,8 @@ def test_a_store_that_cannot_map_is_read(open_engine: Open) -> None:
 def test_it_is_closed_once_by_the_last_who_reads_it() -> None:
     for first in ("owner", "readers"):
         pane = Pane(Window(Window.Config()), "key", b"blob")
-        memory = MappedMemory(pane, SystemRuntime(), store="window", verified=lambda: True)
+        home = Mappings("window", lambda blobs: [blob.current() for blob in blobs], SystemRuntime())
+        memory = MappedMemory(pane, home, verified=lambda: True)
         leases = [lease for _ in range(50) if (lease := memory.lease()) is not None]
         leases.append(leases[0].again())
         assert len(leases) == 51

@@ -72,35 +72,6 @@ def test_a_missing_package_says_so() -> None:
         native.load("kvloom_nowhere", "total")
 
 
-def test_a_fitting_tensor_passes() -> None:
-    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
-    native.check_tensor(tensor)
-    native.check_tensor(tensor, dtype=torch.bfloat16, device="cpu", shape=(None, 3))
-    native.check_tensor(tensor.t(), contiguous=False)
-
-
-@pytest.mark.parametrize(
-    ("demand", "error", "message"),
-    [
-        ({"dtype": torch.float16}, TypeError, "kv: expected torch.float16, got torch.float32"),
-        ({"device": "cuda"}, ValueError, "kv: expected a tensor on cuda, got one on cpu"),
-        ({"shape": (2, 4)}, ValueError, r"kv: expected shape \(2, 4\), got \(2, 3\)"),
-        ({"shape": (None,)}, ValueError, r"kv: expected shape \(any\), got \(2, 3\)"),
-        ({"shape": (2, 3, None)}, ValueError, r"kv: expected shape \(2, 3, any\), got \(2, 3\)"),
-    ],
-)
-def test_an_unfit_tensor_is_refused_by_name(demand: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        native.check_tensor(torch.zeros(2, 3), name="kv", **demand)  # type: ignore[arg-type]
-
-
-def test_memory_with_holes_and_things_that_are_no_tensor_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"tensor: expected contiguous memory, got strides \(1, 3\)"):
-        native.check_tensor(torch.zeros(2, 3).t())
-    with pytest.raises(TypeError, match=r"tensor: expected a torch.Tensor, got list"):
-        native.check_tensor([1])  # type: ignore[arg-type]
-
-
 def test_work_on_a_cpu_has_no_stream() -> None:
     with stream_of_launch(torch.device("cpu")) as handle:
         assert handle == 0

@@ -1,4 +1,4 @@
-"""One way into compiled code for every plugin that has some: find the library, check what goes in, name the stream.
+"""One way into compiled code for every plugin that has some: find the library, and the addresses that it is given.
 
 The libraries have a plain C interface: addresses, sizes, strides and a stream. They link no torch, so that one build
 serves every version of it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvloom.contracts.storage import Sink
     from kvloom.types import Buffer
 
-_VERSION = 4
-"""Version of the interface of `kvloom-native`'s library that this release calls."""
+_INTERFACE = "5b18737ae1acc164"
+"""Hash of the functions of `kvloom-native` that are called here: see `interface.cmake` there."""
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
@@ -51,16 +51,32 @@ def load(package: str, name: str, *, brief: bool = False) -> ctypes.CDLL:
         raise PluginError(f"{package}: {file} cannot be loaded ({error}); reinstall {dist} on this machine") from error
 
 
-def own_library(*, brief: bool = False) -> ctypes.CDLL | None:
-    """The library of `kvloom-native`, or None if it is not installed, not compiled, or of another version.
+def load_own(*, brief: bool = False) -> ctypes.CDLL:
+    """The library of `kvloom-native`. brief: as for `load`.
 
-    brief: as for `load`.
+    Raises PluginError, with the remedy, as `load`, and if it has other functions than this release calls.
     """
+    library = load("kvloom_native", "kvloom", brief=brief)
+    interface = getattr(library, "kvloom_interface", None)
+    found = ""
+    if interface is not None:
+        interface.restype = ctypes.c_char_p
+        found = interface().decode()
+    if found != _INTERFACE:
+        raise PluginError(
+            f"kvloom_native: its library has other functions (interface {found or 'unknown'}) than this release of "
+            f"kvloom calls ({_INTERFACE}); install that of the version of kvloom, or from the same clone: "
+            f"{pip_install('kvloom-native')} --force-reinstall --no-deps"
+        )
+    return library
+
+
+def own_library(*, brief: bool = False) -> ctypes.CDLL | None:
+    """As `load_own`; None where that raises."""
     try:
-        found = load("kvloom_native", "kvloom", brief=brief)
+        return load_own(brief=brief)
     except PluginError:
         return None
-    return found if found.kvloom_version() == _VERSION else None
 
 
 def own_function(name: str, *argtypes: type, asked: str = "", brief: bool = False) -> Callable[..., int] | None:
@@ -75,39 +91,6 @@ def own_function(name: str, *argtypes: type, asked: str = "", brief: bool = Fals
     function = getattr(library, name)
     function.argtypes = argtypes
     return cast("Callable[..., int]", function)
-
-
-def check_tensor(
-    tensor: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    shape: Sequence[int | None] | None = None,
-    contiguous: bool = True,
-    name: str = "tensor",
-) -> None:
-    """Before an address leaves Python: what the native code takes for granted. None in `shape` matches any size.
-
-    tensor: of any shape and dtype; `shape` and `dtype` say which is wanted. device: `"cpu"`, `"cuda"` (any), or one
-    device. Raises TypeError for no tensor or another dtype, else ValueError.
-    """
-    import torch
-
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if dtype is not None and tensor.dtype != dtype:
-        raise TypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
-    if device is not None:
-        wanted = torch.device(device)
-        if tensor.device.type != wanted.type or wanted.index not in (None, tensor.device.index):
-            raise ValueError(f"{name}: expected a tensor on {wanted}, got one on {tensor.device}")
-    if shape is not None:
-        sizes = tuple(tensor.shape)
-        if len(sizes) != len(shape) or any(want not in (None, size) for want, size in zip(shape, sizes, strict=True)):
-            wanted_sizes = ", ".join("any" if want is None else str(want) for want in shape)
-            raise ValueError(f"{name}: expected shape ({wanted_sizes}), got {sizes}")
-    if contiguous and not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected contiguous memory, got strides {tensor.stride()}; pass .contiguous()")
 
 
 def pointer(memory: torch.Tensor | Buffer) -> int:

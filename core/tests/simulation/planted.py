@@ -6,7 +6,7 @@ the oracle may report it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from unittest.mock import patch
 from kvloom import Engine, Segment
 from kvloom.builtin import chunked
 from kvloom.format import envelope
-from kvloom.memory import MappedLease, MappedMemory, pool
-from kvloom.pipeline import readahead
+from kvloom.memory import MappedMemory, mapped, pool
+from kvloom.pipeline import readahead, transfer
 from kvloom.runtime import Batch, Call, Workers
 from kvloom.tiers import invalidation, request_context
 from kvloom.tiers.index import entries, ledger
@@ -277,7 +277,14 @@ def mapped_memory_not_asked_about() -> Iterator[None]:
         self._store.faults = replace(self._store.faults, decay=0.9)
         return real(self)
 
-    with patch.object(MappedLease, "intact", True), patch.object(Pane, "current", current):
+    def intact(leases: Sequence[object]) -> list[bool]:
+        return [True] * len(leases)
+
+    with (
+        patch.object(mapped, "intact", intact),
+        patch.object(transfer, "intact", intact),
+        patch.object(Pane, "current", current),
+    ):
         yield
 
 
@@ -319,7 +326,7 @@ PLANTS: dict[Plant, Planted] = {
     lease_forgotten: Planted(("leaked lease", "accounts"), 2000),
     batch_in_another_order: Planted(("wrong bytes",), 2003),
     batch_of_writes_is_one_write: Planted(("memory reused",), 2001),
-    layer_not_checked: Planted(("wrong bytes",), 20231),
+    layer_not_checked: Planted(("wrong bytes",), 20389),
     layers_go_on_growing: Planted(("wrong bytes", "wrong mask"), 2000),
     pieces_of_any_prompt: Planted(("wrong bytes",), 2100),
     mapped_memory_not_asked_about: Planted(("wrong bytes",), 2157),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import multiprocessing
@@ -187,8 +188,15 @@ def test_a_full_disk(tmp_path: Path, open_backend: Any) -> None:
             backend.put("fp/-/a", stamped(bytes(5 << 20)))
     assert unfinished(tmp_path) == []
     assert len(backend.get("fp/-/a")) == (1 << 20) + 32 and is_whole(backend.get("fp/-/a"))
-    backend.put("fp/-/b", stamped(bytes(2 << 20)))
-    assert is_whole(backend.get("fp/-/b"))
+    sizes = {"b": 1 << 20, "c": 5 << 20, "d": 1 << 20, "e": 5 << 20}
+    requests = [(f"fp/-/{key}", stamped(bytes(size))) for key, size in sizes.items()]
+    outcomes: list[tuple[int, Exception | None]] = []
+    backend.put_many(requests, lambda number, outcome: outcomes.append((number, outcome)))
+    assert [(number, getattr(outcome, "errno", None)) for number, outcome in outcomes] == [
+        (0, None), (1, errno.ENOSPC), (2, None), (3, errno.ENOSPC),
+    ]  # fmt: skip
+    assert unfinished(tmp_path) == []
+    assert is_whole(backend.get("fp/-/b")) and is_whole(backend.get("fp/-/d"))
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="mounting needs root on Linux")

@@ -30,7 +30,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
         if request.param == "python":
             patch.setattr(link_module, "stream", stream_module.Stream)
         else:
-            assert stream_module.resp_functions() is not None
+            assert stream_module.resp.functions() is not None
         yield request.param
 
 

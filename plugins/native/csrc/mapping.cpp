@@ -30,6 +30,7 @@ struct Mapping {
     int32_t slot;
     int32_t error;    // errno, NOT_A_FILE, NO_SLOT or TOO_LONG; 0 if there was none
     int64_t process;  // that made it: a forked child does not have it
+    const char* path;
 };
 
 // What the signal handler knows. `begin` is 0 in a slot that is free, and is written last and cleared first.
@@ -49,7 +50,7 @@ struct sigaction before = {};
 uintptr_t page_bytes = 4096;
 
 // The kernel signals whoever reads behind the end of a file. The rest of the mapping becomes zeros, and the reader goes
-// on: that it has read something else than the blob is found by `kvloom_mapping_damaged`.
+// on: that it has read something else than the blob is found by `kvloom_mappings_are_current`.
 void on_bus_error(int number, siginfo_t* info, void* context) {
     const int saved = errno;
     const uintptr_t address = reinterpret_cast<uintptr_t>(info->si_addr);
@@ -127,6 +128,14 @@ int32_t take_slot(uintptr_t begin, uintptr_t end) {
     return static_cast<int32_t>(slot);
 }
 
+const struct timespec& changed(const struct stat& status) {
+#if defined(__APPLE__)
+    return status.st_mtimespec;
+#else
+    return status.st_mtim;
+#endif
+}
+
 int32_t map_file(int fd, Mapping& mapping, uint64_t most_bytes) {
     struct stat status;
     if (fstat(fd, &status) != 0) return errno;
@@ -136,11 +145,7 @@ int32_t map_file(int fd, Mapping& mapping, uint64_t most_bytes) {
     if (mapping.size > most_bytes) return TOO_LONG;
     mapping.device = static_cast<uint64_t>(status.st_dev);
     mapping.inode = static_cast<uint64_t>(status.st_ino);
-#if defined(__APPLE__)
-    mapping.changed_seconds = status.st_mtimespec.tv_sec, mapping.changed_nanoseconds = status.st_mtimespec.tv_nsec;
-#else
-    mapping.changed_seconds = status.st_mtim.tv_sec, mapping.changed_nanoseconds = status.st_mtim.tv_nsec;
-#endif
+    mapping.changed_seconds = changed(status).tv_sec, mapping.changed_nanoseconds = changed(status).tv_nsec;
     // Private and writable: torch wants writable memory, and what is written by mistake stays this process's own.
     void* const at = mmap(nullptr, mapping.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
     if (at == MAP_FAILED) return errno;
@@ -161,6 +166,15 @@ int32_t map_file(int fd, Mapping& mapping, uint64_t most_bytes) {
     return 0;
 }
 
+bool is_current(const Mapping& mapping) {
+    struct stat status;
+    if (slots[mapping.slot].damaged.load() || lstat(mapping.path, &status) != 0) return false;
+    return static_cast<uint64_t>(status.st_dev) == mapping.device &&
+           static_cast<uint64_t>(status.st_ino) == mapping.inode &&
+           static_cast<uint64_t>(status.st_size) == mapping.size && changed(status).tv_sec == mapping.changed_seconds &&
+           changed(status).tv_nsec == mapping.changed_nanoseconds;
+}
+
 }  // namespace
 
 // Whether files in this directory are memory, so that to read a mapped page never waits for a device.
@@ -176,9 +190,10 @@ KVLOOM_API int32_t kvloom_is_memory(const char* directory) {
 #endif
 }
 
-// Nothing is mapped of a file with more than `most_bytes`.
+// Nothing is mapped of a file with more than `most_bytes`. path: held as long as the mapping.
 KVLOOM_API void kvloom_map(Mapping* mapping, const char* path, uint64_t most_bytes) {
     *mapping = {};
+    mapping->path = path;
     page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) {
@@ -189,21 +204,15 @@ KVLOOM_API void kvloom_map(Mapping* mapping, const char* path, uint64_t most_byt
     close(fd);
 }
 
-// Whether the file still lies at `path` as it was mapped, and nothing else than it was read. Ask before and after reading.
-KVLOOM_API int32_t kvloom_mapping_is_current(const Mapping* mapping, const char* path) {
-    if (mapping->process != getpid()) return 0;
+// Of each mapping, whether the file still lies at its path as it was mapped, and nothing else than it was read. Ask before
+// and after reading.
+KVLOOM_API void kvloom_mappings_are_current(const Mapping* const* mappings, uint32_t count, uint8_t* current) {
     install_handler();
-    struct stat status;
-    if (slots[mapping->slot].damaged.load() || lstat(path, &status) != 0) return 0;
-#if defined(__APPLE__)
-    const auto& changed = status.st_mtimespec;
-#else
-    const auto& changed = status.st_mtim;
-#endif
-    return static_cast<uint64_t>(status.st_dev) == mapping->device &&
-           static_cast<uint64_t>(status.st_ino) == mapping->inode &&
-           static_cast<uint64_t>(status.st_size) == mapping->size && changed.tv_sec == mapping->changed_seconds &&
-           changed.tv_nsec == mapping->changed_nanoseconds;
+    const int64_t process = getpid();
+    for (uint32_t number = 0; number < count; ++number) {
+        const Mapping& mapping = *mappings[number];
+        current[number] = mapping.process == process && is_current(mapping);
+    }
 }
 
 KVLOOM_API void kvloom_unmap(Mapping* mapping) {

@@ -111,7 +111,11 @@ bool Verifier::check_rows(uint64_t arrived) {
 
 // -- what Python calls: kvloom/format/native_verifier.py ------------------------------------------------------------
 
-KVLOOM_API uint32_t kvloom_version() { return 4; }
+#ifndef KVLOOM_INTERFACE  // of interface.cmake
+#define KVLOOM_INTERFACE ""
+#endif
+
+KVLOOM_API const char* kvloom_interface() { return KVLOOM_INTERFACE; }
 
 KVLOOM_API uint64_t kvloom_verifier_bytes() { return sizeof(kvloom::Verifier); }
 

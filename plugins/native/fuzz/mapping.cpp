@@ -26,11 +26,12 @@ struct Mapping {  // that of mapping.cpp
     int64_t changed_seconds, changed_nanoseconds;
     int32_t slot, error;
     int64_t process;
+    const char* path;
 };
 
 extern "C" void kvloom_map(Mapping*, const char*, uint64_t);
 extern "C" void kvloom_unmap(Mapping*);
-extern "C" int32_t kvloom_mapping_is_current(const Mapping*, const char*);
+extern "C" void kvloom_mappings_are_current(const Mapping* const*, uint32_t, uint8_t*);
 
 namespace {
 
@@ -40,6 +41,14 @@ uint64_t sum(const Mapping& mapping) {
     uint64_t found = 0;
     for (uint64_t at = 0; at < mapping.size; ++at) found += static_cast<volatile uint8_t*>(mapping.at)[at];
     return found;
+}
+
+int is_current(const Mapping& mapping) {
+    const Mapping* const twice[] = {&mapping, &mapping};
+    uint8_t current[] = {2, 2};
+    kvloom_mappings_are_current(twice, 2, current);
+    if (current[0] != current[1]) std::exit(4);
+    return current[0];
 }
 
 void restore(const Mapping& mapping, const std::string& path) {
@@ -55,12 +64,12 @@ void one(const std::string& path, long length) {
     kvloom_map(&mapping, path.c_str(), most);
     int before = 0, after = 0;
     if (!mapping.error) {
-        before = kvloom_mapping_is_current(&mapping, path.c_str());
+        before = is_current(mapping);
         if ((length >= 0 || length == -3) && truncate(path.c_str(), length >= 0 ? length : 0) != 0) std::exit(3);
         if (length == -2 && unlink(path.c_str()) != 0) std::exit(3);
         sum(mapping);
         if (length == -3) restore(mapping, path);
-        after = kvloom_mapping_is_current(&mapping, path.c_str());
+        after = is_current(mapping);
     }
     const uint64_t size = mapping.error ? 0 : mapping.size;
     std::printf("%d %llu %d %d\n", mapping.error, static_cast<unsigned long long>(size), before, after);
@@ -84,16 +93,16 @@ void in_a_child(const std::string& path) {
     std::fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
-        const int inherited = kvloom_mapping_is_current(&mapping, path.c_str());
+        const int inherited = is_current(mapping);
         kvloom_unmap(&mapping);
         Mapping own;
         kvloom_map(&own, path.c_str(), ANY_BYTES);
-        const bool usable = !own.error && kvloom_mapping_is_current(&own, path.c_str());
+        const bool usable = !own.error && is_current(own);
         _exit(!inherited && usable ? 0 : 1);
     }
     int status = -1;
     waitpid(child, &status, 0);
-    std::printf("child %d, parent %d\n", status, kvloom_mapping_is_current(&mapping, path.c_str()));
+    std::printf("child %d, parent %d\n", status, is_current(mapping));
     kvloom_unmap(&mapping);
 }
 

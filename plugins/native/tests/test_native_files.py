@@ -6,11 +6,12 @@ import errno
 import mmap
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from kvloom import native
+from kvloom import PluginError, native
 from kvloom_native import NOT_A_FILE, TOO_SHORT, Files
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler has built the library")
@@ -108,7 +109,34 @@ def test_nothing_to_read() -> None:
     files.close()
 
 
-def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_with_other_functions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.own_library() is not None and native.own_library(brief=True) is not None
-    monkeypatch.setattr(native, "_VERSION", 1000)
+    monkeypatch.setattr(native, "_INTERFACE", "another")
     assert native.own_library() is None and native.own_library(brief=True) is None
+    with pytest.raises(PluginError, match=r"other functions .* pip install \S+ --force-reinstall --no-deps"):
+        native.load_own()
+
+
+@pytest.mark.parametrize("changed", ["", "name", "argument", "struct", "code", "body", "comment"])
+def test_the_interface_is_that_of_the_sources(tmp_path: Path, changed: str) -> None:
+    """A function or a shared struct that changes makes it another; nothing else does."""
+    sources = shutil.copytree(Path(__file__).parent.parent / "csrc", tmp_path / "csrc")
+    mapping = sources / "mapping.cpp"
+    old, new = {
+        "": ("", ""),
+        "name": ("void kvloom_unmap(", "void kvloom_unmap_it("),
+        "argument": ("const char* path, uint64_t most_bytes) {", "const char* path, int64_t most_bytes) {"),
+        "struct": ("int32_t slot;", "int64_t slot;"),
+        "code": ("NO_SLOT = -3", "NO_SLOT = -9"),
+        "body": ("munmap(mapping->at, mapping->size);", "munmap(mapping->at, mapping->size + 0);"),
+        "comment": ("// One mapped file.", "// A mapped file; one."),
+    }[changed]
+    text = mapping.read_text()
+    assert old in text
+    mapping.write_text(text.replace(old, new))
+    done = subprocess.run(["cmake", "-P", sources / "interface.cmake"], capture_output=True, text=True, check=True)
+    found = done.stderr.strip()
+    if changed in ("", "body", "comment"):
+        assert found == native._INTERFACE, f"put {found} into kvloom/native.py, and install kvloom-native anew"
+    else:
+        assert found != native._INTERFACE

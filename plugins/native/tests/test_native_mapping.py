@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom_native import MappedFile, is_memory
+from kvloom_native import MappedFile, are_current, is_memory
 
 SHM = "/dev/shm"
 pytestmark = pytest.mark.skipif(not is_memory(SHM), reason="no tmpfs at /dev/shm, or no library")
@@ -40,6 +40,25 @@ def test_a_file_is_memory_until_it_is_closed(path: Path) -> None:
     file.close()
     file.close()
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_each_of_many_is_as_it_is_alone(path: Path) -> None:
+    kinds = ["same", "written", "replaced", "deleted", "shorter", "same too"]
+    paths = [path.with_name(kind) for kind in kinds]
+    for one in paths:
+        one.write_bytes(b"x" * SIZE)
+    files = [MappedFile(str(one), SIZE) for one in paths]
+    with paths[1].open("r+b") as file:
+        file.write(b"y")
+    path.replace(paths[2])
+    paths[3].unlink()
+    os.truncate(paths[4], 5000)
+    expected = [True, False, False, False, False, True]
+    assert are_current([*files, files[0]]) == [*expected, True]
+    assert [file.current() for file in files] == expected
+    assert are_current([]) == []
+    for mapped in files:
+        mapped.close()
 
 
 def test_a_file_that_is_not_memory_says_so(tmp_path: Path) -> None:

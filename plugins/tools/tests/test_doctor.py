@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvloom import ConfigError, Registry
+from kvloom import ConfigError, Registry, native
 from kvloom.cli.main import app
 from kvloom_tools.checkup import installed, machine, parts, tiers
 from kvloom_tools.checkup.finding import Finding
@@ -206,6 +206,12 @@ def test_a_compiled_part_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(installed, "find_spec", lambda name: spec)
     found = [one for one in installed.looked_at(Registry.discover()) if one.topic == "compiled"]
     assert found and all(one.verdict == "problem" and "--force-reinstall" in one.text for one in found)
+
+
+def test_a_native_library_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_INTERFACE", "another")
+    (found,) = of(list(installed.looked_at(Registry.discover())), "library", "kvloom-native")
+    assert found.verdict == "note" and "--force-reinstall" in found.text
 
 
 def test_memory_that_a_container_may_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,10 @@ class StorageBackend(Component):
         """
         return None
 
+    def current_many(self, blobs: Sequence[MappedBlob]) -> list[bool]:
+        """`current` of each, in their order. blobs: of this store; one may come twice."""
+        return [blob.current() for blob in blobs]
+
     def get_range(self, key: str, offset: int, into: memoryview) -> bool:
         """Fill `into` with the blob's bytes from `offset`; False if there is no blob or it ends before.
 

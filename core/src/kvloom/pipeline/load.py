@@ -108,8 +108,9 @@ class Loader:
                             later.append(waiting.popleft())
                         else:
                             break
-                    started += fresh
-                    self._start(fresh, shape, context)
+                    if fresh:
+                        started += fresh
+                        self._start(fresh, shape, context)
                 if run and (len(run) >= window or not started or not started[0].done or started[0].number < last):
                     yield run  # what is here need not wait for what is not, and nothing waits holding a lease
                     for _, loaded in run:
@@ -154,6 +155,28 @@ class Loader:
             if lost is not None:
                 self.missed([lost.segment], why)
             self._give_up(started, waiting, later, context)
+
+    def at_hand(self, segments: Sequence[Segment], shape: Shape, *, mapped: bool) -> list[Loaded | None]:
+        """Lease what memory holds, and what a store has mapped if that is all the rest.
+
+        mapped: what a store has mapped will do.
+        """
+        found = self.memory.lease([segment.key for segment in segments])
+        lacking = [number for number, one in enumerate(found) if one is None] if mapped and self.stored else []
+        if lacking:
+            rest = [segments[number] for number in lacking]
+            source = next((tier for tier in self.stored if tier.loads.maps(segment.key for segment in rest)), None)
+            if source is not None:
+                try:
+                    leased = source.loads.lease_mapped(_wanted(rest, shape))
+                except BaseException:
+                    for loaded in found:
+                        if loaded is not None:
+                            loaded.release()
+                    raise
+                for number, one in zip(lacking, leased, strict=True):
+                    found[number] = one
+        return found
 
     def held(self, pieces: Sequence[Segment], start: int, context: RequestContext) -> tuple[list[Segment], Search]:
         """Those pieces that follow one another from `start` on and are somewhere, and where. pieces: by their ends."""
@@ -206,7 +229,7 @@ class Loader:
         while lacking := [one for one in some if one.loaded is None and one.read is None and one.tiers]:
             source = lacking[0].tiers[0]
             these = [one for one in lacking if one.tiers[0] is source]
-            found = source.loads.fetch([_wanted(one.segment, shape) for one in these], context)
+            found = source.loads.fetch(_wanted([one.segment for one in these], shape), context)
             for pending, one in zip(these, found, strict=True):
                 pending.source = pending.tiers.pop(0)
                 if isinstance(one, Loaded):
@@ -249,6 +272,10 @@ class Loader:
                 )  # fmt: skip
 
 
-def _wanted(segment: Segment, shape: Shape) -> Wanted:
-    num_tokens = segment.end - segment.start
-    return Wanted(segment.key, tuple(shape(num_tokens)), num_tokens)
+def _wanted(segments: Sequence[Segment], shape: Shape) -> list[Wanted]:
+    lengths = [segment.end - segment.start for segment in segments]
+    shapes = {num_tokens: tuple(shape(num_tokens)) for num_tokens in set(lengths)}
+    return [
+        Wanted(segment.key, shapes[num_tokens], num_tokens)
+        for segment, num_tokens in zip(segments, lengths, strict=True)
+    ]

@@ -11,6 +11,7 @@ import torch
 
 from kvloom.contracts.connector import Fence, GPUConnector
 from kvloom.contracts.observer import Event
+from kvloom.memory import intact
 from kvloom.pipeline.load import BEHIND, Pieces, Runs
 from kvloom.pipeline.stack import Stack
 from kvloom.pipeline.task import Cancellation
@@ -78,7 +79,8 @@ class Transfer:
                     chunks = [loaded.chunk for _, loaded in run]
                     if not stop.touch(partial(_copy, connector.write, here, chunks, where, record)):
                         break
-                lost = [segment for segment, loaded in run if not loaded.lease.intact]
+                right = intact([loaded.lease for _, loaded in run])
+                lost = [] if all(right) else [segment for segment, fine in zip(here, right, strict=True) if not fine]
                 if lost:
                     end = here.index(lost[0]) if leading else len(here)
                     self._stack.loader.missed(lost, CHANGED)
@@ -97,14 +99,17 @@ class Transfer:
         self, stop: Cancellation, segments: Sequence[Segment], keys: Sequence[ChunkKey], record: RequestTrace, *,
         gaps: bool, pieces: Pieces | None = None, into_memory: bool = False,
     ) -> Runs:  # fmt: skip
-        """As `Loader.fetch`. If memory holds everything, nothing else is asked."""
+        """As `Loader.fetch`. If everything is at hand, nothing else is asked."""
         memory = self._stack.memory
-        held = memory.lease([segment.key for segment in segments])
+        into_memory = into_memory and memory.keep
+        held = self._stack.loader.at_hand(segments, self._connector.shape, mapped=not into_memory)
         try:
             if held and all(held):
+                run = [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
                 if record is not NO_TRACE:
-                    record.gave(memory.name, tokens_of(segments))
-                yield [(segment, loaded) for segment, loaded in zip(segments, held, strict=True) if loaded is not None]
+                    for segment, one in run:
+                        record.gave(one.lease.store or memory.name, segment.end - segment.start)
+                yield run
                 return
         finally:
             for loaded in held:
@@ -112,7 +117,7 @@ class Transfer:
                     loaded.lease.release()
         # Reads from below need room in memory, so the leases are released first; `fetch` leases a few chunks ahead.
         context = self._context(stop, keys, record)
-        context.into_memory = into_memory and memory.keep
+        context.into_memory = into_memory
         yield from self._stack.loader.fetch(segments, self._connector.shape, context, gaps=gaps, pieces=pieces)
 
     def save(

@@ -6,13 +6,14 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvloom import BackendError, MappedBlob, ReadDone, Sink, native
 from kvloom_backend_disk.transfer import Transfer
 
 _INSTALLED = find_spec("kvloom_native") is not None
 if _INSTALLED:
+    import kvloom_native
     from kvloom_native import NOT_A_FILE, TOO_SHORT, Files, MappedFile, is_memory, library
 
 _AT_ONCE = 32
@@ -39,6 +40,11 @@ def mapped(path: str, most_bytes: int) -> MappedBlob | None:
         return MappedFile(path, most_bytes)
     except OSError:
         return None
+
+
+def are_current(files: Sequence[MappedBlob]) -> list[bool]:
+    """Return whether each of these is still at its path as it was mapped."""
+    return kvloom_native.are_current(cast("Sequence[MappedFile]", files))
 
 
 class _Read(NamedTuple):

@@ -17,18 +17,7 @@ from kvloom import native
 from kvloom_backend_redis.errors import ProtocolError
 
 if _INSTALLED := find_spec("kvloom_native") is not None:
-    from kvloom_native import (
-        A_LINE,
-        CLOSED,
-        ENDLESS,
-        NOT_TAKEN,
-        TOO_SLOW,
-        WRONG_END,
-        Resp,
-        RespBlob,
-        RespConnection,
-        resp_functions,
-    )
+    from kvloom_native import resp
 
 BUFFER_BYTES = 16 << 10
 MAX_LINE_BYTES = 8 << 10
@@ -204,9 +193,9 @@ class Stream:
 class NativeStream(Stream):
     """The same in native code, for a socket that is not encrypted. `_native` has its account and its state."""
 
-    def __init__(self, connection: socket.socket, *, timeout: float, functions: Resp) -> None:
+    def __init__(self, connection: socket.socket, *, timeout: float, functions: resp.Functions) -> None:
         super().__init__(connection, timeout=timeout)
-        self._native = RespConnection(connection.fileno(), self._bytes, slowest=_SLOWEST)
+        self._native = resp.Connection(connection.fileno(), self._bytes, slowest=_SLOWEST)
         self._native.timeout = timeout
         self._address = ctypes.addressof(self._native)
         self._descriptor = connection.fileno()
@@ -257,7 +246,7 @@ class NativeStream(Stream):
         while result == -errno.EINTR:
             result = self._next(self._address, None, 0, ahead)
         del held
-        if result < 0 and result != A_LINE:
+        if result < 0 and result != resp.A_LINE:
             raise self._failure(result)
         return result
 
@@ -280,7 +269,7 @@ class NativeStream(Stream):
         size = len(into)
         if into.readonly or not into.c_contiguous:
             raise ValueError("read-only memory, or in pieces")
-        blob = RespBlob(native.pointer(into), 0, size, *(native_filled or ()))
+        blob = resp.Blob(native.pointer(into), 0, size, *(native_filled or ()))
         place = ctypes.addressof(blob)
         while True:
             if filled and not native_filled:
@@ -296,22 +285,22 @@ class NativeStream(Stream):
 
     def _failure(self, result: int) -> Exception:
         native = self._native
-        if result == CLOSED:
+        if result == resp.CLOSED:
             return _hung_up()
-        if result == WRONG_END:
+        if result == resp.WRONG_END:
             return _wrong_end()
-        if result == ENDLESS:
+        if result == resp.ENDLESS:
             return _no_line(self._buffer[native.start : native.end])
-        if result == TOO_SLOW:
+        if result == resp.TOO_SLOW:
             return _too_slow(native.moved, native.waited)
-        if result in (NOT_TAKEN, -errno.EAGAIN):
-            return _taken_nothing() if result == NOT_TAKEN else _sent_nothing()
+        if result in (resp.NOT_TAKEN, -errno.EAGAIN):
+            return _taken_nothing() if result == resp.NOT_TAKEN else _sent_nothing()
         return OSError(-result, os.strerror(-result))
 
 
 def stream(connection: socket.socket, *, timeout: float) -> Stream:
     """The fastest stream over this socket. timeout: seconds."""
-    functions = resp_functions() if _INSTALLED and not isinstance(connection, ssl.SSLSocket) else None
+    functions = resp.functions() if _INSTALLED and not isinstance(connection, ssl.SSLSocket) else None
     if functions is None:
         return Stream(connection, timeout=timeout)
     return NativeStream(connection, timeout=timeout, functions=functions)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvloom import hookimpl
+from kvloom import StorageBackend, hookimpl
 from kvloom_backend_disk.backend import DiskBackend
 
 
@@ -52,6 +52,13 @@ class FaultyBackend(DiskBackend):
     def put(self, key: str, blob: Any) -> None:
         self._disturb("put")
         super().put(key, blob)
+
+    def put_many(self, requests: Any, done: Any) -> None:
+        StorageBackend.put_many(self, requests, done)  # by `put` of each, however the disk does it
+
+    def put_over(self, *args: Any) -> None:
+        self._disturb("put")
+        super().put_over(*args)
 
     def contains(self, key: str) -> bool:
         self._disturb("contains")

@@ -1,35 +1,7 @@
-"""Native code that several packages of kvloom use. The core finds the library itself: see `kvloom.native.load`."""
+"""Native code that several packages of kvloom use. The core finds the library itself: see `kvloom.native.load_own`."""
 
+from kvloom_native import resp
 from kvloom_native.files import NOT_A_FILE, TOO_SHORT, Files, library
-from kvloom_native.mapping import MappedFile, is_memory
-from kvloom_native.resp import (
-    A_LINE,
-    CLOSED,
-    ENDLESS,
-    NOT_TAKEN,
-    TOO_SLOW,
-    WRONG_END,
-    Resp,
-    RespBlob,
-    RespConnection,
-    resp_functions,
-)
+from kvloom_native.mapping import MappedFile, are_current, is_memory
 
-__all__ = [
-    "A_LINE",
-    "CLOSED",
-    "ENDLESS",
-    "NOT_A_FILE",
-    "NOT_TAKEN",
-    "TOO_SHORT",
-    "TOO_SLOW",
-    "WRONG_END",
-    "Files",
-    "MappedFile",
-    "Resp",
-    "RespBlob",
-    "RespConnection",
-    "is_memory",
-    "library",
-    "resp_functions",
-]
+__all__ = ["NOT_A_FILE", "TOO_SHORT", "Files", "MappedFile", "are_current", "is_memory", "library", "resp"]

@@ -21,7 +21,10 @@ def library() -> ctypes.CDLL | None:
     """The library, or None if there is none that can be used."""
     found = native.own_library()
     if found is not None:
-        for function in (found.kvloom_files_open, found.kvloom_files_read, found.kvloom_map, found.kvloom_unmap):
+        for function in (
+            found.kvloom_files_open, found.kvloom_files_read, found.kvloom_map, found.kvloom_mappings_are_current,
+            found.kvloom_unmap,
+        ):  # fmt: skip
             function.restype = None
     return found
 

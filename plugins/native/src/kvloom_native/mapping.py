@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 
 from kvloom_native.files import library
 
@@ -19,6 +20,7 @@ class _Mapping(ctypes.Structure):
         ("slot", ctypes.c_int32),
         ("error", ctypes.c_int32),
         ("process", ctypes.c_int64),
+        ("path", ctypes.c_char_p),
     )
 
 
@@ -42,6 +44,7 @@ class MappedFile:
         self._library = found
         self._path = os.fsencode(path)
         self._mapping = _Mapping()
+        self._address = ctypes.addressof(self._mapping)
         found.kvloom_map(ctypes.byref(self._mapping), self._path, ctypes.c_uint64(most_bytes))
         if self._mapping.error:
             code = max(0, self._mapping.error)
@@ -52,7 +55,7 @@ class MappedFile:
 
     def current(self) -> bool:
         """Return whether this very file still lies at its path, unchanged, and nothing else was read from `view`."""
-        return self._library.kvloom_mapping_is_current(ctypes.byref(self._mapping), self._path) != 0
+        return are_current([self])[0]
 
     def gone(self) -> bool:
         """Return whether this file lies at its path no more: deleted, or another took its place."""
@@ -65,3 +68,13 @@ class MappedFile:
     def close(self) -> None:
         """Unmap it. Idempotent."""
         self._library.kvloom_unmap(ctypes.byref(self._mapping))
+
+
+def are_current(files: Sequence[MappedFile]) -> list[bool]:
+    """`current` of each, by one call."""
+    found = library()
+    assert found is not None, "without the library, nothing is mapped"
+    answers = ctypes.create_string_buffer(len(files))
+    addresses = (ctypes.c_void_p * len(files))(*[file._address for file in files])
+    found.kvloom_mappings_are_current(addresses, len(files), answers)
+    return [*map(bool, answers.raw)]

@@ -24,7 +24,7 @@ ENDLESS = -5005
 """More than 8 KiB of a line, and no end of it."""
 
 
-class RespConnection(ctypes.Structure):
+class Connection(ctypes.Structure):
     """A blocking socket, a buffer and an account of time, for the functions of `resp`."""
 
     _fields_ = (
@@ -65,7 +65,7 @@ class RespConnection(ctypes.Structure):
         return places, parts
 
 
-class RespBlob(ctypes.Structure):
+class Blob(ctypes.Structure):
     """Memory for a blob, contiguous and writable, which the caller has checked; and how much of it has arrived."""
 
     _fields_ = (
@@ -77,7 +77,7 @@ class RespBlob(ctypes.Structure):
     )
 
 
-class Resp(NamedTuple):
+class Functions(NamedTuple):
     """Functions of the library. Negative results are constants of this module, or an errno negated.
 
     After -EINTR, call again, without a request: it goes on. By then Python has had the signal.
@@ -95,7 +95,7 @@ class Resp(NamedTuple):
 
 
 @cache
-def resp_functions() -> Resp | None:
+def functions() -> Functions | None:
     """The functions, or None if there is no library that can be used."""
     slow, brief = library(), native.own_library(brief=True)
     if slow is None or brief is None:
@@ -104,4 +104,4 @@ def resp_functions() -> Resp | None:
     take.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint32)
     fill.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32)
     take.restype = fill.restype = ctypes.c_int64
-    return Resp(take, fill, brief.kvloom_resp_is_silent)
+    return Functions(take, fill, brief.kvloom_resp_is_silent)

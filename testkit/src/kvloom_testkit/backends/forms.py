@@ -143,6 +143,29 @@ class FormRequirements(BackendRequirements):
         assert again is not None and again.current() and bytes(again.view) == blob, "mapped again"
         again.close()
 
+    def test_B57_mapped_blobs_are_asked_about_many_at_once(self, names: Namespace, opened: Open) -> None:
+        """`current_many` says of each blob what its `current` says, in their order; one may come twice.
+
+        Why: the core asks about all chunks of a request at once, before and after they are read.
+
+        Usually: one that has changed makes all of them be as it is; or the answers are those of the distinct blobs, and
+        fewer.
+        """
+        backend, keys = opened(), [names.key(number) for number in range(4)]
+        assert list(backend.current_many([])) == [], "of nothing"
+        put_all(backend, [(key, [blob_of(4097)]) for key in keys])
+        found = [backend.map(key, 1 << 20) for key in keys]
+        blobs = [blob for blob in found if blob is not None]
+        if not blobs:
+            return
+        assert len(blobs) == len(keys), "one is mapped, and the other is not"
+        backend.put(keys[1], [blob_of(4097)])
+        backend.delete(keys[2])
+        asked = [*blobs, blobs[0], blobs[1]]
+        assert list(backend.current_many(asked)) == [True, False, False, True, True, False]
+        for blob in blobs:
+            blob.close()
+
     def test_B14_get_range_fills_exactly_what_is_asked_for(self, names: Namespace, opened: Open) -> None:
         """`get_range` fills `into` with the bytes from `offset`; False if the blob ends before, or there is none.
 

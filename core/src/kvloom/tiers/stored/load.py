@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -92,6 +92,14 @@ class Loads:
             for number, one in zip(lacking, begun, strict=True):
                 found[number] = one
         return found
+
+    def maps(self, keys: Iterable[ChunkKey]) -> bool:
+        """Return whether all keys are mapped, as far as is known without asking."""
+        return self._maps and self._mapped.maps(keys) and not self._calls.paused
+
+    def lease_mapped(self, wanted: Sequence[Wanted]) -> list[Loaded | None]:
+        """Chunks that are mapped and still there, leased, if that is all of them; else none."""
+        return self._mapped.lease(wanted, doomed=self._existence.doomed, all_or_none=True)
 
     def _begin(self, wanted: Wanted, context: RequestContext, *, anew: bool = False) -> Read | None:
         read = self.inflight.begin_or_join([wanted], partial(self._load, context), context, anew=anew)[0]

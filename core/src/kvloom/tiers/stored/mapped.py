@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from kvloom.contracts.observer import Event
 from kvloom.contracts.storage import MappedBlob, StorageBackend
 from kvloom.errors import KVLoomError
 from kvloom.format import envelope
-from kvloom.memory import MappedMemory
+from kvloom.memory import MappedMemory, Mappings, lease_mapped
 from kvloom.runtime import Runtime
 from kvloom.telemetry.events import EventBus
 from kvloom.tiers.stored.inflight import Wanted
@@ -26,6 +26,8 @@ class _Mapped(NamedTuple):
     memory: MappedMemory
     chunk: Chunk
     header: envelope.Header
+    wanted: Wanted
+    """What it was mapped for."""
 
 
 class MappedChunks:
@@ -37,18 +39,18 @@ class MappedChunks:
 
     def __init__(
         self, backend: StorageBackend, view: Callable[[MappedBlob, Wanted], tuple[envelope.Header, Chunk] | None],
-        longest: Callable[[Wanted], int], expired: Callable[[envelope.Header], bool], events: EventBus,
+        longest: Callable[[Wanted], int], outlived: Callable[[float], bool], events: EventBus,
         runtime: Runtime, *, name: str,
     ) -> None:  # fmt: skip
         """view: verifies a blob and returns the chunk in it, or None if it has to be decoded. longest: returns the size
-        of the longest blob that a chunk can have. expired: whether it has outlived the tier's ttl. name: the
-        tier's."""
+        of the longest blob that a chunk can have. outlived: returns whether KV first stored at a time has expired for
+        the tier. name: the tier's."""
         self._backend = backend
         self._view = view
         self._longest = longest
-        self._expired = expired
+        self._outlived = outlived
         self._events = events
-        self._runtime = runtime
+        self._mappings = Mappings(name, backend.current_many, runtime)
         self._name = name
         self._lock = runtime.lock()
         self._held: OrderedDict[ChunkKey, _Mapped] = OrderedDict()
@@ -57,45 +59,61 @@ class MappedChunks:
     def __len__(self) -> int:
         return len(self._held)
 
-    def lease(self, wanted: Sequence[Wanted], *, doomed: Callable[[], Collection[ChunkKey]]) -> list[Loaded | None]:
-        """Those that are mapped and still there, each leased. doomed: returns the keys that are being removed."""
-        absent = doomed()
-        found: list[Loaded | None] = []
-        try:
-            for one in wanted:
-                mapped = None if one.key in absent else self._lease(one)
-                found.append(None if mapped is None else mapped[1])
-        except BaseException:
-            for loaded in found:
-                if loaded is not None:
-                    loaded.release()
-            raise
-        for loaded in found:
-            if loaded is not None:
-                chunk = loaded.chunk
-                self._events.emit(Event("retrieved", self._name, chunk.num_tokens, 1, chunk.nbytes))
-        return found
+    def maps(self, keys: Iterable[ChunkKey]) -> bool:
+        """Return whether all keys are mapped, as far as is known without a lock or the store."""
+        return bool(self._held) and all(map(self._held.__contains__, keys))
 
-    def _lease(self, wanted: Wanted) -> tuple[envelope.Header, Loaded] | None:
-        key = wanted.key
+    def lease(
+        self, wanted: Sequence[Wanted], *, doomed: Callable[[], Collection[ChunkKey]], all_or_none: bool = False
+    ) -> list[Loaded | None]:
+        """Those that are mapped and still there, each leased. doomed: returns the keys that are being removed.
+
+        all_or_none: unless all of them are, none is leased.
+        """
+        found = self._lease(wanted, doomed())
+        leased = [one[1] for one in found if one is not None]
+        if all_or_none and len(leased) < len(wanted):
+            for loaded in leased:
+                loaded.release()
+            return [None] * len(wanted)
+        if leased:
+            tokens, nbytes = sum(one.chunk.num_tokens for one in leased), sum(one.chunk.nbytes for one in leased)
+            self._events.emit(Event("retrieved", self._name, tokens, len(leased), nbytes))
+        return [None if one is None else one[1] for one in found]
+
+    def _lease(
+        self, wanted: Sequence[Wanted], absent: Collection[ChunkKey] = ()
+    ) -> list[tuple[envelope.Header, Loaded] | None]:
         with self._lock:
-            mapped = self._held.get(key)
-            lease = None if mapped is None else mapped.memory.lease()
-            if mapped is None or lease is None:
-                return None
-            self._held.move_to_end(key)
-        chunk, header = mapped.chunk, mapped.header
-        alike = (tuple(chunk.tensor.shape), chunk.num_tokens) == (wanted.shape, wanted.num_tokens)
-        if not alike or not lease.current or self._expired(header):
-            self._forget(key, mapped)
-            lease.release()
-            return None
-        return header, Loaded(chunk, lease, float(header.description.written))
+            there = [
+                (number, one, mapped)
+                for number, one in enumerate(wanted)
+                if one.key not in absent and (mapped := self._held.get(one.key)) is not None
+            ]
+            for _, one, _ in there:
+                self._held.move_to_end(one.key)
+            # Leased under the lock: what is held here is not given up before it was taken out.
+            leases = lease_mapped([mapped.memory for _, _, mapped in there])
+        found: list[tuple[envelope.Header, Loaded] | None] = [None] * len(wanted)
+        try:
+            current = self._mappings.current([mapped.memory for _, _, mapped in there])
+            for (number, one, mapped), lease, here in zip(there, leases, current, strict=True):
+                written = mapped.header.description.written
+                if here and mapped.wanted == one and not self._outlived(written):
+                    found[number] = mapped.header, Loaded(mapped.chunk, lease, float(written))
+                else:
+                    self._forget(one.key, mapped)
+                    lease.release()
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            raise
+        return found
 
     def open(self, wanted: Wanted) -> tuple[envelope.Header, Loaded] | None:
         """Map and verify a blob that is not mapped yet, on the tier's thread; None if it has to be read, which then
         says why."""
-        present = self._lease(wanted)
+        present = self._lease([wanted])[0]
         if present is not None:
             return present
         try:
@@ -105,7 +123,7 @@ class MappedChunks:
         if blob is None:
             return None
         view = partial(self._viewed, blob, wanted)
-        memory = MappedMemory(blob, self._runtime, store=self._name, verified=lambda: view() is not None)
+        memory = MappedMemory(blob, self._mappings, verified=lambda: view() is not None)
         viewed = None
         try:
             viewed = view()
@@ -116,7 +134,7 @@ class MappedChunks:
         if viewed is None or lease is None:
             return None
         header, chunk = viewed
-        self._keep(wanted.key, _Mapped(memory, chunk, header))
+        self._keep(wanted.key, _Mapped(memory, chunk, header, wanted))
         return header, Loaded(chunk, lease, float(header.description.written))
 
     def _viewed(self, blob: MappedBlob, wanted: Wanted) -> tuple[envelope.Header, Chunk] | None:
@@ -153,7 +171,7 @@ class MappedChunks:
             lease = mapped.memory.lease()  # so that nobody closes it meanwhile
             if lease is None:
                 continue
-            if not lease.current:
+            if not self._mappings.current([mapped.memory])[0]:
                 self._forget(key, mapped)
             lease.release()
 

@@ -126,7 +126,9 @@ class BlobReader:
         about = header.description
         like = Chunk(tensor, self._layout.format, about.num_tokens, about.fidelity, about.start)
         viewed = guarded(partial(serializer.view, payload, like))
-        return None if viewed is None else (header, replace(like, tensor=viewed.tensor))
+        if viewed is None:
+            return None
+        return header, like if viewed is like else replace(like, tensor=viewed.tensor)
 
     def _arrived(
         self, buffer: _BlobBuffer, wanted: Wanted, reserve: _Reserve, *, since: int, chain: Chain, record: RequestTrace

@@ -126,7 +126,7 @@ class StoredTier(Tier):
         self._invalidations = memory.invalidations
         self._inflight_writes = InflightWrites(memory.invalidations, runtime)
         self._record: Call[None] | None = None
-        self._mapped = MappedChunks(backend, reader.mapped, reader.longest, reader.expired, events, runtime, name=name)
+        self._mapped = MappedChunks(backend, reader.mapped, reader.longest, reader.outlived, events, runtime, name=name)
         self.maintenance = Maintenance(
             name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded,
             on_evicted=memory.lost_below if policy.write == "on_evict" else lambda keys: None,

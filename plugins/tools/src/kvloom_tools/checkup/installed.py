@@ -79,7 +79,7 @@ def _libraries() -> Iterator[Finding]:
 
 def _native() -> Finding:
     try:
-        native.load("kvloom_native", "kvloom")
+        native.load_own()
     except PluginError as error:
         return note("library", "kvloom-native", f"blobs are moved and verified in Python, which is slower: {error}")
     return ok("library", "kvloom-native", "blobs are verified, files read and Redis asked in native code")

@@ -393,3 +393,21 @@ class MapIsGoneWithTheOthers(Mutant, CompleteDirectoryBackend):
             every.append(mapped)
             mapped.close = lambda: [one.view.__setitem__(slice(None), bytes(len(one.view))) for one in every]  # type: ignore[method-assign, assignment]
         return mapped
+
+
+class MapsAreCurrentTogether(Mutant, CompleteDirectoryBackend):
+    """One that has changed makes all be asked for anew."""
+
+    breaks = "B57"
+
+    def current_many(self, blobs: Sequence[MappedBlob]) -> list[bool]:
+        return [all(super().current_many(blobs))] * len(blobs)
+
+
+class MapsAreAskedAboutOnce(Mutant, CompleteDirectoryBackend):
+    """The same blob is the same question."""
+
+    breaks = "B57"
+
+    def current_many(self, blobs: Sequence[MappedBlob]) -> list[bool]:
+        return super().current_many([*dict.fromkeys(blobs)])
