@@ -134,9 +134,13 @@ def test_a_bucket_whose_listing_goes_on_for_ever_is_given_up(monkeypatch: pytest
         def do_GET(self) -> None:
             asked.append(self.path)
             name = f"{0 if kind == 'repeated' else len(asked):08d}=kv"
-            one = "" if kind == "empty" else (
-                f"<Contents><Key>kv/{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-                "<ETag>&quot;1&quot;</ETag><Size>4</Size></Contents>"
+            one = (
+                ""
+                if kind == "empty"
+                else (
+                    f"<Contents><Key>kv/{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                    "<ETag>&quot;1&quot;</ETag><Size>4</Size></Contents>"
+                )
             )
             token = "<NextContinuationToken>t</NextContinuationToken>"
             body = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}{one}</ListBucketResult>".encode()
