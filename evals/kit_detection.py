@@ -30,7 +30,7 @@ from kvloom_testkit.subjects import Subject
 
 RESULTS = Path(__file__).with_suffix(".json")
 SETTINGS: dict[str, dict[str, Any]] = {"backend": {"path": "{tmp}"}}
-RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "B36", "S09", "X14"}
+RACES = {"B09", "B10", "B11", "B18", "B20", "B33", "B36", "B56", "S09", "X14"}
 """Requirements that are about what happens at the same time, or at a chance moment: tried TIMES or `--times` times."""
 TIMES = 100
 FEW = 3

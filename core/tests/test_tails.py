@@ -223,3 +223,25 @@ def test_both_questions_have_one_deadline(open_engine: Open, hang: Hang) -> None
     began = hang.clock.now()
     assert engine.lookup(TOKENS).tokens == 0
     assert hang.clock.now() - began < 30
+
+
+@pytest.mark.parametrize("verb", ["lookup", "retrieve", "retrieve_layer"])
+def test_a_silent_tier_does_not_use_up_the_time_of_pieces(open_engine: Open, hang: Hang, verb: str) -> None:
+    engine = open_engine(SHELF, {**SHELF, "name": "slow", "shelf": "slow", "deadline": "60s"})
+    stored(engine, 48)
+    Shelf.shelves["slow"].before = lambda verb, key: hang(verb, key) if verb == "contains" else None
+    if verb == "lookup":
+        assert engine.lookup(TOKENS[:CHUNK]).tokens == 48
+    else:
+        assert retrieved(engine, CHUNK, by_layer=verb == "retrieve_layer") == 48
+    assert counted(engine, "tier_failed", "shelf") == 0
+
+
+def test_each_tier_of_a_silent_pair_leaves_pieces_their_time(open_engine: Open, hang: Hang) -> None:
+    """One is silent about the whole chunk, the other about the pieces; what a third has is read nevertheless."""
+    slow = [{**SHELF, "name": name, "shelf": name, "deadline": "60s"} for name in ("slow", "slower")]
+    engine = open_engine(SHELF, *slow)
+    stored(engine, 48)
+    for name in ("slow", "slower"):
+        Shelf.shelves[name].before = lambda verb, key: hang(verb, key) if verb == "contains" else None
+    assert retrieved(engine, CHUNK) == 48

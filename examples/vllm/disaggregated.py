@@ -57,10 +57,14 @@ class Settings:
     """Seconds that the second waits at most for KV of the first."""
     connect_timeout: float = 5.0
     prefill_timeout: float = 120.0
+    """Seconds that a prompt may take; then the second engine computes it."""
+    silence: float = 5.0
+    """Seconds after which an engine for prefill that still computes is asked whether it is alive, and that it has for
+    its answer."""
     timeout: float = 600.0
     """Seconds between two pieces of an answer, or before the first."""
     retry_after: float = 5.0
-    """Seconds for which an engine for prefill that could not be reached is not tried again."""
+    """Seconds for which an engine for prefill that could not be reached is not tried again; then by one request."""
     client_timeout: float = 30.0
     """Seconds that a client may take to send a request, to take a piece of an answer, and between two requests."""
     max_body: int = 32 << 20
@@ -134,22 +138,48 @@ class Proxy:
     async def _prefill(self, path: str, headers: CIMultiDict[str], data: bytes) -> bool:
         """Compute a prompt; whether its KV is on its way."""
         assert self._session is not None
-        if time.monotonic() < self._prefill_down_until:
+        now = time.monotonic()
+        if now < self._prefill_down_until:
             return False
+        if self._prefill_down_until:  # this request tries it, the others do not wait for that
+            self._prefill_down_until = now + 2 * self.settings.silence + self.settings.retry_after
+        computing = asyncio.create_task(self._compute(path, headers, data))
         try:
-            async with (
-                asyncio.timeout(self.settings.prefill_timeout),
-                self._session.post(self.settings.prefill + path, data=data, headers=headers) as answer,
-            ):
-                async for _ in answer.content.iter_any():  # nobody wants it, however long it is
-                    pass
+            async with asyncio.timeout(self.settings.prefill_timeout):
+                while not (await asyncio.wait({computing}, timeout=self.settings.silence))[0]:
+                    await self._ask_whether_alive(computing)
+            status = computing.result()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._prefill_down_until = time.monotonic() + self.settings.retry_after
             log.warning("%s: %s: %s", self.settings.prefill, type(error).__name__, error)
             return False
-        if answer.status >= 500:
-            log.warning("%s: status %d", self.settings.prefill, answer.status)
-        return answer.status == 200
+        finally:
+            computing.cancel()
+        self._prefill_down_until = 0.0
+        if status >= 500:
+            log.warning("%s: status %d", self.settings.prefill, status)
+        return status == 200
+
+    async def _compute(self, path: str, headers: CIMultiDict[str], data: bytes) -> int:
+        """The status of the answer."""
+        assert self._session is not None
+        async with self._session.post(self.settings.prefill + path, data=data, headers=headers) as answer:
+            async for _ in answer.content.iter_any():  # nobody wants it, however long it is
+                pass
+            return answer.status
+
+    async def _ask_whether_alive(self, computing: asyncio.Task[int]) -> None:
+        """A long prompt keeps vLLM's server from no question. Raises TimeoutError if it does not answer."""
+        assert self._session is not None
+        try:
+            async with (
+                asyncio.timeout(self.settings.silence),
+                self._session.get(f"{self.settings.prefill}/health", allow_redirects=False),
+            ):
+                pass
+        except TimeoutError:
+            if not computing.done():
+                raise TimeoutError(f"silent for {2 * self.settings.silence:g} s") from None
 
     async def _decode(self, request: web.Request, headers: CIMultiDict[str], data: bytes) -> web.StreamResponse:
         assert self._session is not None
@@ -336,7 +366,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     plain = Settings("", "")
-    for name in ("wait", "timeout", "prefill_timeout", "max_body", "max_requests", "max_connections"):
+    for name in ("wait", "timeout", "prefill_timeout", "silence", "max_body", "max_requests", "max_connections"):
         default = getattr(plain, name)
         kind = waiting if name == "wait" else seconds if isinstance(default, float) else count
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="%(default)s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -298,6 +299,34 @@ def test_a_cluster_whose_table_names_no_host_is_an_error_of_the_store(scripted: 
     links.close()
 
 
+def test_connections_to_a_server_that_has_gone_are_closed_though_nobody_asks_it_any_more(scripted: Any) -> None:
+    """A cluster whose nodes are replaced would else leave a few descriptors behind for each of them."""
+    links = Links(RedisConfig(url=f"redis://127.0.0.1:{scripted.port}"), db=0)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        former = Endpoint("127.0.0.1", gone.getsockname()[1])
+        with links.link(former) as one, links.link(former) as other:
+            for _ in range(2):
+                gone.accept()[0].close()
+    left = Endpoint("127.0.0.1", scripted.port)
+    with links.link(left) as kept:
+        pass
+    assert [link._stream._socket.fileno() for link in (one, other)] == [-1, -1]
+    with pytest.raises(BackendError), links.link(former):
+        pass
+    with links.link(left) as again:
+        assert again is kept, "those to others stay"
+    links.close()
+
+
+def test_nobody_is_asked_for_the_cluster_once_it_is_closed(scripted: Any) -> None:
+    config = RedisConfig(url=f"redis+cluster://127.0.0.1:{scripted.port}")
+    links = Links(config, db=0)
+    links.close()
+    with pytest.raises(BackendError, match="closed"):
+        Cluster(config.address.endpoints, links).masters()
+    assert not scripted.connections
+
+
 def test_many_replies_of_which_one_is_a_refusal(scripted: Any) -> None:
     """All of them are read: what comes next is the answer to what is asked next."""
     backend = RedisBackend(RedisBackend.Config(url=f"redis://127.0.0.1:{scripted.port}"))
@@ -348,6 +377,8 @@ def test_outcomes_of_a_batch_are_told_while_it_is_being_sent(scripted: Any, pati
             "is a Sentinel; write redis.sentinel",
         ),
         (b"*4\r\n$4\r\nmode\r\n$7\r\ncluster\r\n$7\r\nversion\r\n$5\r\n7.0.0\r\n", "of a cluster; write redis.cluster"),
+        (b"*2\r\n$7\r\nversion\r\n$9\r\n5.0\x1b[2J\n\n\r\n", r"is version 5.0\\x1b\[2J\\n\\n; kvloom"),
+        (b"-ERR \x1b[2J" + b"x" * 1000 + b"\r\n", r"refuses: ERR \\x1b\[2Jx{200,300}\.\.\.$"),
         (b"-NOAUTH Authentication required.\r\n", "set `password:"),
         (b"HTTP/1.1 400 Bad Request\r\n", "no answer from the server: no reply: b'HTTP/1.1"),
         (b"-LOADING Redis is loading the dataset in memory\r\n", "start when it has"),

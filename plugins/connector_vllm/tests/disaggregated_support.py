@@ -42,7 +42,7 @@ class Engine:
     def __init__(self, name: str) -> None:
         self.name, self.bodies, self.headers, self.paths = name, [], [], []  # type: ignore[var-annotated]
         self.fault, self.pieces = "", 1 << 20
-        self.cancelled = asyncio.Event()
+        self.cancelled, self.go_on = asyncio.Event(), asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -52,6 +52,11 @@ class Engine:
         self.bodies.append(body)
         self.headers.append(request.headers)
         self.paths.append(request.path_qs)
+        if self.fault == "computes" and request.method == "POST":
+            await self.go_on.wait()
+        if self.fault == "computes" and request.path == "/health":
+            self.go_on.set()
+            return web.Response()
         if self.fault == "hangs":
             try:
                 await asyncio.sleep(60)

@@ -91,6 +91,29 @@ def test_prefill_that_fails_fails_nobody(fault: str) -> None:
     one()
 
 
+@scenario(silence=0.05, retry_after=0.01)
+async def test_a_silent_engine_for_prefill_costs_a_moment_and_is_tried_by_one(both: Both) -> None:
+    both.prefill.fault = "hangs"
+    answer = await both.client.completions.create(model="m", prompt="x")
+    assert answer.choices[0].text == "decode" and "kv_transfer_params" not in both.decode.bodies[0]
+    await asyncio.sleep(0.02)
+    del both.prefill.bodies[:]
+    await asyncio.gather(*(both.client.completions.create(model="m", prompt="x") for _ in range(4)))
+    assert sum(body is not None for body in both.prefill.bodies) == 1
+    await asyncio.sleep(0.02)
+    both.prefill.fault = ""
+    for _ in range(2):
+        await both.client.completions.create(model="m", prompt="x")
+        assert "kv_transfer_params" in both.decode.bodies[-1], "it is back"
+
+
+@scenario(silence=0.05)
+async def test_an_engine_that_computes_for_long_is_waited_for(both: Both) -> None:
+    both.prefill.fault = "computes"
+    await both.client.completions.create(model="m", prompt="x")
+    assert "/health" in both.prefill.paths and "kv_transfer_params" in both.decode.bodies[0]
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
 def test_errors_are_passed_on(status: int) -> None:
     @scenario()

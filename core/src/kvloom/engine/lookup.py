@@ -186,11 +186,14 @@ class Index:
         """Ask for the segments, and where one lacks, for what shorter sequences may have left of it."""
         every = [segments, *(other.segments(tokens, salt=self._salt(salt)) for other in self._others)]
         context = self._stack.context()  # one deadline for both questions
+        if self._has_pieces:
+            self._stack.loader.leave_time_for_pieces(context)
         located = self._located(every, search_range, context)
         if None in located:
             lacking = located.index(None)
             start = segments[lacking].start
             every = [one.pieces(tokens, start, salt=self._salt(salt)) for one in (self._tokens, *self._others)]
+            context.keep_back(0)
             there = zip(every[0], self._located(every, search_range, context), strict=True)
             tiers = {piece: name for piece, name in there if name is not None}
             path = keying.leading(tiers, start)

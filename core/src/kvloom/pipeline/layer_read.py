@@ -80,6 +80,8 @@ class LayerRead:
     def _locate(self, segments: Sequence[Segment], shape: Shape, pieces: Pieces | None) -> Hit:
         """Find the tiers of the leading segments, up to the first that is nowhere, and of the pieces of that one."""
         memory, stored, by_tier = self._stack.memory, self._stack.stored, dict[str, int]()
+        if pieces is not None:
+            self._stack.loader.leave_time_for_pieces(self._context)
         search, held = self._stack.loader.search(segments, self._context)
         waiting = deque(zip(segments, held, strict=True))
         try:

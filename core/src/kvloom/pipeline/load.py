@@ -85,6 +85,8 @@ class Loader:
         waiting = deque(map(_Pending, segments, count()))
         if not waiting:
             return
+        if pieces is not None:
+            self.leave_time_for_pieces(context)
         search, _ = self.search(segments, context)
         first = waiting[0].segment
         window = self.window(self.layout.nbytes(shape(first.end - first.start)))
@@ -178,13 +180,20 @@ class Loader:
                     found[number] = one
         return found
 
+    def leave_time_for_pieces(self, context: RequestContext) -> None:
+        """A tier that is silent about whole chunks leaves another one the time to be asked for pieces, and read."""
+        if len(self.stored) > 1:
+            context.keep_back(2)
+
     def held(self, pieces: Sequence[Segment], start: int, context: RequestContext) -> tuple[list[Segment], Search]:
         """Those pieces that follow one another from `start` on and are somewhere, and where. pieces: by their ends."""
+        context.keep_back(1)  # for reading them
         search, here = self.search(pieces, context)
         there = [
             piece for piece, held in zip(pieces, here, strict=True) if held or search.tiers(piece.key, hurried=True)
         ]
         path = leading(there, start)
+        context.keep_back(0)
         context.record.found(path)
         return path, search
 

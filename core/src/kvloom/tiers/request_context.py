@@ -31,6 +31,7 @@ class RequestContext:
         self._seconds = seconds
         self.until = self._now() + seconds
         """Time to stop waiting, unless something arrives before."""
+        self._kept_back = 0.0
         self.lost: set[str] = set()
         """Names of the tiers not to be asked again."""
         self.misses: dict[ChunkKey, str] = {}
@@ -43,6 +44,16 @@ class RequestContext:
     def progress(self) -> None:
         """Something arrived."""
         self.until = self._now() + self._seconds
+
+    def keep_back(self, shares: int) -> None:
+        """From now on no question takes the last part of the deadline, so many times `HURRIED_SHARE` of it: what
+        follows has that, however silent a tier is."""
+        self._kept_back = shares * HURRIED_SHARE * self._seconds
+
+    @property
+    def ask_until(self) -> float:
+        """Time to stop waiting for the answer to a question."""
+        return self.until - self._kept_back
 
     def patience(self, seconds: float) -> float:
         """Until when to wait for a call that may take `seconds`."""

@@ -13,8 +13,10 @@ _BYTES = 256 << 10
 """Bytes that have to move in each `timeout`."""
 _MOST_PACKET_BYTES = 4 << 20
 """Longest message of an SFTP server; those of OpenSSH have 256 KiB at most."""
-_MOST_ANSWER_BYTES = 256 << 20
-"""Longest answer that a client of httpx reads whole, such as the listing of a directory."""
+_MOST_ANSWER_BYTES = 64 << 20
+"""Longest answer that a client of httpx reads whole, such as the listing of a directory: of 100,000 blobs and more."""
+_TAG_BYTES = 8
+"""Bytes of XML to a tag, or to an attribute, at least: each takes about a hundred once it is parsed."""
 
 
 class Pace:
@@ -73,9 +75,12 @@ def bound_http(client: Any, seconds: float) -> None:
             self._stream = stream
 
         def __iter__(self) -> Iterator[bytes]:
-            got = 0
+            got = tags = 0
             for piece in self._stream:
                 got += len(piece)
+                tags += piece.count(b"<") + piece.count(b"=")
+                if tags > got // _TAG_BYTES + _TAG_BYTES:
+                    raise BackendError("the server answers with too many tags for so few bytes")
                 if got > _MOST_ANSWER_BYTES:
                     raise BackendError(f"the server answers with more than {_MOST_ANSWER_BYTES} bytes")
                 yield piece

@@ -93,7 +93,21 @@ class Links:
             link.close()  # the server hung up meanwhile, or sent something unasked
         return None
 
+    def _sweep(self) -> None:
+        """Close those whose server has hung up: it may have been replaced by one of another address."""
+        for idle in tuple(self._idle.values()):
+            for _ in range(len(idle)):
+                try:
+                    link = idle.pop(0)
+                except IndexError:
+                    break
+                if link.silent:
+                    idle.append(link)
+                else:
+                    link.close()
+
     def _connected(self, endpoint: Endpoint) -> Link:
+        self._sweep()
         dialled = self._dialled(endpoint)
         try:
             dialled.connect()

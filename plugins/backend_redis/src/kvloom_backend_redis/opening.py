@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from kvloom import BackendError, ConfigError
+from kvloom import BackendError, ConfigError, one_line
 from kvloom_backend_redis.address import Address, Endpoint
 from kvloom_backend_redis.config import RedisConfig
 from kvloom_backend_redis.errors import LinkLost, ServerError, Unreachable
@@ -126,7 +126,7 @@ def _looked_at(exchange: Exchange, endpoint: Endpoint, address: Address) -> dict
     if not isinstance(hello, (list, ServerError)):
         raise ConfigError("url", f"the server at {endpoint} is not Redis or Valkey; name one")
     said = _pairs(hello)
-    version = said.get("version", "")
+    version = one_line(said.get("version", ""))
     numbers = _VERSION.match(version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
         raise ConfigError("url", f"the server at {endpoint} is version {version}; kvloom needs 6.0 or later")
@@ -183,7 +183,7 @@ def _most_bytes(exchange: Exchange, endpoint: Endpoint) -> int:
 
 
 def _refused(error: ServerError, address: Address) -> ConfigError:
-    text = str(error)
+    text = one_line(error)
     if address.kind == "cluster" and "cluster support disabled" in text:
         return ConfigError("url", "this server is no cluster; write redis://")
     if "unknown command" in text.lower() and "sentinel" in text.lower():

@@ -184,10 +184,12 @@ def _endpoint(row: Reply, answered: Endpoint) -> Endpoint:
 
 
 def _first_answer(links: Links, endpoints: Sequence[Endpoint], request: bytes) -> tuple[Endpoint, Reply]:
-    """Ask the servers in turn; return the first one that answers and its reply. Raises the last one's error if none
-    answers."""
+    """Ask the servers in turn, until the links are closed; return the first one that answers and its reply. Raises the
+    last one's error if none answers."""
     failed: Exception = Unreachable("there is no server to ask")
     for endpoint in endpoints:
+        if links.closed:
+            raise Unreachable("closed")
         try:
             with links.link(endpoint) as link:
                 link.send(request)

@@ -128,7 +128,7 @@ class Calls:
 
     def begin(self, verb: str, function: Callable[[], T], context: RequestContext) -> Call[T] | None:
         """Put a short question, for `answer`; None if the tier is given up for this operation, or its time is spent."""
-        if not self.serves(context) or context.until <= self._now():
+        if not self.serves(context) or context.ask_until <= self._now():
             return None
         try:
             return self.questions.submit(self.judged(verb, function, self.reading), seconds=self.deadline)
@@ -142,7 +142,7 @@ class Calls:
 
         seconds: wait no longer than that, if it is less.
         """
-        self.wait(call, context, min(context.patience(min(self.deadline, seconds)), call.overdue_at))
+        self.wait(call, context, min(context.ask_until, self._now() + min(self.deadline, seconds), call.overdue_at))
         try:
             return call.result(self._now())
         except Exception as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from kvloom import BackendError, CorruptBlobError, Sink
@@ -21,6 +22,8 @@ _PIECE_BYTES = 256 << 10
 _PAGE = 1000
 _MOST_PAGES = 1 << 16
 """Longest listing, in pages: a server may repeat one for ever."""
+_PAGE_TIMEOUTS = 10
+"""Multiple of `timeout` that a page may take. A server that sends empty ones is asked on and on within it."""
 _PARTS_AT_ONCE = 4
 _MOST_WHOLE_BYTES = 1 << 30
 """Maximum size of an object that is read whole for a part of it."""
@@ -34,7 +37,7 @@ class ObstoreStore:
     def __init__(self, config: Config) -> None:
         self._native = native()
         self._errors = self._native.exceptions
-        self._place = config.place
+        self._place, self._timeout = config.place, config.timeout
         self._parts = min(_PARTS_AT_ONCE, config.threads)
         self._large = False
         self._local = self._place.scheme == "file"
@@ -176,7 +179,7 @@ class ObstoreStore:
                     raise
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._ask(functools.partial(self._native.delete, self._alone, name))
+                self._ask(partial(self._native.delete, self._alone, name))
 
     def _delete_batch(self, names: list[str]) -> None:
         """By one request. obstore repeats no POST that was lost on its way, since few are idempotent; this one is."""
@@ -189,16 +192,30 @@ class ObstoreStore:
 
     def list(self, directory: str) -> Iterator[Listed]:
         began: str | None = None
-        with self._explaining():
-            pages = self._native.list(self._client, prefix=directory or None, chunk_size=_PAGE)
+        with self._explaining(), contextlib.closing(self._pages(directory)) as pages:
             for number, page in enumerate(pages):
-                if number == _MOST_PAGES or page[0]["path"] == began:
+                if number == _MOST_PAGES or page is None or page[0]["path"] == began:
                     raise BackendError(
                         f"the listing of {directory or 'the bucket'} does not end: it is at page {number}"
                     )
                 began = page[0]["path"]
                 for found in page:
                     yield Listed(found["path"], found["size"], found["last_modified"].timestamp(), found["e_tag"] or "")
+
+    def _pages(self, directory: str) -> Generator[Any, None, None]:
+        """The pages of a listing; None for one that does not come in time, which is cancelled.
+
+        obstore can only be cancelled in an event loop. The caller's thread may have one that runs.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="kvloom-listing") as thread:
+            runner = asyncio.Runner()
+            try:
+                pages = self._native.list(self._client, prefix=directory or None, chunk_size=_PAGE)
+                within = partial(_next_page, pages, _PAGE_TIMEOUTS * self._timeout)
+                while (page := thread.submit(lambda: runner.run(within())).result()) is not _LAST:
+                    yield page
+            finally:
+                thread.submit(runner.close).result()
 
     def close(self) -> None:
         """Connections go with the client."""
@@ -226,6 +243,18 @@ class ObstoreStore:
 
 class _BeyondTheEnd(BackendError):
     """A range that begins where there is nothing any more."""
+
+
+_LAST = object()
+
+
+async def _next_page(pages: Any, seconds: float) -> Any:
+    """The next page, `_LAST` behind the last one, or None if it does not come in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await anext(pages, _LAST)
+    except TimeoutError:
+        return None
 
 
 def _first_line(error: BaseException) -> str:
