@@ -119,7 +119,7 @@ class Stack:
 
     def close(self) -> None:
         """Write what is to be written, within the deadlines, and give everything back."""
-        write_back = partial(self.storer.write_back_all, self._runtime.now() + self.deadline)
+        write_back = partial(self.memory.write_back_all, self._runtime.now() + self.deadline)
         close_all(write_back, *(tier.close for tier in self.stored), self.memory.close)
 
 

@@ -52,7 +52,7 @@ class Storer:
         self._locks = KeyLocks(runtime)
         self._by_layer = LongKeyLocks(runtime, deadline)
         if self._behind:
-            memory.write_back = self._write_back
+            memory.write_back.write = self._write_back
 
     def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> set[Segment]:
         """Keep the exact KV of `segments` in every tier that lacks it; `copy` reads it from the engine.
@@ -240,7 +240,7 @@ class Storer:
     # -- writing when memory lets go -----------------------------------------------------------------------------------
 
     def _write_back(self, key: ChunkKey, loaded: Loaded) -> bool | None:
-        """Write a chunk that memory is about to let go to the tiers that wait for it; see `MemoryTier.write_back`.
+        """Write a chunk that memory is about to let go to the tiers that wait for it; see `WriteBack.write`.
 
         Who removes the chunk waits until this has returned, so that the mark is from before, or the removal under way.
         """
@@ -253,8 +253,3 @@ class Storer:
         if lacking:
             loaded.release()
         return bool(lacking)
-
-    def write_back_all(self, until: float) -> None:
-        """Write what waits in memory for stored tiers that take it last."""
-        if self._behind:
-            self.memory.write_back_all(until)
