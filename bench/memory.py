@@ -166,7 +166,7 @@ def fragmentation(rows: Rows) -> None:
                 if room is not None:
                     room.abandon()
             put(tier, next(keys), size)
-            chunks = tier._held.entries
+            chunks = tier._index.entries
             if step % 4 == 0:  # some are used again, so that what is cold lies scattered
                 tier.touch(chance.sample(list(chunks), min(8, len(chunks))))
             if step > steps // 3:
