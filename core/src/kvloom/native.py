@@ -1,4 +1,4 @@
-"""One way into compiled code for every plugin that has some: find the library, check what goes in, name the stream.
+"""Access to compiled code for plugins: find the library, check arguments, get addresses.
 
 The libraries have a plain C interface: addresses, sizes, strides and a stream. They link no torch, so that one build
 serves every version of it.
@@ -66,8 +66,8 @@ def own_library(*, brief: bool = False) -> ctypes.CDLL | None:
 def own_function(name: str, *argtypes: type, asked: str = "", brief: bool = False) -> Callable[..., int] | None:
     """The function `name` of `kvloom-native`'s library, which returns an int, or None if there is none.
 
-    argtypes: types of `ctypes`. asked: a function without arguments, which says whether the processor has what it
-    takes. brief: as for `load`.
+    argtypes: types of `ctypes`. asked: a function without arguments that says whether the processor supports
+    it. brief: as for `load`.
     """
     library = own_library(brief=brief)
     if library is None or (asked and not getattr(library, asked)()):
@@ -86,7 +86,7 @@ def check_tensor(
     contiguous: bool = True,
     name: str = "tensor",
 ) -> None:
-    """Before an address leaves Python: what the native code takes for granted. None in `shape` matches any size.
+    """Check what native code relies on, before it gets the address. None in `shape` matches any size.
 
     tensor: of any shape and dtype; `shape` and `dtype` say which is wanted. device: `"cpu"`, `"cuda"` (any), or one
     device. Raises TypeError for no tensor or another dtype, else ValueError.

@@ -15,7 +15,7 @@ class MappedMemory:
     __slots__ = ("_leases", "_lock", "_owned", "blob", "store", "verified")
 
     def __init__(self, blob: MappedBlob, runtime: Runtime, *, store: str, verified: Callable[[], bool]) -> None:
-        """store: the name of the tier that has it. verified: reads all of it and returns whether it is what it says."""
+        """store: the name of its tier. verified: reads all of it and returns whether its checksums are right."""
         self.blob = blob
         self.verified = verified
         self.store = store
