@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from table import Columns
+from table import Rows
 
 from kvloom import ChunkKey, Entry
 from kvloom.runtime import SystemRuntime
@@ -65,7 +65,7 @@ def spread(taken: Sequence[float], digits: int = 2) -> str:
     return f"{statistics.median(taken):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def add(rows: Columns, what: str, taken: Sequence[float], limits: Sequence[float], limit: str) -> None:
+def add(rows: Rows, what: str, taken: Sequence[float], limits: Sequence[float], limit: str) -> None:
     ratio = statistics.median(limits) / statistics.median(taken)
     rows.add(what, spread(taken), f"{spread(limits)} {limit}", ratio, median_us=statistics.median(taken))
 
@@ -73,7 +73,7 @@ def add(rows: Columns, what: str, taken: Sequence[float], limits: Sequence[float
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
-def admission(rows: Columns, count: int) -> None:
+def admission(rows: Rows, count: int) -> None:
     """At capacity: every blob that is admitted pushes one out, on the thread that writes it.
 
     Whoever stores only waits for the blob to be asked about and expected.
@@ -111,7 +111,7 @@ def admission(rows: Columns, count: int) -> None:
         rows.add("  its 99th and 99.9th percentile, and the longest (us)", text)
 
 
-def use(rows: Columns, sizes: Sequence[int]) -> Ledger:
+def use(rows: Rows, sizes: Sequence[int]) -> Ledger:
     """Questions and uses of 512 keys at a time, of chains and of keys from all over; the largest ledger."""
     for count in sizes:
         gc.collect()
@@ -146,7 +146,7 @@ def use(rows: Columns, sizes: Sequence[int]) -> Ledger:
     return ledger
 
 
-def rate(rows: Columns, what: str, seconds: float, entries: Iterator[Entry], count: int) -> None:
+def rate(rows: Rows, what: str, seconds: float, entries: Iterator[Entry], count: int) -> None:
     """Beside listing alone: what it takes to make the entries is part of the time."""
     few = min(count, 200_000)
     began = time.perf_counter()
@@ -157,7 +157,7 @@ def rate(rows: Columns, what: str, seconds: float, entries: Iterator[Entry], cou
     rows.add(what, f"{count / seconds / 1e3:.0f}", text, alone / seconds, without_listing=count / (seconds - alone))
 
 
-def lookup(rows: Columns, ledger: Ledger, count: int) -> None:
+def lookup(rows: Rows, ledger: Ledger, count: int) -> None:
     """Cost of the ledger in a lookup of 128k tokens in chunks of 256, and of noting their use."""
     starts = [CHAIN * number for number in random.Random(0).sample(range(count // CHAIN), k=100)]
     asked, used = [], []
@@ -174,7 +174,7 @@ def lookup(rows: Columns, ledger: Ledger, count: int) -> None:
     rows.add("  and touch (ms)", spread(used, 3))
 
 
-def memory_at_most(rows: Columns, count: int) -> None:
+def memory_at_most(rows: Rows, count: int) -> None:
     """With all there is to keep, and after a tenth was replaced: dictionaries that change are looser than new ones."""
     gc.collect()
     before = rss_bytes()
@@ -189,7 +189,7 @@ def memory_at_most(rows: Columns, count: int) -> None:
     rows.add(what, f"{nbytes:.0f}", bytes_per_row=nbytes)
 
 
-def real_directory(rows: Columns, count: int) -> None:
+def real_directory(rows: Rows, count: int) -> None:
     with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as folder:
         backend = DiskBackend(DiskBackend.Config(path=Path(folder), direct="never"))
         for number in range(count):
@@ -218,7 +218,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a million rows at most, and a small directory")
     quick = parser.parse_args().quick
-    rows = Columns("ledger")
+    rows = Rows("ledger")
     admission(rows, 100_000)
     sizes = [10_000, 100_000, 1_000_000] + ([] if quick else [10_000_000])
     largest = use(rows, sizes)

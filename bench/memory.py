@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from table import Columns
+from table import Rows
 
 from kvloom import Chunk, ChunkKey, MemoryFormat
 from kvloom.memory import Pool, caller, pages
@@ -59,7 +59,7 @@ def micros(run: Callable[[], object], count: int, times: int = 5) -> float:
     return statistics.median(taken) / count * 1e6
 
 
-def flat(rows: Columns) -> None:
+def flat(rows: Rows) -> None:
     """Storing into a full tier, whatever the number of chunks, with a tenth of them in use or nine tenths pinned."""
     batch = 2000
     for held in (1_000, 10_000) if QUICK else (1_000, 10_000, 100_000):
@@ -83,7 +83,7 @@ def flat(rows: Columns) -> None:
         rows.add("  nine tenths of them, the coldest, pinned", f"{micros(full, batch):.2f}")
 
 
-def policies(rows: Columns) -> None:
+def policies(rows: Rows) -> None:
     held, batch = 10_000, 2000
     keys = keys_of(held + 40 * batch, tenants=10)
 
@@ -99,7 +99,7 @@ def policies(rows: Columns) -> None:
     }
     for name, (settings, write_back) in kinds.items():
         tier = tier_of(held * PAGE, **settings)
-        tier.write_back = write_back
+        tier.write_back.write = write_back
         fresh = iter(keys)
 
         def store(tier: MemoryTier = tier, fresh: Any = fresh) -> None:
@@ -114,7 +114,7 @@ def policies(rows: Columns) -> None:
         rows.add(f"with {name}: store, find, touch (us)", f"{micros(store, batch):.2f}, {find:.3f}, {touch:.3f}")
 
 
-def leases(rows: Columns) -> None:
+def leases(rows: Rows) -> None:
     pool = Pool(MIB, RUNTIME, device="meta")
     room = pool.reserve(PAGE)
     block = None if room is None else room.seal()
@@ -141,7 +141,7 @@ def leases(rows: Columns) -> None:
     rows.add("lease and release, noting where (us)", f"{ours:.2f}", f"{limit:.2f} without noting")
 
 
-def fragmentation(rows: Columns) -> None:
+def fragmentation(rows: Rows) -> None:
     long = 32 * MIB
     mixes = {
         "one size": [long],
@@ -166,7 +166,7 @@ def fragmentation(rows: Columns) -> None:
                 if room is not None:
                     room.abandon()
             put(tier, next(keys), size)
-            chunks = tier._held.entries
+            chunks = tier._index.entries
             if step % 4 == 0:  # some are used again, so that what is cold lies scattered
                 tier.touch(chance.sample(list(chunks), min(8, len(chunks))))
             if step > steps // 3:
@@ -202,7 +202,7 @@ def refused_at_95(sizes: list[int], steps: int) -> float:
     return failed / steps
 
 
-def forking(rows: Columns) -> None:
+def forking(rows: Rows) -> None:
     """Cost of a fork for the parent while half a GiB of the pool is present."""
     nbytes = (64 if QUICK else 512) * MIB
 
@@ -234,7 +234,7 @@ def forking(rows: Columns) -> None:
 
 
 if __name__ == "__main__":
-    rows = Columns("memory")
+    rows = Rows("memory")
     for part in (flat, policies, leases, fragmentation, forking):
         part(rows)
     rows.finish()

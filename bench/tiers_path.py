@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from disk_path import drop_caches
-from table import SPEC, Columns, kv_cache, median_seconds, say_once, tokens_of
+from table import SPEC, Rows, kv_cache, median_seconds, say_once, tokens_of
 
 from kvloom import Engine, StorageBackend, chain
 from kvloom.memory import Pool
@@ -152,7 +152,7 @@ def unverified() -> Iterator[None]:
         envelope.Verifier.filled = filled  # type: ignore[method-assign]
 
 
-def disk(rows: Columns, folder: Path) -> None:
+def disk(rows: Rows, folder: Path) -> None:
     ours, filling = Disk(folder / "tier", blobs=CHUNKS), Disk(folder / "filling", blobs=100 * CHUNKS)
     plain = [folder / f"plain{index}" for index in range(CHUNKS)]
     into = memoryview(mmap.mmap(-1, CHUNK_BYTES))
@@ -213,7 +213,7 @@ def disk(rows: Columns, folder: Path) -> None:
     rows.spread(name, taken["warm"], GIGABYTES, taken["warm, unverified"], "unverified")
 
 
-def threads(rows: Columns) -> None:
+def threads(rows: Rows) -> None:
     """Eight threads store and retrieve different prompts in the memory tier at once; the limit is copy_ in as many."""
     config = {"connector": "plain", "tiers": [{"type": "memory", "capacity": "3GiB"}]}
     chunks, count = 4, 8
@@ -257,7 +257,7 @@ def threads(rows: Columns) -> None:
     rows.spread("memory: 8 threads store and retrieve (GB/s)", ours, gigabytes, limits, "copy_ in 8 threads")
 
 
-def lookups(rows: Columns) -> None:
+def lookups(rows: Rows) -> None:
     count = 128 * 1024
     from dataclasses import replace
 
@@ -277,7 +277,7 @@ def lookups(rows: Columns) -> None:
             rows.seconds(f"lookup of 131,072 tokens, {name}", seconds)
 
 
-def frozen(rows: Columns) -> None:
+def frozen(rows: Rows) -> None:
     """A backend that answers questions and then never again: how long callers take over their deadline."""
     from dataclasses import replace
 
@@ -332,7 +332,7 @@ if __name__ == "__main__":
         say_once("the rows of the disk are left out: their limit comes from fio; install it: apt-get install fio")
         chosen.only.remove("disk")
     folder = Path(tempfile.mkdtemp(prefix="kvloom-bench-", dir=chosen.dir))
-    rows = Columns("tiers_path")
+    rows = Rows("tiers_path")
     try:
         if "disk" in chosen.only:
             disk(rows, folder)

@@ -105,7 +105,7 @@ def locked(engine: Engine) -> Iterator[None]:
         engine._background.workers._changed,
         engine._background.loaders._changed,
         stack.memory._lock,
-        stack.memory._answered,
+        stack.memory.write_back._answered,
         _named._lock,
     ]
     locks += [stack.memory.pool.lock, stack.memory.pool._freed, stack.memory.pool.pages._wake]

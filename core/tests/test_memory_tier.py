@@ -91,7 +91,7 @@ def test_a_pinned_chunk_expires_too(make: Make) -> None:
     one.clock.seconds += 61
     assert one.has(A) == [False] and one.tier.pin([A], True) == 0
     one.put(B)
-    assert one.tier.used_bytes == PAGE and one.tier._held.pinned_bytes == 0
+    assert one.tier.used_bytes == PAGE and one.tier._index.pinned_bytes == 0
 
 
 def test_what_is_read_while_it_expires_stays_for_its_reader(make: Make) -> None:
@@ -131,7 +131,7 @@ def test_without_a_star_others_have_no_quota(make: Make) -> None:
     for number in range(6):
         one.put(key_of(number, "b"))
     assert len(one.tier) == 6
-    assert not one.tier._held._tenants._bytes, "nor are they counted"
+    assert not one.tier._index._tenants._bytes, "nor are they counted"
 
 
 def test_what_a_tenant_reads_or_pins_is_not_evicted_for_its_quota(make: Make) -> None:
@@ -154,7 +154,7 @@ def test_tenants_that_are_gone_leave_nothing(make: Make) -> None:
     for number in range(50):
         one.put(key_of(number, f"t{number}"))
     one.tier.remove(one.tier.chunks())
-    tenants = one.tier._held._tenants
+    tenants = one.tier._index._tenants
     assert not tenants._bytes and not tenants._recency
 
 
@@ -182,9 +182,9 @@ def test_unpinned_chunks_come_back_in_order(make: Make) -> None:
         one.put(key)
     one.tier.pin([A, B, C], True)
     one.put(D)
-    assert one.tier._held.pinned_bytes == 3 * PAGE
+    assert one.tier._index.pinned_bytes == 3 * PAGE
     one.tier.pin([A, B, C], False)
-    assert one.tier.chunks() == [D, C, B, A] and one.tier._held.pinned_bytes == 0
+    assert one.tier.chunks() == [D, C, B, A] and one.tier._index.pinned_bytes == 0
 
 
 def test_a_chunk_in_use_is_passed_over_and_goes_first_afterwards(make: Make) -> None:
@@ -286,7 +286,7 @@ def test_an_exact_chunk_takes_the_pinned_place_of_a_lossy_one(make: Make) -> Non
     assert one.tier.find([A], exact=True) == [True]
     for key in (B, C):
         one.put(key)
-    assert one.has(A, B, C) == [True, False, True] and one.tier._held.pinned_bytes == PAGE
+    assert one.has(A, B, C) == [True, False, True] and one.tier._index.pinned_bytes == PAGE
 
 
 class Patient(SystemRuntime):

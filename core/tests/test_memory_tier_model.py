@@ -43,7 +43,7 @@ class MemoryTierRules(RuleBasedStateMachine):
     def open(self, settings: dict[str, Any], writes: bool) -> None:
         self.one = Tier(10, **settings)
         if writes:
-            self.one.tier.write_back = self.queue
+            self.one.tier.write_back.write = self.queue
 
     def teardown(self) -> None:
         if self.one is None:
@@ -80,8 +80,8 @@ class MemoryTierRules(RuleBasedStateMachine):
 
     def check_full(self, pages: int) -> None:
         """A reservation was refused, so nothing that nobody uses and nothing forbids to evict is left."""
-        if self.one.tier.write_back is None:
-            held = self.one.tier._held.entries
+        if self.one.tier.write_back.write is None:
+            held = self.one.tier._index.entries
             assert [key for key, one in held.items() if not one.pinned and not one.block.leased] == []
 
     @opened
@@ -120,11 +120,11 @@ class MemoryTierRules(RuleBasedStateMachine):
     @opened
     @rule(pages=st.integers(1, 4), late=st.booleans())
     def reserve(self, pages: int, late: bool) -> None:
-        pinned = {key for key, held in self.one.tier._held.entries.items() if held.pinned}
+        pinned = {key for key, held in self.one.tier._index.entries.items() if held.pinned}
         expired = {key for key in pinned if not self.one.tier.contains(key)}
         tier = self.one.tier
         reservation = tier.reserve_by(pages * PAGE, self.one.clock.seconds) if late else tier.reserve(pages * PAGE)
-        assert all(key in tier._held.entries for key in pinned - expired), "pinned ones stay"
+        assert all(key in tier._index.entries for key in pinned - expired), "pinned ones stay"
         if reservation is not None:
             reservation.tensor((pages * PAGE,), torch.uint8).fill_(255)  # whoever still looked at it would see
             self.reservations.append(reservation)
@@ -155,13 +155,13 @@ class MemoryTierRules(RuleBasedStateMachine):
             self.mirror.clear()
         self.mirror.update(changes.came)
         self.mirror.difference_update(changes.left)
-        assert self.mirror == set(self.one.tier._held.entries)
+        assert self.mirror == set(self.one.tier._index.entries)
 
     @invariant()
     def accounts_agree(self) -> None:
         if self.one is None:
             return
-        held = self.one.tier._held
+        held = self.one.tier._index
         entries = held.entries
         assert held.pinned_bytes == sum(one.block.size for one in entries.values() if one.pinned)
         assert sorted(held.recency.keys()) == sorted(key for key, one in entries.items() if not one.pinned)
@@ -182,11 +182,11 @@ class MemoryTierRules(RuleBasedStateMachine):
         )
 
     def quotas_hold(self) -> None:
-        tenants = self.one.tier._held._tenants
+        tenants = self.one.tier._index._tenants
         if tenants is None:
             return
         sums: Counter[str] = Counter()
-        for key, one in self.one.tier._held.entries.items():
+        for key, one in self.one.tier._index.entries.items():
             if not one.leaving:
                 sums[key.namespace[2:]] += one.block.size
         counted = {tag: nbytes for tag, nbytes in sums.items() if tenants.quota(tag) is not None}

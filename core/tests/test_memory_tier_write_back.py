@@ -23,7 +23,7 @@ def make() -> Iterator[Make]:
 
 def test_the_coldest_part_is_written_ahead_of_need(make: Make) -> None:
     one, queue = make(pages=16), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     for number in range(14):
         one.put(key_of(number))
     assert queue.asked == []
@@ -39,7 +39,7 @@ def test_the_coldest_part_is_written_ahead_of_need(make: Make) -> None:
 
 def test_what_is_not_written_is_not_evicted_until_the_deadline(make: Make) -> None:
     one, queue = make(pages=2), Queue(None)
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     one.put(A)
     one.put(B)
     assert one.put(C) is None and one.has(A, B) == [True, True]
@@ -51,7 +51,7 @@ def test_what_is_not_written_is_not_evicted_until_the_deadline(make: Make) -> No
 
 def test_being_written_it_stays_until_the_write_is_over(make: Make) -> None:
     one, queue = make(pages=2), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     one.put(A)
     one.put(B)
     assert one.put(C) is None and set(queue.taken) == {A, B} and one.has(A, B) == [True, True]
@@ -67,7 +67,7 @@ def test_being_written_it_stays_until_the_write_is_over(make: Make) -> None:
 
 def test_what_will_never_be_written_is_evicted_at_once(make: Make) -> None:
     one, queue = make(pages=2), Queue(False)
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     for key in (A, B, C):
         assert one.put(key)
     assert one.has(A, B, C) == [False, True, True]
@@ -75,7 +75,7 @@ def test_what_will_never_be_written_is_evicted_at_once(make: Make) -> None:
 
 def test_a_clean_or_lossy_chunk_is_never_offered(make: Make) -> None:
     one, queue = make(pages=2), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     one.put(A, dirty=False)
     one.put(B, fidelity="signs")
     for key in (C, D):
@@ -85,7 +85,7 @@ def test_a_clean_or_lossy_chunk_is_never_offered(make: Make) -> None:
 
 def test_clean_chunks_make_room_where_dirty_ones_cannot(make: Make) -> None:
     one, queue = make(pages=3), Queue(None)
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     one.put(A)
     one.put(B)
     one.put(C, dirty=False)
@@ -94,7 +94,7 @@ def test_clean_chunks_make_room_where_dirty_ones_cannot(make: Make) -> None:
 
 def test_making_room_looks_past_what_is_dirty_or_in_use(make: Make) -> None:
     one, queue = make(pages=3), Queue(None)
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     one.put(A)
     reading = one.put(B, dirty=False, keep=True)
     one.put(C, dirty=False)
@@ -116,15 +116,15 @@ def test_what_others_set_aside_while_it_is_offered_is_next_to_go_again(make: Mak
             return None
         return queue(key, loaded)
 
-    one.tier.write_back = write_back
+    one.tier.write_back.write = write_back
     one.tier.remove([A])
     one.put(A)
     if A not in queue.asked:
         one.put(B, dirty=False)
         one.put(D, dirty=False)
-    order = one.tier._held.recency if quota is None else one.tier._held._tenants.recency(A)
+    order = one.tier._index.recency if quota is None else one.tier._index._tenants.recency(A)
     assert order.keys()[0] == A and not order._aside
-    one.tier.write_back = Queue(False)
+    one.tier.write_back.write = Queue(False)
     one.put(E)
     one.put(F)
     assert not one.tier.contains(A)
@@ -132,7 +132,7 @@ def test_what_others_set_aside_while_it_is_offered_is_next_to_go_again(make: Mak
 
 def test_a_chunk_stored_again_while_it_leaves_stays(make: Make) -> None:
     one, queue = make(pages=16, quota={"*": 2 * PAGE}), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     for key in (A, B, C):
         one.put(key)
     assert list(queue.taken) == [A]
@@ -146,7 +146,7 @@ def test_a_chunk_stored_again_while_it_leaves_stays(make: Make) -> None:
 
 def test_what_was_written_is_not_written_again(make: Make) -> None:
     one, queue = make(pages=8), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     for number in range(8):
         one.put(key_of(number))
     queue.written()
@@ -159,13 +159,13 @@ def test_what_was_written_is_not_written_again(make: Make) -> None:
 
 def test_what_is_lost_below_is_written_again(make: Make) -> None:
     one, queue = make(pages=8), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     for number in range(8):
         one.put(key_of(number))
     queue.written()
     assert Counter(queue.asked)[A] == 1
     one.tier.touch([A])
-    one.tier.lost_below([A, key_of(99)])
+    one.tier.write_back.lost_below([A, key_of(99)])
     for number in range(10, 30):
         one.put(key_of(number))
         queue.written()
@@ -181,11 +181,11 @@ def test_chunks_that_evict_each_other_below_are_not_written_without_end(make: Ma
             return None
         asked.append(key)
         loaded.release()
-        one.tier.lost_below(below)
+        one.tier.write_back.lost_below(below)
         below[:] = [key]
         return True
 
-    one.tier.write_back = write_back
+    one.tier.write_back.write = write_back
     for number in range(24):
         one.put(key_of(number))
     assert len(one.tier.chunks()) == 16 and 8 <= len(asked) < 100
@@ -211,20 +211,20 @@ def test_a_chunk_removed_while_it_is_offered_stays_away(make: Make) -> None:
                 loaded.release()
             return verdict
 
-        one.tier.write_back = write_back
+        one.tier.write_back.write = write_back
         one.put(A)
         one.put(B)
         one.put(C)
         remover[0].join(10)
         assert removed.is_set() and not one.tier.contains(A)
-        one.tier.write_back = None
+        one.tier.write_back.write = None
         one.tier.remove([B, C])
         assert one.tier.used_bytes == 0
 
 
 def test_a_removed_chunk_in_the_queue_is_only_its_writers(make: Make) -> None:
     one, queue = make(pages=2), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     one.put(A)
     one.put(B)
     assert one.tier.remove([A]) == 1
@@ -235,7 +235,7 @@ def test_a_removed_chunk_in_the_queue_is_only_its_writers(make: Make) -> None:
 
 def test_a_quota_hands_on_before_it_evicts(make: Make) -> None:
     one, queue = make(pages=16, quota={"*": 2 * PAGE}), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     for key in (A, B, C, D):
         one.put(key)
     assert queue.asked == [A, B] and one.has(A, B, C, D) == [True] * 4, "to be found until it is written"
@@ -250,7 +250,7 @@ def test_a_quota_hands_on_before_it_evicts(make: Make) -> None:
 
 def test_what_is_pinned_while_it_is_handed_on_for_its_quota_stays(make: Make) -> None:
     one, queue = make(pages=16, quota={"*": 2 * PAGE}), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     for key in (A, B, C, D):
         one.put(key)
     assert queue.asked == [A, B] and one.tier.pin([A], True) == 1
@@ -268,7 +268,7 @@ def test_what_is_pinned_while_it_is_handed_on_for_its_quota_stays(make: Make) ->
 
 def test_what_memory_does_not_keep_is_offered_at_once(make: Make) -> None:
     one, queue = make(quota={"*": 0}), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     one.put(A)
     assert queue.asked == [A] and len(one.tier) == 0
     queue.written()
@@ -280,7 +280,7 @@ def test_what_memory_does_not_keep_is_offered_at_once(make: Make) -> None:
 
 def test_an_expired_dirty_chunk_is_handed_on(make: Make) -> None:
     one, queue = make(ttl=60), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     one.put(A)
     one.clock.seconds += 61
     one.put(B)
@@ -292,7 +292,7 @@ def test_an_expired_dirty_chunk_is_handed_on(make: Make) -> None:
 
 def test_all_that_is_dirty_is_written_at_the_end(make: Make) -> None:
     one, queue = make(pages=8), Queue()
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     for key in (A, B, C):
         one.put(key)
     one.put(D, dirty=False)
@@ -304,7 +304,7 @@ def test_all_that_is_dirty_is_written_at_the_end(make: Make) -> None:
 
 def test_what_cannot_be_written_at_the_end_is_said_to_be_lost(make: Make) -> None:
     one, queue = make(pages=8), Queue(None)
-    one.tier.write_back = queue
+    one.tier.write_back.write = queue
     one.put(A)
     one.put(B)
     assert not one.tier.write_back_all(one.clock.seconds)
@@ -318,10 +318,10 @@ def test_a_raising_write_back_loses_nothing(make: Make) -> None:
     def write_back(key: ChunkKey, loaded: Loaded) -> bool | None:
         raise OSError("no")
 
-    one.tier.write_back = write_back
+    one.tier.write_back.write = write_back
     assert one.put(A) and one.put(B) and one.put(C) is None
     assert one.has(A, B) == [True, True]
-    one.tier.write_back = Queue(False)
+    one.tier.write_back.write = Queue(False)
     for key in (C, D):
         one.put(key)
     assert one.has(C, D) == [True, True]

@@ -67,9 +67,9 @@ RECORDS = "spec/"
 
 _RUNTIME = SystemRuntime()
 _RECORD_BYTES = 256 << 10
-"""Many times as much as a record of ours has."""
+"""Maximum size of a record, many times that of ours."""
 _BATCH = 1000
-"""Entries of a listing that have to come within one deadline."""
+"""Entries of a listing that must arrive within one deadline."""
 
 
 @dataclass(frozen=True, slots=True)

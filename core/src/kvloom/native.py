@@ -1,4 +1,4 @@
-"""One way into compiled code for every plugin that has some: find the library, and the addresses that it is given.
+"""Access to compiled code for plugins: find the library, get addresses.
 
 The libraries have a plain C interface: addresses, sizes, strides and a stream. They link no torch, so that one build
 serves every version of it.
@@ -82,8 +82,8 @@ def own_library(*, brief: bool = False) -> ctypes.CDLL | None:
 def own_function(name: str, *argtypes: type, asked: str = "", brief: bool = False) -> Callable[..., int] | None:
     """The function `name` of `kvloom-native`'s library, which returns an int, or None if there is none.
 
-    argtypes: types of `ctypes`. asked: a function without arguments, which says whether the processor has what it
-    takes. brief: as for `load`.
+    argtypes: types of `ctypes`. asked: a function without arguments that says whether the processor supports
+    it. brief: as for `load`.
     """
     library = own_library(brief=brief)
     if library is None or (asked and not getattr(library, asked)()):

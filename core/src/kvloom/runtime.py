@@ -82,7 +82,7 @@ class Runtime(Protocol):
 
 
 class SystemRuntime:
-    """The real one."""
+    """The clock, locks and threads of the operating system."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)

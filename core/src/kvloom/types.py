@@ -105,7 +105,7 @@ class Entry(NamedTuple):
 
     key: str
     bytes: int
-    """Space of the blob in the store, in bytes."""
+    """Bytes that the blob takes in the store."""
     modified: float
     """Time of the last write, in seconds since the epoch."""
     used: float = 0.0

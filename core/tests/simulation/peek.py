@@ -116,7 +116,7 @@ def held_chunks(engine: Index) -> list[Held]:
     """The content of the memory tier."""
     return [
         Held(str(key), held.block.size, held.pinned, held.block._leases > 0)
-        for key, held in engine._stack.memory._held.entries.items()
+        for key, held in engine._stack.memory._index.entries.items()
     ]
 
 

@@ -87,20 +87,20 @@ def lost_wake_up() -> AbstractContextManager[Any]:
 
 def double_free() -> AbstractContextManager[Any]:
     """Two threads that evict may choose one chunk, and both give its memory back."""
-    real = tier.MemoryTier._let_go
+    real = tier.MemoryTier._evict
 
-    def let_go(self: tier.MemoryTier, pick: Callable[[], Any], *, reason: str = "", dirty: bool = False) -> bool:
+    def evict(self: tier.MemoryTier, pick: Callable[[], Any], *, reason: str = "", dirty: bool = False) -> bool:
         key = pick()
-        held = self._held.entries.get(key)
+        held = self._index.entries.get(key)
         if held is None or (held.dirty and not dirty):
             return real(self, pick, reason=reason, dirty=dirty)
         with self._lock:
-            self._held.forget(key)
+            self._index.forget(key)
         held.block._owned = False
         self.pool.free(held.block.start, held.block.size)
         return True
 
-    return patch.object(tier.MemoryTier, "_let_go", let_go)
+    return patch.object(tier.MemoryTier, "_evict", evict)
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def expired_is_served() -> AbstractContextManager[Any]:
 
     def lease(self: tier.MemoryTier, keys: Any) -> list[Loaded | None]:
         with self._lock:
-            found = [self._held.entries.get(key) for key in keys]
+            found = [self._index.entries.get(key) for key in keys]
             return [None if held is None else Loaded(held.chunk, held.block.lease(), held.written) for held in found]
 
     return patch.object(tier.MemoryTier, "lease", lease)

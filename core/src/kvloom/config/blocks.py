@@ -114,7 +114,7 @@ class ProtectBlock(Config):
     mode: Literal["sign", "encrypt"] = "sign"
     """sign: accept only blobs signed with our keys. encrypt: also keep others from reading them."""
     keys: Word
-    """A file, or `env:NAME`: keys of 32 bytes in base64, one on each line. The first is written with, all are taken."""
+    """A file, or `env:NAME`: 32-byte keys in base64, one a line. New blobs use the first; blobs of all are accepted."""
 
 
 class StoredBlock(ComponentBlock):

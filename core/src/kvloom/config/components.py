@@ -88,7 +88,7 @@ class TierChoice:
     policy: str = "lru"
     """`lru` or `tiny_lfu`."""
     remember: float | None = None
-    """Seconds for which an answer about keys is taken for granted."""
+    """Seconds for which existence answers are cached."""
     protection: Protection | None = None
     """The keys whose blobs the tier accepts; None: unsigned blobs."""
     pin: str = "auto"

@@ -21,10 +21,10 @@ _blend: TypeAdapter[BlendBlock] = TypeAdapter(BlendBlock)
 
 def further_errors(tree: Mapping[str, Any], found: Sequence[Problem], origins: Origins) -> list[Problem]:
     """Problems beside `found`: conflicts between settings, and objections of the plugins to their blocks."""
-    return [*_compared_all_the_same(tree, found), *_of_plugins(tree, found, origins)]
+    return [*_cross_check_errors(tree, found), *_plugin_errors(tree, found, origins)]
 
 
-def _compared_all_the_same(tree: Mapping[str, Any], found: Sequence[Problem]) -> list[Problem]:
+def _cross_check_errors(tree: Mapping[str, Any], found: Sequence[Problem]) -> list[Problem]:
     blocks = tree.get("tiers")
     if not isinstance(blocks, list | tuple):
         return []
@@ -40,7 +40,7 @@ def _compared_all_the_same(tree: Mapping[str, Any], found: Sequence[Problem]) ->
     return [(path, text) for path, text in others if path not in known]
 
 
-def _of_plugins(tree: Mapping[str, Any], found: Sequence[Problem], origins: Origins) -> list[Problem]:
+def _plugin_errors(tree: Mapping[str, Any], found: Sequence[Problem], origins: Origins) -> list[Problem]:
     """The second pass over whichever blocks can be made out without the settings that are wrong."""
     blocks: list[tuple[KeyPath, str, Any]] = [
         ((name,), name, tree[name]) for name in ("tokens", "connector") if name in tree
@@ -80,7 +80,7 @@ def _installed(only: tuple[str, ...] | None, block: tuple[str, ...]) -> Registry
 
 
 def _sound(block: Any, wrong: Collection[KeyPath], adapter: TypeAdapter[Any]) -> Any:
-    """A block without the settings at the paths that are wrong; None if nothing can be made of it."""
+    """A block without the settings at the wrong paths; None if it is still not valid."""
     for path in wrong:
         block = _without(block, path)
     try:

@@ -146,7 +146,7 @@ class StorageBackend(Component):
         or the exception that `get_into` would have raised. A sink that raises ends its own request only. If this
         raises, requests that were not reported have failed with that exception. The core forms batches only for
         backends that override it, of some MiB each, and up to `threads` of them at once. The deadline is for each
-        outcome after the one before: of a slow store, the first blobs should be done before the last are begun.
+        outcome, counted from the one before: on a slow store, finish the first blobs before you begin the last.
         """
         for number, (key, sink) in enumerate(requests):
             try:

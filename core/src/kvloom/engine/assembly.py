@@ -31,7 +31,7 @@ Source = str | Path | Mapping[str, Any] | EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """All of it, open."""
+    """The open parts of an engine or an index."""
 
     config: EngineConfig
     spec: KVSpec

@@ -30,16 +30,16 @@ class Background:
         self._events = events
         self._runtime = runtime
         self._tasks: dict[Task, bool] = {}
-        """Each with whether it is ahead of its use."""
+        """The tasks under way; True for one that prefetches, which `close` cancels."""
         self._waiting: dict[Task, Event] = {}
-        """Saves that have not begun, with the callbacks in case they never do."""
+        """Saves that have not begun, each with the event to emit if it never does."""
 
     def start(
         self, segments: Sequence[Segment], work: Callable[[Task], torch.Tensor], record: RequestTrace, *,
         awaited: bool = False, ahead: bool = False,
     ) -> Task:  # fmt: skip
-        """Begin `work`, which returns a bool for each segment. awaited: a caller waits for it. ahead: it is useless
-        once the engine is closed.
+        """Begin `work`, which returns a bool for each segment. awaited: a caller waits for it. ahead: it
+        prefetches, and `close` cancels it.
 
         With `MOST_TASKS` under way, or without a thread, it ends at once with nothing moved, and counts as dropped.
         """

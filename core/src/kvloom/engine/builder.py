@@ -1,4 +1,4 @@
-"""From the resolved config to tiers."""
+"""Builds the tiers of an engine from its resolved configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvloom.types import KVSpec, MemoryFormat
 log = logging.getLogger(__name__)
 
 STAGING_BYTES = 1 << 30
-"""The pool of an engine without a memory tier: chunks on their way."""
+"""Bytes in the pool of an engine without a memory tier, which holds chunks only while they move."""
 
 
 def build_stack(
@@ -41,7 +41,7 @@ def build_stack(
 ) -> Stack:  # fmt: skip
     """All tiers of an engine. Raises ConfigError with the YAML path of what cannot work.
 
-    moves: False if no KV ever goes through: there is no memory then.
+    moves: False for an index, which moves no KV and gets no memory.
     """
     first = next((choice for choice in choices if choice.backend is None), None)
     capacity = STAGING_BYTES if first is None or first.capacity is None else first.capacity
@@ -98,7 +98,7 @@ def build_stack(
 def _opened(
     choice: TierChoice, spec: KVSpec, places: dict[tuple[str, str], TierChoice], pool: Pool
 ) -> StorageBackend:  # fmt: skip
-    """The backend of a tier. places: where the tiers before it are; it is added."""
+    """Open the backend of a tier. places: the stores of the tiers opened so far; this one is added."""
     assert choice.backend is not None
     backend: StorageBackend = choice.backend.make(spec)
     patience = getattr(choice.backend.config, "timeout", None)
@@ -123,7 +123,7 @@ def _opened(
 
 
 def asked_only(choices: Sequence[TierChoice]) -> tuple[TierChoice, ...]:
-    """The tiers that other processes share, to ask and not to write to. Raises ConfigError if there is none."""
+    """The tiers that other processes share, read-only and without bounds. Raises ConfigError if there is none."""
     shared = [choice for choice in choices if choice.backend is not None and choice.backend.cls.shared]
     if not shared:
         raise ConfigError("tiers", "an index needs a tier that processes share; add one, for example disk")
@@ -167,7 +167,7 @@ def _policy(choice: TierChoice, *, exact_only: bool) -> Policy:
 
 
 def _by_tag(quota: Mapping[str, int] | None) -> dict[str, int] | None:
-    """Quotas by salt tag, as keys have it."""
+    """Quotas by salt tag instead of by salt."""
     return None if quota is None else {salt if salt == "*" else salt_tag(salt): size for salt, size in quota.items()}
 
 

@@ -93,8 +93,8 @@ class Engine(LayerVerbs):
         """An engine for KV that looks like `spec`. config: a YAML file, a mapping, or an EngineConfig.
 
         role: `engine`; or `index`, for a scheduler's process, which only asks what the shared tiers hold, for all
-        ranks of `spec.world_size`. Raises ConfigError (with the YAML path and what to do) or PluginError: a
-        configuration that cannot work is refused here, not found out about while serving. ValueError: for another role.
+        ranks of `spec.world_size`. Raises ConfigError (with the YAML path and what to do) or PluginError, so that a
+        configuration that cannot work is refused here and not while serving, and ValueError for another role.
         """
         runtime = runtime or SystemRuntime()
         settle_threads()  # here: the caller's own work would wait as well
@@ -187,8 +187,8 @@ class Engine(LayerVerbs):
     ) -> torch.Tensor:
         """Write the KV of as many leading selected tokens as the tiers hold into the engine's KV.
 
-        Returns a bool CPU mask `[tokens]`: whose KV is there now. It is False from the first chunk on that no
-        tier could give, verified and in time.
+        Returns a bool CPU mask `[tokens]`: True for the tokens whose KV is in place. It is False from the first chunk
+        that no tier delivered, verified and in time.
         """
         return self._at_once(self._retrieve, tokens, mask, salt, where)
 
@@ -198,7 +198,7 @@ class Engine(LayerVerbs):
     ) -> torch.Tensor:  # fmt: skip
         whole, first = self._selected(tokens, mask, salt)
         keys = [segment.key for segment in whole]
-        # Before, so that room is not made at its own cost; after, so that what came in between has its place.
+        # Before, so that the request does not evict its own chunks; after, so that new chunks get their places too.
         self._stack.touch(keys)
         record = self._record("retrieve", whole, first, tokens, callers=callers)
         pieces = self._pieces(tokens, salt)
@@ -217,9 +217,9 @@ class Engine(LayerVerbs):
     ) -> int:
         """Store the KV of the selected tokens. Only missing chunks are copied; stored ones cost a lookup.
 
-        If the mask begins within a chunk, all of that is stored: its KV must be there.
+        If the mask begins within a chunk, the whole chunk is stored, so all of its KV must be in place.
 
-        Returns how many tokens were copied, when the caller's KV may be overwritten. Tiers below memory are written in
+        Returns the number of copied tokens, once the caller's KV may be overwritten. Tiers below memory are written in
         the background.
         """
         return self._at_once(self._store, tokens, mask, salt, where)
@@ -230,7 +230,7 @@ class Engine(LayerVerbs):
     ) -> int:  # fmt: skip
         whole, first = self._selected(tokens, mask, salt, inside=True)
         keys = [segment.key for segment in whole]
-        self._stack.touch(keys, count=False)  # before, so that room is not made at its own cost
+        self._stack.touch(keys, count=False)  # before, so that the store does not evict its own chunks
         record = self._record("store", whole, first, tokens, callers=callers)
         copied = self._transfer.save(stop, whole[first:], where, keys=keys, record=record)
         self._stack.touch(keys)
@@ -240,8 +240,8 @@ class Engine(LayerVerbs):
     def prefetch(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, salt: str | None = None) -> Task:
         """Bring chunks from the lower tiers into memory, in the background.
 
-        Nothing leased or pinned makes room for them. At most 1,024 tasks wait: one too many is done at once, with
-        nothing moved (and counted as dropped).
+        Leased and pinned chunks are not evicted for them. While 1,024 tasks wait, another one ends at once, moves
+        nothing and counts as dropped.
         """
         callers = self._callers()
 
@@ -258,7 +258,7 @@ class Engine(LayerVerbs):
         return self._runtime.uninterrupted(begun, discard=Task.cancel, leave=True)
 
     def pin(self, tokens: torch.Tensor, *, salt: str | None = None) -> int:
-        """Bring the chunks of `tokens` into memory and keep them there; how many tokens are."""
+        """Bring the chunks of `tokens` into memory and keep them there. Returns the number of pinned tokens."""
         return self._at_once(self._pin, tokens, salt)
 
     def _pin(self, stop: Cancellation, callers: Callers, tokens: torch.Tensor, salt: str | None) -> int:
@@ -276,7 +276,7 @@ class Engine(LayerVerbs):
 
     @shielded_waiting
     def remove(self, tokens: torch.Tensor, *, salt: str | None = None) -> None:
-        """Delete the chunks of `tokens`, and what shorter sequences left of them, from every tier, pinned ones too.
+        """Delete the chunks of `tokens`, and pieces that shorter sequences left of them, everywhere, even if pinned.
 
         They are gone on return, and reads and writes under way do not bring them back. Raises BackendError if a tier
         cannot confirm it, after all tiers were asked.
@@ -313,14 +313,14 @@ class Engine(LayerVerbs):
 
     @shielded_waiting
     def touch(self, segments: Sequence[Segment]) -> None:
-        """Note that a chain was used, in every tier: so for what an engine's own prefix cache had already."""
+        """Mark a chain as recently used in every tier, such as a hit of the engine's own prefix cache."""
         self._check_open()
         self._stack.touch([segment.key for segment in segments])
 
     def load(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Task:
-        """Write the KV of segments into the engine's KV in the background, each one that can be had, gaps or not.
+        """Write the KV of each segment that a tier delivers into the engine's KV, in the background. Others stay gaps.
 
-        into: takes the KV in place of the engine's connector; chunks are of the format and shape of the latter.
+        into: takes the KV instead of the engine's connector, in chunks of the same format and shape.
         """
         callers = self._callers()
 
@@ -339,7 +339,7 @@ class Engine(LayerVerbs):
         return self._runtime.uninterrupted(begun, discard=Task.cancel)
 
     def save(self, segments: Sequence[Segment], **where: Any) -> Task:
-        """Keep the KV of segments, in the background; done when the caller's KV may be overwritten.
+        """Store the KV of segments in the background. The task is done when the caller's KV may be overwritten.
 
         The task's mask is of the segments that were copied: False where the tiers had the KV, or had no room.
         """
@@ -359,11 +359,11 @@ class Engine(LayerVerbs):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _at_once(self, verb: Callable[..., T], *given: Any) -> T:
-        """Do a verb whose copies end when the caller is interrupted."""
+        """Run a verb whose copies stop when the caller is interrupted."""
         stop = Cancellation(self._runtime)
         return self._runtime.uninterrupted(partial(verb, stop, self._callers(), *given), cancel=stop.cancel)
 
     @property
     def _transfer(self) -> Transfer:
-        """With the connector that there is now."""
+        """A transfer over the current connector."""
         return Transfer(self._stack, self.connector, self._events, self._runtime)

@@ -24,7 +24,7 @@ from kvloom.types import ChunkKey, Segment
 
 
 class LayerVerbs(Index):
-    """The half of an engine that moves single layers."""
+    """The verbs of an engine that move single layers."""
 
     def __init__(self, parts: Components) -> None:
         super().__init__(parts)
@@ -92,7 +92,7 @@ class LayerVerbs(Index):
         return storing
 
     def load_layers(self, segments: Sequence[Segment], *, into: GPUConnector | None = None, **where: Any) -> Loading:
-        """`load`, layer by layer, of segments that are there: it ends at the first that is not.
+        """`load`, layer by layer. It ends at the first segment that no tier delivers.
 
         Masks are over the tokens up to the last segment's end. Otherwise as `retrieve_layer`.
         """

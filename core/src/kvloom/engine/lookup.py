@@ -50,8 +50,8 @@ class _View:
 class Index:
     """Forecasts of what an engine would retrieve. `Engine.open(..., role="index")` gives one.
 
-    It has no memory and remembers nothing: it asks the tiers that other processes share. Where the KV of a model is
-    spread over ranks, a chunk counts as there once every rank's part is.
+    It holds no KV and asks the tiers that other processes share. Where ranks hold parts of the KV, a chunk counts as
+    stored once every rank has stored its part.
 
     tokens: 1-D, of any integer dtype, on the CPU: one sequence. mask: bool, as long as `tokens`, like FFFFTTTT, its
     Falses a whole number of chunks; None selects everything. salt: keeps tenants apart; default is the config's.
@@ -84,9 +84,9 @@ class Index:
         notify_after_fork(self)
 
     def _attach_observers(self) -> Self:
-        """Have the observers watch it. Called once, when it is open. Closes it and raises if they raise.
+        """Attach the observers, once all is open; if one raises, close everything and raise.
 
-        It is closed when the process ends at the latest.
+        From here on the end of the process closes it too.
         """
         try:
             self._events.watch(_View(self))
@@ -183,7 +183,7 @@ class Index:
         self, segments: Sequence[Segment], tokens: torch.Tensor, search_range: Sequence[str] | None, salt: str | None,
         record: RequestTrace,
     ) -> Hit:  # fmt: skip
-        """Ask for the segments, and where one lacks, for what shorter sequences may have left of it."""
+        """Look up the segments and, if one is missing, the pieces that shorter sequences may have left of it."""
         every = [segments, *(other.segments(tokens, salt=self._salt(salt)) for other in self._others)]
         context = self._stack.context()  # one deadline for both questions
         if self._has_pieces:
@@ -222,7 +222,7 @@ class Index:
         """The segments of the selected tokens, with their keys. Raises ValueError for a mask that fits no chunks."""
         self._check_open()
         cut = partial(self._tokens.segments, tokens, mask, salt=self._salt(salt))
-        # One that learns nothing has nothing to be left half-changed.
+        # A database that does not learn has no state that an interrupt could leave half-changed.
         return self._runtime.uninterrupted(cut, leave=True) if self._learns else cut()
 
     def passage(
@@ -256,7 +256,7 @@ class Index:
         return self._runtime.uninterrupted(partial(self._stack.locate, keys, search_range), leave=True)
 
     def _named(self, tokens: torch.Tensor, salt: str | None) -> list[Segment]:
-        """All segments of tokens that are to be moved. Observers of chunks are told."""
+        """The segments of tokens that are to be moved. Emits them to observers of chunks."""
         whole = self.segments(tokens, salt=salt)
         if self._events.sees_chunks:
             # A piece that leaves while the chunk with the same tokens stays would look as if these tokens had left.
@@ -270,10 +270,10 @@ class Index:
     def _selected(
         self, tokens: torch.Tensor, mask: torch.Tensor | None, salt: str | None, *, inside: bool = False
     ) -> tuple[list[Segment], int]:
-        """All segments of the tokens, because the whole chain is touched, and the first that the mask selects.
+        """All segments of the tokens, and the index of the first that the mask selects.
 
-        Where its Falses end with a piece of a segment, as those of a hit may: that segment if `inside`, else none,
-        since nothing begins there.
+        The Falses of a hit may end within a segment, behind a piece of it. The first is then that segment if `inside`;
+        else none is selected.
         """
         whole = self._named(tokens, salt)
         try:
@@ -325,7 +325,7 @@ class Index:
 
 
 def _hit(segments: Sequence[Segment], located: Sequence[str | None]) -> Hit:
-    """The leading segments that are somewhere, by where they are."""
+    """The hit: the tokens of the leading segments that a tier has, by tier."""
     hit = 0
     by_tier: dict[str, int] = {}
     for (start, end, _), name in zip(segments, located, strict=True):

@@ -57,7 +57,7 @@ class Protection:
     """The keys of a tier's blobs, and their use: signing or encryption."""
 
     def __init__(self, mode: Mode, keys: Sequence[bytes]) -> None:
-        """keys: of 32 bytes. The first is written with; blobs of any of them are read, signed or encrypted."""
+        """keys: of 32 bytes. New blobs use the first; blobs of any of them are read, signed or encrypted."""
         _require_cryptography()
         self.mode = mode
         self._keys = {_key_id(key): key for key in keys}

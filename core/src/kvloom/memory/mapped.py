@@ -37,7 +37,7 @@ class MappedMemory:
     __slots__ = ("_leases", "_owned", "blob", "home", "verified")
 
     def __init__(self, blob: MappedBlob, home: Mappings, *, verified: Callable[[], bool]) -> None:
-        """verified: reads all of it and returns whether it is what it says."""
+        """verified: reads all of it and returns whether its checksums are right."""
         self.blob = blob
         self.home = home
         self.verified = verified

@@ -60,7 +60,7 @@ def _line(code: CodeType, offset: int) -> int | None:
 
 
 def lease_all(blocks: Sequence[Block], origin: Origin) -> list[Lease]:
-    """Lease blocks of one pool: `Block.lease` of each, for less."""
+    """Lease several blocks of one pool, for less than `Block.lease` of each."""
     if not blocks:
         return []
     with blocks[0]._pool.lock:
@@ -228,7 +228,7 @@ class Lease:
     intact = True
     """Nothing but this process changes the memory."""
     store = ""
-    """The tier in whose memory it is; the pool's is nobody else's."""
+    """The tier whose memory it is; empty, since it is the pool's."""
 
     def __init__(self, block: Block, origin: Origin) -> None:
         self.origin = origin
@@ -300,7 +300,7 @@ class Pool:
         self._waiting = 0
         self._extents = Extents(self.capacity, ends[:-1])
         self._grids: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        # Given back, and still in use by a device.
+        # Memory that was given back and that a device still uses.
         self._later: deque[tuple[int, int, tuple[Done, ...]]] = deque()
         self._gone = False
         notify_after_fork(self)

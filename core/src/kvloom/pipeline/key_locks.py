@@ -1,4 +1,4 @@
-"""Claims: of two that would do one thing for one chunk at one time, one does it and the other waits."""
+"""Locks on keys: of two threads that would store one chunk at the same time, one stores it and the other waits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class KeyLocks:
 
 
 class Holder:
-    """Somebody who stores chunks layer by layer, which takes as long as a forward pass. Made by `LongKeyLocks.take`."""
+    """The keys that one layer-wise store has claimed, for as long as a forward pass. Made by `LongKeyLocks.take`."""
 
     __slots__ = ("at", "keys", "wanted")
 
@@ -62,14 +62,13 @@ class Holder:
         """Time of its last progress."""
         self.keys: set[ChunkKey] = set()
         self.wanted: set[ChunkKey] = set()
-        """Those of its chunks that others have left to it."""
+        """Those of its keys that other stores left out because of it."""
 
 
 class LongKeyLocks:
-    """Claims for as long as a forward pass takes. Nobody waits for them: whoever is second leaves the chunk out.
+    """Claims that last as long as a forward pass. Nobody waits for one: a second store leaves the chunk out.
 
-    A holder that has not gone on for `seconds` may have been forgotten by whoever made it, and keeps nobody from
-    storing: its chunks are then another's to claim.
+    A holder without progress for `seconds` counts as abandoned, and others may claim its keys.
     """
 
     def __init__(self, runtime: Runtime, seconds: float) -> None:
@@ -93,11 +92,11 @@ class LongKeyLocks:
         return new
 
     def go_on(self, holder: Holder) -> None:
-        """The holder has done something towards storing what it holds."""
+        """Note that a holder has made progress."""
         holder.at = self._now()
 
     def give(self, holder: Holder, keys: Collection[ChunkKey] | None = None) -> set[ChunkKey]:
-        """Give up keys, by default all; which of them others had left to the holder."""
+        """Give up keys, by default all. Returns those that other stores left out because of it."""
         with self._lock:
             given = holder.keys if keys is None else holder.keys & set(keys)
             holder.keys = holder.keys - given

@@ -186,7 +186,7 @@ class Loader:
             context.keep_back(2)
 
     def held(self, pieces: Sequence[Segment], start: int, context: RequestContext) -> tuple[list[Segment], Search]:
-        """Those pieces that follow one another from `start` on and are somewhere, and where. pieces: by their ends."""
+        """The pieces that a tier has and that follow one another from `start` on, and their search. pieces: by ends."""
         context.keep_back(1)  # for reading them
         search, here = self.search(pieces, context)
         there = [
@@ -198,7 +198,7 @@ class Loader:
         return path, search
 
     def search(self, segments: Sequence[Segment], context: RequestContext) -> tuple[Search, list[bool]]:
-        """A search for those that memory does not hold, and which of them it holds."""
+        """A search for the segments that memory lacks, and a bool for each segment: memory holds it."""
         keys = [segment.key for segment in segments]
         here = self.memory.find(keys)
         return Search(self.stored, [key for key, held in zip(keys, here, strict=True) if not held], context), here
@@ -214,14 +214,14 @@ class Loader:
             some.clear()
 
     def why(self, key: ChunkKey, context: RequestContext) -> str:
-        """Why a chunk was not to be had."""
+        """The miss reason of a chunk."""
         if context.given_up:
             return "given up"
         silent = any(tier.name in context.lost or tier.calls.reading.open for tier in self.stored)
         return context.misses.get(key) or ("no answer" if silent else "in no tier")
 
     def missed(self, segments: Sequence[Segment], reason: str, *, served: Sequence[Segment] = ()) -> None:
-        """Say that these were asked for and not given. served: their pieces, which are given."""
+        """Emit a miss of these segments. served: pieces of them that are delivered."""
         if segments:
             num_tokens = tokens_of(segments) - tokens_of(served)
             self._events.emit(Event("missed", tokens=num_tokens, chunks=len(segments), reason=reason))
@@ -247,7 +247,7 @@ class Loader:
                     pending.read = one
 
     def _finish(self, pending: _Pending, shape: Shape, context: RequestContext) -> Loaded | None:
-        """Wait for a chunk; where it turns out not to be, ask the next tier."""
+        """Wait for a chunk; if its tier does not deliver it, read it from the next."""
         while pending.loaded is None and pending.read is not None:
             source, read, pending.read = pending.source, pending.read, None
             assert source is not None

@@ -42,7 +42,7 @@ class Search:
         """The tiers from which to read a chunk, fastest first: the first that says it holds it, and those below.
 
         All of them for a key that was not searched. Waits for a tier's answer at most as long as the operation does.
-        hurried: and no longer than `HURRIED_SHARE` says; a tier that has not answered then is given up for it.
+        hurried: at most `HURRIED_SHARE` of the deadline; then the tier is given up for these keys.
         """
         while key in self._unknown:
             self._go_on(wait=True, hurried=hurried)
@@ -53,13 +53,13 @@ class Search:
         ]  # fmt: skip
 
     def close(self) -> None:
-        """Nobody wants to know the rest."""
+        """Cancel the open question."""
         if self._question is not None:
             self._question.cancel()
             self._question = None
 
     def _go_on(self, *, wait: bool, hurried: bool = False) -> None:
-        """Take the answers that are there, or one answer at most that is waited for, and ask the next tiers."""
+        """Take the answers that have arrived and ask the next tiers. wait: wait for one answer first."""
         while self._left and self._asked < len(self._stored):
             if self._question is None:
                 self._question = self._stored[self._asked].seek(self._left, self._context)

@@ -78,8 +78,8 @@ class _PartRead:
 class ReadAhead:
     """The reads of one load, asked for in the order in which they are taken. For one thread.
 
-    A tier that fails for one chunk is still read for those before it: without their next layers the layers that they
-    have are worth nothing.
+    A tier that fails for one chunk is still read for the chunks before it, whose loaded layers are of no use without
+    the next.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ReadAhead:
         self._group_bytes = 0
 
     def prepare(self) -> None:
-        """Get the memory that reading by layers takes at least: while nothing is held, so that waiting is safe."""
+        """Reserve the least memory that reading by layers needs, before anything is held, so that waiting is safe."""
         streamed = [one for one in self._chunks if one.by_layer]
         if not streamed:
             return
@@ -322,9 +322,9 @@ class ReadAhead:
         return chunk.loaded is not None
 
     def _join(self, chunk: Incoming) -> None:
-        """Share in what others read of this chunk just now; else have it put together, if there is room for all.
+        """Join a read of this chunk that is under way; else begin a shared one, if there is room for the whole chunk.
 
-        What others read until a moment ago is in memory: look there afterwards.
+        A read that has just ended is in memory: look there afterwards.
         """
         tier, groups, context = chunk.tiers[0], self._groups, self._context
         wanted = _wanted(chunk)
@@ -345,7 +345,7 @@ class ReadAhead:
             found.home.leave(found)
 
     def _has_a_way_out(self) -> bool:
-        """Return whether this can go on if it waits for somebody who, in turn, waits for what is held here."""
+        """Return whether this can wait for a read that may itself be waiting for memory held here."""
         if self._aside is None and self._lent is None and self._holds_memory():
             self._aside = self._stack.memory.reserve(self._group_bytes)
             return self._aside is not None
@@ -370,7 +370,7 @@ class ReadAhead:
         return LayerBuffer.of(self._spare.pop(), chunk.shape, self._stack.layout.dtype, group)
 
     def _lose(self, part: _PartRead, chunk: Incoming, start: int) -> None:
-        """Give up what may still be under way; it keeps its memory until it returns."""
+        """Give up a read that may be under way; it keeps its memory until it returns."""
         if chunk.inflight is not None:
             group = next(group for group in self._groups if group.start == start)
             chunk.inflight.home.give_up(chunk.inflight, group)

@@ -41,7 +41,7 @@ class Stack:
         self.storer = Storer(memory, stored, layout, events, runtime, deadline=self.deadline)
 
     def context(self, chain: Chain = NO_CHAIN, record: RequestTrace = NO_TRACE) -> RequestContext:
-        """An operation that begins now. chain: what it is about. record: where it is noted."""
+        """The context of an operation that begins now. chain: its chunks. record: its trace."""
         since = self.memory.invalidations.mark()
         return RequestContext(self._runtime, self.deadline, since=since, chain=chain, record=record)
 
@@ -53,7 +53,7 @@ class Stack:
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def all_in_memory(self, keys: Sequence[ChunkKey], names: Sequence[str] | None = None) -> bool:
-        """Return whether `locate` would say so of every key. Takes no lock and changes nothing."""
+        """Return whether memory is among `names` and holds every key. Takes no lock and changes nothing."""
         memory = self.memory
         return memory.keep and (names is None or memory.name in names) and memory.has_all(keys)
 
@@ -82,7 +82,7 @@ class Stack:
         return where
 
     def touch(self, chain: Sequence[ChunkKey], *, count: bool = True) -> None:
-        """Note that a whole chain was used, in every tier. count: once more than before."""
+        """Mark a whole chain as recently used in every tier. count: count it as one more use."""
         self.memory.touch(chain)
         for tier in self.stored:
             tier.touch(chain, count=count)
@@ -119,7 +119,7 @@ class Stack:
 
     def close(self) -> None:
         """Write what is to be written, within the deadlines, and give everything back."""
-        write_back = partial(self.storer.write_back_all, self._runtime.now() + self.deadline)
+        write_back = partial(self.memory.write_back_all, self._runtime.now() + self.deadline)
         close_all(write_back, *(tier.close for tier in self.stored), self.memory.close)
 
 

@@ -1,4 +1,4 @@
-"""From the engine: chunks that some tier lacks are copied out once, taken into memory, and written to the others."""
+"""Storing: copies chunks that some tier lacks out of the engine once, into memory, and writes them to the others."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Storer:
         self._locks = KeyLocks(runtime)
         self._by_layer = LongKeyLocks(runtime, deadline)
         if self._behind:
-            memory.write_back = self._write_back
+            memory.write_back.write = self._write_back
 
     def keep(self, segments: Sequence[Segment], shape: Shape, copy: Copy, context: RequestContext) -> set[Segment]:
         """Keep the exact KV of `segments` in every tier that lacks it; `copy` reads it from the engine.
@@ -88,7 +88,7 @@ class Storer:
         return todo
 
     def _lacking(self, keys: Sequence[ChunkKey], context: RequestContext) -> list[list[Lacking]]:
-        """For each key, the tiers to write it to. One that is silent holds up nothing but what is written to it."""
+        """For each key, the tiers to write it to. A tier that does not answer delays only the writes to itself."""
         asked = [(tier, inquiry) for tier in self._through if (inquiry := tier.inquire(keys, context)) is not None]
         soon = self._runtime.now() + ANSWER_SECONDS
         for _, inquiry in asked:
@@ -114,27 +114,24 @@ class Storer:
     def claim(self, segments: Sequence[Segment]) -> Holder:
         """Claim those segments that nobody is storing just now: for as long as `LongKeyLocks` says, until `settle`.
 
-        `keep` does not heed who holds these keys, and waits for none: who stores a whole chunk has all of it now.
+        `keep` ignores these claims and does not wait, because it has the whole chunk already.
         """
         keys = [segment.key for segment in segments]
         busy = self._locks.taken(keys)
         return self._by_layer.take([key for key in keys if key not in busy])
 
     def go_on(self, holder: Holder) -> None:
-        """The holder has done something for its keys."""
+        """Note that a holder has made progress."""
         self._by_layer.go_on(holder)
 
     def settle(self, holder: Holder, segments: Sequence[Segment] = (), *, stored: bool) -> None:
-        """Give up keys, by default all. What others left to the holder, and was not stored, is counted as dropped."""
+        """Give up keys, by default all. Chunks that others left out and that were not stored count as dropped."""
         left = self._by_layer.give(holder, [segment.key for segment in segments] or None)
         if left and not stored:
             self._events.emit(Event("dropped", chunks=len(left), reason="left to another, who did not store it"))
 
     def still_lacking(self, key: ChunkKey, tiers: Sequence[Lacking]) -> list[Lacking] | None:
-        """Those of `tiers` that nobody has given the exact chunk to meanwhile; None if it need not be kept at all.
-
-        As far as is known here and now.
-        """
+        """Those of `tiers` that still lack the exact chunk, as far as is known; None if it need not be stored."""
         if self.memory.find([key], exact=True)[0]:
             return None  # whoever put it there saw to the tiers
         unsaid = [one for one in tiers if one.inquiry is not None and one.inquiry.concerns(key)]
@@ -237,12 +234,12 @@ class Storer:
     def _nbytes(self, segment: Segment, shape: Shape) -> int:
         return self.layout.nbytes(shape(segment.end - segment.start))
 
-    # -- writing when memory lets go -----------------------------------------------------------------------------------
+    # -- writing when memory evicts -----------------------------------------------------------------------------------
 
     def _write_back(self, key: ChunkKey, loaded: Loaded) -> bool | None:
-        """Write a chunk that memory is about to let go to the tiers that wait for it; see `MemoryTier.write_back`.
+        """Write a chunk that memory is about to evict to the tiers with `write: on_evict`; see `WriteBack.write`.
 
-        Who removes the chunk waits until this has returned, so that the mark is from before, or the removal under way.
+        A removal waits until this has returned, so the mark is from before it, or the removal is still under way.
         """
         since = self.memory.invalidations.mark()
         lacking = [tier for tier in self._behind if tier.lacks(key, loaded.written)]
@@ -253,8 +250,3 @@ class Storer:
         if lacking:
             loaded.release()
         return bool(lacking)
-
-    def write_back_all(self, until: float) -> None:
-        """Write what waits in memory for stored tiers that take it last."""
-        if self._behind:
-            self.memory.write_back_all(until)

@@ -23,7 +23,7 @@ from kvloom.tiers.request_context import RequestContext
 from kvloom.types import Chunk, ChunkKey, MemoryFormat, Segment, tokens_of
 
 CHANGED = "changed while it was read"
-"""Why a chunk in a store's memory is not given."""
+"""Miss reason of a chunk in a store's memory."""
 
 Where = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ Where = Mapping[str, Any]
 class Transfer:
     """The work of an engine's loads and saves. Keeps no state between calls.
 
-    keys: the chain that the segments are part of. record: where it is noted; it ends here.
+    keys: the chain that the segments are part of. record: the trace of the request, which ends here.
     """
 
     def __init__(self, stack: Stack, connector: GPUConnector, events: EventBus, runtime: Runtime) -> None:
@@ -44,7 +44,7 @@ class Transfer:
         self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, *, keys: Sequence[ChunkKey],
         record: RequestTrace, into: GPUConnector | None = None, pieces: Pieces | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """From the tiers into the engine's KV, each segment that can be had, and pieces of the first that cannot.
+        """Move each segment that a tier delivers into the engine's KV, and pieces of the first that none delivers.
 
         where: None for into memory only. Returns a bool for each segment: whether it was moved.
         """
@@ -56,9 +56,9 @@ class Transfer:
         self, stop: Cancellation, segments: Sequence[Segment], where: Where, *, keys: Sequence[ChunkKey],
         pieces: Pieces, record: RequestTrace,
     ) -> list[Segment]:  # fmt: skip
-        """From the tiers into the engine's KV, up to the first segment that cannot be had, and pieces of that one.
+        """Move segments into the engine's KV up to the first that no tier delivers, and pieces of that one.
 
-        Returns what was moved, in order.
+        Returns the moved segments and pieces, in order.
         """
         runs = self._runs(stop, segments, keys, record, gaps=False, pieces=pieces)
         return self._moved(stop, segments, where, runs, self._connector, record, leading=True)
@@ -67,7 +67,7 @@ class Transfer:
         self, stop: Cancellation, segments: Sequence[Segment], where: Where | None, runs: Runs, connector: GPUConnector,
         record: RequestTrace, *, leading: bool,
     ) -> list[Segment]:  # fmt: skip
-        """leading: what comes behind one that is lost is not wanted."""
+        """leading: end at the first segment that is lost."""
         moved: list[Segment] = []
         began, nbytes = self._now(), 0
         with record.going_on(), closing(runs):

@@ -154,7 +154,7 @@ class Plugin:
             self._faults["commands"] = _brief(error)
 
     def why_not(self, kind: str) -> str:
-        """The reason why nothing of `kind` comes from this plugin; "" if that is how it should be."""
+        """The reason why this plugin provides nothing of `kind`; "" if nothing went wrong."""
         if self.state != "ok":
             return f"{self.state}: {self.reason}"
         return f"broken: {self._faults[kind]}" if kind in self._faults else ""

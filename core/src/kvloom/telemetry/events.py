@@ -144,12 +144,12 @@ class EventBus:
             self._wake()
 
     def came(self, tier: str, keys: Sequence[ChunkKey], *, in_memory: bool = False) -> None:
-        """Tell those who see chunks what a tier holds now."""
+        """Tell observers of chunks that a tier holds these now."""
         if self.sees_chunks and keys:
             self.emit_chunks(ChunkEvent("stored", tier, in_memory, tuple(keys)))
 
     def left(self, tier: str, keys: Sequence[ChunkKey], *, in_memory: bool = False) -> None:
-        """Tell those who see chunks what a tier does not hold any more."""
+        """Tell observers of chunks that a tier does not hold these any more."""
         if self.sees_chunks and keys:
             self.emit_chunks(ChunkEvent("removed", tier, in_memory, tuple(keys)))
 

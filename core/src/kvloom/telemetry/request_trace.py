@@ -29,13 +29,13 @@ class RequestTrace:
     def note(
         self, name: str, tier: str, began: float, ended: float, *, nbytes: int, chunks: int = 1, codec: str = ""
     ) -> None:
-        """Something was done. From any thread."""
+        """Record a step. From any thread."""
 
     def gave(self, tier: str, tokens: int) -> None:
-        """A tier had KV that was asked for."""
+        """Record that a tier delivered this many tokens."""
 
     def found(self, pieces: Sequence[Segment]) -> None:
-        """In the place of a chunk that is nowhere, pieces of it are taken."""
+        """Record the pieces that are delivered in place of a chunk that no tier has."""
 
     def hold(self) -> None:
         """Mark that a part continues after the call has ended; call `release` when it is over."""
@@ -47,7 +47,7 @@ class RequestTrace:
 
     @contextmanager
     def going_on(self) -> Iterator[RequestTrace]:
-        """The verb, or its task, lasts as long as this."""
+        """A context that lasts as long as the verb, or its task."""
         try:
             yield self
         except BaseException as error:
@@ -61,7 +61,7 @@ NO_TRACE = RequestTrace()
 
 @dataclass(slots=True)
 class _Sum:
-    """All that one tier did of one kind."""
+    """The sum of the steps of one kind in one tier."""
 
     began: float
     ended: float

@@ -1,4 +1,4 @@
-"""The chain of chunks that an operation is about: of it nothing may go to make room for what is behind it."""
+"""The chain of chunks that an operation is about. None of them is evicted to make room for a later one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _depth = attrgetter("depth")
 
 
 class Chain:
-    """Chunks of which each is of use only with all before it. Costs nothing until somebody asks."""
+    """Chunks in order, each usable only with all before it. Its tables are made when first asked for."""
 
     __slots__ = ("_depths", "_ends", "_keys", "_settled")
 
@@ -57,15 +57,15 @@ class Chain:
         return self._depths
 
     def end_at(self, key: ChunkKey, place: object) -> None:
-        """There is no room for `key` in that place, so that nothing behind it is of use there."""
+        """Note that `place` has no room for `key`, so that nothing behind it is of use there."""
         self._ends[id(place)] = min(key.depth, self._ends.get(id(place), key.depth))
 
     def ends_before(self, key: ChunkKey, place: object) -> bool:
-        """Return whether there was no room in that place for something before `key`."""
+        """Return whether `place` had no room for a chunk before `key`."""
         return bool(self._ends) and self._ends.get(id(place), key.depth) < key.depth
 
     def expected_before(self, key: ChunkKey, place: object, expected: Callable[[ChunkKey], bool]) -> int:
-        """Count the chunks before `key` that are expected there. Leading ones that are not are skipped then."""
+        """Count the chunks before `key` that are expected in `place`. Leading others are skipped from now on."""
         stop = bisect_left(self._keys, key.depth, key=_depth)
         start = self._settled.get(id(place), 0)
         while start < stop and not expected(self._keys[start]):

@@ -1,4 +1,4 @@
-"""A bounded log of changes: what was learnt of something before it changed is out of date."""
+"""A bounded log of changes, which tells whether what was read before is out of date."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Hashable
 class ChangeLog:
     """The last changes, numbered upwards, at most one of each subject.
 
-    Whoever learns something takes a `mark` before it looks, and asks `after` before it relies on what it saw. One
-    thread at a time writes. Reading takes no lock.
+    A reader takes a `mark` before it looks at something, and asks `after` before it relies on what it saw. One thread
+    at a time writes. Reading takes no lock.
     """
 
     def __init__(self, most: int) -> None:
-        """most: how many subjects are kept; the changes of the others count as changes of everything."""
+        """most: number of subjects to keep. A change that was dropped counts as a change of everything."""
         self._most = most
         self._moment = 0
         self._moments: OrderedDict[Hashable, int] = OrderedDict()
         self._dropped = 0
 
     def mark(self) -> int:
-        """Now, for `after`."""
+        """The number of the last change, for `after`."""
         return self._moment
 
     def note(self, *subjects: Hashable) -> None:
-        """These change together, now."""
+        """Log one change of these subjects."""
         moments, moment = self._moments, self._moment + 1
         for subject in subjects:
             moments[subject] = moment
@@ -37,7 +37,7 @@ class ChangeLog:
         self._moment = moment
 
     def after(self, since: int, *subjects: Hashable) -> bool:
-        """Return whether one of these changed after the mark `since`, or may have: that can be too long ago to tell."""
+        """Return whether one of these changed after the mark `since`. True too if that is too long ago to tell."""
         if since == self._moment:
             return False
         return any(self._moments.get(subject, 0) > since for subject in subjects) or self._dropped > since

@@ -1,4 +1,4 @@
-"""Removals, under way and lately over: nothing that was being read or written at the time brings a chunk back."""
+"""Removals under way and recent ones: a read or write that began before a removal does not bring the chunk back."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Match = Callable[[ChunkKey], bool]
 
 
 class Invalidations:
-    """The removals of one stack, numbered in order. Only the verbs of operators add to it.
+    """The removals of one stack, numbered in order. Only `remove` and `clear` add to it.
 
-    Whatever brings a chunk into a tier takes a `mark` when it begins to read it, wherever from, and asks whether the
-    chunk was `hit` before it keeps it: memory under its lock, a stored tier after it has written it.
+    To bring a chunk into a tier, take a `mark` before reading the chunk, and ask whether it was `hit` before the tier
+    keeps it: memory asks under its lock, a stored tier after the write.
     """
 
     def __init__(self, runtime: Runtime, *, most: int = _MOST) -> None:
@@ -47,13 +47,13 @@ class Invalidations:
         try:
             yield
         finally:
-            # Noted at its end, before it is over: what began while some tier still had the chunk is hit as well.
+            # At the end, while still under way: a read that began while a tier still had the chunk is hit as well.
             with self._changing:
                 self._log.note(*subjects)
                 self._under_way = tuple(other for other in self._under_way if other is not match)
 
     def hit(self, key: ChunkKey, since: int) -> bool:
-        """Return whether `key` was removed after `since`, or is being; yes also if that is too long ago to tell."""
+        """Return whether `key` was removed after `since`, or is being removed. True if that is too long ago to tell."""
         if self._under_way and any(match(key) for match in self._under_way):
             return True
         return since != self.mark() and self._log.after(since, key, *_prefixes_of(key))

@@ -14,7 +14,7 @@ HURRIED_SHARE = 0.1
 
 
 class RequestContext:
-    """Made for each `retrieve`, `store` and so on.
+    """The state of one `retrieve`, `store` or other operation.
 
     An operation that gets nothing from any tier for `seconds` gives up. A tier that failed it once, or was late, is
     not asked again in the same operation, so that a tier costs it one deadline at most.
@@ -23,7 +23,7 @@ class RequestContext:
     def __init__(
         self, runtime: Runtime, seconds: float, *, since: int, chain: Chain = NO_CHAIN, record: RequestTrace = NO_TRACE
     ) -> None:
-        """since: a mark of the removals, now. chain: what the operation is about. record: where it is noted."""
+        """since: a mark of the invalidations, taken now. chain: the chunks of the operation. record: its trace."""
         self.record = record
         self.since = since
         self.chain = chain
@@ -38,7 +38,7 @@ class RequestContext:
         """Miss reason per key. May be absent for a read shared with another request."""
         self.given_up = False
         self.into_memory = False
-        """Chunks are to come into the memory tier: those that a store has mapped are not there."""
+        """Chunks must end up in the memory tier, so a mapped chunk of a store will not do."""
         self._wake: Callable[[], None] | None = None
 
     def progress(self) -> None:
@@ -56,7 +56,7 @@ class RequestContext:
         return self.until - self._kept_back
 
     def patience(self, seconds: float) -> float:
-        """Until when to wait for a call that may take `seconds`."""
+        """The time until which to wait for a call that may take `seconds`."""
         return min(self.until, self._now() + seconds)
 
     def waits_for(self, wake: Callable[[], None] | None) -> None:

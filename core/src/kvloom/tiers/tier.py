@@ -42,7 +42,7 @@ class Layout:
 class Loaded(NamedTuple):
     """A chunk in memory and the lease that keeps it there. Release it when done reading.
 
-    Its memory is the pool's, or a store's. Of a store's, only what `lease.intact` says after it was read may be used.
+    Its memory is the pool's, or a store's. A store may change its memory: check `lease.intact` after reading.
     """
 
     chunk: Chunk
@@ -118,7 +118,7 @@ class Tier(ABC):
 
     @shielded
     def get(self, key: ChunkKey) -> torch.Tensor | None:
-        """The verified chunk on `dst_device`, the caller's to keep, or None: `[planes, layers, tokens, hidden]`, in the
+        """A copy of the verified chunk on `dst_device`, or None: `[planes, layers, tokens, hidden]`, in the
         dtype of the spec.
         """
         self._check_here()
@@ -161,7 +161,7 @@ class Tier(ABC):
         """Have `close` called when this tier is closed."""
         self._with_it.append(close)
 
-    # -- what the two kinds of tier do their own way -------------------------------------------------------------------
+    # -- implemented by the two kinds of tier -------------------------------------------------------------------
 
     @abstractmethod
     def _close(self) -> None: ...
@@ -175,7 +175,7 @@ class Tier(ABC):
 
     @abstractmethod
     def _settled(self, token: Any) -> bool:
-        """Wait for what `_accept` began; whether it was kept."""
+        """Wait for what `_accept` began; return whether it was kept."""
 
     def _blob_chunk(self, tensor: torch.Tensor, like: torch.Tensor) -> Chunk:
         like.copy_(tensor)

@@ -1,7 +1,7 @@
-"""Uses that the store has not been told of yet, so that it shows the right order after a restart.
+"""Access times that are still to be written to the store, which gives the order of use after a restart.
 
-Told of every use, a store would do little else. So a blob is told of again only after some time; but never may the
-store show a chain's head as older than what comes behind it, or after a restart heads would go before their tails.
+A store that was told of every use would do little else, so the time of a blob is written again only after a while. But
+a chain's head must never look older than the chunks behind it, or heads would be evicted first after a restart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_KEYS = 32768
 
 
 class AccessTimeSync:
-    """The chains that were used last, each once: a bounded number. What falls out is told when it is used again."""
+    """The most recently used chains, a bounded number. One that falls out is written after its next use."""
 
     def __init__(self) -> None:
         self._chains: OrderedDict[bytes, tuple[float, tuple[ChunkKey, ...]]] = OrderedDict()
@@ -30,7 +30,7 @@ class AccessTimeSync:
         return len(self._chains)
 
     def add(self, chain: Sequence[ChunkKey], now: float) -> None:
-        """A chain was used."""
+        """Note that a chain was used."""
         if chain:
             self._drop(chain[-1].digest)
             self._chains[chain[-1].digest] = (now, tuple(chain))
@@ -39,7 +39,7 @@ class AccessTimeSync:
                 self._keys -= len(self._chains.popitem(last=False)[1][1])
 
     def tell(self, rows: Columns, now: float, *, since_seconds: float, limit: int) -> list[ChunkKey]:
-        """Return the uses of one chain to tell the store now, heads first; they count as told."""
+        """The keys of one chain whose times are to be written now, heads first; they count as written."""
         if not self._chains:
             return []
         last, (used, chain) = self._chains.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The blobs of one tier, each with its size and its places in the orders in which blobs go.
+"""The blobs of one tier, with their sizes and their places in the orders of eviction.
 
 Not thread-safe: the ledger's lock is held.
 """
@@ -25,7 +25,7 @@ _KEPT = 4096
 
 
 class Victim(NamedTuple):
-    """A blob that is forgotten already and has to be deleted."""
+    """A blob that the index has forgotten and that must be deleted from the store."""
 
     key: ChunkKey
     bytes: int
@@ -34,7 +34,7 @@ class Victim(NamedTuple):
 
 
 class Entries:
-    """Rows in one ring by use, those of tenants with a quota in another, and in slots by age if there is a ttl."""
+    """Rows in a ring by use, in one ring for each tenant with a quota, and in slots by age if there is a ttl."""
 
     def __init__(
         self, wall: Callable[[], float], *, capacity: int | None, ttl: float | None, quota: Mapping[str, int] | None
@@ -54,7 +54,7 @@ class Entries:
         self.ages = None if ttl is None else Expiry(self.rows, ttl)
         self.bytes = 0
         self.count = 0
-        """Rows of blobs: all but those that are only expected."""
+        """Number of blobs, without those that are only expected."""
         self.listing = 1
         """The number of the last listing, from 1 to 255 and again."""
         self.listing_now = False
@@ -62,7 +62,7 @@ class Entries:
         self.mark = self._log.mark
         """Now, for `may_be_forgotten` and `may_be_written`."""
         self.leaving: set[bytes] = set()
-        """Victims that may still be there: until they are deleted nothing is learnt of them, and nothing written."""
+        """Victims that are not deleted yet. Until then they are neither recorded again nor written."""
         self.gone: OrderedDict[bytes, float] = OrderedDict()
         """Times at which blobs were forgotten: a listing under way may have seen them before."""
 
@@ -116,7 +116,7 @@ class Entries:
         return row, tenant
 
     def seen(self, row: int) -> None:
-        """The blob is there, as far as can be told at this moment."""
+        """Note that the blob was just known to be there."""
         if self.freshness is not None:
             self.freshness.note(row)
 
@@ -138,13 +138,13 @@ class Entries:
         self.tenants.tenant(row).bytes += more
 
     def put_behind(self, row: int, newer: int) -> None:
-        """A row of the same namespace that must not go yet becomes the next to go before `newer`."""
+        """Move a row that must not be evicted yet right before `newer`, a row of the same namespace."""
         tenant = self.tenants.tenant(row)
         for ring in (self.ring,) if tenant.ring is None else (self.ring, tenant.ring):
             ring.put_behind(row, newer)
 
     def renew(self, rows: Sequence[int]) -> None:
-        """Rows that were used, the one to become the most recent last; zeros are passed over."""
+        """Mark rows as used; the last becomes the most recent. Zeros are skipped."""
         self.ring.renew(rows)
         self.tenants.renew(rows)
 
@@ -162,7 +162,7 @@ class Entries:
         return key
 
     def forget(self, row: int) -> ChunkKey:
-        """Free the row of a blob that is gone, or soon will be: what was listed before does not bring it back."""
+        """Free the row of a blob that is gone, or soon will be. A listing from before does not bring it back."""
         key = self.remove(row)
         self.went(key.digest)
         self.gone[key.digest] = self.wall()
@@ -171,7 +171,7 @@ class Entries:
         return key
 
     def went(self, digest: bytes) -> None:
-        """Whoever began to look at this blob before now, or to list it, may have seen what is not there any more."""
+        """Note that a blob is gone: a lookup or listing that began before may still have seen it."""
         if self.listing_now:
             self.gone[digest] = self.wall()
         self._log.note(("forgotten", digest))
@@ -185,7 +185,7 @@ class Entries:
         return self._log.after(since, ("forgotten", key.digest))
 
     def may_be_written(self, key: ChunkKey, since: int) -> bool:
-        """The same of writing."""
+        """Return whether the blob was, or if that was long ago may have been, written after the moment `since`."""
         return self._log.after(since, ("written", key.digest))
 
     def evict(self, row: int, reason: str) -> Victim:
@@ -193,11 +193,11 @@ class Entries:
         return self.doomed(self.forget(row), nbytes, reason)
 
     def doomed(self, key: ChunkKey, nbytes: int, reason: str) -> Victim:
-        """A blob that is in no row, and is to be deleted."""
+        """The victim for a blob that has no row."""
         self.leaving.add(key.digest)
         return Victim(key, nbytes, reason)
 
-    # -- who goes ------------------------------------------------------------------------------------------------------
+    # -- eviction ------------------------------------------------------------------------------------------------------
 
     def next_victim(self, more: int = 0, *, anyway: bool = False) -> int:
         """Return the row that is evicted first if `more` bytes come; 0 if there is room for them, or nothing may go.
@@ -217,10 +217,10 @@ class Entries:
         return tenant.ring.oldest()
 
     def has_room_behind(self, chain: Chain, key: ChunkKey, nbytes: int) -> bool:
-        """Return whether nothing of `chain` that comes before `key` would have to go for `key` to have `nbytes`.
+        """Return whether `key` can have `nbytes` without evicting a chunk of `chain` that comes before it.
 
-        Threads write at the same time: what comes before `key` and has no room yet is to have as much. If there is not
-        that much, it is said to the chain where it ends.
+        Other threads write at the same time: each chunk before `key` that has no room yet counts as `nbytes` too. If
+        there is no room, notes in the chain that it ends here.
         """
         if not self.enforced:
             return True
@@ -228,7 +228,7 @@ class Entries:
             return False
         if self._room_behind(chain, key, nbytes, chain.has):
             return True
-        # While a chain is being stored it has not its places yet: what is behind `key` goes before what is before it.
+        # A chain that is being stored is not in order yet: order it, so that its tail is evicted before its head.
         self.renew([self.find(each) for each in chain.backwards()])
         if self._room_behind(chain, key, nbytes, partial(chain.leads_to, key)):
             return True
@@ -254,11 +254,11 @@ class Entries:
             if short > 0 and (
                 to_come or any(self.rows.state[self.find(each)] >= WRITING for each in chain.before(key))
             ):
-                return False  # there is too much already, being written; what is written first would go first
+                return False  # too much is being written already, and would be evicted in the order of writing
         return True
 
     def is_over(self, tenant: Tenant | None) -> bool:
-        """Return whether there is more than there may be, of a tenant's or of all."""
+        """Return whether the tenant is over its quota, or all blobs are over the capacity."""
         if tenant is not None and tenant.quota is not None and tenant.bytes > tenant.quota:
             return True
         return self.capacity is not None and self.bytes > self.capacity
@@ -272,7 +272,7 @@ class Entries:
         return False
 
     def cut(self, chain: Chain, victims: list[Victim]) -> list[Victim]:
-        """The victims. Where one of them is of `chain`, that ends there: more of it may be on its way."""
+        """Return the victims. The chain ends at those that are part of it, as later chunks may be on their way."""
         for victim in victims:
             if chain.has(victim.key.digest):
                 chain.end_at(victim.key, self)

@@ -1,7 +1,7 @@
 """Recent evictions of a tier and their reasons, so that `kvloom why` can tell evicted from never stored.
 
-The process that evicts keeps it, in a ring of the last so many, and now and then puts it into the store as one small
-record. Thirteen bytes for each: the first eight of the digest, when in seconds since the epoch, and the reason.
+The process that evicts keeps a ring of the last evictions, and now and then writes it into the store as one small
+record. Each takes 13 bytes: the first eight of the digest, the time in seconds since the epoch, and the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_RECORD_BYTES = _HEADER.size + MOST * _ROW.size
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """One chunk went."""
+    """The eviction of one chunk."""
 
     when: float
     """Seconds since the epoch, whole ones."""
@@ -43,9 +43,9 @@ class Evictions:
 
     since: float
     until: float
-    """Whatever went between these is in it: seconds since the epoch."""
+    """Every eviction between these times is in it; seconds since the epoch."""
     rows: dict[bytes, Eviction]
-    """By the first eight bytes of the digest: the last time."""
+    """The last eviction of each chunk, by the first eight bytes of its digest."""
 
     def of(self, digest: bytes) -> Eviction | None:
         return self.rows.get(digest[:8])
@@ -69,7 +69,7 @@ def parse(record: bytes) -> Evictions | None:
 
 
 class EvictionHistory:
-    """The ring of the last departures of one tier. Any thread may note one: a few hundred nanoseconds, no I/O."""
+    """The ring of the last evictions of one tier. Any thread may note one: a few hundred nanoseconds, no I/O."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._wall = runtime.wall
@@ -82,11 +82,11 @@ class EvictionHistory:
 
     @property
     def news(self) -> bool:
-        """Something went since the last `record`, or there was none yet."""
+        """There were evictions since the last `record`, or there was no record yet."""
         return self._noted != self._told
 
     def note(self, digests: Iterable[bytes], reason: str) -> None:
-        """These chunks are not in the store any more."""
+        """Note that these chunks have left the store."""
         when, code = int(self._wall()), REASONS.index(reason)
         with self._lock:
             for digest in digests:
@@ -100,7 +100,7 @@ class EvictionHistory:
                 self._at = (self._at + _ROW.size) % len(self._ring)
 
     def record(self) -> bytes:
-        """All of it, to be put into the store."""
+        """The record to put into the store."""
         with self._lock:
             self._told = self._noted
             rows = bytes(self._ring[self._at :] + self._ring[: self._at])
@@ -109,7 +109,7 @@ class EvictionHistory:
         return _HEADER.pack(_MAGIC, xxhash.xxh3_64_intdigest(behind), *times) + rows
 
     def restore(self, record: bytes) -> None:
-        """Go on from the record of a process before this one; nothing of it counts if it is damaged."""
+        """Continue the record of an earlier process. A damaged record is ignored."""
         found = parse(record)
         if found is None:
             return

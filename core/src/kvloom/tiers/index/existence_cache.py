@@ -11,7 +11,7 @@ _MOST = 65536
 
 
 class ExistenceCache:
-    """Answers that are taken for granted for `seconds`; 0: none is kept. From any thread."""
+    """Answers, each kept for `seconds`; 0: none is kept. From any thread."""
 
     def __init__(self, seconds: float, now: Callable[[], float]) -> None:
         self._seconds = seconds
@@ -28,7 +28,7 @@ class ExistenceCache:
         return {key: answer[1] for key, answer in found.items() if answer is not None and answer[0] > since}
 
     def clear(self) -> None:
-        """Nothing that was said so far counts any more."""
+        """Forget all answers."""
         self._answers.clear()
 
     def put(self, keys: Sequence[ChunkKey], there: Mapping[ChunkKey, bool]) -> None:

@@ -46,12 +46,12 @@ class Expiry:
         self._links.take_out(row)
 
     def forget(self, row: int) -> None:
-        """The row is about to be given back."""
+        """Take a row out before it is freed."""
         self._links.take_out(row)
         self.written[row] = 0.0
 
     def oldest(self, now: float) -> int:
-        """A row that is past its time, of those written first; 0 if there is none."""
+        """An expired row, of those written first; 0 if there is none."""
         while self._slots and (self._slots[0] + 1) * self._slot_seconds + self.ttl <= now:
             end = self._rings[self._slots[0]]
             row = self._links.after[end]

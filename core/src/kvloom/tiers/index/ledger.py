@@ -1,4 +1,4 @@
-"""The ledger: what a stored tier is believed to hold, its size, and who goes first when it is full."""
+"""The ledger: the blobs that a stored tier is believed to hold, their sizes, and which are evicted when it is full."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _STATES = {fidelity: state for state, fidelity in enumerate(_THERE, states.UNKNO
 class Ledger:
     """Bytes, age and recency of the blobs of one tier. No I/O; O(1) for each blob, however many there are.
 
-    A blob that is being written, from `expect` or `admit` until `note` or `forget`, is nobody's victim. Its bytes count
-    from `admit` on: where little else is held than what is being written, `bytes` may be above the capacity.
+    A blob that is being written, from `expect` or `admit` until `note` or `forget`, is not evicted. Its bytes count
+    from `admit` on: if most blobs are being written, `bytes` may be above the capacity.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Ledger:
     ) -> None:
         """capacity: bytes. ttl: seconds from writing. quota: bytes by salt tag, `"*"` for those that are not named.
 
-        believed: for how many seconds a blob counts as there since that was last known; default: until it is forgotten.
+        believed: seconds for which a blob counts as stored after it was last seen; default: until it is forgotten.
         """
         assert policy in POLICIES, policy
         self.complete = False
-        """The store was listed to its end: what is not here was not there."""
+        """The store was listed to its end: a blob that is not here was not there."""
         self.evictions = EvictionHistory(runtime)
         """Blobs that were evicted from the store, with the reason."""
         self._lock = runtime.lock()
@@ -81,13 +81,13 @@ class Ledger:
         self._access_times = AccessTimeSync()
         self._listed = False
         self.freshness: Freshness | None = None
-        """Blobs to ask the store about again, and when."""
+        """When to ask the store about blobs again."""
         if believed is not None:
             self.freshness = self._held.freshness = Freshness(self._rows, self._lock, runtime.now, seconds=believed)
 
     @property
     def enforced(self) -> bool:
-        """This ledger says who goes when there is too much; if not, it only remembers what is there."""
+        """This ledger chooses victims when the tier is full; if False, it only records what is there."""
         return self._held.enforced
 
     @enforced.setter
@@ -109,7 +109,7 @@ class Ledger:
         return self._held.bytes
 
     def __len__(self) -> int:
-        """Return how many blobs count: all but those that are only expected."""
+        """Return the number of blobs, without those that are only expected."""
         return self._held.count
 
     def tenants(self) -> dict[str, int]:
@@ -146,9 +146,10 @@ class Ledger:
                 self._sketch.add([digest for _, _, digest in chain], rows=len(self))
 
     def unsaid(self, since_seconds: float, limit: int) -> list[ChunkKey]:
-        """At most `limit` keys that were used since the store was told, which was at least `since_seconds` ago.
+        """At most `limit` keys whose access times are to be written to the store; they count as written now.
 
-        They count as told now. With them come heads that the store would show as older than what is behind them.
+        Those that were used, and last written at least `since_seconds` ago; and heads that would look older in the
+        store than the chunks behind them.
         """
         said: list[ChunkKey] = []
         for _ in range(len(self._access_times)):
@@ -162,9 +163,9 @@ class Ledger:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def expect(self, key: ChunkKey, chain: Chain = NO_CHAIN) -> None:
-        """A blob was accepted for writing: from now on `touch` gives it its place among the others.
+        """Record a blob that was accepted for writing; from now on `touch` moves it.
 
-        Until then that is right behind what is before it in `chain`, if that is there: its tail goes before its head.
+        Its first place is next to the chunk before it in `chain`, if that is held: the tail is evicted before the head.
         """
         held = self._held
         with self._lock:
@@ -177,14 +178,14 @@ class Ledger:
             self._rows.seen[row] = held.listing
 
     def forget_pending(self, key: ChunkKey) -> None:
-        """A write that was expected will not come."""
+        """Forget a blob that was expected and will not be written."""
         with self._lock:
             row = self._held.find(key)
             if self._rows.state[row] == PENDING:
                 self._held.remove(row)
 
     def welcome(self, key: ChunkKey, nbytes: int) -> bool:
-        """Return whether the policy lets in a blob of about this size: not if it is used less than what would go."""
+        """Return whether the policy admits a blob of about this size: only if it is used more than its victims."""
         sketch, held = self._sketch, self._held
         if sketch is None:
             return True
@@ -197,11 +198,10 @@ class Ledger:
             return all(uses > sketch.uses(self._rows.digest(row)) for row in victims if row)
 
     def admit(self, key: ChunkKey, nbytes: int, chain: Chain = NO_CHAIN) -> list[Victim] | None:
-        """Count a blob that is about to be written; the ones that must be deleted first to make room.
+        """Count a blob that is about to be written; return the victims that must be deleted first to make room.
 
-        None if it can never fit, or not beside what is before it in `chain`, or is being deleted just now. The blob
-        counts from now on; `forget` it if writing fails. Tell `deleted` or `kept` what became of victims, of this and
-        the other methods that name some.
+        None if it can never fit, would evict a chunk before it in `chain`, or is being deleted. The blob counts from
+        now on; `forget` it if writing fails. Pass victims, from this and other methods, to `deleted` or `kept`.
         """
         held = self._held
         quota = held.tenants.quota_of(key.namespace)
@@ -235,9 +235,9 @@ class Ledger:
             self.note(victim.key, Fidelity.UNKNOWN, nbytes=victim.bytes)
 
     def excess(self, key: ChunkKey, chain: Chain = NO_CHAIN) -> list[Victim]:
-        """Forget what is too much now that the write of `key` is over, to be deleted: so far it was nobody's victim.
+        """Return the victims to delete now that `key` is written: until then it could not be one itself.
 
-        So is the blob itself if meanwhile there was no room for something before it in `chain`.
+        It is one if meanwhile there was no room for a chunk before it in `chain`.
         """
         held = self._held
         with self._lock:
@@ -253,7 +253,7 @@ class Ledger:
         self, key: ChunkKey, fidelity: Fidelity, *, nbytes: int | None = None, written: float | None = None,
         since: int | None = None,
     ) -> None:  # fmt: skip
-        """Record what was found out about a blob that is there.
+        """Record the fidelity, size and age of a blob that is there.
 
         written: seconds since the epoch; default: what is known already, or now. since: a `mark` from before it was
         looked at; a blob that was forgotten meanwhile stays forgotten.
@@ -323,7 +323,7 @@ class Ledger:
     def expire(self, limit: int = 256) -> list[Victim]:
         """Forget up to `limit` blobs that are past their time, those written first.
 
-        They are handed out up to a thousandth of the time to live later than `known` counts them as gone.
+        `known` counts a blob as gone at once; it is returned here up to a thousandth of the ttl later.
         """
         held = self._held
         victims: list[Victim] = []
@@ -362,12 +362,12 @@ class Ledger:
         return list(found)
 
     def recover(self, entries: Iterable[Entry]) -> list[Victim]:
-        """Take in a listing of the whole store, a part at a time; what is too much or too old, to be deleted.
+        """Take in a listing of the whole store, part by part; return the victims.
 
-        What is listed at first is older than what was used since. Of blobs used in the same minute, deeper ones count
-        as older, so that no head goes before its tail. Later, when others may have written to the store: blobs that
-        are new or were used since become recent, and those that are not listed are forgotten. A time of 0.0 is taken
-        as unknown. Raises what `entries` raises; then nothing was given a place, or forgotten.
+        At first, listed blobs count as older than blobs that were used since. Of blobs used in the same minute, deeper
+        ones count as older, so that no head is evicted before its tail. Later, when others may have written to the
+        store: blobs that are new or were used since become recent, and those that are not listed are forgotten. A time
+        of 0.0 counts as unknown. Raises what `entries` raises; then no blob was moved or forgotten.
         """
         with self._lock:
             recovery = Recovery(self._held, first=not self._listed)

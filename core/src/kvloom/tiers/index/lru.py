@@ -36,8 +36,8 @@ class Links:
 class Ring:
     """Rows from the least to the most recently used.
 
-    Rows that must not go keep their places, but are passed over once only: the ring has a hand, and all that lies
-    before it must not go.
+    Rows that must not be evicted keep their places, but are passed over only once: the ring has a hand, and no row
+    before it may be evicted.
     """
 
     def __init__(self, rows: Columns, links: Links) -> None:
@@ -58,7 +58,7 @@ class Ring:
         self._links.insert(row, before=self._end)
 
     def put_behind(self, row: int, newer: int) -> None:
-        """A row that must not go now is moved to where it would go right before `newer`."""
+        """Move a row that must not be evicted now right before `newer`."""
         self._links.take_out(row)
         self._links.insert(row, before=newer)
 
@@ -73,7 +73,7 @@ class Ring:
         before[following], after[hand] = hand, following
 
     def renew(self, rows: Iterable[int]) -> None:
-        """Rows that were used, the one to become the most recent last; zeros are passed over.
+        """Mark rows as used; the last becomes the most recent. Zeros are skipped.
 
         Rows that follow each other in the ring already, as the chunks of a chain do, move all at once.
         """
@@ -91,7 +91,7 @@ class Ring:
             last = row
 
     def oldest(self) -> int:
-        """The least recently used row that may go; 0 if there is none."""
+        """The least recently used row that may be evicted; 0 if there is none."""
         after, state = self._links.after, self._rows.state
         row = first = after[self._hand]
         while state[row] >= PENDING:
@@ -102,7 +102,7 @@ class Ring:
         return 0 if row == self._end else row
 
     def from_oldest(self) -> Iterator[int]:
-        """The rows that may go, in the order in which they would."""
+        """The rows that may be evicted, least recently used first."""
         after, state = self._links.after, self._rows.state
         row = after[self._hand]
         while row != self._end:
@@ -111,7 +111,7 @@ class Ring:
             row = after[row]
 
     def rewind(self) -> None:
-        """A row that must not go now may: it could be one that was passed over."""
+        """Move the hand to the start, because a row that was passed over may be evicted now."""
         first = self._links.after[self._end]
         if first != self._hand:
             self._links.take_out(self._hand)

@@ -1,4 +1,4 @@
-"""Namespaces and tenants of a ledger: whose a row is, how much each tenant has, and how much it may have."""
+"""Namespaces and tenants of a ledger: the tenant of each row, and the bytes and quota of each tenant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvloom.tiers.index.lru import Links, Ring
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """Everybody's rows under one salt tag."""
+    """The rows under one salt tag, of any model."""
 
     tag: str
     quota: int | None
@@ -71,7 +71,7 @@ class Quotas:
         return {tag: tenant.bytes for tag, tenant in self._by_tag.items()}
 
     def enter(self, row: int, name: str) -> Tenant:
-        """A row belongs to the namespace `name` now."""
+        """Put a row into the namespace `name`; return its tenant."""
         number = self._numbers.get(name)
         if number is None:
             number = self._open(name)
@@ -92,7 +92,7 @@ class Quotas:
                 ring.renew(rows if len(numbers) == 1 else [row for row in rows if row and rings[space[row]] is ring])
 
     def leave(self, row: int, nbytes: int) -> None:
-        """A row of so many bytes is about to be given back."""
+        """Take a row of `nbytes` out of its namespace."""
         if self._links is not None:
             self._links.take_out(row)
         namespace = self.namespaces[self._rows.space[row]]

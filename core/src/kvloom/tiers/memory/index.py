@@ -38,14 +38,14 @@ class MemoryEntry:
     chain: Chain = NO_CHAIN
     """The chain it is part of, if it may have to be written."""
     leaving: str = ""
-    """Why it goes once nobody uses it any more; empty if it stays."""
+    """Reason to evict it as soon as nobody uses it; empty if it stays."""
 
 
 class LRU:
     """Chunks in the order of their use.
 
-    What would be next to go but is in use is set aside, so that it is walked over once and not once for each chunk that
-    goes; used again, it comes back. Nothing that was set aside is dirty.
+    A chunk that is next to be evicted but in use is set aside, so that it is passed over once and not at each eviction;
+    its next use brings it back. No chunk that is set aside is dirty.
     """
 
     __slots__ = ("_aside", "_order", "aside_bytes")
@@ -81,14 +81,14 @@ class LRU:
                 move(key)
 
     def put_back(self, key: ChunkKey) -> None:
-        """Undo that a chunk was set aside, if it was: it is the next to go."""
+        """Undo that a chunk was set aside, if it was: it becomes the next to be evicted."""
         held = self._take_back(key)
         if held is not None:
             self._order[key] = held
             self._order.move_to_end(key, last=False)
 
     def coldest(self, *, dirty: bool = False) -> ChunkKey | None:
-        """The next to go that is not in use, and not dirty unless `dirty`; None if none of the next few is."""
+        """The first to evict that is neither in use nor, unless `dirty`, dirty; None if none of the next few is."""
         for key, held in islice(self._aside.items(), _LOOK):
             if not held.block.leased:
                 return key
@@ -107,11 +107,11 @@ class LRU:
         return None
 
     def coldest_aside(self) -> ChunkKey | None:
-        """The next to go of all that was set aside. O(n), for when there is nothing else."""
+        """The first to evict of the chunks set aside. O(n), for when there is nothing else."""
         return next((key for key, held in self._aside.items() if not held.block.leased), None)
 
     def coldest_dirty(self, enough_bytes: int) -> ChunkKey | None:
-        """The next to go that is dirty, having set aside those before it; None if those are `enough_bytes` already."""
+        """The first dirty chunk, having set aside those before it; None once those are `enough_bytes`."""
         order = self._order
         while order and self.aside_bytes < enough_bytes:
             key = next(iter(order))
@@ -148,7 +148,7 @@ class MemoryIndex:
         self, *, ttl: float | None = None, quota: Mapping[str, int] | None = None,
         told: Callable[[ChunkKey, bool], None] | None = None,
     ) -> None:  # fmt: skip
-        """told: of every chunk that comes (True) or goes."""
+        """told: called with each chunk that comes (True) or goes (False)."""
         self._told = told
         self.entries: dict[ChunkKey, MemoryEntry] = {}
         self.recency = LRU()
@@ -159,7 +159,7 @@ class MemoryIndex:
         self._leaving: deque[tuple[ChunkKey, MemoryEntry]] = deque()
         # By key, whether it is held now. None: nobody asked yet, or there was too much to keep.
         self._changed: dict[ChunkKey, bool] | None = None
-        # Who is beside a gap: by the address where a chunk begins, and where it ends.
+        # Chunks by the addresses where they begin and end, to find those beside a gap.
         self._starts: dict[int, ChunkKey] = {}
         self._ends: dict[int, ChunkKey] = {}
 
@@ -215,9 +215,9 @@ class MemoryIndex:
             self._tenants.touch(chain)
 
     def pin(self, key: ChunkKey, pinned: bool, wall: float) -> bool | None:
-        """Take a chunk out of the order, or bring it back as the most recent; whether it is there.
+        """Pin a chunk, or unpin it as the most recent one. Returns whether it is held.
 
-        A chunk that was given up stays after all. None if its tenant must make room for that first.
+        A chunk that was leaving stays if it is pinned. None if its tenant must make room for that first.
         """
         held = self.entries.get(key)
         if held is None or self.expired(held, wall):
@@ -271,7 +271,7 @@ class MemoryIndex:
         return key if held is not None and held.dirty else None
 
     def still_dirty(self, key: ChunkKey, held: MemoryEntry) -> None:
-        """It was offered to be written, and nobody took it on."""
+        """Mark a chunk as dirty: it is still to be written."""
         held.dirty = True
         if self.entries.get(key) is held:
             self.recency.put_back(key)
@@ -282,14 +282,14 @@ class MemoryIndex:
 
     @property
     def restless(self) -> bool:
-        """Something may be due to go though there is room."""
+        """Chunks may be due for eviction although there is room."""
         return self.ttl is not None or bool(self._leaving)
 
     def expired(self, held: MemoryEntry, wall: float) -> bool:
         return self.ttl is not None and held.written + self.ttl <= wall
 
     def leave(self, key: ChunkKey, held: MemoryEntry, reason: str) -> None:
-        """Let a chunk go as soon as nobody uses it; it counts against no quota any more."""
+        """Have a chunk evicted as soon as nobody uses it. It counts against no quota from now on."""
         if self.entries.get(key) is held and not (held.leaving or held.pinned):
             if self._tenants is not None:
                 self._tenants.discard(key, held)
@@ -380,7 +380,7 @@ class WriteTimes:
             del self._buckets[number]
 
     def expired(self, wall: float) -> ChunkKey | None:
-        """One of the chunks past their time. Whoever reads it at the moment has a lease, and may go on."""
+        """One of the expired chunks. Readers that have a lease may continue."""
         if not self._buckets:
             return None
         oldest = self._buckets[min(self._buckets)]  # of some 64, however many chunks there are

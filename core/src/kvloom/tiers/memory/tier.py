@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,11 +16,10 @@ from kvloom.telemetry.events import EventBus
 from kvloom.tiers.chain import NO_CHAIN, Chain
 from kvloom.tiers.invalidation import Invalidations
 from kvloom.tiers.memory.index import Changes, MemoryEntry, MemoryIndex
+from kvloom.tiers.memory.write_back import WriteBack
 from kvloom.tiers.request_context import RequestContext
 from kvloom.tiers.tier import Layout, Loaded, Tier
 from kvloom.types import Chunk, ChunkKey, TierHealth
-
-log = logging.getLogger(__name__)
 
 _CLEAN_PART = 8
 """One part in eight of the pool is kept free, clean or on its way to a lower tier, so that nobody waits for room."""
@@ -39,13 +37,6 @@ class MemoryTier(Tier):
     pinned or not. A salt over its `quota` (bytes by salt tag, "*" for those not named) evicts its own chunks.
     """
 
-    write_back: Callable[[ChunkKey, Loaded], bool | None] | None = None
-    """Takes an exact chunk on before it is evicted. Called without a lock held; must not wait, nor call this tier.
-
-    True: it is being written, and the lease is the callee's. None: not now, the queue is full. False: it never will be.
-    With None and False the lease stays the tier's. Set it before the first insert.
-    """
-
     def __init__(
         self, layout: Layout, pool: Pool, events: EventBus, runtime: Runtime, *, dst_device: str = "cpu",
         keep: bool = True, name: str = "memory", deadline: float = 10.0, ttl: float | None = None,
@@ -61,18 +52,17 @@ class MemoryTier(Tier):
         self._lock = runtime.lock()
         self.invalidations = Invalidations(runtime)
         """Removals under way in this tier and those below."""
-        self._held = MemoryIndex(ttl=ttl, quota=quota, told=self._tell if events.sees_chunks else None)
-        # Keys that `write_back` is being asked about: whoever removes one waits for the answer.
-        self._offered: list[ChunkKey] = []
-        self._answered = runtime.condition()
+        self._index = MemoryIndex(ttl=ttl, quota=quota, told=self._tell if events.sees_chunks else None)
+        self.write_back = WriteBack(name, self._index, self._lock, events, runtime)
 
     def after_fork_in_child(self, pid: int) -> None:
         super().after_fork_in_child(pid)
-        self._lock, self._answered = self._runtime.lock(), self._runtime.condition()
-        self._held = MemoryIndex()  # what the chunks were in is not the child's
+        self._lock = self._runtime.lock()
+        self._index = MemoryIndex()  # what the chunks were in is not the child's
+        self.write_back = WriteBack(self.name, self._index, self._lock, self._events, self._runtime)
 
     def __len__(self) -> int:
-        return len(self._held.entries)
+        return len(self._index.entries)
 
     @property
     def used_bytes(self) -> int:
@@ -92,10 +82,10 @@ class MemoryTier(Tier):
     ) -> list[bool]:
         """Return which keys are held (with `exact`: exactly)."""
         self._check_here()
-        entries = self._held.entries
+        entries = self._index.entries
         with self._lock:
-            if self._held.ttl is not None:
-                after = self._runtime.wall() - self._held.ttl
+            if self._index.ttl is not None:
+                after = self._runtime.wall() - self._index.ttl
                 return [
                     (held := entries.get(key)) is not None and held.written > after and (held.chunk.exact or not exact)
                     for key in keys
@@ -106,18 +96,18 @@ class MemoryTier(Tier):
 
     def has_all(self, keys: Sequence[ChunkKey]) -> bool:
         """Return whether every key is held; takes no lock, and says no where keys expire."""
-        return self._held.ttl is None and all(map(self._held.entries.__contains__, keys))
+        return self._index.ttl is None and all(map(self._index.entries.__contains__, keys))
 
     @shielded_waiting
     def contains(self, key: ChunkKey) -> bool:
         self._check_here()
-        return key in self._held.entries if self._held.ttl is None else self.find([key])[0]
+        return key in self._index.entries if self._index.ttl is None else self.find([key])[0]
 
     def lease(self, keys: Sequence[ChunkKey]) -> list[Loaded | None]:
         """The chunks of `keys`, each leased, or None where there is none."""
-        entries = self._held.entries
+        entries = self._index.entries
         origin = caller()
-        after = -math.inf if self._held.ttl is None else self._runtime.wall() - self._held.ttl
+        after = -math.inf if self._index.ttl is None else self._runtime.wall() - self._index.ttl
         with self._lock:
             found = [None if (held := entries.get(key)) is None or held.written <= after else held for key in keys]
             # Leased under the lock: between the look and the lease nobody may evict.
@@ -127,19 +117,19 @@ class MemoryTier(Tier):
     def touch(self, chain: Sequence[ChunkKey]) -> None:
         """Note that a chain was used: its head becomes the most recent, its tail the least."""
         with self._lock:
-            self._held.touch(chain)
+            self._index.touch(chain)
 
     @shielded_waiting
     def chunks(self) -> list[ChunkKey]:
         """The keys held, least recently used first, the pinned ones last."""
         with self._lock:
-            return self._held.keys()
+            return self._index.keys()
 
     @shielded_waiting
     def changes(self) -> Changes:
         """Return the chunks that came and left since the last call, for a mirror of this tier. One caller only."""
         with self._lock:
-            return self._held.changes()
+            return self._index.changes()
 
     # -- keeping -------------------------------------------------------------------------------------------------------
 
@@ -150,45 +140,45 @@ class MemoryTier(Tier):
         """Keep a sealed chunk and lease it. An exact one replaces a lossy one, never the other way round.
 
         written: when it was first stored, in seconds since the epoch, if that was not now. dirty: it is to be written
-        back before it is evicted, if there is a `write_back`. since: a mark of `invalidations` from before it was read;
-        what was removed after it is not kept. chain: what it is part of; it does not take its salt's room from what is
-        before it.
+        back before it is evicted, if a stored tier takes chunks from memory. since: a mark of `invalidations` from
+        before it was read; what was removed after it is not kept. chain: what it is part of; it does not take its
+        salt's room from what is before it.
         """
         wall = self._runtime.wall()
-        fresh, dirty = dirty, dirty and chunk.exact and self.write_back is not None
+        fresh, dirty = dirty, dirty and chunk.exact and self.write_back.write is not None
         new = MemoryEntry(chunk, block, wall if written is None else min(written, wall), dirty)
-        if self.write_back is not None:
+        if self.write_back.write is not None:
             new.chain = chain
         since = self.invalidations.mark() if since is None else since
         loaded = self._keep(key, new, wall, since, chain, fresh=fresh)
-        if self._held.restless:
+        if self._index.restless:
             for _ in range(_SWEPT_EACH_TIME):
-                self._let_go(partial(self._held.due, wall), reason="expired")
-        if self.write_back is not None:
+                self._evict(partial(self._index.due, wall), reason="expired")
+        if self.write_back.write is not None:
             clean_bytes = max(self.pool.capacity // _CLEAN_PART, block.size)
             self._write_ahead(clean_bytes - self.pool.free_bytes)
         return loaded
 
     def _keep(self, key: ChunkKey, new: MemoryEntry, wall: float, since: int, chain: Chain, *, fresh: bool) -> Loaded:
-        kept = self.keep and not self._held.expired(new, wall)
+        kept = self.keep and not self._index.expired(new, wall)
         while True:
             with self._lock:
                 gone = self.invalidations.hit(key, since)
                 settled = self._settle(key, new, wall, kept=kept and not gone)
             if settled is not None:
                 break
-            kept = self._let_go(partial(self._coldest_of_tenant, key, chain), reason="quota")
+            kept = self._evict(partial(self._coldest_of_tenant, key, chain), reason="quota")
             if not kept and chain and fresh and not new.dirty:
                 self._report("dropped", new, "over its salt's quota")
         loaded, surplus = settled
         if surplus is new.block and new.dirty and loaded.chunk is new.chunk and not gone:
-            self._pass_on(key, loaded)
+            self.write_back.offer_once(key, loaded)
         if surplus is not None:
             surplus.drop()
         return loaded
 
     def _coldest_of_tenant(self, key: ChunkKey, chain: Chain) -> ChunkKey | None:
-        coldest = self._held.coldest_of_tenant(key)
+        coldest = self._index.coldest_of_tenant(key)
         return None if coldest is None or chain.leads_to(key, coldest.digest) else coldest
 
     def _settle(
@@ -196,22 +186,22 @@ class MemoryTier(Tier):
     ) -> tuple[Loaded, Block | None] | None:
         """Return the chunk of two that stays, leased, and the other block; None if the tenant must make room first."""
         origin = new.block.origin  # where it was reserved says enough about who inserts it
-        present = self._held.entries.get(key)
+        present = self._index.entries.get(key)
         if (
             present is not None
             and (present.chunk.exact or not new.chunk.exact)
-            and not (present.leaving or self._held.expired(present, wall))
+            and not (present.leaving or self._index.expired(present, wall))
         ):
             return Loaded(present.chunk, present.block.lease(origin), present.written), new.block
-        if kept and not self._held.fits(key, new.block.size):
+        if kept and not self._index.fits(key, new.block.size):
             return None
         loaded = Loaded(new.chunk, new.block.lease(origin), new.written)
         if not kept:
             return loaded, new.block
         if present is not None:
-            self._held.forget(key)
+            self._index.forget(key)
             new.pinned = present.pinned
-        self._held.add(key, new)
+        self._index.add(key, new)
         return loaded, None if present is None else present.block
 
     @shielded_waiting
@@ -223,10 +213,10 @@ class MemoryTier(Tier):
     def _pin(self, key: ChunkKey, pinned: bool) -> bool:
         while True:
             with self._lock:
-                held = self._held.pin(key, pinned, self._runtime.wall())
+                held = self._index.pin(key, pinned, self._runtime.wall())
             if held is not None:
                 return held
-            if not self._let_go(partial(self._held.coldest_of_tenant, key), reason="quota"):
+            if not self._evict(partial(self._index.coldest_of_tenant, key), reason="quota"):
                 return False
 
     @shielded_waiting
@@ -237,11 +227,10 @@ class MemoryTier(Tier):
         """
         doomed = list(keys)
         with self._lock:
-            entries = [held for key in doomed if (held := self._held.forget(key)) is not None]
+            entries = [held for key in doomed if (held := self._index.forget(key)) is not None]
         for held in entries:
             held.block.drop()
-        if self._offered:
-            self._await_answers(frozenset(doomed))
+        self.write_back.await_answers(frozenset(doomed), self.deadline)
         return len(entries)
 
     # -- making room ---------------------------------------------------------------------------------------------------
@@ -289,13 +278,14 @@ class MemoryTier(Tier):
                 break
             self.pool.wait_for_room(until, freed)
         while (reservation := self.pool.reserve(nbytes, deadline=deadline)) is None:
-            if self.write_back is None or not self._let_go(partial(self._held.recency.coldest, dirty=True), dirty=True):
+            coldest = partial(self._index.recency.coldest, dirty=True)
+            if self.write_back.write is None or not self._evict(coldest, dirty=True):
                 return None
         return reservation
 
     def _may_get(self, nbytes: int) -> bool:
         """Return whether waiting can help: something in use, other than what is pinned, is still to be given back."""
-        pinned = self._held.pinned_bytes
+        pinned = self._index.pinned_bytes
         return nbytes <= min(self.pool.capacity - pinned, self.pool.largest_bytes) and self.pool.used_bytes > pinned
 
     def _make_room(self, nbytes: int, evicted: int) -> bool:
@@ -305,41 +295,39 @@ class MemoryTier(Tier):
 
     def _widen_gap(self) -> bool:
         """Evict what lies beside the widest gap, as going on by age would empty memory all over for one long piece."""
-        return self._let_go(partial(self._held.beside, *self.pool.widest))
+        return self._evict(partial(self._index.beside, *self.pool.widest))
 
     def _evict_one(self) -> bool:
-        if self._held.restless and self._let_go(partial(self._held.due, self._runtime.wall()), reason="expired"):
+        if self._index.restless and self._evict(partial(self._index.due, self._runtime.wall()), reason="expired"):
             return True
-        recency = self._held.recency
-        return self._let_go(recency.coldest) or self._let_go(recency.coldest_aside)
+        recency = self._index.recency
+        return self._evict(recency.coldest) or self._evict(recency.coldest_aside)
 
     def _clean_and_evict(self, nbytes: int) -> bool:
-        if self.write_back is None:
+        if self.write_back.write is None:
             return False
         self._write_ahead(
-            self._held.recency.aside_bytes + max(self.pool.capacity // _CLEAN_PART, self.pool.taken_by(nbytes))
+            self._index.recency.aside_bytes + max(self.pool.capacity // _CLEAN_PART, self.pool.taken_by(nbytes))
         )
-        return self._let_go(self._held.recency.coldest)
+        return self._evict(self._index.recency.coldest)
 
-    def _let_go(self, pick: Callable[[], ChunkKey | None], *, reason: str = "", dirty: bool = False) -> bool:
-        """Evict the chunk that `pick` names, or offer it to be written back first; whether either came about.
+    def _evict(self, pick: Callable[[], ChunkKey | None], *, reason: str = "", dirty: bool = False) -> bool:
+        """Evict the chunk that `pick` names, or offer it to be written back first; False if there is none, or it stays.
 
-        dirty: evict it, written or not.
+        pick: called with the lock held. dirty: evict a dirty chunk without offering it.
         """
         with self._lock:
             key = pick()
             if key is None:
                 return False
-            held = self._held.entries[key]
+            held = self._index.entries[key]
             if held.dirty and not dirty:
-                held.dirty = False
-                self._offered.append(key)
-                loaded = Loaded(held.chunk, held.block.lease(), held.written, held.chain)
+                loaded = self.write_back.begin(key, held)
             else:
                 loaded = None
-                self._held.forget(key)
+                self._index.forget(key)
         if loaded is not None:
-            return self._offer(key, held, loaded, leave=reason)
+            return self.write_back.offer(key, held, loaded, leave=reason)
         held.block.drop()
         self._report("evicted", held, held.leaving or reason or "capacity")
         if held.dirty:
@@ -355,92 +343,32 @@ class MemoryTier(Tier):
     # -- writing back --------------------------------------------------------------------------------------------------
 
     def write_back_all(self, until: float) -> bool:
-        """Offer every dirty chunk to `write_back`, the most recently used first, waiting for its queue until `until`.
-
-        Whether all were taken on or refused for good.
+        """Offer every dirty chunk to the stored tiers, the most recently used first, and wait for room in their queues
+        until `until`. Returns whether all are being written, or never will be.
         """
-        if self.write_back is None:
+        if self.write_back.write is None:
             return True
         for key in reversed(self.chunks()):
-            while (held := self._held.entries.get(key)) is not None and held.dirty:
+            while (held := self._index.entries.get(key)) is not None and held.dirty:
                 freed = self.pool.times_freed
-                if self._let_go(partial(self._held.if_dirty, key)):
+                if self._evict(partial(self._index.if_dirty, key)):
                     break
                 if self._runtime.now() >= until:
                     return False
                 self.pool.wait_for_room(until, freed)
         return True
 
-    def lost_below(self, keys: Iterable[ChunkKey]) -> None:
-        """The tier below has evicted these: what memory has of them is to be written again when it lets go."""
-        with self._lock:
-            for key in keys:
-                held = self._held.entries.get(key)
-                if held is not None and held.chunk.exact and not held.dirty and not held.leaving:
-                    self._held.still_dirty(key, held)
-
     def _write_ahead(self, cold_bytes: int) -> None:
-        """Have the coldest chunks written until `cold_bytes` are clean or on their way, or the queue is full.
-
-        Each once: where the tier below has room for less, it evicts one for the other, which is to be written again.
-        """
-        seen: set[ChunkKey] = set()
-
-        def unseen() -> ChunkKey | None:
-            key = self._held.recency.coldest_dirty(cold_bytes)
-            if key is None or key in seen:
-                return None
-            seen.add(key)
-            return key
-
-        while self._let_go(unseen):
+        """Have the coldest chunks written until `cold_bytes` are clean or being written, or the queue is full."""
+        dirty = self.write_back.coldest(cold_bytes)
+        while self._evict(dirty):
             pass
-
-    def _offer(self, key: ChunkKey, held: MemoryEntry, loaded: Loaded, *, leave: str) -> bool:
-        verdict = self._ask(key, loaded)
-        with self._lock:
-            self._offered.remove(key)
-            if verdict is None:
-                self._held.still_dirty(key, held)
-            elif verdict and leave:
-                self._held.leave(key, held, leave)
-        with self._answered:
-            self._answered.notify_all()
-        return verdict is not None
-
-    def _pass_on(self, key: ChunkKey, loaded: Loaded) -> None:
-        """Offer a chunk that memory does not keep."""
-        if self._ask(key, loaded.again()) is None:
-            chunk, reason = loaded.chunk, "not kept in memory, and no room to write it"
-            self._events.emit(Event("dropped", self.name, chunk.num_tokens, 1, chunk.nbytes, reason=reason))
-
-    def _ask(self, key: ChunkKey, loaded: Loaded) -> bool | None:
-        """Return the answer of `write_back`; the lease is released unless it took it."""
-        assert self.write_back is not None
-        verdict = None
-        try:
-            verdict = self.write_back(key, loaded)
-        except Exception:  # whoever stores or retrieves has nothing to do with it
-            log.exception("tier=%s a chunk could not be handed on", self.name)
-        finally:
-            if verdict is not True:
-                loaded.release()
-        return verdict
-
-    def _await_answers(self, keys: Collection[ChunkKey]) -> None:
-        until = self._runtime.now() + self.deadline
-        with self._answered:
-            while any(key in keys for key in tuple(self._offered)):
-                left = until - self._runtime.now()
-                if left <= 0:
-                    return
-                self._answered.wait(left)
 
     # -- the seed's interface ------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
         with self._lock:
-            lost = [held for held in self._held.entries.values() if held.dirty]
+            lost = [held for held in self._index.entries.values() if held.dirty]
         for held in lost:
             self._report("dropped", held, "closed before it was written")
         self.remove(self.chunks())

@@ -129,7 +129,7 @@ class StoredTier(Tier):
         self._mapped = MappedChunks(backend, reader.mapped, reader.longest, reader.outlived, events, runtime, name=name)
         self.maintenance = Maintenance(
             name, backend, self.ledger, self.calls, events, runtime, bounded=policy.bounded,
-            on_evicted=memory.lost_below if policy.write == "on_evict" else lambda keys: None,
+            on_evicted=memory.write_back.lost_below if policy.write == "on_evict" else lambda keys: None,
             on_round=self._mapped.sweep,
         )  # fmt: skip
         self._existence = Existence(
