@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from core_support import CHUNK, SPEC, Gate, Shelf, eventually, kv_of, matches, tokens_of
+from core_support import CHUNK, CHUNK_BYTES, SPEC, Gate, Shelf, eventually, kv_of, matches, tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloom import DeadlineExceeded, Engine, interrupts
 from kvloom.builtin.plain import PlainConnector
 from kvloom.device import CurrentStreams
+from kvloom.pipeline import transfer
 
 MEMORY = {"type": "memory", "capacity": "1MiB"}
 SHELF = {"type": "shelf", "deadline": "20s"}
@@ -278,6 +279,34 @@ def test_a_device_that_refuses_its_streams_is_an_error_of_the_task(
 
 def unmark(where: dict[str, Any]) -> dict[str, Any]:
     return {**where, "kv": where["kv"][1]} if isinstance(where["kv"], tuple) else where
+
+
+@pytest.mark.parametrize("verb", ["load", "save"])
+def test_who_cancels_waits_for_a_piece_and_not_for_all(
+    open_engine: Open, gate: Gate, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 2 * CHUNK_BYTES)
+    tokens, kv, engine, pieces = tokens_of(8 * CHUNK), kv_of(8 * CHUNK), open_engine(MEMORY), []
+    if verb == "load":
+        engine.store(tokens, kv=kv)
+    method = {"load": "write", "save": "read"}[verb]
+    real = getattr(PlainConnector, method)
+
+    def slow(self: PlainConnector, segments: Any, chunks: Any, **where: Any) -> Any:
+        gate("copy", "")
+        pieces.append(len(segments))
+        return real(self, segments, chunks, **where)
+
+    monkeypatch.setattr(PlainConnector, method, slow)
+    task = getattr(engine, verb)(engine.segments(tokens), kv=kv)
+    gate.reached()
+    canceller = threading.Thread(target=task.cancel)
+    canceller.start()
+    assert eventually(lambda: task.cancelled)
+    gate.open()
+    canceller.join(20)
+    assert eventually(lambda: task.done) and pieces == [2]
+    assert task.result().tolist() == [verb == "load"] * 2 + [False] * 6
 
 
 def test_a_cancelled_or_late_load_never_writes_afterwards(open_engine: Open, gate: Gate) -> None:

@@ -7,7 +7,7 @@ late, and in as unlikely an order, as the rules of streams allow.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -124,7 +124,8 @@ class CudaDevice:
                 self.copy(one, other)
 
     def queue(self, work: Callable[[], object]) -> object:
-        return work()
+        with self._cuda.device(self._index):  # else a launch goes to the thread's current device, 0 at first
+            return work()
 
     def pin(self, memory: torch.Tensor) -> int:
         with self._cuda.device(self._device):
@@ -150,17 +151,17 @@ def device_of(where: torch.device) -> Device | None:
 
 
 @contextmanager
-def stand_in(device: Device, type: str = "cpu") -> Iterator[None]:
-    """For tests: a context in which `device_of` returns this device for memory of that torch type."""
-    before = _makers.copy()
-    _makers[type] = lambda where: device
-    _stand_ins.append(device)
+def stand_in(find: Callable[[torch.device], Device], devices: Sequence[Device]) -> Iterator[None]:
+    """For tests: a context in which `find` chooses one of `devices` as the device of memory of the host."""
+    before = _makers.copy(), _stand_ins.copy()
+    _makers["cpu"] = find
+    _stand_ins[:] = devices
     try:
         yield
     finally:
         _makers.clear()
-        _makers.update(before)
-        _stand_ins.remove(device)
+        _makers.update(before[0])
+        _stand_ins[:] = before[1]
 
 
 def synchronize(where: torch.device) -> None:
@@ -231,7 +232,10 @@ class CurrentStreams:
 
     def __init__(self) -> None:
         torch = sys.modules.get("torch")
-        self._stand_ins = tuple((device, device.current()) for device in _stand_ins)
+        # The thread's current device, which is that of memory without a number, comes last and stays it.
+        current = device_of(torch.device("cpu")) if torch is not None and _stand_ins else None
+        ordered = sorted(_stand_ins, key=lambda device: device is current)
+        self._stand_ins = tuple((device, device.current()) for device in ordered)
         self._streams: tuple[Any, ...] = ()
         if torch is not None and torch.cuda.is_initialized():
             here = torch.cuda.current_device()

@@ -14,7 +14,7 @@ using namespace kvp;
 // How many tokens from `token` on lie side by side in one block, and in one chunk.
 int64_t together(const KvpMove& m, int64_t token) {
   int64_t slot = m.slots[token], room = m.block_size - slot % m.block_size, count = 1;
-  for (int64_t next = token + 1; count < room && next < m.tokens; ++count, ++next)
+  for (int64_t next = token + 1; count < room && next < m.begin + m.tokens; ++count, ++next)
     if (m.slots[next] != slot + count || m.chunk_of[next] != m.chunk_of[token]) break;
   return count;
 }
@@ -30,7 +30,7 @@ void move_plane(const KvpMove& m, int64_t of) {
   const KvpPages& pages = m.pages[of];
   const int64_t row = row_bytes(m);
   const bool heads_joined = m.heads == 1 || pages.head == m.head_bytes;
-  for (int64_t token = 0; token < m.tokens;) {
+  for (int64_t token = m.begin; token < m.begin + m.tokens;) {
     if (m.slots[token] < 0) {
       ++token;
       continue;

@@ -16,7 +16,7 @@ KVP_KERNEL move_rows(KvpMove m, int64_t pieces) {
   const int64_t warps = threads() / kLanes, all = m.tokens * m.planes * m.layers * pieces;
   const int lane = thread() % kLanes, head_words = m.head_bytes / int(sizeof(Word)), words = m.heads * head_words;
   for (int64_t piece = block() * warps + thread() / kLanes; piece < all; piece += blocks() * warps) {
-    const int64_t row = piece / pieces, of = row / m.tokens, token = row % m.tokens, slot = m.slots[token];
+    const int64_t row = piece / pieces, of = row / m.tokens, token = m.begin + row % m.tokens, slot = m.slots[token];
     if (slot < 0) continue;
     uint8_t* page = in_pages(m, of, slot);
     Word* chunk = reinterpret_cast<Word*>(in_chunk(m, of, token));
@@ -79,13 +79,14 @@ KVP_API int32_t kvp_cuda_devices() {
 
 // Queues a move on `stream`. Every pointer in `move` is one of the device's. word: bytes at a time, 1, 2, 4, 8 or 16, by
 // which all addresses, strides and head_bytes can be divided. blocks: at most so many are at work. tables: what `move`
-// points to, `table_bytes` in pinned host memory, which has to stay until this is done; it is copied to `there` first.
+// points to, `table_bytes` in pinned host memory, which has to stay until this is done; it is copied to `there` first. 0 if
+// a move that was queued before on this stream has copied it.
 // Returns 0, 1 where the numbers make no sense, or minus a CUDA error.
 KVP_API int32_t kvp_cuda_move(const KvpMove* move, int32_t word, int32_t blocks, const void* tables, void* there,
                               int64_t table_bytes, void* stream) {
   if (!sensible(*move) || blocks < 1 || table_bytes % int64_t(sizeof(uint4))) return 1;
   const int64_t count = table_bytes / int64_t(sizeof(uint4)), most = (count + kThreads - 1) / kThreads;
-  KVP_LAUNCH(copy_tables, (most < kTableBlocks ? most : kTableBlocks), kThreads, stream, static_cast<const uint4*>(tables),
+  if (count) KVP_LAUNCH(copy_tables, (most < kTableBlocks ? most : kTableBlocks), kThreads, stream, static_cast<const uint4*>(tables),
              static_cast<uint4*>(there), count);
   switch (word) {
     case 1: return launch<uint8_t>(*move, blocks, stream);

@@ -19,7 +19,7 @@ typedef struct {
 
 // [planes][layers][tokens][heads x head size], the last two contiguous; strides are in bytes.
 typedef struct {
-  uint8_t* base;
+  int64_t base;  // Its address, less the `chunks_at` of a move.
   int64_t plane, layer;
   int64_t first;  // Of its tokens, in the order of `slots`.
 } KvpChunk;
@@ -29,7 +29,8 @@ typedef struct {
   const KvpChunk* chunks;
   const int64_t* slots;     // Of each token, chunk after chunk; a negative one is left alone.
   const int32_t* chunk_of;  // Of each token.
-  int64_t tokens;
+  int64_t chunks_at;
+  int64_t begin, tokens;    // The first that is moved, and how many.
   int32_t planes, layers, heads, head_bytes, block_size;
   int32_t to_pages;         // Else to chunks.
 } KvpMove;
@@ -39,7 +40,7 @@ typedef struct {
 namespace kvp {
 
 KVP_BOTH bool sensible(const KvpMove& m) {
-  return m.tokens >= 1 && (m.planes == 1 || m.planes == 2) && m.layers >= 1 && m.heads >= 1 && m.head_bytes >= 1 &&
+  return m.begin >= 0 && m.tokens >= 1 && (m.planes == 1 || m.planes == 2) && m.layers >= 1 && m.heads >= 1 && m.head_bytes >= 1 &&
          m.block_size >= 1;
 }
 
@@ -53,7 +54,8 @@ KVP_BOTH uint8_t* in_pages(const KvpMove& m, int64_t of, int64_t slot) {
 
 KVP_BOTH uint8_t* in_chunk(const KvpMove& m, int64_t of, int64_t token) {
   const KvpChunk& chunk = m.chunks[m.chunk_of[token]];
-  return chunk.base + of / m.layers * chunk.plane + of % m.layers * chunk.layer + (token - chunk.first) * row_bytes(m);
+  return reinterpret_cast<uint8_t*>(m.chunks_at + chunk.base + of / m.layers * chunk.plane + of % m.layers * chunk.layer +
+                                    (token - chunk.first) * row_bytes(m));
 }
 
 }  // namespace kvp

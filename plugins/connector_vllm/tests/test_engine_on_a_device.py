@@ -7,6 +7,9 @@ import contextlib
 import random
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,8 @@ from kvloom import Engine, Task
 from kvloom.device import CurrentStreams
 from kvloom_connector_vllm.paged.blocks import VLLMConnector
 from kvloom_connector_vllm.paged.bounce import BounceBuffers, Queued
-from kvloom_testkit.devices.simulated import SimulatedDevice
+from kvloom_testkit.devices.simulated import SimulatedDevice, host_of
+from kvloom_testkit.running import together
 from kvloom_testkit.subjects import SPEC
 
 LAYERS, BLOCK_TOKENS, CHUNK_BLOCKS, BLOCKS = 2, 4, 2, 40
@@ -98,11 +102,7 @@ class Model:
 def drive() -> Callable[[int], Model]:
     def drive(seed: int, requests: int = 25) -> Model:
         device = SimulatedDevice(seed)
-        config: Mapping[str, Any] = {
-            "connector": {"type": "vllm", "geometry": GEOMETRY, "staging": 1 << random.Random(seed).randint(8, 14)},
-            "chunk_tokens": BLOCK_TOKENS * CHUNK_BLOCKS,
-            "tiers": [{"type": "memory", "capacity": "64KiB"}],
-        }
+        config = config_of([MEMORY], staging=1 << random.Random(seed).randint(8, 14))
         with device.installed(), Engine.open(config, SPEC) as engine:
             model = Model(seed, engine, device)
             for _ in range(requests):
@@ -116,6 +116,69 @@ def drive() -> Callable[[int], Model]:
 @pytest.mark.parametrize("start", range(0, 40, 10))
 def test_no_order_of_work_shows(drive: Callable[[int], Model], start: int) -> None:
     assert sum(drive(seed).hits for seed in range(start, start + 10)) > 100
+
+
+MEMORY = {"type": "memory", "capacity": "64KiB"}
+
+
+def config_of(tiers: list[dict[str, str]], staging: int = 4096) -> Mapping[str, Any]:
+    return {
+        "connector": {"type": "vllm", "geometry": GEOMETRY, "staging": staging},
+        "chunk_tokens": BLOCK_TOKENS * CHUNK_BLOCKS,
+        "tiers": tiers,
+    }
+
+
+def drive_ranks(ranks: int, seed: int) -> list[SimulatedDevice]:
+    """Each but the first works, on a thread of its own, which has chosen its device."""
+    devices = [SimulatedDevice(seed)]
+    devices += [SimulatedDevice(seed + rank, beside=devices[0]) for rank in range(1, ranks)]
+
+    def run(rank: int) -> None:
+        with Engine.open(config_of([MEMORY]), replace(SPEC, world_size=ranks, rank=rank)) as engine:
+            model = Model(seed, engine, devices[rank])
+            for _ in range(6):
+                model.request()
+            assert model.hits
+
+    with host_of(devices):
+        together(*(partial(run, rank) for rank in range(1, ranks)))
+        devices[0].settle()
+    return devices
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_each_rank_works_on_its_own_device(ranks: int) -> None:
+    """And none on device 0, with which every thread begins."""
+    first, *others = drive_ranks(ranks, 1)
+    assert not first.used and all(device.queued > 20 for device in others)
+
+
+def test_a_rank_whose_threads_begin_with_device_0_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CurrentStreams, "current", lambda self: contextlib.nullcontext())
+    first, _ = drive_ranks(2, 1)
+    assert first.used
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+def test_kv_that_all_ranks_have_is_kept_once(tmp_path: Path, replicated: bool) -> None:
+    """In the host's stores, as MLA's latent KV; heads that are divided among ranks are kept by each. Memory tiers are
+    each rank's own."""
+    devices = [SimulatedDevice(0)]
+    devices += [SimulatedDevice(rank, beside=devices[0]) for rank in range(1, 8)]
+    for rank, device in enumerate(devices):
+        pages = tuple(torch.full((8, ELEMENTS), 7.0).to(SPEC.torch_dtype) for _ in range(LAYERS))
+        spec = replace(SPEC, world_size=8, rank=rank, replicated=replicated)
+        tiers = [MEMORY, {"type": "disk", "path": str(tmp_path)}]
+        with host_of(devices), device.on(device.stream()), Engine.open(config_of(tiers), spec) as engine:
+            segments = engine.segments(torch.arange(8 * BLOCK_TOKENS))
+            assert engine.save(segments, pages=pages, blocks=list(range(8))).result(20).any()
+            assert engine.flush(20)
+            blank = tuple(torch.zeros_like(view) for view in pages)
+            assert engine.load(segments, pages=blank, blocks=list(range(8))).result(20).all()
+            assert all(map(torch.equal, blank, pages))
+    blobs = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.parent.name == "-"]
+    assert len(blobs) == len(segments) * (1 if replicated else 8)
 
 
 def threads_with_streams_of_their_own(patch: pytest.MonkeyPatch) -> None:

@@ -357,7 +357,7 @@ def test_words_divide_every_address_and_stride() -> None:
         pages = room[start + pages_at :][: 4 * 4 * 12].view(4, 4, 2, 6)
         chunk = room[start + 4096 + chunk_at :][: 3 * 12].view(1, 1, 3, 12)
         table = PageTable.of(PagedLayout.of([pages], spec, "nhd"))
-        assert native.Tables.of(Move(table, np.arange(3), [chunk], False)).word == expected
+        assert native.word_of(native.Tables.of(Move(table, np.arange(3), [chunk], False)).bits) == expected
 
 
 # -- in an engine ------------------------------------------------------------------------------------------------------

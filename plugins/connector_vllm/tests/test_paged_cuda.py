@@ -223,6 +223,21 @@ def test_a_buffer_is_not_used_again_before_it_is_free(to_pages: bool) -> None:
                 chunk.tensor.zero_()
 
 
+def test_the_tables_of_a_move_are_made_and_copied_once(found: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many parts it has."""
+    made: list[native.Tables] = []
+    placed = Kernels._placed
+    monkeypatch.setattr(Kernels, "_placed", lambda self, tables: made.append(tables) or placed(self, tables))
+    it = testing.paged_cuda(lambda: connector(staging=4096))
+    segments, memory = it.segments(*[8] * 5), it.engine()
+    chunks = it.read(segments, memory)
+    assert len(made) == 1 and all(
+        same(chunk.tensor, it.part(memory.kv(), segment)) for segment, chunk in zip(segments, chunks, strict=True)
+    )
+    it.write(segments, chunks, memory)
+    assert len(made) == 2
+
+
 def test_parts_are_all_chunks_once_and_fit_into_a_buffer() -> None:
     chunks = [torch.zeros(size, dtype=torch.uint8) for size in (100, 256, 257, 2000, 1, 1)]
     parts = [(first, [len(chunk) for chunk in some]) for first, some in bounce._parts(chunks, 1024)]

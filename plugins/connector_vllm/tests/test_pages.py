@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom import Chunk, ChunkKey, KVSpec, Segment
+from kvloom import ByteSize, Chunk, ChunkKey, KVSpec, Segment
 from kvloom_connector_vllm import native
 from kvloom_connector_vllm.paged.blocks import VLLMBlobConnector, VLLMConnector
 from kvloom_connector_vllm.paged.settings import Geometry, VLLMConfig
@@ -306,3 +306,31 @@ def test_other_pages_are_not_copied(verb: str, wrong: str) -> None:
     pages = [view[:, :-1] if wrong == "narrower" else view.view(torch.int16) for view in memory.where["pages"]]
     with pytest.raises((ValueError, IndexError, RuntimeError, UserWarning)):
         done(getattr(harness.connector, verb)(segments, harness.chunks(segments), **{**memory.where, "pages": pages}))
+
+
+@pytest.mark.parametrize(("layers", "blocks"), [(1, 1), (32, 1), (2, 16)])
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_the_work_that_is_queued_does_not_grow_with_layers_and_blocks(verb: str, layers: int, blocks: int) -> None:
+    """A launch for each filling of a buffer, a copy for each chunk, and no memory but the buffers."""
+    spec, chunks = KVSpec("m", layers, 1, 2, "bfloat16"), 64
+    elements = 2 * BLOCK_TOKENS * spec.hidden_dim
+    nbytes = -(-layers * blocks * elements * 2 // 256) * 256
+    geometry = Geometry(layers=layers, block_tokens=BLOCK_TOKENS, page_elements=elements)
+    tokens = blocks * BLOCK_TOKENS
+    segments = [Segment(n * tokens, (n + 1) * tokens, ChunkKey("0/-", n, bytes(32))) for n in range(chunks)]
+    pages = tuple(torch.zeros(chunks * blocks, elements, dtype=torch.bfloat16) for _ in range(layers))
+    where = {"pages": pages, "blocks": list(range(chunks * blocks))}
+    device = SimulatedDevice(1)
+    with device.installed():
+        connector = VLLMConnector(VLLMConfig(geometry=geometry, staging=ByteSize(2 * 16 * nbytes)), spec)
+        rooms = [torch.zeros(connector.shape(tokens), dtype=torch.bfloat16) for _ in segments]
+        own = [Chunk(tensor, connector.format, tokens) for tensor in rooms]
+        counts = []
+        for _ in range(2):
+            before = device.queued, device.copies, device.allocations
+            done(getattr(connector, verb)(segments, own, **where))
+            queued, copies, allocations = (now - then for now, then in zip(
+                (device.queued, device.copies, device.allocations), before, strict=True
+            ))  # fmt: skip
+            counts.append((queued - copies, copies, allocations))
+    assert counts == [(4, 64, 2), (4, 64, 0)]

@@ -29,8 +29,6 @@ bool decodes(const KvzGeometry& g, int32_t mode) {
   return sensible(g) && (mode == kLossless || (mode >= kStep && mode <= kKlt && g.dtype != kByte));
 }
 
-constexpr int64_t kMostTiles = int64_t(1) << 30;
-
 #if defined(__CUDACC__)
 int32_t launched() { return -int32_t(cudaGetLastError()); }
 
@@ -92,7 +90,7 @@ int32_t kvz_cuda_decode(const KvzGeometry* g, int32_t mode, KvzDecode* jobs, int
   if (!decodes(*g, mode) || count < 1) return kBadSettings;
   DecodeMemory memory(*g, mode, count, workspace);
   KVZ_LAUNCH(check_streams, count, kThreads, 0, stream, *g, mode, jobs, memory.work, memory.tables);
-  KVZ_LAUNCH(number_tiles, 1, 32, 0, stream, count, memory.work);
+  KVZ_LAUNCH(number_tiles, 1, 32, 0, stream, count, jobs, memory.work);
   if (mode == kLossless) {
     return for_split(g->dtype, [&](auto split) {
       constexpr int kDtype = decltype(split)::value;

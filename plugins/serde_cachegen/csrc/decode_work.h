@@ -7,6 +7,11 @@
 namespace kvz {
 namespace KVZ_NAMESPACE {
 
+// Of one launch, so that their numbers, and those that warps take beyond them, are 32-bit. Of one stream: those of a warp of streams
+// can be added.
+constexpr int64_t kMostTiles = int64_t(1) << 30;
+constexpr uint32_t kMostOfOne = 1u << 25;
+
 // What all warps know of the streams, once they were checked.
 struct DecodeWork {
   int32_t next;      // tile, of those of all streams
@@ -77,6 +82,7 @@ KVZ_KERNEL check_streams(KvzGeometry g, int32_t mode, KvzDecode* jobs, DecodeWor
   int64_t offset = 0, bad = 0;
   int32_t error = parse_header(g, job.stream, job.size, stream, offset);
   if (error == kOk && stream.header.mode != mode) error = kBadGeometry, offset = 5;
+  if (error == kOk && stream.header.tiles > kMostOfOne) error = kNoRoom, offset = 20;
   if (thread() == 0) {
     if (error != kOk) blame(job, error, offset);
     work->before[block()] = error == kOk ? int32_t(stream.header.tiles) : 0;  // How many, until they are numbered.
@@ -105,15 +111,20 @@ KVZ_KERNEL check_streams(KvzGeometry g, int32_t mode, KvzDecode* jobs, DecodeWor
   }
 }
 
-// One warp: where the tiles of each stream begin in the numbering of all.
-KVZ_KERNEL number_tiles(int32_t count, DecodeWork* work) {
-  int32_t tiles = 0;
+// One warp: where the tiles of each stream begin in the numbering of all. Streams behind the last that has room are refused.
+KVZ_KERNEL number_tiles(int32_t count, KvzDecode* jobs, DecodeWork* work) {
+  int64_t all = 0;
+  int32_t numbered = 0;
   for (int32_t first = 0; first < count; first += 32) {
     int32_t job = first + lane(), own = job < count ? work->before[job] : 0, end = sum_to_here(own);
-    if (job < count) work->before[job] = tiles + end - own;
-    tiles += from_lane(end, 31);
+    bool fits = all + end <= kMostTiles;
+    if (job < count) work->before[job] = fits ? int32_t(all + end - own) : int32_t(kMostTiles);
+    if (job < count && !fits) blame(jobs[job], kNoRoom, 20);
+    int some = count_ones(ballot(fits)), last = from_lane(end, some - 1);
+    if (some) numbered = int32_t(all + last);
+    all += from_lane(end, 31);
   }
-  if (lane() == 0) work->tiles = tiles, work->next = 0;
+  if (lane() == 0) work->tiles = numbered, work->next = 0;
 }
 
 // The stream that a tile is of: the last that begins at its number or before, and has tiles.

@@ -105,6 +105,47 @@ def test_streams_are_read_wherever_they_lie(codec: ctypes.CDLL, on: str, apart: 
         assert torch.equal(bits(into.cpu()), bits(decoded(made, kv, mode)))
 
 
+NUMBERING = """
+#define KVZ_NAMESPACE cuda
+#include "decode_work.h"
+using namespace kvz;
+using namespace kvz::cuda;
+// `work`: next, the number of all tiles, and the tiles of each stream, of which the numbers of the first are made.
+extern "C" void numbered(int32_t count, KvzDecode* jobs, DecodeWork* work) {
+  KVZ_LAUNCH(number_tiles, 1, 32, 0, nullptr, count, jobs, work);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def numbering(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("c++") or pytest.skip("no C++ compiler to emulate the kernels with")
+    built = tmp_path_factory.mktemp("numbering") / "libnumbering.so"
+    options = ["-std=c++17", "-O0", "-fPIC", "-shared", "-I", SOURCE.parent, "-x", "c++", "-"]
+    subprocess.run([compiler, *options, "-o", built], input=NUMBERING, text=True, check=True)
+    return ctypes.CDLL(str(built))
+
+
+@pytest.mark.parametrize("of_one", [0, 1, 3, (1 << 25) - 1, 1 << 25])
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 70])
+def test_tiles_of_many_streams_are_numbered_and_no_number_overflows(
+    numbering: ctypes.CDLL, of_one: int, count: int
+) -> None:
+    """A launch has 2^30 tiles; streams that have no room any more are refused, and no warp takes a tile of theirs."""
+    jobs, work = (streams.Decode * count)(), (ctypes.c_int32 * (2 + count))(-1, -1, *[of_one] * count)
+    numbering.numbered(count, jobs, work)
+    room = count if of_one == 0 else min(count, (1 << 30) // of_one)
+    assert list(work) == [0, room * of_one, *(n * of_one for n in range(room)), *[1 << 30] * (count - room)]
+    assert [job.error for job in jobs] == [0] * room + [9] * (count - room)
+
+
+def test_a_stream_without_room_is_not_called_corrupt() -> None:
+    job = streams.Decode()
+    job.error = 9
+    with pytest.raises(UnreadableBlobError, match="stream 0: more tiles than one launch takes"):
+        streams.check([job])
+
+
 @pytest.mark.parametrize("mode", [Mode.STEP, Mode.CACHEGEN, Mode.LOSSLESS])
 def test_a_stream_of_odd_length_does_not_shift_the_next(codec: ctypes.CDLL, on: str, mode: Mode) -> None:
     """Kernels read words; a stream that a hostile header begins between two of them would stop the device."""

@@ -28,8 +28,9 @@ class Cancellation:
 
     def cancel(self) -> None:
         """Stop as soon as the copy under way, if any, is over, and give back what is held. Twice is fine."""
+        self._cancelled = True  # before, or the next copies might get the lock first
         with self._touching:
-            self._cancelled = True
+            pass
         give_up = self._give_up
         if give_up is not None:
             give_up()
@@ -43,9 +44,10 @@ class Cancellation:
     def touch(self, copy: Callable[[], None]) -> bool:
         """Copy to or from the caller's KV; False if this was cancelled."""
         with self._touching:
-            if not self._cancelled:
-                copy()
-            return not self._cancelled
+            if self._cancelled:
+                return False
+            copy()
+            return True
 
 
 class Task(Cancellation):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,10 +22,13 @@ from kvloom.tiers.chain import Chain
 from kvloom.tiers.request_context import RequestContext
 from kvloom.types import Chunk, ChunkKey, MemoryFormat, Segment, tokens_of
 
+PIECE_BYTES = 256 << 20
+"""The most that is copied at once, if it is more than one chunk: who cancels a move waits for what is under way."""
 CHANGED = "changed while it was read"
 """Miss reason of a chunk in a store's memory."""
 
 Where = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Transfer:
@@ -73,7 +76,7 @@ class Transfer:
         with record.going_on(), closing(runs):
             if where is not None:
                 check_where(connector, segments, where)
-            for run in runs:
+            for run in (piece for whole in runs for piece in _in_pieces(whole, lambda pair: pair[1].chunk)):
                 here = [segment for segment, _ in run]
                 if where is not None:
                     chunks = [loaded.chunk for _, loaded in run]
@@ -126,8 +129,13 @@ class Transfer:
     ) -> torch.Tensor:  # fmt: skip
         """From the engine's KV into the tiers that lack it. Returns a bool for each segment: whether it was copied."""
 
+        def copy_piece(piece: Sequence[tuple[Segment, Chunk]]) -> None:
+            segments, chunks = [segment for segment, _ in piece], [chunk for _, chunk in piece]
+            _copy(self._connector.read, segments, chunks, where, record)
+
         def copy(some: Sequence[Segment], chunks: Sequence[Chunk]) -> bool:
-            return stop.touch(partial(_copy, self._connector.read, some, chunks, where, record))
+            pieces = _in_pieces(list(zip(some, chunks, strict=True)), lambda pair: pair[1])
+            return all(stop.touch(partial(copy_piece, piece)) for piece in pieces)
 
         with record.going_on():
             check_where(self._connector, segments, where)
@@ -139,6 +147,18 @@ class Transfer:
         context = self._stack.context(Chain(keys), record)
         stop.on_cancel(context.give_up)
         return context
+
+
+def _in_pieces(run: Sequence[T], chunk_of: Callable[[T], Chunk]) -> Iterator[Sequence[T]]:
+    """Cut where more would be moved than `PIECE_BYTES`."""
+    first, nbytes = 0, 0
+    for number, each in enumerate(run):
+        size = chunk_of(each).nbytes
+        if number > first and nbytes + size > PIECE_BYTES:
+            yield run[first:number]
+            first, nbytes = number, 0
+        nbytes += size
+    yield run[first:]
 
 
 def check_connector(connector: GPUConnector, method: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvloom import PluginError
 from kvloom import native as libraries
 from kvloom.device import stream_of_launch
 
+from .paged.bounce import room
 from .paged.move import Move
 
 _BYTES_OF_A_THREAD = 1 << 20
@@ -29,7 +31,7 @@ _THREAD_BLOCKS = 1024
 class _Move(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("pages", "chunks", "slots", "chunk_of")),
-        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("chunks_at", "begin", "tokens")),
         *((name, ctypes.c_int32) for name in ("planes", "layers", "heads", "head_bytes", "block_size", "to_pages")),
     ]
 
@@ -41,7 +43,7 @@ class Tables:
     pages: np.ndarray[Any, Any]
     """int64 `[planes x layers, 4]`: address, strides of block, slot and head."""
     chunks: np.ndarray[Any, Any]
-    """int64 `[chunks, 4]`: address, strides of plane and layer, the first of its tokens."""
+    """int64 `[chunks, 4]`: address less `chunks_at`, strides of plane and layer, the first of its tokens."""
     slots: np.ndarray[Any, Any]
     """int64 `[tokens]`; a negative one is skipped."""
     chunk_of: np.ndarray[Any, Any]
@@ -52,14 +54,26 @@ class Tables:
     head_bytes: int
     block_size: int
     to_pages: bool
+    chunks_at: int = 0
+    begin: int = 0
+    """The first of the tokens that are moved."""
+    tokens: int = -1
+    """The number of those; -1: all."""
+    _there: list[_There] = field(default_factory=list)
+    """The same for all parts of a move."""
 
     @classmethod
-    def of(cls, move: Move) -> Tables:
-        rows, counts, first = [], [], 0
+    def of(cls, move: Move, *, buffered: bool = False) -> Tables:
+        """buffered: the chunks are those that `part` will be told of, and the move is done in parts."""
+        rows, counts, first, at = [], [], 0, 0
         for chunk in move.chunks:
-            plane, layer, *_ = chunk.stride()
-            size, tokens = chunk.element_size(), chunk.shape[2]
-            rows.append((chunk.data_ptr(), plane * size, layer * size, first))
+            size, (_, layers, tokens, hidden) = chunk.element_size(), chunk.shape
+            if buffered:
+                rows.append((at, layers * tokens * hidden * size, tokens * hidden * size, first))
+                at += room(chunk)
+            else:
+                plane, layer, *_ = chunk.stride()
+                rows.append((chunk.data_ptr(), plane * size, layer * size, first))
             counts.append(tokens)
             first += tokens
         pages = move.pages
@@ -68,6 +82,16 @@ class Tables:
             np.repeat(np.arange(len(rows), dtype=np.int32), counts),
             pages.planes, pages.layers, pages.heads, pages.head_bytes, pages.block_size, move.to_pages,
         )  # fmt: skip
+
+    def part(self, first: int, buffers: Sequence[torch.Tensor]) -> Tables:
+        """The move of these buffers, one after another as `BounceBuffers` has them, of the chunks from `first` on."""
+        end = first + len(buffers)
+        begin, until = (
+            int(self.chunks[first, 3]),
+            int(self.chunks[end, 3]) if end < len(self.chunks) else len(self.slots),
+        )
+        at = buffers[0].data_ptr() - int(self.chunks[first, 0])
+        return replace(self, chunks_at=at, begin=begin, tokens=until - begin)
 
     @classmethod
     def of_blocks(
@@ -86,15 +110,18 @@ class Tables:
     @property
     def nbytes(self) -> int:
         """Size of the KV if no slot is skipped."""
-        return len(self.slots) * self.planes * self.layers * self.heads * self.head_bytes
+        return self.count * self.planes * self.layers * self.heads * self.head_bytes
 
     @property
-    def word(self) -> int:
-        """Number of bytes that can be copied at a time: the largest power of two that divides every
-        address and stride."""
+    def count(self) -> int:
+        """The number of tokens that are moved."""
+        return len(self.slots) if self.tokens < 0 else self.tokens
+
+    @property
+    def bits(self) -> int:
+        """Those that are set in some address or stride."""
         strides = (int(np.bitwise_or.reduce(rows, axis=None)) for rows in (self.pages, self.chunks[:, :3]))
-        bits = functools.reduce(int.__or__, strides, self.head_bytes | _LONGEST_WORD)
-        return bits & -bits
+        return functools.reduce(int.__or__, strides, self.head_bytes)
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], ...]:
         return self.pages, self.chunks, self.slots, self.chunk_of
@@ -102,8 +129,8 @@ class Tables:
     def native(self, addresses: Sequence[int]) -> _Move:
         """The library's structure. addresses: those of `arrays`."""
         return _Move(
-            *addresses, len(self.slots), self.planes, self.layers, self.heads, self.head_bytes, self.block_size,
-            self.to_pages,
+            *addresses, self.chunks_at, self.begin, self.count, self.planes, self.layers, self.heads, self.head_bytes,
+            self.block_size, self.to_pages,
         )  # fmt: skip
 
 
@@ -125,6 +152,25 @@ def on_processor(tables: Tables, native: ctypes.CDLL) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _There:
+    """Tables on a device."""
+
+    packed: torch.Tensor
+    """In pinned memory."""
+    copied: torch.Tensor
+    addresses: list[int]
+    """Of each array."""
+    bits: int
+    """See `Tables.bits`."""
+
+
+def word_of(bits: int) -> int:
+    """Number of bytes that can be copied at a time: the largest power of two that divides every address and stride."""
+    bits |= _LONGEST_WORD
+    return bits & -bits
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The build for CUDA."""
 
@@ -134,24 +180,32 @@ class Kernels:
 
     def launch(self, tables: Tables) -> object:
         """Queue a move within the current device's memory on its current stream. Keep the returned object until the
-        move is done."""
-        arrays = tables.arrays()
-        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)])
-        on_device = self.device_type == "cuda"
-        packed = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=on_device)
-        for start, array in zip(starts, arrays, strict=False):
-            packed.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        # Free when this returns: torch gives it to nobody before the launch, which is on the same stream, is done.
-        there = torch.empty_like(packed, device=self.device_type, pin_memory=False)
-        taken = tables.native([there.data_ptr() + int(start) for start in starts[:-1]])
-        with stream_of_launch(there.device) as stream:
+        move is done. Parts of a move have to be on one stream: the first takes the tables there."""
+        first = not tables._there
+        if first:
+            tables._there.append(self._placed(tables))
+        there = tables._there[0]
+        taken, nbytes = tables.native(there.addresses), there.packed.numel() if first else 0
+        with stream_of_launch(there.copied.device) as stream:
             error = self.library.kvp_cuda_move(
-                ctypes.byref(taken), tables.word, _THREAD_BLOCKS, ctypes.c_void_p(packed.data_ptr()),
-                ctypes.c_void_p(there.data_ptr()), ctypes.c_int64(packed.numel()), ctypes.c_void_p(stream),
+                ctypes.byref(taken), word_of(there.bits | tables.chunks_at), _THREAD_BLOCKS,
+                ctypes.c_void_p(there.packed.data_ptr()), ctypes.c_void_p(there.copied.data_ptr()),
+                ctypes.c_int64(nbytes), ctypes.c_void_p(stream),
             )  # fmt: skip
         if error:
             raise RuntimeError(f"CUDA error {-error}" if error < 0 else "the kernel refused a move that was checked")
-        return packed
+        return there
+
+    def _placed(self, tables: Tables) -> _There:
+        arrays = tables.arrays()
+        starts = [0, *itertools.accumulate(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]
+        packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self.device_type == "cuda")
+        memory = packed.numpy()
+        for start, array in zip(starts, arrays, strict=False):
+            memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        # Free when the move is: torch gives it to nobody before what is on the same stream is done.
+        copied = torch.empty_like(packed, device=self.device_type, pin_memory=False)
+        return _There(packed, copied, [copied.data_ptr() + start for start in starts[:-1]], tables.bits)
 
 
 @cache

@@ -49,7 +49,7 @@ _PROBLEMS = {
     7: "words that do not decode",
     8: "bytes that should be zero",
 }
-_NO_PROFILE = 11
+_NO_ROOM, _NO_PROFILE = 9, 11
 MOST_SIZE = (1 << 31) - 1
 """Maximum number of planes, of tokens, and of bytes of a token's channels."""
 _HEADER_BYTES = 32
@@ -228,6 +228,8 @@ def check(jobs: Iterable[Decode]) -> None:
     for layer, job in enumerate(jobs):
         if job.error == _NO_PROFILE:
             raise UnreadableBlobError(f"stream {layer} was transformed by a profile that is not at hand")
+        if job.error == _NO_ROOM:
+            raise UnreadableBlobError(f"stream {layer}: more tiles than one launch takes; decode fewer chunks at once")
         if job.error:
             problem = _PROBLEMS.get(job.error, f"error {job.error}")
             raise CorruptBlobError(f"stream {layer}, byte {job.offset}: {problem}")

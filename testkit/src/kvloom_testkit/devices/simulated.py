@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from kvloom.device import Stream, stand_in
+
+_threads = threading.local()
+"""`device`: the one that the thread has made its current one."""
 
 
 class SimulatedDevice:
@@ -18,34 +22,45 @@ class SimulatedDevice:
 
     The rules are those of CUDA's streams. Work on one stream is done in order; on two, in any order that events do not
     forbid. The host goes on until it waits for an event or a stream. What is queued reads its arguments when it runs:
-    memory that was given back too early holds something else by then. Host memory counts as pinned, but for what is
-    named in `pageable`: copies from and to it are done when the call returns.
+    memory that was given back too early holds something else by then, and memory of `empty` is given to somebody who
+    uses the same stream as soon as its tensor is gone, whatever copies are queued.
+
+    Host memory counts as pinned, but for what is named in `pageable`. CUDA promises little about copies of that: they
+    are done when the call returns, or have read by then what they copy later, or do everything later.
 
     A device of one thread's use, or of several: calls are done one at a time.
     """
 
     def __init__(
         self, seed: int, *, pageable: Callable[[torch.Tensor], bool] = lambda tensor: False,
-        holds: Callable[[torch.Tensor], bool] = lambda tensor: False,
+        holds: Callable[[torch.Tensor], bool] = lambda tensor: False, beside: SimulatedDevice | None = None,
     ) -> None:  # fmt: skip
-        """holds: which memory counts as the device's, besides what `empty` gives."""
+        """holds: which memory counts as the device's, besides what `empty` gives. beside: another of the same host."""
         self._random = random.Random(seed)
         self._eager = self._random.choice((0.0, 0.1, 0.5, 0.9))
         """The probability that a call finds some more work done."""
         self._pageable = pageable
         self._holds = holds
-        self._lock = threading.RLock()
-        self._streams: list[_Stream] = []
+        self._memory: list[torch.Tensor] = []
+        """Of `empty`, as long as it is somebody's."""
+        self._lock = threading.RLock() if beside is None else beside._lock
+        self._streams: list[_Stream] = [] if beside is None else beside._streams
         self._currents = threading.local()
         self.legacy = self.stream()
         """The current stream of a thread that has chosen none."""
         self.queued = 0
         """Number of copies and launches so far."""
+        self.copies = 0
+        """Number of copies among them."""
+        self.allocations = 0
+        """Number of calls of `empty`."""
+        self.used = False
+        """Something was made or queued on it: a process that does so has a context there."""
 
     @contextmanager
     def installed(self) -> Iterator[SimulatedDevice]:
         """Connectors find it as the device of tensors in host memory."""
-        with stand_in(self):
+        with host_of([self]):
             yield self
 
     # -- as `kvloom.device.Device` -------------------------------------------------------------------------------------
@@ -54,6 +69,7 @@ class SimulatedDevice:
         with self._lock:
             made = _Stream(self)
             self._streams.append(made)
+            self.used = True
             return made
 
     def current(self) -> _Stream:
@@ -61,28 +77,40 @@ class SimulatedDevice:
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self._currents.stream = self.current(), stream
+        before, device = self.current(), getattr(_threads, "device", None)
+        self._currents.stream, _threads.device = stream, self
         try:
             yield
         finally:
-            self._currents.stream = before
+            self._currents.stream, _threads.device = before, device
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        memory, stream = torch.zeros(nbytes, dtype=torch.uint8), self.current()
         left = self._random.randint(1, 255)
-        self.current().add(lambda: memory.fill_(left))  # by who had it before, and is not done with it
-        return memory
+        stream.add(lambda: memory.fill_(left))  # by who had it before, and is not done with it
+        given = memory.numpy()[:]  # a tensor of it, and its views, have a storage of their own, whose end shows
+        with self._lock:
+            self._memory.append(memory)
+        self.allocations, self.used = self.allocations + 1, True
+        weakref.finalize(given, self._given_back, memory, stream).atexit = False
+        return torch.from_numpy(given)
 
     def holds(self, memory: torch.Tensor) -> bool:
-        return self._holds(memory)
+        return self._own(memory) is not None or self._holds(memory)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        self.queue(lambda: to.copy_(source))
-        if self._pageable(to) or self._pageable(source):
+        kept, staged = False, False
+        for memory in (to, source):
+            if self._own(memory) is None and self._pageable(memory):
+                kept, staged = self._random.choice(((True, False), (False, memory is source), (False, False)))
+        into, taken = self._unowned(to), source.clone() if staged else self._unowned(source)
+        self.copies += 1
+        self.queue(lambda: into.copy_(taken))
+        if kept:
             self.current().synchronize()
 
     def queue(self, work: Callable[[], object]) -> object:
-        self.queued += 1
+        self.queued, self.used = self.queued + 1, True
         self.current().add(work)
         return None
 
@@ -93,6 +121,27 @@ class SimulatedDevice:
         pass
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _own(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """The memory of `empty` that it is part of."""
+        at = memory.data_ptr()
+        with self._lock:
+            return next((own for own in self._memory if own.data_ptr() <= at < own.data_ptr() + own.numel()), None)
+
+    def _unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory; if it is the device's, a copy of it does not keep it from being given back."""
+        own = self._own(tensor)
+        offset = 0 if own is None else tensor.data_ptr() - own.data_ptr()
+        if own is None or offset % tensor.element_size():
+            return tensor
+        storage, size = own.untyped_storage(), tensor.element_size()
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, offset // size, tensor.shape, tensor.stride())
+
+    def _given_back(self, memory: torch.Tensor, stream: _Stream) -> None:
+        """Somebody else uses it, on the stream on which it was taken."""
+        with self._lock:
+            self._memory = [own for own in self._memory if own is not memory]
+            stream.work.append(lambda: memory.fill_(0xD5))
 
     def settle(self) -> None:
         """Do everything that is queued."""
@@ -117,13 +166,28 @@ class SimulatedDevice:
         """Do the next piece of one stream; False if no stream can go on."""
         able = [stream for stream in self._streams if stream.able]
         if able:
-            self._random.choice(able).go_on()
+            self._random.choices(able, [stream.pace for stream in able])[0].go_on()
         return bool(able)
+
+
+@contextmanager
+def host_of(devices: Sequence[SimulatedDevice], *, default: int = 0) -> Iterator[None]:
+    """Connectors find these devices by their numbers. Tensors in host memory, which have no number, are on the
+    thread's current device: the one of its innermost `on`, else the one of number `default`."""
+
+    def find(where: torch.device) -> SimulatedDevice:
+        current: SimulatedDevice = getattr(_threads, "device", None) or devices[default]
+        return current if where.index is None else devices[where.index]
+
+    with stand_in(find, devices):
+        yield
 
 
 class _Stream:
     def __init__(self, on: SimulatedDevice) -> None:
         self._device = on
+        self.pace = on._random.choice((1.0, 1.0, 0.03))
+        """How often it goes on, beside others: some are far behind."""
         self.work: deque[Callable[[], object] | _Event] = deque()
 
     def add(self, work: Callable[[], object] | _Event) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +14,10 @@ from kvloom import Chunk, Fence, GPUConnector, MemoryFormat, Segment
 from kvloom.device import Device, device_of
 
 from .. import native
-from .bounce import BounceBuffers, mark
+from .bounce import BounceBuffers, Near, mark
 from .move import Move
 from .settings import VLLMConfig
+from .slots import Slots
 from .table import PageTable
 
 
@@ -98,7 +99,7 @@ class VLLMConnector(GPUConnector):
         tensors, its = self._tensors(segments, chunks, ids), self._pages_of(pages)
         buffers = self._buffers(pages[0].device)
         if buffers is not None:
-            return buffers.read(tensors, partial(self._near, buffers.device, its, ids, False, how), ready)
+            return buffers.read(tensors, self._near(buffers.device, its, ids, tensors, False, how), ready)
         self._move(its, ids, tensors, to_pages=False, how=how)
         return None
 
@@ -114,7 +115,7 @@ class VLLMConnector(GPUConnector):
         tensors, its = self._tensors(segments, chunks, ids), self._pages_of(pages)
         buffers = self._buffers(pages[0].device)
         if buffers is not None:
-            return buffers.write(tensors, partial(self._near, buffers.device, its, ids, True, how), ready)
+            return buffers.write(tensors, self._near(buffers.device, its, ids, tensors, True, how), ready)
         self._move(its, ids, tensors, to_pages=True, how=how)
         return None
 
@@ -143,26 +144,34 @@ class VLLMConnector(GPUConnector):
         return self._of_device.setdefault(where, None if device is None else BounceBuffers(device, self.config.staging))
 
     def _near(
-        self, device: Device, its: _Pages, ids: Sequence[list[int]], to_pages: bool, how: Mapping[str, Any],
-        first: int, buffers: Sequence[torch.Tensor],
-    ) -> object:  # fmt: skip
-        """Between the pages and buffers on their device, of the chunks from number `first` on."""
-        of = ids[first : first + len(buffers)]
-        return self._move(its, of, buffers, to_pages=to_pages, how=how, do=device.queue)
+        self, device: Device, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], to_pages: bool,
+        how: Mapping[str, Any],
+    ) -> Near:  # fmt: skip
+        """Between the pages and buffers on their device, of the chunks from a number on. All tables are made here."""
+        chosen = _chosen(ids, its)
+        run = native.runner(its.device) if self._alike(its, tensors, **how) else None
+        if run is None:
+
+            def by_torch(first: int, parts: Sequence[torch.Tensor]) -> object:
+                some = ids[first : first + len(parts)]
+                return device.queue(lambda: self._by_torch(its.views, some, parts, to_pages=to_pages, how=how))
+
+            return by_torch
+        tables = native.Tables.of(self._move_of(its, chosen, tensors, to_pages=to_pages, **how), buffered=True)
+        return lambda first, parts: device.queue(partial(run, tables.part(first, parts)))
 
     def _move(
-        self, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
-        to_pages: bool, how: Mapping[str, Any], do: Callable[[Callable[[], object]], object] = operator.call,
-    ) -> object:  # fmt: skip
-        """Between pages and tensors of one device. do: does what moves KV, or queues it. Returns what has to be kept
-        until it is done."""
-        most, count = max(map(max, ids)), its.count
-        if most >= count or min(map(min, ids)) < -1:
-            raise ValueError(f"blocks: there is no block {most if most >= count else min(map(min, ids))}")
-        run = self._at_once(its, tensors, **how)
+        self, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *, to_pages: bool,
+        how: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Between pages and tensors, in host memory; done on return."""
+        chosen = _chosen(ids, its)
+        at_once = self._alike(its, tensors, **how) and all(map(self._in_one_piece, tensors))
+        run = native.runner(its.device) if at_once and tensors[0].device == its.device else None
         if run is None:
-            return do(lambda: self._by_torch(its.views, ids, tensors, to_pages=to_pages, how=how))
-        return do(partial(run, self._tables_of(its, ids, tensors, to_pages=to_pages, **how))) if most >= 0 else None
+            self._by_torch(its.views, ids, tensors, to_pages=to_pages, how=how)
+        elif chosen.max() >= 0:
+            run(native.Tables.of(self._move_of(its, chosen, tensors, to_pages=to_pages, **how)))
 
     def _by_torch(
         self, pages: Sequence[torch.Tensor], ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *,
@@ -180,32 +189,19 @@ class VLLMConnector(GPUConnector):
                 else:
                     self._take(view, here, tensor, layer, **how)
 
-    def _at_once(self, its: _Pages, tensors: Sequence[torch.Tensor]) -> Callable[[native.Tables], object] | None:
-        """Native code that can copy these; None if they are not whole pages of one dtype, or there is none."""
-        elements = self._geometry.page_elements
-        alike = not its.problem and all(
-            tensor.device == its.device and tensor.dtype == its.dtype and tensor.stride()[1:] == (elements, 1)
-            for tensor in tensors
-        )
-        return native.runner(its.device) if alike else None
+    def _alike(self, its: _Pages, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether they are whole pages of one dtype, so that native code can copy them."""
+        return not its.problem and all(tensor.dtype == its.dtype for tensor in tensors)
 
-    def _tables_of(
-        self, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *, to_pages: bool
-    ) -> native.Tables:  # fmt: skip
-        """All blocks of all layers as one move."""
-        size = its.dtype.itemsize
-        width = self._geometry.page_elements * size
-        chosen = np.array([block for wanted in ids for block in wanted], dtype=np.int64)
-        of = np.zeros((len(chosen), 4), dtype=np.int64)
-        counts = [len(wanted) for wanted in ids]
-        starts = np.cumsum([0, *counts[:-1]])
-        of[:, 0] = np.repeat([tensor.data_ptr() for tensor in tensors], counts)
-        of[:, 0] += (np.arange(len(chosen)) - np.repeat(starts, counts)) * width
-        of[:, 2] = np.repeat([tensor.stride(0) * size for tensor in tensors], counts)
-        if to_pages:
-            of, chosen = of[chosen >= 0], chosen[chosen >= 0]
-        of[:, 3] = np.arange(len(chosen))
-        return native.Tables.of_blocks(its.rows, of, chosen, width=width, to_pages=to_pages)
+    def _in_one_piece(self, tensor: torch.Tensor) -> bool:
+        """Return whether a layer of a chunk is."""
+        return tensor.stride()[1:] == (self._geometry.page_elements, 1)
+
+    def _move_of(self, its: _Pages, chosen: Slots, tensors: Sequence[torch.Tensor], *, to_pages: bool) -> Move:
+        """All blocks of all layers as one move, in which a block is a slot."""
+        width = self._geometry.page_elements * its.dtype.itemsize
+        table = PageTable(its.rows, 1, len(its.rows), 1, width, its.count, 1, its.device)
+        return Move(table, chosen, [tensor.unsqueeze(0) for tensor in tensors], to_pages)
 
     def _tensors(
         self, segments: Sequence[Segment], chunks: Sequence[Chunk], ids: Sequence[list[int]]
@@ -240,6 +236,15 @@ class VLLMConnector(GPUConnector):
         if min(wanted) < 0:
             raise ValueError(f"blocks: some of tokens {segment.start} to {segment.end} are left out")
         return wanted
+
+
+def _chosen(ids: Sequence[list[int]], its: _Pages) -> Slots:
+    """The blocks of all chunks, one after another. ValueError for one that there is not."""
+    chosen = np.array(list(itertools.chain.from_iterable(ids)), dtype=np.int64)
+    least, most = int(chosen.min()), int(chosen.max())
+    if most >= its.count or least < -1:
+        raise ValueError(f"blocks: there is no block {most if most >= its.count else least}")
+    return chosen
 
 
 class _Pages(NamedTuple):
@@ -311,24 +316,19 @@ class VLLMBlobConnector(VLLMConnector):
         if not self._about(order).each_once:
             raise ValueError("order: each place of a page has to be in it once")
 
-    def _at_once(  # type: ignore[override]
-        self, its: _Pages, tensors: Sequence[torch.Tensor], *, order: torch.Tensor
-    ) -> Callable[[native.Tables], object] | None:
-        alike = not its.problem and all(
-            tensor.device == its.device and tensor.dtype == its.dtype and tensor[0, 0].is_contiguous()
-            for tensor in tensors
-        )
-        return native.runner(its.device) if alike and self._about(order).strides is not None else None
+    def _alike(self, its: _Pages, tensors: Sequence[torch.Tensor], *, order: torch.Tensor) -> bool:  # type: ignore[override]
+        return super()._alike(its, tensors) and self._about(order).strides is not None
 
-    def _tables_of(  # type: ignore[override]
-        self, its: _Pages, ids: Sequence[list[int]], tensors: Sequence[torch.Tensor], *, to_pages: bool,
-        order: torch.Tensor,
-    ) -> native.Tables:  # fmt: skip
+    def _in_one_piece(self, tensor: torch.Tensor) -> bool:
+        return tensor[0, 0].is_contiguous()
+
+    def _move_of(  # type: ignore[override]
+        self, its: _Pages, chosen: Slots, tensors: Sequence[torch.Tensor], *, to_pages: bool, order: torch.Tensor
+    ) -> Move:
         """All tokens of all layers as one move, by the strides of a page."""
         assert self.spec is not None
         strides, size, step = self._about(order).strides, its.dtype.itemsize, self._geometry.block_tokens
         assert strides is not None
-        chosen = np.array([block for wanted in ids for block in wanted], dtype=np.int64)
         slots = np.where(chosen[:, None] < 0, -1, chosen[:, None] * step + np.arange(step)).reshape(-1)
         first, plane, token, head = (number * size for number in strides)
         heads, head_bytes = self.spec.num_kv_heads, self.spec.head_size * size
@@ -339,7 +339,7 @@ class VLLMBlobConnector(VLLMConnector):
         rows[:, 0] += first + np.repeat(np.arange(planes) * plane, layers)
         rows[:, 2], rows[:, 3] = token, head
         table = PageTable(rows, planes, layers, heads, head_bytes, its.count, step, its.device)
-        return native.Tables.of(Move(table, slots, tensors, to_pages))
+        return Move(table, slots, tensors, to_pages)
 
     def _take(  # type: ignore[override]
         self, view: torch.Tensor, ids: torch.Tensor, into: torch.Tensor, layer: int, *, order: torch.Tensor

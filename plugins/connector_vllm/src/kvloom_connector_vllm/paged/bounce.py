@@ -107,11 +107,11 @@ class _Way:
 
     def size_for(self, chunks: Sequence[torch.Tensor]) -> int:
         """Bytes of a buffer for these chunks."""
-        return max(self._half, *map(_room, chunks)) if chunks else self._half
+        return max(self._half, *map(room, chunks)) if chunks else self._half
 
     def take(self, chunks: Sequence[torch.Tensor], stream: Stream) -> list[torch.Tensor]:
         """The next buffer, divided among chunks; what is queued on that stream from now on finds it free."""
-        nbytes, held = sum(map(_room, chunks)), self._buffers[self._turn]
+        nbytes, held = sum(map(room, chunks)), self._buffers[self._turn]
         if held is None or held.numel() < nbytes:
             self._synchronize()  # others get the old one at once
             self._buffers[self._turn] = held = None
@@ -124,7 +124,7 @@ class _Way:
         for chunk in chunks:
             size = chunk.numel() * chunk.element_size()
             parts.append(held[at : at + size].view(chunk.dtype).view(chunk.shape))
-            at += _room(chunk)
+            at += room(chunk)
         return parts
 
     def give(self, stream: Stream, held: object) -> None:
@@ -157,8 +157,8 @@ def mark(device: torch.device, stream: Stream | None = None) -> StreamEvent | No
     return None if its is None else its.current().record_event()
 
 
-def _room(chunk: torch.Tensor) -> int:
-    """Bytes that a chunk takes in a buffer."""
+def room(chunk: torch.Tensor) -> int:
+    """Bytes that a chunk takes in a buffer, in which chunks lie one after another."""
     return -(-chunk.numel() * chunk.element_size() // _ALIGN) * _ALIGN
 
 
@@ -166,9 +166,9 @@ def _parts(chunks: Sequence[torch.Tensor], size: int) -> Iterator[tuple[int, Seq
     """Chunks that fit into a buffer together, and the number of the first."""
     first, used = 0, 0
     for number, chunk in enumerate(chunks):
-        if number > first and used + _room(chunk) > size:
+        if number > first and used + room(chunk) > size:
             yield first, chunks[first:number]
             first, used = number, 0
-        used += _room(chunk)
+        used += room(chunk)
     if first < len(chunks):
         yield first, chunks[first:]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvloom import ConfigError, Fence, KVSpec
@@ -75,12 +74,10 @@ class PagedCudaConnector(PagedConnector):
     def _copy(self, move: Move, where: Mapping[str, Any], layer: int | None) -> Fence:
         device = move.pages.device
         bounce = self._buffers.get(device) or self._buffers.setdefault(device, self._made(device))
-        starts = np.cumsum([0, *(chunk.shape[2] for chunk in move.chunks)])
+        tables = Tables.of(move, buffered=True)
 
         def near(first: int, buffers: Sequence[torch.Tensor]) -> object:
-            slots = move.slots[starts[first] : starts[first + len(buffers)]]
-            tables = Tables.of(Move(move.pages, slots, buffers, move.to_pages))
-            return bounce.device.queue(partial(self._kernels.launch, tables))
+            return bounce.device.queue(partial(self._kernels.launch, tables.part(first, buffers)))
 
         go = bounce.write if move.to_pages else bounce.read
         ready = where.get("ready")
