@@ -52,6 +52,6 @@ def check(bench: Bench, *, only: Sequence[str] = (), tell: Callable[[Row], None]
                     refused = "the engine does not start with it"
                 troubles += isinstance(error, HangError | EndedError)
                 bench.start_over()
-        rows.append(Row(number, about.title, outcome, reason, time.monotonic() - begin))
+        rows.append(Row(number, about.title, outcome, reason, round(time.monotonic() - begin, 3)))
         tell(rows[-1])
     return rows

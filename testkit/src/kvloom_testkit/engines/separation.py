@@ -29,7 +29,7 @@ class Separation:
     """Same tokens, other KV."""
 
     def test_E17_salts_do_not_meet(self, bench: Bench) -> None:
-        """KV that was computed under a `cache_salt` is found under that salt only.
+        """KV that was computed under a `cache_salt` is found under that salt, and under no other.
 
         Why: salts keep tenants apart: a hit tells one what another has asked.
 
@@ -42,6 +42,8 @@ class Separation:
             found = _alone(bench, session, {"prompt": prompt, "salt": salt})
             said = f"under {f'the salt {salt!r}' if salt else 'no salt'}"
             expect(not found, f"{found} tokens that were stored under the salt 'one' were found {said}")
+        found = _alone(bench, session, {"prompt": prompt, "salt": "one"})
+        expect(found >= bench.chunk, f"{found} of {len(prompt)} tokens were found again under the same salt")
 
     def test_E18_adapters_do_not_meet(self, bench: Bench) -> None:
         """KV that was computed with a LoRA adapter is found with that adapter only.

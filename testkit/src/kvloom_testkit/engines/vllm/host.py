@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -30,6 +31,7 @@ _IMPORTED = [
     "vllm.distributed.kv_transfer.kv_connector.v1.base",
 ]  # fmt: skip
 """Modules that an engine needs; those that a version of vLLM lacks are left out."""
+_PR_SET_PDEATHSIG = 1
 
 
 def main(path: str) -> None:
@@ -77,6 +79,7 @@ def _become(order: dict[str, Any], path: str) -> None:
     code = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever the connector does then
         log, nothing = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, nothing), (1, log), (2, log)):
             os.dup2(source, target)
