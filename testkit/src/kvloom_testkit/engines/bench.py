@@ -138,11 +138,11 @@ class Bench:
         shutil.copytree(self.store(store), self.store(name), dirs_exist_ok=True)
         return self.store(name)
 
-    def model(self, seed: int = 1) -> str:
-        """The directory of the tiny model with these weights."""
-        folder = self.host.folder / f"model-{seed}"
+    def model(self, seed: int = 1, kind: str = "dense") -> str:
+        """The directory of the tiny model of a kind with these weights."""
+        folder = self.host.folder / f"{kind}-{seed}"
         if not folder.exists():
-            self.host.ask({"model": str(folder), "seed": seed})
+            self.host.ask({"model": str(folder), "seed": seed, "kind": kind})
         return str(folder)
 
     def adapter(self, seed: int) -> str:
@@ -213,17 +213,24 @@ class Bench:
             "the engine's own prefix cache could not be emptied: without requests, the connector holds blocks",
         )
 
-    def own(self, request: dict[str, Any] | Prompt, split: int = 0, **llm: Any) -> Any:
-        """The engine's answer without a connector, with so many tokens, whole blocks, from its own prefix cache."""
+    def own(self, request: dict[str, Any] | Prompt, split: int = 0, *, after: Prompt | None = None, **llm: Any) -> Any:
+        """The engine's answer without a connector, with so many tokens, whole blocks, from its own prefix cache.
+
+        after: the prompt that they were computed with; default: they alone. It decides the last bits, which matter
+        where numbers have few.
+        """
         whole = request if isinstance(request, dict) else {"prompt": request}
         prompt = whole["prompt"]
-        split = min(split, len(prompt) - 1) // self.block * self.block
-        key = (str(sorted(llm.items())), tuple(prompt), split, whole.get("lora", ""), whole.get("max_tokens", 8))
+        block = llm.get("block_size", self.block)
+        split = min(split, len(prompt) - 1) // block * block
+        first = prompt[:split] if after is None else after
+        about = whole.get("lora", ""), whole.get("max_tokens", 8)
+        key = (str(sorted(llm.items())), tuple(prompt), split, tuple(first), about)
         if key not in self._answers:
             engine = self._without(llm)
             engine.call("forget")
             if split:
-                engine.call("generate", requests=[{**whole, "prompt": prompt[:split], "max_tokens": 1}])
+                engine.call("generate", requests=[{**whole, "prompt": first, "max_tokens": 1}])
             (self._answers[key],) = engine.call("generate", requests=[whole])
         return self._answers[key]
 
@@ -236,10 +243,12 @@ class Bench:
             self._control = llm, engine
         return self._control[1]
 
-    def compare(self, request: dict[str, Any] | Prompt, answer: Any, said: str = "", **llm: Any) -> None:
+    def compare(
+        self, request: dict[str, Any] | Prompt, answer: Any, said: str = "", *, after: Prompt | None = None, **llm: Any
+    ) -> None:
         """Raise NotMetError unless an answer is the engine's own at the same split."""
         prompt = request["prompt"] if isinstance(request, dict) else request
-        own = self.own(request, answer["cached"], **llm)
+        own = self.own(request, answer["cached"], after=after, **llm)
         about = f"{said or 'a prompt'} of {self.length(prompt)} tokens, {answer['cached']} of them found"
         if answer["tokens"] != own["tokens"]:
             raise NotMetError(

@@ -62,7 +62,7 @@ def _import() -> dict[str, Any]:
 
 def _obey(order: dict[str, Any], path: str, connection: socket.socket) -> Any:
     if "model" in order:
-        return models.make(Path(order["model"]), seed=order["seed"])
+        return models.make(Path(order["model"]), seed=order["seed"], kind=order["kind"])
     if "adapter" in order:
         return models.make_adapter(Path(order["adapter"]), seed=order["seed"])
     if "wait" in order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,20 +14,38 @@ HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS = 128, 4, 2, 32, 3
 _RANK = 4
 
 
-def make(folder: Path, *, seed: int) -> None:
-    """Write a random Llama without a tokenizer into a folder.
+def make(folder: Path, *, seed: int, kind: str) -> None:
+    """Write a random model without a tokenizer into a folder.
 
     Its weights are large, so that its predictions are far from ties and change with every token of the prompt.
+    kind: `dense`, a Llama; `latents`, a DeepSeek V2, whose KV is one vector for each token and layer.
     """
+    torch.manual_seed(seed)
+    {"dense": _dense, "latents": _latents}[kind]().save_pretrained(folder)
+
+
+_SAME: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "max_position_embeddings": 16_384, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": 2, "tie_word_embeddings": False, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def _dense() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD, max_position_embeddings=16_384,
-        bos_token_id=0, eos_token_id=1, pad_token_id=2, tie_word_embeddings=False, initializer_range=0.2,
+    return LlamaForCausalLM(LlamaConfig(**_SAME, num_key_value_heads=KV_HEADS, head_dim=HEAD))
+
+
+def _latents() -> Any:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        **_SAME, num_key_value_heads=HEADS, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
+        qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, first_k_dense_replace=LAYERS, n_shared_experts=1,
+        moe_intermediate_size=HIDDEN, num_experts_per_tok=1, n_group=1, topk_group=1,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    return DeepseekV2ForCausalLM(config)
 
 
 def make_adapter(folder: Path, *, seed: int) -> None:

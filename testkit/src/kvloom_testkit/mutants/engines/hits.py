@@ -134,3 +134,17 @@ class SavesAhead(Mutant, DirectoryConnector):
 
     def save(self, meta: Metadata, known: Any, computed: int) -> None:
         super().save(meta, known, len(known.blocks) * self.block_tokens)
+
+
+class TakesHalfForV(Mutant, DirectoryConnector):
+    """Where there is one head, as with latents, the second half of each page is taken for V, which there is none of."""
+
+    breaks = "E29"
+
+    def fill(self, block: int, data: bytearray) -> None:
+        kept = [cache[block].clone() for cache in self.caches]
+        super().fill(block, data)
+        for cache, before in zip(self.caches, kept, strict=True):
+            if cache.shape[1] == 1:
+                half = cache.shape[-1] // 2
+                cache[block][..., half:] = before[..., half:]
