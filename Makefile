@@ -26,7 +26,7 @@ INSTALL := -m pip install --quiet --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup docs demo test test-full test-gpu test-vllm test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts check-matrix dist check-wheels check-licences licences clean
+.PHONY: help setup docs demo test test-full test-gpu test-vllm test-engines test-servers fuzz simulate soak lint bench bench-codec bench-gpu bench-vllm bench-lmcache bench-lmcache-remote contracts check-matrix dist check-wheels check-licences licences clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -139,6 +139,9 @@ $(VLLM_READY): scripts/vllm_requirements.txt $(VLLM_PACKAGES:=/pyproject.toml)
 test-vllm: $(VLLM_READY) ## real vLLM on this processor: prefixes, faults, aborts, a server (Python 3.11)
 	cd plugins/connector_vllm/tests_vllm && ../../../$(VLLM)/bin/python -m pytest --confcutdir=../../.. -n $(or $(WORKERS),2) --dist loadfile
 	cd plugins/blend/tests_vllm && ../../../$(VLLM)/bin/python -m pytest --confcutdir=../../.. -n $(or $(WORKERS),2) --dist loadfile
+
+test-engines: $(VLLM_READY) ## every mutant and oddity of `kvloom check engine`, on real vLLM (minutes)
+	cd testkit/tests_vllm && ../../$(VLLM)/bin/python -m pytest --confcutdir=../..
 
 bench-vllm: $(VLLM_READY) ## time to the first token: cold, vLLM's own prefix cache, kvloom's tiers, into bench/results
 	$(VLLM)/bin/python bench/vllm_ttft.py

@@ -128,23 +128,6 @@ def test_the_last_generated_tokens_are_there_for_the_next_turn(run: Run) -> None
     assert [one["cached"] for one in control] == [0, 256, 384]
 
 
-def test_clearing_leaves_nothing(run: Run, tmp_path: Path) -> None:
-    first, _, cleared, again = run(
-        {"generate": {"prompts": PROMPTS[:1]}}, {"settle": {}}, {"reset": {}}, {"generate": {"prompts": PROMPTS[:1]}}
-    )
-    assert cleared is True and again[0]["cached"] == 0
-    same(again, first)
-
-
-def test_salts_do_not_meet(run: Run) -> None:
-    asked = {"prompts": PROMPTS[:1]}
-    run({"generate": {**asked, "salt": "x"}}, {"settle": {}})
-    other, none, own = run(
-        {"generate": {**asked, "salt": "y"}}, {"generate": asked}, {"generate": {**asked, "salt": "x"}}
-    )
-    assert [one[0]["cached"] for one in (other, none, own)] == [0, 0, 256]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_k_and_v_through_a_codec_that_reads_them(run: Run, tmp_path: Path, dtype: str) -> None:
     """The order in the engine's pages is found by its own writing; what it is, the answers say."""

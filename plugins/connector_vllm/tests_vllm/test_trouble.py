@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BLOCK, Run, disk, faulty, memory, tokens
+from conftest import Run, disk, faulty, memory, tokens
 from test_prefixes import FOUND, PROMPTS, same
 from warm import Warm
 
@@ -88,12 +88,6 @@ def test_a_store_that_fails_costs_time_and_nothing_else(
     assert usage == 0
 
 
-def test_several_at_once_that_share_what_is_loaded(run: Run) -> None:
-    _, control, _ = run(generate(), generate(), {"settle": {}})
-    (found,) = run(generate([PROMPTS[1]] * 3 + [PROMPTS[0]] * 2, together=True))
-    assert [one["tokens"] for one in found] == [control[1]["tokens"]] * 3 + [control[0]["tokens"]] * 2
-
-
 def test_adapters_do_not_meet(run: Run, tiny: Path, tmp_path: Path) -> None:
     import make_model
 
@@ -123,9 +117,3 @@ def test_what_cannot_work_is_refused_at_start_up(run: Run, change: dict[str, Any
     assert said in printed
     if "block size" not in said and "xxhash" not in said:  # it takes no model to see it
         assert said in printed.strip().splitlines()[-1] and "Starting to load model" not in printed
-
-
-def test_another_dtype_on_the_same_directory_is_a_miss(run: Run) -> None:
-    run(generate(), {"settle": {}})
-    found, _ = run(generate(), {"settle": {}}, dtype="bfloat16", enable_prefix_caching=False)
-    assert [one["cached"] for one in found] == [0, 0, BLOCK * 4, BLOCK * 5], "its own, from the first two prompts"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvloom_testkit.engines.conformance import EngineConformance
 from kvloom_testkit.kinds import CLASSES, conformance_of
 from kvloom_testkit.requirements import requirements_of
 
@@ -23,16 +24,17 @@ the tests: [testkit](../../testkit/README.md). The methods are in `core/src/kvlo
 def pages() -> Mapping[str, str]:
     """The text of every page, by file name."""
     found, index = {}, _INDEX
-    for kind in CLASSES:
+    for kind, cls in {
+        **{kind: conformance_of(kind) for kind in CLASSES},
+        "engine connector": EngineConformance,
+    }.items():
         name = f"{kind.replace(' ', '-')}.md"
-        found[name] = _page(kind)
-        count = len(requirements_of(conformance_of(kind)))
-        index += f"| [{kind}]({name}) | {count} | `{conformance_of(kind).__name__}` |\n"
+        found[name] = _page(kind, cls)
+        index += f"| [{kind}]({name}) | {len(requirements_of(cls))} | `{cls.__name__}` |\n"
     return {"README.md": index, **found}
 
 
-def _page(kind: str) -> str:
-    cls = conformance_of(kind)
+def _page(kind: str, cls: type) -> str:
     parts = [f"# {kind.capitalize()} requirements", inspect.getdoc(cls) or ""]
     for one in requirements_of(cls):
         scope = f" Only for those that claim `{one.needs}`." if one.needs else ""

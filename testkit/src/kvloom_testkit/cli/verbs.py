@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from kvloom import ConfigError
+
 _KINDS = "backend, serializer, connector, tokens, retriever, executor or observer"
+_ENGINE = "Whole engine connectors"
 
 
 def add(commands: typer.Typer) -> None:
@@ -16,8 +19,8 @@ def add(commands: typer.Typer) -> None:
 
     @commands.command("check")
     def check(
-        kind: Annotated[str, typer.Argument(help=_KINDS)],
-        type: Annotated[str, typer.Argument(help="The word in YAML.")],
+        kind: Annotated[str, typer.Argument(help=f"{_KINDS}; or engine.")],
+        type: Annotated[str, typer.Argument(help="The word in YAML; of an engine, vllm.")],
         set: Annotated[
             list[str] | None,
             typer.Option("--set", help="A setting, KEY=VALUE as in YAML; {tmp} is a directory of each test's own."),
@@ -31,8 +34,48 @@ def add(commands: typer.Typer) -> None:
             bool, typer.Option("--thorough", help="Test longer: more rounds of races, more blobs, more kills.")
         ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        connector: Annotated[
+            str | None,
+            typer.Option("--connector", help="MODULE:CLASS, or a name that vLLM knows.", rich_help_panel=_ENGINE),
+        ] = None,
+        extra: Annotated[
+            str | None,
+            typer.Option(
+                "--extra",
+                help="Its kv_connector_extra_config in JSON; {tmp} is a directory that the kit makes and damages.",
+                rich_help_panel=_ENGINE,
+            ),
+        ] = None,
+        chunk: Annotated[
+            int | None,
+            typer.Option("--chunk", help="Tokens of the smallest piece it stores.", rich_help_panel=_ENGINE),
+        ] = None,
+        block: Annotated[
+            int | None, typer.Option("--block", help="Tokens of a block of the engine.", rich_help_panel=_ENGINE)
+        ] = None,
+        tolerance: Annotated[
+            float | None,
+            typer.Option("--tolerance", help="Largest difference of equal logprobs.", rich_help_panel=_ENGINE),
+        ] = None,
+        short: Annotated[
+            bool, typer.Option("--short", help="Fewer requests of each kind.", rich_help_panel=_ENGINE)
+        ] = False,
+        junit: Annotated[
+            Path | None, typer.Option("--junit", help="Write JUnit XML to a file.", rich_help_panel=_ENGINE)
+        ] = None,
     ) -> None:
         """Test an installed component against the requirements of its kind."""
+        engine = {
+            "--connector": connector, "--extra": extra, "--chunk": chunk, "--block": block, "--tolerance": tolerance,
+            "--short": short or None, "--junit": junit,
+        }  # fmt: skip
+        if kind == "engine":
+            from kvloom_testkit.engines import report as engines
+
+            others = {"--set": set, "--repeat": repeat != 1, "--thorough": thorough}
+            raise typer.Exit(engines.run_options(type, engine, others, only or [], seconds, as_json=as_json))
+        if given := [name for name, value in engine.items() if value is not None]:
+            raise ConfigError(given[0], "this option is for `kvloom check engine`")
         from kvloom_testkit.cli import report
 
         status = report.run(

@@ -1,0 +1,281 @@
+"""Engines with the connector and without it, prompts and answers: the tools of the requirements."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvloom_testkit.engines.process import Engine, EngineError, Host
+from kvloom_testkit.engines.prompts import tokens
+from kvloom_testkit.engines.subject import Subject
+
+HOST = "kvloom_testkit.engines.vllm.host"
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
+"""Scheduler and worker in one process, and one thread for each kernel."""
+_BLOCKS = 160
+_PROMPT_CHUNKS = 12
+"""Longest prompt and its answer, in chunks."""
+_SHOWN = 3
+
+Prompt = list[int]
+T = TypeVar("T")
+
+
+class NotMetError(Exception):
+    """A requirement is not met; the message says what was seen."""
+
+
+class NotApplicableError(Exception):
+    """A requirement does not apply; the message says why."""
+
+
+def expect(condition: object, text: str) -> None:
+    """Raise NotMetError with the text unless the condition holds."""
+    if not condition:
+        raise NotMetError(text)
+
+
+@dataclass
+class Session:
+    """An engine with the connector."""
+
+    name: str
+    engine: Engine
+    store: Path
+    limits: dict[str, Any]
+    """Arguments of the engine other than the usual ones."""
+    begun: dict[str, int]
+    """The engine's state when it had started."""
+    stored: list[Prompt] = field(default_factory=list)
+
+
+class Bench:
+    """Starts engines in turn: one with the connector at a time, and one without it to compare with."""
+
+    def __init__(self, subject: Subject, *, short: bool = False, host: Host | None = None) -> None:
+        self.subject, self.short = subject, short
+        self.block, self.chunk = subject.block, subject.chunk
+        self.faults: dict[str, list[str]] = {}
+        """Faults that were seen in the engine's steps, by kind."""
+        self.loads = self.steps = 0
+        self._own_host = host is None
+        self.host = host or Host(HOST, environment=ENVIRONMENT)
+        self.folder = self.host.folder / f"bench-{id(self):x}"
+        self.folder.mkdir()
+        self._session: Session | None = None
+        self._control: tuple[dict[str, Any], Engine] | None = None
+        self._answers: dict[Any, Any] = {}
+        self._fresh: Host | None = None
+        self._done: dict[str, Any] = {}
+        self._generation = 0
+
+    def once(self, name: str, work: Callable[[], T]) -> T:
+        """The result of some work that several requirements judge; it is done for the first."""
+        if name not in self._done:
+            self._done[name] = work()
+        found: T = self._done[name]
+        return found
+
+    # -- engines -------------------------------------------------------------------------------------------------------
+
+    def session(
+        self, name: str = "main", *, store: str = "main", policy: str = "recompute", fresh: bool = False, **llm: Any
+    ) -> Session:
+        """The session of this name, which goes on if it was the last one, or else a new one.
+
+        store: the name of a directory. fresh: in a new interpreter, not in a fork. Raises EngineError.
+        """
+        if self._session is not None and self._session.name == name and self._session.engine.alive:
+            return self._session
+        self.end_session()
+        folder = self.store(store)
+        folder.mkdir(exist_ok=True)
+        engine = self._fork(fresh)
+        begun = self._start(engine, llm, self.subject.transfer(folder, policy))
+        self._session = Session(name, engine, folder, llm, begun)
+        return self._session
+
+    def end_session(self) -> None:
+        """End the last session, however it can be ended."""
+        session, self._session = self._session, None
+        if session is not None:
+            self.collect(session)
+            try:
+                session.engine.close()
+            except EngineError:  # a requirement of its own is about that
+                session.engine.kill()
+
+    def start_over(self) -> None:
+        """End the session and leave the stores: what failed may have left wrong KV in both."""
+        self.end_session()
+        self._done.clear()
+        self._generation += 1
+
+    def collect(self, session: Session) -> None:
+        """Add the faults that were seen in a session to those of all."""
+        if session.engine.alive:
+            try:
+                seen = session.engine.call("seen")
+            except EngineError:
+                return
+            self.loads += seen["loads"]
+            self.steps += seen["steps"]
+            for kind, texts in seen["faults"].items():
+                self.faults.setdefault(kind, []).extend(f"{text} (session {session.name})" for text in texts)
+
+    def store(self, name: str) -> Path:
+        """The directory of a store."""
+        return self.folder / f"{name}-{self._generation}"
+
+    def copy_of(self, store: str, name: str) -> Path:
+        """A copy of a store under another name."""
+        shutil.copytree(self.store(store), self.store(name), dirs_exist_ok=True)
+        return self.store(name)
+
+    def model(self, seed: int = 1, kind: str = "dense") -> str:
+        """The directory of the tiny model of a kind with these weights."""
+        folder = self.host.folder / f"{kind}-{seed}"
+        if not folder.exists():
+            self.host.ask({"model": str(folder), "seed": seed, "kind": kind})
+        return str(folder)
+
+    def adapter(self, seed: int) -> str:
+        """The directory of an adapter."""
+        folder = self.host.folder / f"adapter-{seed}"
+        if not folder.exists():
+            self.host.ask({"adapter": str(folder), "seed": seed})
+        return str(folder)
+
+    def close(self) -> None:
+        """End every process."""
+        self.end_session()
+        self._end_control()
+        for host in (self._fresh, self.host if self._own_host else None):
+            if host is not None:
+                host.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _fork(self, fresh: bool) -> Engine:
+        if not fresh:
+            return self.host.fork(self.subject.seconds)
+        if self._fresh is None:
+            self._fresh = Host(HOST, environment=ENVIRONMENT)
+        return self._fresh.fork(self.subject.seconds)
+
+    def _start(self, engine: Engine, llm: dict[str, Any], kv: dict[str, Any] | None) -> Any:
+        patience = self.subject.seconds / 4
+        return engine.start(llm=self._llm(llm), kv=kv, settle=self.subject.settle, patience=patience)
+
+    def _llm(self, more: dict[str, Any]) -> dict[str, Any]:
+        longest = _PROMPT_CHUNKS * self.chunk
+        return {
+            "model": self.model(), "dtype": "float32", "enforce_eager": True, "max_model_len": longest,
+            "max_num_seqs": 8, "max_num_batched_tokens": 2 * longest, "disable_log_stats": False, "seed": 0,
+            "distributed_executor_backend": "uni", "skip_tokenizer_init": True, "async_scheduling": False,
+            "block_size": self.block, "num_gpu_blocks_override": _BLOCKS * self.chunk // self.block,
+            "kv_cache_memory_bytes": 64 << 20, **more,
+        }  # fmt: skip
+
+    def _end_control(self) -> None:
+        if self._control is not None:
+            self._control[1].kill()
+            self._control = None
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def ask(self, session: Session, requests: Sequence[dict[str, Any] | Prompt], *, together: bool = False) -> Any:
+        """The answers to prompts, or to requests as the driver takes them."""
+        whole = [one if isinstance(one, dict) else {"prompt": one} for one in requests]
+        answers = session.engine.call("generate", requests=whole, together=together)
+        session.stored += [one["prompt"] for one in whole if one["prompt"] not in session.stored]
+        return answers
+
+    def keep(self, session: Session, prompts: Sequence[Prompt]) -> None:
+        """Have prompts computed, unless they were in this session, and wait until the connector has stored them.
+
+        Then the engine's own cache is emptied.
+        """
+        if any(prompt not in session.stored for prompt in prompts):
+            self.ask(session, prompts)
+            session.engine.call("settle")
+        self.forget(session)
+
+    def forget(self, session: Session) -> None:
+        """Empty the engine's own prefix cache."""
+        expect(
+            session.engine.call("forget"),
+            "the engine's own prefix cache could not be emptied: without requests, the connector holds blocks",
+        )
+
+    def own(self, request: dict[str, Any] | Prompt, split: int = 0, *, after: Prompt | None = None, **llm: Any) -> Any:
+        """The engine's answer without a connector, with so many tokens, whole blocks, from its own prefix cache.
+
+        after: the prompt that they were computed with; default: they alone. It decides the last bits, which matter
+        where numbers have few.
+        """
+        whole = request if isinstance(request, dict) else {"prompt": request}
+        prompt = whole["prompt"]
+        block = llm.get("block_size", self.block)
+        split = min(split, len(prompt) - 1) // block * block
+        first = prompt[:split] if after is None else after
+        about = whole.get("lora", ""), whole.get("max_tokens", 8)
+        key = (str(sorted(llm.items())), tuple(prompt), split, tuple(first), about)
+        if key not in self._answers:
+            engine = self._without(llm)
+            engine.call("forget")
+            if split:
+                engine.call("generate", requests=[{**whole, "prompt": first, "max_tokens": 1}])
+            (self._answers[key],) = engine.call("generate", requests=[whole])
+        return self._answers[key]
+
+    def _without(self, llm: dict[str, Any]) -> Engine:
+        if self._control is None or self._control[0] != llm or not self._control[1].alive:
+            self._end_control()
+            engine = self.host.fork(self.subject.seconds)
+            self._start(engine, llm, None)
+            engine.call("watch", on=False)
+            self._control = llm, engine
+        return self._control[1]
+
+    def compare(
+        self, request: dict[str, Any] | Prompt, answer: Any, said: str = "", *, after: Prompt | None = None, **llm: Any
+    ) -> None:
+        """Raise NotMetError unless an answer is the engine's own at the same split."""
+        prompt = request["prompt"] if isinstance(request, dict) else request
+        own = self.own(request, answer["cached"], after=after, **llm)
+        about = f"{said or 'a prompt'} of {self.length(prompt)} tokens, {answer['cached']} of them found"
+        if answer["tokens"] != own["tokens"]:
+            raise NotMetError(
+                f"{about}: the answer is {_start(answer['tokens'], own['tokens'])}; "
+                f"the engine's own prefix cache gives {_start(own['tokens'], answer['tokens'])}"
+            )
+        pairs = list(zip(answer["logprobs"], own["logprobs"], strict=True))
+        worst = max(range(len(pairs)), key=lambda at: abs(pairs[at][0] - pairs[at][1]))
+        one, other = pairs[worst]
+        if not abs(one - other) <= self.subject.tolerance:
+            text = (
+                f"{about}: the logprob of token {worst} is {one:.5f}; the engine's own prefix cache gives {other:.5f}"
+            )
+            raise NotMetError(text)
+
+    def length(self, prompt: Prompt) -> str:
+        """The length of a prompt, in words that show where blocks end."""
+        blocks, rest = divmod(len(prompt), self.block)
+        return f"{blocks} x {self.block}{f' + {rest}' if rest else ''}"
+
+    def stem(self, seed: int = 1) -> Prompt:
+        """A prompt of five chunks and some tokens."""
+        return tokens(seed, 5 * self.chunk + self.block // 2)
+
+
+def _start(these: Sequence[int], others: Sequence[int]) -> str:
+    """The first tokens up to some behind the first difference."""
+    first = next((at for at, pair in enumerate(zip(these, others, strict=False)) if pair[0] != pair[1]), len(these))
+    end = first + _SHOWN
+    return f"{list(these[:end])}{' ...' if len(these) > end else ''}"

@@ -1,0 +1,150 @@
+"""Faults in what is found, and in the answers that come from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvloom_testkit.mutants import Mutant
+from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Metadata
+
+
+class NeedsAnotherDevice(Mutant, DirectoryConnector):
+    """It wants a device that is not there."""
+
+    breaks = "E01"
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        raise RuntimeError("this connector needs a GPU")
+
+
+class EndsTheProcessAtStart(Mutant, DirectoryConnector):
+    """It ends the process."""
+
+    breaks = "E01"
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        import os
+
+        os._exit(3)
+
+
+class HangsAtStart(Mutant, DirectoryConnector):
+    """It waits for a server that never comes."""
+
+    breaks = "E01"
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        time.sleep(3600)
+
+
+class NeverEnds(Mutant, DirectoryConnector):
+    """Shutting down waits for work that never comes."""
+
+    breaks = "E02"
+
+    def shutdown(self) -> None:
+        time.sleep(3600)
+
+
+class FindsAnything(Mutant, DirectoryConnector):
+    """The first block of every prompt counts as stored."""
+
+    breaks = "E03"
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def save(self, meta: Metadata, known: Any, computed: int) -> None:
+        pass
+
+
+class FindsNothing(Mutant, DirectoryConnector):
+    """Nothing counts as stored."""
+
+    breaks = "E04"
+
+    def has(self, name: str) -> bool:
+        return False
+
+
+class ClaimsOneMore(Mutant, DirectoryConnector):
+    """A hit is one block longer than what is stored, if the prompt is; the load then fails, and is computed."""
+
+    breaks = "E05"
+
+    def found(self, request: Any, begin: int, end: int) -> int:
+        count = super().found(request, begin, end)
+        return count + 1 if 0 < count < end - begin else count
+
+
+class LoadsInReverse(Mutant, DirectoryConnector):
+    """The last block is loaded into the first place."""
+
+    breaks = "E06"
+
+    def targets(self, blocks: Sequence[int], begin: int, end: int) -> Sequence[int]:
+        return list(reversed(blocks[begin:end]))
+
+
+class CountsFromTheFirst(Mutant, DirectoryConnector):
+    """Blocks that vLLM had itself are overwritten, and those behind them left as they were."""
+
+    breaks = "E07"
+
+    def targets(self, blocks: Sequence[int], begin: int, end: int) -> Sequence[int]:
+        return blocks[: end - begin]
+
+
+class WrongAtFullHits(Mutant, DirectoryConnector):
+    """Where the hit ends one block before the end of the prompt, its last block comes from the one before."""
+
+    breaks = "E08"
+
+    def name(self, request: Any, block: int) -> str:
+        full = block + 2 == request.num_prompt_tokens / self.block_tokens and request.request_id in self.begins
+        return super().name(request, block - 1 if full and block else block)
+
+
+class OneLoadAStep(Mutant, DirectoryConnector):
+    """Of several requests in a step, only the last is loaded."""
+
+    breaks = "E09"
+
+    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        meta = super().build_connector_meta(scheduler_output)
+        meta.loads = meta.loads[-1:]
+        return meta
+
+
+class KeepsTheFirstList(Mutant, DirectoryConnector):
+    """Blocks that come while a request decodes are not noted; the last of those it had is saved in their place."""
+
+    breaks = "E10"
+
+    def extend(self, known: Any, blocks: list[int], *, resumed: bool) -> None:
+        super().extend(known, blocks if resumed else known.blocks[-1:] * len(blocks), resumed=resumed)
+
+
+class SavesAhead(Mutant, DirectoryConnector):
+    """A block is saved when it is allocated and its tokens are known, computed or not."""
+
+    breaks = "E11"
+
+    def save(self, meta: Metadata, known: Any, computed: int) -> None:
+        super().save(meta, known, len(known.blocks) * self.block_tokens)
+
+
+class TakesHalfForV(Mutant, DirectoryConnector):
+    """Where there is one head, as with latents, the second half of each page is taken for V, which there is none of."""
+
+    breaks = "E29"
+
+    def fill(self, block: int, data: bytearray) -> None:
+        kept = [cache[block].clone() for cache in self.caches]
+        super().fill(block, data)
+        for cache, before in zip(self.caches, kept, strict=True):
+            if cache.shape[1] == 1:
+                half = cache.shape[-1] // 2
+                cache[block][..., half:] = before[..., half:]

@@ -1,0 +1,69 @@
+"""Connectors that are legal, though not what anybody would expect: they meet every requirement."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any, ClassVar
+
+from kvloom_testkit.mutants import Oddity
+from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Transfer
+
+
+class InTheBackground(Oddity, DirectoryConnector):
+    """Loads run between steps, and take a while."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.asynchronous = True
+
+    def load(self, load: Transfer) -> None:
+        time.sleep(0.02)
+        super().load(load)
+
+
+class AnswersLater(Oddity, DirectoryConnector):
+    """It needs several steps to say what it has."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.asked = getattr(self, "asked", 0) + 1
+        if self.asked % 3:
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class Forgets(Oddity, DirectoryConnector):
+    """Blocks behind the third of a prompt are lost now and then before they are written."""
+
+    def write(self, name: str, data: bytes) -> None:
+        if random.random() < 0.9:
+            super().write(name, data)
+
+
+class StoresLater(Oddity, DirectoryConnector):
+    """Copies are taken in the step, and written a little later by a thread of its own."""
+
+    def write(self, name: str, data: bytes) -> None:
+        threading.Timer(0.05, super().write, (name, data)).start()
+
+
+class HoldsBlocks(Oddity, DirectoryConnector):
+    """The blocks of a request that has ended are held for some steps, and then reported."""
+
+    held: ClassVar[dict[str, int]] = {}
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        super().request_finished(request, block_ids)
+        if block_ids:
+            self.held[request.request_id] = 3
+        return bool(block_ids), None
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        _, loaded = super().get_finished(finished_req_ids)
+        done = {name for name, steps in self.held.items() if not steps}
+        for name in list(self.held):
+            self.held[name] -= 1
+        for name in done:
+            del self.held[name]
+        return done or None, loaded

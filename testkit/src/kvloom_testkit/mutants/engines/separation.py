@@ -1,0 +1,78 @@
+"""Faults in what must not meet."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from kvloom_testkit.mutants import Mutant
+from kvloom_testkit.reference.vllm_connector import DirectoryConnector
+
+
+def _of_tokens(connector: DirectoryConnector, request: Any, block: int, *more: object) -> str:
+    tokens = list(request.all_token_ids[: (block + 1) * connector.block_tokens])
+    return hashlib.sha256(repr((tokens, more)).encode()).hexdigest()
+
+
+class KeysWithoutSalt(Mutant, DirectoryConnector):
+    """Keys cover tokens and adapter."""
+
+    breaks = "E17"
+
+    def name(self, request: Any, block: int) -> str:
+        return _of_tokens(self, request, block, request.lora_request and request.lora_request.lora_path)
+
+
+class KeysWithoutAdapter(Mutant, DirectoryConnector):
+    """Keys cover tokens and salt."""
+
+    breaks = "E18"
+
+    def name(self, request: Any, block: int) -> str:
+        return _of_tokens(self, request, block, request.cache_salt)
+
+
+class KeysOfThisProcess(Mutant, DirectoryConnector):
+    """Keys are made by `hash()`."""
+
+    breaks = "E19"
+
+    def name(self, request: Any, block: int) -> str:
+        return f"{hash(super().name(request, block)) % 2**64:x}"
+
+
+class KeysWithoutModel(Mutant, DirectoryConnector):
+    """One directory for all models of a shape."""
+
+    breaks = "E20"
+
+    def fingerprint(self, vllm_config: Any, kv_cache_config: Any) -> str:
+        return f"{vllm_config.model_config.dtype}-{self.block_tokens}"
+
+
+class KeysWithoutType(Mutant, DirectoryConnector):
+    """One directory for all types of a model."""
+
+    breaks = "E21"
+
+    def fingerprint(self, vllm_config: Any, kv_cache_config: Any) -> str:
+        model = hashlib.sha256(vllm_config.model_config.model.encode()).hexdigest()
+        return f"{model}-{self.block_tokens}"
+
+
+class KeysByPosition(Mutant, DirectoryConnector):
+    """Keys cover the tokens up to a block's end, and not how many of them are in the block; what is short is padded."""
+
+    breaks = "E22"
+
+    def fingerprint(self, vllm_config: Any, kv_cache_config: Any) -> str:
+        model = vllm_config.model_config
+        return hashlib.sha256(f"{model.model}-{model.dtype}".encode()).hexdigest()
+
+    def name(self, request: Any, block: int) -> str:
+        lora = request.lora_request and request.lora_request.lora_path
+        return _of_tokens(self, request, block, request.cache_salt, lora)
+
+    def fill(self, block: int, data: bytearray) -> None:
+        size = sum(cache[block].numel() * cache.element_size() for cache in self.caches)
+        super().fill(block, data.ljust(size, b"\0"))

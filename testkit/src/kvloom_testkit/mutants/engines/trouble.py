@@ -1,0 +1,115 @@
+"""Faults where the store fails, and in the engine's memory."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from kvloom_testkit.mutants import Mutant
+from kvloom_testkit.reference.vllm_connector import DirectoryConnector, Transfer
+
+
+class TellsNobodyOfLosses(Mutant, DirectoryConnector):
+    """Blocks that could not be read count as loaded."""
+
+    breaks = "E23"
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
+class RaisesAtLosses(Mutant, DirectoryConnector):
+    """A file that is gone is an exception."""
+
+    breaks = "E23"
+
+    def read(self, name: str) -> bytearray | None:
+        data = super().read(name)
+        if data is None:
+            raise FileNotFoundError(name)
+        return data
+
+
+class HasNoChecksum(Mutant, DirectoryConnector):
+    """What is in a file is taken for what was written."""
+
+    breaks = "E24"
+
+    def read(self, name: str) -> bytearray | None:
+        return bytearray((self.folder / name).read_bytes()[32:])
+
+
+class EndsTheProcessAtLosses(Mutant, DirectoryConnector):
+    """A file that is gone ends the process."""
+
+    breaks = "E25"
+
+    def read(self, name: str) -> bytearray | None:
+        import os
+
+        data = super().read(name)
+        if data is None:
+            os.abort()
+        return data
+
+
+class AnnouncesNothing(Mutant, DirectoryConnector):
+    """A miss is announced as a load of no tokens in the background."""
+
+    breaks = "E26"
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        count, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return count, not count
+
+
+class LeavesOutALayer(Mutant, DirectoryConnector):
+    """The last layer of a block is not loaded."""
+
+    breaks = "E27"
+
+    def fill(self, block: int, data: bytearray) -> None:
+        kept = self.caches[-1][block].clone()
+        super().fill(block, data)
+        self.caches[-1][block] = kept
+
+
+class WritesInFront(Mutant, DirectoryConnector):
+    """What is loaded into the first block is written to the one in front of it, too."""
+
+    breaks = "E28"
+
+    def load(self, load: Transfer) -> None:
+        super().load(load)
+        self.caches[0][load.blocks[0] - 1] = self.caches[0][load.blocks[0]]
+
+
+class LoadsForTheAborted(Mutant, DirectoryConnector):
+    """Loads run between steps; those of aborted requests are reported as done, and run nevertheless."""
+
+    breaks = "E28"
+    gone: ClassVar[set[str]] = set()
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.asynchronous = True
+        self.waiting: list[tuple[int, Transfer]] = []
+        self.step = 0
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if "ABORTED" in str(request.status):
+            self.gone.add(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.waiting += [(self.step + 4, load) for load in self._orders.loads]
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self.step += 1
+        due = [load for step, load in self.waiting if step <= self.step]
+        told = {load.request for _, load in self.waiting if load.request in self.gone}
+        told |= {load.request for load in due if load.request not in self.gone}
+        self.waiting = [(step, load) for step, load in self.waiting if step > self.step]
+        for load in due:
+            self.load(load)
+        self.gone.difference_update(told)
+        return None, told or None

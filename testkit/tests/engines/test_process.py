@@ -1,0 +1,107 @@
+"""An engine that hangs, ends, raises or does not start is told apart, in time, and leaves no process behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloom_testkit.engines.process import EndedError, HangError, Host, RaisedError, RefusedError
+
+PATH = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    with Host("fake_host", environment=PATH) as host:
+        yield host
+
+
+def is_there(process: int) -> bool:
+    """Return whether a process runs."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(process: int) -> bool:
+    """Return whether a process ends soon."""
+    until = time.monotonic() + 10
+    while is_there(process) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not is_there(process)
+
+
+def test_calls_are_answered_in_turn(host: Host) -> None:
+    engine = host.fork(20)
+    for number in range(3):
+        text = "x" * 200_000  # more than a socket takes at once
+        assert engine.call("echo", number=number, text=text)["heard"]["args"] == {"number": number, "text": text}
+    engine.close()
+    assert not engine.alive and gone(engine.process)
+
+
+def test_one_that_hangs_is_killed_with_its_children_and_the_place_is_said(host: Host) -> None:
+    engine = host.fork(1.0)
+    child = engine.call("start_child")
+    assert is_there(child)
+    with pytest.raises(
+        HangError, match=r"no answer to hang after 1 s; it was at engines/fake_host.py.*a_place_to_hang"
+    ):
+        engine.call("hang")
+    assert gone(engine.process) and gone(child)
+    with pytest.raises(EndedError, match="has ended before"):
+        engine.call("echo")
+
+
+@pytest.mark.parametrize(("call", "arguments", "said"), [
+    ("die", {"signal": int(signal.SIGSEGV)}, "by signal 11 in die: last words"),
+    ("exit", {"status": 3}, "with status 3 in exit"),
+])  # fmt: skip
+def test_one_that_ends_is_said_to_have(host: Host, call: str, arguments: dict[str, int], said: str) -> None:
+    engine = host.fork(20)
+    with pytest.raises(EndedError, match=said):
+        engine.call(call, **arguments)
+    assert not engine.alive
+
+
+def test_one_that_raises_at_start_has_refused(host: Host) -> None:
+    engine = host.fork(20)
+    with pytest.raises(RefusedError, match=r"refused to start: start: RuntimeError: needs a GPU \(at b/c.py, line 7"):
+        engine.start()
+    assert gone(engine.process)
+
+
+def test_one_that_raises_later_goes_on(host: Host) -> None:
+    engine = host.fork(20)
+    with pytest.raises(RaisedError, match="needs a GPU"):
+        engine.call("start")
+    assert engine.call("echo")
+    engine.kill()
+
+
+def test_one_that_does_not_end_is_killed(host: Host) -> None:
+    engine = host.fork(1.0)
+    engine.call("lingers")
+    with pytest.raises(HangError, match="did not end 1 s after it was closed"):
+        engine.close()
+    assert gone(engine.process)
+
+
+@pytest.mark.parametrize(("fault", "said"), [
+    ("breaks", "no such engine here"), ("refuses", "libcuda is not here"),
+])  # fmt: skip
+def test_an_engine_that_cannot_be_imported_is_said(fault: str, said: str) -> None:
+    with pytest.raises(RefusedError, match=f"(?s)could not be imported.*{said}"):
+        Host("fake_host", environment={**PATH, "FAKE_HOST": fault}, seconds=20)
+
+
+def test_closing_the_host_leaves_nothing() -> None:
+    host = Host("fake_host", environment=PATH)
+    folder, process = host.folder, host._process.pid
+    host.close()
+    assert not folder.exists() and gone(process)

@@ -1,0 +1,179 @@
+"""Rows, their order and outcomes, the reports, and the options, without an engine."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import kvloom_testkit
+from kvloom import ConfigError
+from kvloom_testkit.engines import report, running
+from kvloom_testkit.engines.bench import NotApplicableError, NotMetError
+from kvloom_testkit.engines.damage import damage
+from kvloom_testkit.engines.process import EndedError, HangError, RaisedError, RefusedError
+from kvloom_testkit.engines.prompts import tokens
+from kvloom_testkit.engines.running import Row, check
+from kvloom_testkit.engines.subject import Subject
+
+KIT = Path(kvloom_testkit.__file__).parent
+
+
+class FakeBench:
+    """A bench whose requirements raise what is written for them."""
+
+    folder = Path("/somewhere")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]) -> None:
+        self.tried: list[str] = []
+        self.begun = 0
+        for number, about in running.REQUIREMENTS.items():
+            monkeypatch.setattr(running.EngineConformance, about.test, self._test(number, errors.get(number)))
+
+    def _test(self, number: str, error: Exception | None) -> Callable[..., None]:
+        def test(requirements: object, bench: object) -> None:
+            self.tried.append(number)
+            if error is not None:
+                raise error
+
+        return test
+
+    def start_over(self) -> None:
+        self.begun += 1
+
+
+def outcomes(rows: list[Row]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.outcome, []).append(row.id)
+    return found
+
+
+def test_each_outcome_is_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = {
+        "E03": NotMetError("in /somewhere/main-0/a"), "E05": NotApplicableError("why"), "E07": RaisedError("it raised"),
+    }  # fmt: skip
+    bench: Any = FakeBench(monkeypatch, errors)
+    told: list[Row] = []
+    rows = check(bench, tell=told.append)
+    assert told == rows and [row.id for row in rows] == bench.tried == list(running.REQUIREMENTS)
+    found = outcomes(rows)
+    assert found["not met"] == ["E03", "E07"] and found["skipped"] == ["E05"] and len(found["met"]) == len(rows) - 3
+    assert rows[2].reason == "in main-0/a" and rows[4].reason == "why" and rows[6].reason == "it raised"
+    assert bench.begun == 2, "what failed is not gone on with"
+
+
+def test_an_engine_that_does_not_start_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench: Any = FakeBench(monkeypatch, {"E01": RefusedError("needs a GPU")})
+    rows = check(bench)
+    assert bench.tried == ["E01"] and outcomes(rows)["not tried"] == list(running.REQUIREMENTS)[1:]
+    assert rows[0].reason == "needs a GPU"
+
+
+def test_the_third_hang_or_end_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = {"E01": HangError("1"), "E03": RaisedError("x"), "E04": EndedError("2"), "E06": HangError("3")}
+    bench: Any = FakeBench(monkeypatch, errors)
+    assert outcomes(check(bench))["not tried"] == list(running.REQUIREMENTS)[6:]
+    assert bench.tried[-1] == "E06"
+
+
+def test_some_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench: Any = FakeBench(monkeypatch, {})
+    assert [row.id for row in check(bench, only=["E09", "E17"])] == bench.tried == ["E09", "E17"]
+
+
+ROWS = [
+    Row("E01", "starts", "met", "", 1.5), Row("E02", "ends in order", "not met", "ended \x00 <&>", 2.0),
+    Row("E03", "nothing to hit", "skipped", "no reset_cache", 0.0), Row("E04", "x", "not tried", "3 hang", 0.0),
+]  # fmt: skip
+
+
+def test_junit_has_a_case_for_each_row() -> None:
+    suite = ElementTree.fromstring(report.xml(Subject.named("a.b:C"), ROWS))
+    assert suite.attrib["tests"] == "4" and suite.attrib["failures"] == "2" and suite.attrib["skipped"] == "1"
+    cases = list(suite)
+    assert [case.attrib["name"][:3] for case in cases] == ["E01", "E02", "E03", "E04"]
+    assert cases[1][0].tag == "failure" and cases[1][0].text == "ended ? <&>"
+    assert cases[2][0].tag == "skipped" and not len(cases[0]) and cases[3][0].tag == "failure"
+
+
+def test_json_has_the_rows_and_what_was_checked() -> None:
+    found = json.loads(json.dumps(report.document(Subject.named("a.b:C", extra={"x": 1}), "0.32.0", ROWS, short=True)))
+    assert found["connector"] == "a.b:C" and found["extra"] == {"x": 1} and found["short"] and len(found["rows"]) == 4
+    assert found["summary"] == "a.b:C on vLLM 0.32.0: 1 met, 1 not met, 1 skipped, 1 not tried"
+
+
+OPTIONS: dict[str, Any] = dict.fromkeys(
+    ("--connector", "--extra", "--chunk", "--block", "--tolerance", "--short", "--junit")
+)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({}, "--connector: missing"), ({"--connector": "a.b:1"}, "expected MODULE:CLASS"),
+    ({"--connector": ":C"}, "expected MODULE:CLASS"),
+    ({"--connector": "a:C", "--extra": "{"}, "--extra: expected a JSON"),
+    ({"--connector": "a:C", "--extra": "[]"}, "--extra: expected a JSON"),
+    ({"--connector": "a:C", "--block": 32, "--chunk": 48}, "--chunk: expected a multiple"),
+    ({"--connector": "a:C", "--block": 0}, "expected a multiple"),
+])  # fmt: skip
+def test_options_that_cannot_be(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        report.run_options("vllm", {**OPTIONS, **change}, {}, [], 1.0, as_json=False)
+
+
+def test_other_engines_and_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no engine 'other'"):
+        report.run_options("other", OPTIONS, {}, [], 1.0, as_json=False)
+    with pytest.raises(ConfigError, match="--repeat"):
+        report.run_options("vllm", OPTIONS, {"--repeat": True}, [], 1.0, as_json=False)
+
+
+def test_settings_name_the_store_at_any_depth() -> None:
+    subject = Subject.named("a:C", extra={"tiers": [{"path": "{tmp}/kv"}], "size": 3})
+    transfer = subject.transfer(Path("/store"), "fail")
+    assert transfer["kv_connector_extra_config"] == {"tiers": [{"path": "/store/kv"}], "size": 3}
+    assert transfer["kv_load_failure_policy"] == "fail" and subject.has_store
+    assert not Subject.named("a:C", extra={"size": 3}).has_store and Subject.named("Name").module is None
+    assert Subject.named("a:C", block=64).chunk == 64
+
+
+def test_every_requirement_has_a_mutant() -> None:
+    """Read, not imported: mutants need vLLM, and are run by `make test-engines`."""
+    sources = [path.read_text(encoding="utf-8") for path in (KIT / "mutants/engines").glob("*.py")]
+    values = [
+        node.value.value
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "breaks"
+        if isinstance(node.value, ast.Constant)
+    ]
+    assert set(values) == set(running.REQUIREMENTS)
+
+
+def test_prompts_have_nothing_in_common() -> None:
+    prompts = [tokens(seed, 100) for seed in range(300)]
+    assert all(3 <= token < 512 for prompt in prompts for token in prompt)
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 300 and tokens(1, 9) == tokens(1, 20)[:9]
+
+
+def test_damage_changes_every_file(tmp_path: Path) -> None:
+    for how, size in (("cut", 500), ("flip", 1000), ("remove", None)):
+        folder = tmp_path / how / "deep"
+        folder.mkdir(parents=True)
+        for name in "ab":
+            (folder / name).write_bytes(bytes(1000))
+        assert damage(tmp_path / how, how) == 2
+        left = [path.read_bytes() for path in folder.iterdir()]
+        assert [len(data) for data in left] == [] if size is None else [size] * 2
+        assert how != "flip" or {place % 4 for place in range(1000) if left[0][place]} == {0, 1, 2, 3}
+
+
+def test_the_kit_is_imported_without_an_engine() -> None:
+    for path in (KIT / "engines").glob("*.py"):
+        assert not re.search(r"^\s*(import|from) (vllm|transformers)\b", path.read_text(encoding="utf-8"), re.MULTILINE)

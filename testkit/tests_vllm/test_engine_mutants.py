@@ -1,0 +1,57 @@
+"""On real vLLM, each mutant is found by the requirement that it breaks, and oddities meet all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvloom_testkit.engines.bench import ENVIRONMENT, HOST, Bench
+from kvloom_testkit.engines.process import Host
+from kvloom_testkit.engines.running import Row, check
+from kvloom_testkit.engines.subject import Subject
+from kvloom_testkit.mutants import Mutant, Oddity, engines
+from kvloom_testkit.reference.vllm_connector import DirectoryConnector
+
+CLASSES = [
+    cls
+    for found in iter_modules(engines.__path__, f"{engines.__name__}.")
+    for cls in vars(import_module(found.name)).values()
+    if isinstance(cls, type) and cls.__module__ == found.name and issubclass(cls, (Mutant, Oddity))
+]
+MUTANTS = pytest.mark.parametrize(
+    "mutant", [pytest.param(one, id=f"{one.breaks}-{one.__name__}") for one in CLASSES if issubclass(one, Mutant)]
+)
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    with Host(HOST, environment=ENVIRONMENT) as host:
+        yield host
+
+
+def rows_of(host: Host, cls: type, *only: str, seconds: float = 60.0) -> list[Row]:
+    """The rows of a connector that keeps its files where the kit says."""
+    subject = Subject.named(f"{cls.__module__}:{cls.__name__}", extra={"path": "{tmp}"}, seconds=seconds)
+    bench = Bench(subject, short=True, host=host)
+    try:
+        return check(bench, only=only)
+    finally:
+        bench.close()
+
+
+@MUTANTS
+def test_a_mutant_is_found_by_its_requirement(host: Host, mutant: type[Mutant]) -> None:
+    (row,) = rows_of(host, mutant, mutant.breaks, seconds=10.0)
+    assert row.outcome == "not met", row
+
+
+@pytest.mark.parametrize(
+    "cls", [DirectoryConnector, *(one for one in CLASSES if issubclass(one, Oddity))], ids=lambda one: one.__name__
+)
+def test_what_is_right_meets_all(host: Host, cls: type) -> None:
+    assert [row for row in rows_of(host, cls) if row.outcome != "met"] == []
