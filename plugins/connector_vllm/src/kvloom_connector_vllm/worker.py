@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,15 @@ FENCE_SECONDS = 1.0
 """Time that a step waits for saves that read blocks which it gives to another request; then they are cancelled."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One group of layers: its engine, its names, and the tokens of its blocks."""
+
+    engine: Engine
+    names: Names
+    block_tokens: int
+
+
 class _Load(NamedTuple):
     move: Move
     segments: list[Segment]
@@ -36,27 +45,33 @@ class Worker:
     costs microseconds."""
 
     def __init__(
-        self, engine: Engine, names: Names, *, rank: int, block_tokens: int, asynchronous: bool = True
+        self, parts: Sequence[Part], *, rank: int, asynchronous: bool = True, by_request: bool = False
     ) -> None:
-        """asynchronous: no step computes with KV that is still being loaded."""
+        """parts: by group; the engines of all are siblings of the first one's.
+
+        asynchronous: no step computes with KV that is still being loaded. by_request: the engine cannot go on behind
+        any block, so that a load that failed is told by its request, not by blocks.
+        """
         self._asynchronous = asynchronous
-        self._engine = engine
-        self._names = names
+        self._by_request = by_request
+        self._parts = tuple(parts)
+        self._engine = parts[0].engine
+        """For all that the groups have in common: memory, counts."""
         self._rank = rank
-        self._block_tokens = block_tokens
-        self._memory: dict[str, Any] = {}
+        self._memory: list[dict[str, Any]] = [{} for _ in parts]
         self._orders: Orders | None = None
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, list[_Load]] = {}
         self._saves: dict[int, Task] = {}
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._failures = 0
         self._idle = self._patient = False
         self._report = Report()
         self._counted: Mapping[Any, Any] = {}
 
-    def attach(self, pages: Sequence[torch.Tensor], *, order: torch.Tensor | None = None) -> None:
-        """The engine's memory, a view `[num_blocks, page_elements]` for each layer. order: see `VLLMBlobConnector`."""
-        self._memory = {"pages": tuple(pages), **({} if order is None else {"order": order})}
+    def attach(self, pages: Sequence[torch.Tensor], *, order: torch.Tensor | None = None, group: int = 0) -> None:
+        """A group's memory, a view `[num_blocks, page_elements]` for each layer. order: see `VLLMBlobConnector`."""
+        self._memory[group] = {"pages": tuple(pages), **({} if order is None else {"order": order})}
 
     # -- a step, in order ----------------------------------------------------------------------------------------------
 
@@ -86,13 +101,12 @@ class Worker:
         for move in step.loads:
             self._load(move)
         for request in step.cancelled:
-            load = self._loads.get(request)
-            if load is not None:
+            for load in self._loads.get(request, ()):
                 load.task.cancel()
         if wait:
-            for move in step.loads:
-                self._loaded(self._loads.pop(move.request))
-                self._report.loaded.add(move.request)
+            for request in {move.request: None for move in step.loads}:
+                self._loaded(self._loads.pop(request))
+                self._report.loaded.add(request)
 
     def save(self) -> None:
         """Begin the step's saves, once it has been computed (or queued on the device)."""
@@ -100,26 +114,32 @@ class Worker:
         orders, self._orders = self._orders, None
         self._idle, self._patient = orders.idle, orders.patient
         for chunks in orders.step.touched:
-            self._engine.touch(self._names.segments(chunks))
+            self._engine.touch(self._parts[chunks.group].names.segments(chunks))
         for move in orders.step.saves:
             self._save(move, orders)
 
     def finished(self) -> set[str]:
         """Requests whose loads are over since the last call, whether all came or not."""
-        under_way = next((load.task for load in self._loads.values()), None) or next(iter(self._saves.values()), None)
+        loads = (load.task for parts in self._loads.values() for load in parts if not load.task.done)
+        under_way = next(loads, None) or next(iter(self._saves.values()), None)
         if self._idle and under_way is not None:
             under_way.wait(IDLE_SECONDS)
         elif self._idle and self._patient:
             time.sleep(IDLE_SECONDS)
-        over = [request for request, load in self._loads.items() if load.task.done]
+        over = [request for request, loads in self._loads.items() if all(load.task.done for load in loads)]
         for request in over:
             self._loaded(self._loads.pop(request))
         self._report.loaded.update(over)
         return set(over)
 
     def failed_blocks(self) -> set[int]:
-        """Blocks that were to be loaded and were not, since the last call."""
+        """Blocks that were to be loaded and were not, since the last call; none if requests are told of."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def failed_requests(self) -> set[str]:
+        """Requests, of those that `finished` told of, that did not get everything and have to begin anew."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def report(self) -> Report | None:
@@ -157,20 +177,24 @@ class Worker:
 
     def close(self) -> None:
         """Cancel work under way and write accepted chunks. Idempotent."""
-        for load in self._loads.values():
+        for load in (load for loads in self._loads.values() for load in loads):
             load.task.cancel()
         self._engine.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _load(self, move: Move) -> None:
-        segments = self._names.segments(move.chunks)
+        part = self._parts[move.chunks.group]
+        segments, task = part.names.segments(move.chunks), _Over(0)
         try:
-            task = self._engine.load(segments, blocks=move.blocks, first_block=move.first_block, **self._memory)
+            if segments:
+                task = part.engine.load(
+                    segments, blocks=move.blocks, first_block=move.first_block, **self._memory[move.chunks.group]
+                )
         except Exception as error:  # nothing of it may reach the engine
             log.warning("nothing is loaded for request %s: %s", one_line(move.request), error)
-            task = _Failed(len(segments))
-        self._loads[move.request] = _Load(move, segments, task)
+            task = _Over(len(segments))
+        self._loads.setdefault(move.request, []).append(_Load(move, segments, task))
 
     def _save(self, move: Move, orders: Orders) -> None:
         if not self._asynchronous and orders.failures.get(self._rank, 0) < self._failures:
@@ -178,32 +202,41 @@ class Worker:
             self._report.saved[move.number] += 1
             return
         try:
-            self._saves[move.number] = self._engine.save(
-                self._names.segments(move.chunks), blocks=move.blocks, first_block=move.first_block, **self._memory
+            part, memory = self._parts[move.chunks.group], self._memory[move.chunks.group]
+            self._saves[move.number] = part.engine.save(
+                part.names.segments(move.chunks), blocks=move.blocks, first_block=move.first_block, **memory
             )
         except Exception as error:  # nothing of it may reach the engine
             log.warning("nothing is saved of request %s: %s", one_line(move.request), error)
             self._report.saved[move.number] += 1
 
-    def _loaded(self, load: _Load) -> None:
-        """Record the blocks that did not get their KV, if a request still wants it."""
+    def _loaded(self, loads: Sequence[_Load]) -> None:
+        """Record the blocks of a request that did not get their KV, if it still wants it."""
+        missing = set().union(*map(self._missing, loads))
+        if missing:
+            request = loads[0].move.request
+            self._failures += 1
+            self._report.failed.add(request)
+            if self._by_request:
+                self._failed_requests.add(request)
+            else:
+                self._failed_blocks |= missing
+
+    def _missing(self, load: _Load) -> set[int]:
+        move, missing = load.move, set[int]()
         try:
             mask = load.task.result().tolist()
         except Exception as error:  # whatever it was, the engine computes these blocks itself
-            log.warning("a load for request %s failed: %s", one_line(load.move.request), error)
+            log.warning("a load for request %s failed: %s", one_line(move.request), error)
             mask = [False] * len(load.segments)
         if all(mask) or load.task.cancelled:
-            return
-        move, missing = load.move, set()
+            return missing
+        tokens = self._parts[move.chunks.group].block_tokens
         for segment, here in zip(load.segments, mask, strict=True):
             if not here:
-                begin, end = segment.start // self._block_tokens, segment.end // self._block_tokens
+                begin, end = segment.start // tokens, segment.end // tokens
                 missing.update(move.blocks[begin - move.first_block : end - move.first_block])
-        missing.discard(-1)
-        if missing:
-            self._failures += 1
-            self._report.failed.add(move.request)
-            self._failed_blocks |= missing
+        return missing - {-1}
 
     def _end_of(self, number: int, task: Task) -> None:
         try:
@@ -219,8 +252,8 @@ class Worker:
             memory.remove(memory.chunks())
 
 
-class _Failed(Task):
-    """A load that never began."""
+class _Over(Task):
+    """A load that never began: nothing of it came."""
 
     cancelled = False  # type: ignore[assignment]
 
