@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import lcm
+from math import inf, lcm
 
 from kvloom import leading
 
@@ -37,6 +37,8 @@ class _State:
     request: Request
     owner: Owner
     tracks: tuple[_Track, ...]
+    due: float = 0
+    """Nothing is to be saved in a step after which there are fewer tokens."""
     computed: int = 0
     """Tokens whose KV is certain to be there once the steps so far have been computed."""
     offered: Hit = NOTHING
@@ -230,7 +232,7 @@ class Planner:
         names = set(failed)
         for name, state in self._states.items():
             if everything or name in names:
-                state.computed = 0
+                state.computed, state.due = 0, 0
                 for track in state.tracks:
                     track.saved, track.tail_saved = 0, False
             if name in names:
@@ -267,10 +269,8 @@ class Planner:
                     track.blocks.extend(table)
                     self._fence(table, fence)
             state.computed = one.after
-            if self._saves(state):
-                for track in state.tracks:
-                    if self._due(state, track, one.after):
-                        self._save(state, track, one, saves)
+            if one.after >= state.due and self._saves(state):
+                state.due = min([self._save(state, track, one, saves) for track in state.tracks])
         ended = self._unneeded(fence)
         chains = tuple(chunks for chunks in touched if chunks.digests or chunks.pieces)
         step = Step(tuple(self._loads), tuple(saves), ended, chains, tuple(sorted(fence)), tuple(self._cancelled))
@@ -345,12 +345,17 @@ class Planner:
         there = [piece for piece in pieces if piece.end <= tokens]
         return tuple(leading(there, number * self.groups[track.group].chunk_tokens))
 
-    def _due(self, state: _State, track: _Track, tokens: int) -> bool:
-        """There is KV of these first tokens that is not saved."""
-        whole = tokens >= (track.saved + 1) * self.groups[track.group].chunk_tokens
-        return whole or (not track.tail_saved and tokens >= state.request.num_prompt_tokens)
+    def _due(self, state: _State, track: _Track) -> float:
+        """Tokens after which there is KV that is not saved, if they are computed."""
+        prompt, whole = state.request.num_prompt_tokens, (track.saved + 1) * self.groups[track.group].chunk_tokens
+        if not self._save_generated and whole > prompt:
+            return inf if track.tail_saved else prompt
+        return whole if track.tail_saved else min(whole, prompt)
 
-    def _save(self, state: _State, track: _Track, one: Scheduled, saves: list[Move]) -> None:
+    def _save(self, state: _State, track: _Track, one: Scheduled, saves: list[Move]) -> float:
+        """Save what is due of a group. Returns after how many tokens something is due again."""
+        if one.after < self._due(state, track):
+            return self._due(state, track)
         prompt, group = state.request.num_prompt_tokens, self.groups[track.group]
         tokens = min(one.after, len(track.blocks) * group.block_tokens)
         pieces: tuple[Piece, ...] = ()
@@ -367,6 +372,7 @@ class Planner:
         move = self._move(state, track, last, pieces, track.blocks, group.first(one.computed) // group.block_tokens)
         if move is not None:
             saves.append(move)
+        return self._due(state, track)
 
     def _save_end(self, state: _State, track: _Track, blocks: Sequence[int]) -> Move | None:
         """Save what a request that is over has computed beyond what is saved, its last whole blocks included."""
